@@ -1,0 +1,119 @@
+"""The lighthouse's options, and the one knob from which the others derive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Every duration of the protocol. `Timeouts.derive(timeout_s)` fills what is not set.
+
+    Attributes:
+        timeout_s: the one knob: how long one step's communication may take before its
+            laggards are given up.
+        heartbeat_s: how often ZeroMQ's own threads prove that a connected host lives.
+        heartbeat_timeout_s: a host silent for this long is gone.
+        connect_timeout_s: how long a replica looks for the lighthouse before it gives up.
+        join_timeout_s: how long the first quorum waits for stragglers once `min_replicas` are
+            there; also how long a restarted lighthouse waits for the members it knew.
+        step_timeout_s: after the first vote on a step (or a stall report), members that have
+            not voted within this are evicted.
+        revoke_timeout_s: after a revoke, members that have not voted within this are evicted.
+        heal_timeout_s: a healing member that keeps its peers' collectives waiting for longer
+            is evicted, and tries again later.
+        resend_s: a request without an answer is sent again after this.
+    """
+
+    timeout_s: float = 60.0
+    heartbeat_s: float = 0.2
+    heartbeat_timeout_s: float = 0.6
+    connect_timeout_s: float = 60.0
+    join_timeout_s: float = 5.0
+    step_timeout_s: float = 60.0
+    revoke_timeout_s: float = 10.0
+    heal_timeout_s: float = 30.0
+    resend_s: float = 1.0
+
+    @classmethod
+    def derive(cls, timeout_s: float = 60.0, **given: float | None) -> Timeouts:
+        """All durations from `timeout_s`; each may be set alone. Raises ValueError.
+
+        | name | derived | bounds |
+        |---|---|---|
+        | heartbeat_timeout_s | timeout / 100 | 0.3 to 5 |
+        | heartbeat_s | heartbeat_timeout / 3 | |
+        | connect_timeout_s | timeout | |
+        | join_timeout_s | timeout / 12 | at least 0.5 |
+        | step_timeout_s | timeout | |
+        | revoke_timeout_s | timeout / 6 | at least twice heartbeat_timeout |
+        | heal_timeout_s | timeout / 2 | |
+        | resend_s | timeout / 60 | 0.2 to 2 |
+        """
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        chosen = {name: value for name, value in given.items() if value is not None}
+        heartbeat_timeout_s = chosen.get("heartbeat_timeout_s", _clamp(timeout_s / 100, 0.3, 5.0))
+        derived = {
+            "heartbeat_timeout_s": heartbeat_timeout_s,
+            "heartbeat_s": heartbeat_timeout_s / 3,
+            "connect_timeout_s": timeout_s,
+            "join_timeout_s": max(timeout_s / 12, 0.5),
+            "step_timeout_s": timeout_s,
+            "revoke_timeout_s": max(timeout_s / 6, 2 * heartbeat_timeout_s),
+            "heal_timeout_s": timeout_s / 2,
+            "resend_s": _clamp(timeout_s / 60, 0.2, 2.0),
+        }
+        return cls(timeout_s=timeout_s, **{**derived, **chosen})
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        _require_less(self, "heartbeat_s", "heartbeat_timeout_s", "or every host looks silent")
+        _require_less(
+            self, "heartbeat_timeout_s", "revoke_timeout_s", "or a silent host is evicted as hung"
+        )
+        _require_less(
+            self, "heartbeat_timeout_s", "step_timeout_s", "or a slow host is evicted as hung"
+        )
+        _require_less(self, "resend_s", "step_timeout_s", "or a lost vote is never sent again")
+
+
+def _clamp(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def _require_less(timeouts: Timeouts, small: str, large: str, why: str) -> None:
+    a, b = getattr(timeouts, small), getattr(timeouts, large)
+    if not a < b:
+        raise ValueError(f"{small} ({a:g} s) must be less than {large} ({b:g} s), {why}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LighthouseConfig:
+    """Options of one lighthouse.
+
+    Attributes:
+        min_replicas: no quorum forms with fewer replica groups.
+        expected_replicas: the first quorum waits for this many (up to `join_timeout_s`); 0: not
+            known, wait out the join timeout.
+        timeouts: see `Timeouts`.
+        max_rooms: more are refused.
+        max_replicas_per_room: more are refused.
+    """
+
+    min_replicas: int = 1
+    expected_replicas: int = 0
+    timeouts: Timeouts = Timeouts()
+    max_rooms: int = 1_024
+    max_replicas_per_room: int = 16_384
+
+    def __post_init__(self) -> None:
+        if self.min_replicas < 1:
+            raise ValueError(f"min_replicas must be at least 1, got {self.min_replicas}")
+        if self.expected_replicas and self.expected_replicas < self.min_replicas:
+            raise ValueError(
+                f"expected_replicas ({self.expected_replicas}) must be 0 or at least "
+                f"min_replicas ({self.min_replicas})"
+            )

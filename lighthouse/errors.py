@@ -1,0 +1,32 @@
+"""Errors of the lighthouse package, split by who is to blame.
+
+    LighthouseError
+    ├── ProtocolError          the other side sent what this version can't read: drop and count it
+    │   └── VersionMismatch    the other side speaks another protocol version: upgrade one of them
+    ├── LighthouseUnavailable  nobody answers at the address within the connect timeout
+    └── JoinRefused            the lighthouse will not have this replica group; its sentence says why
+
+`ValueError` is raised for options that a user set wrong.
+"""
+
+from __future__ import annotations
+
+
+class LighthouseError(Exception):
+    """Root of all errors that this package raises on purpose."""
+
+
+class ProtocolError(LighthouseError):
+    """Bytes that are no message of this protocol."""
+
+
+class VersionMismatch(ProtocolError):
+    """A message of another protocol version."""
+
+
+class LighthouseUnavailable(LighthouseError):
+    """No lighthouse answers at the given address."""
+
+
+class JoinRefused(LighthouseError):
+    """The lighthouse refused this replica group for good."""

@@ -1,0 +1,328 @@
+"""Wire types of the step protocol: frozen, slotted, validated when built, never subclassed.
+
+Two directions. A replica group (its leader rank) sends `Join`, `Vote`, `Beat`, `Leave`; a watcher
+process sends `Obituary`; anyone may send `StatusRequest`. The lighthouse answers with `Waiting`,
+`Decision` (which carries the next `Quorum` when the quorum changes), `Quorum`, `Revoke`,
+`Expelled`, `Refused` and `Status`.
+
+Every request is idempotent: a sender that hears nothing sends the same message again.
+A state is versioned by (step, lineage); a result is bound to (quorum_id, step).
+See docs/protocol.md for who sends what when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+MAX_ID_CHARS = 200
+MAX_REASON_CHARS = 2_000
+MAX_ADDRESS_BYTES = 4_096
+MAX_CONTROL_BYTES = 1_024
+MAX_GROUP_WORLD_SIZE = 65_536
+
+NO_QUORUM = 0
+"""quorum_id of a replica that was never in a quorum."""
+
+
+def next_lineage(lineage: str, quorum_id: int, step: int) -> str:
+    """Lineage of the state that committing `step` under `quorum_id` makes out of `lineage`.
+
+    16 hex digits. Equal (step, lineage) means the same commits in the same order since the
+    same initial state, hence (deterministic reduction, S3) bitwise equal state.
+    """
+    text = f"{lineage}|{quorum_id}|{step}".encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def _check(ok: bool, what: str) -> None:
+    if not ok:
+        raise ValueError(what)
+
+
+def _check_id(value: str, name: str) -> None:
+    _check(0 < len(value) <= MAX_ID_CHARS, f"{name} must have 1 to {MAX_ID_CHARS} characters")
+
+
+def _check_reason(value: str) -> None:
+    _check(len(value) <= MAX_REASON_CHARS, f"reason is longer than {MAX_REASON_CHARS} characters")
+
+
+@dataclass(frozen=True, slots=True)
+class RoomKey:
+    """Which quorum is meant: jobs never meet; a job may hold several rooms."""
+
+    job_id: str = "default"
+    room_id: str = "default"
+
+    def __post_init__(self) -> None:
+        _check_id(self.job_id, "job_id")
+        _check_id(self.room_id, "room_id")
+
+
+@dataclass(frozen=True, slots=True)
+class InDoubt:
+    """A step whose yes vote was sent and whose decision was never heard."""
+
+    quorum_id: int
+    step: int
+    lineage_if_committed: str
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One replica group in a quorum.
+
+    `addresses` holds one opaque blob a group rank (how to reach its process group and its heal
+    server). `healing`: its state is not (step, lineage) of the quorum; it contributes nothing
+    and must heal before it votes yes.
+    """
+
+    replica_id: str
+    group_world_size: int
+    addresses: tuple[bytes, ...]
+    healing: bool = False
+
+    def __post_init__(self) -> None:
+        _check_id(self.replica_id, "replica_id")
+        _check(1 <= self.group_world_size <= MAX_GROUP_WORLD_SIZE, "group_world_size out of range")
+        _check(len(self.addresses) == self.group_world_size, "one address a group rank is needed")
+        for address in self.addresses:
+            _check(len(address) <= MAX_ADDRESS_BYTES, f"address over {MAX_ADDRESS_BYTES} bytes")
+
+
+# ---------------------------------------------------------------- replica group -> lighthouse
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Asks to be in the next quorum of a room.
+
+    `name` is what a person calls the replica group (stable over restarts); `replica_id` is new at
+    every start. `quorum_id` and `last_members`: the last quorum this process was in, if any.
+    `schema` names what must be equal in all members (parameter names, shapes, settings);
+    `schema_text` is shown to a person when it is not. `min_replicas`, `expected_replicas`:
+    the room takes the largest asked for (0: no opinion). `can_heal` False: do not admit me if
+    I am behind. `group_commit`: see docs/protocol.md, "per-group commit".
+    """
+
+    room: RoomKey
+    name: str
+    replica_id: str
+    step: int
+    lineage: str
+    addresses: tuple[bytes, ...]
+    quorum_id: int = NO_QUORUM
+    last_members: tuple[str, ...] = ()
+    in_doubt: InDoubt | None = None
+    min_replicas: int = 0
+    expected_replicas: int = 0
+    can_heal: bool = True
+    group_commit: bool = False
+    schema: str = ""
+    schema_text: str = ""
+
+    def __post_init__(self) -> None:
+        _check_id(self.name, "name")
+        _check_id(self.replica_id, "replica_id")
+        _check_id(self.lineage, "lineage")
+        _check(self.step >= 0, "step must not be negative")
+        _check(1 <= len(self.addresses) <= MAX_GROUP_WORLD_SIZE, "addresses: one a group rank")
+        for address in self.addresses:
+            _check(len(address) <= MAX_ADDRESS_BYTES, f"address over {MAX_ADDRESS_BYTES} bytes")
+        _check(self.min_replicas >= 0, "min_replicas must not be negative")
+        _check(self.expected_replicas >= 0, "expected_replicas must not be negative")
+        _check(len(self.schema_text) <= MAX_REASON_CHARS, "schema_text is too long")
+
+
+PHASE_IDLE = "idle"  # between steps
+PHASE_OPEN = "open"  # in a step, before its first collective: nothing was reduced yet
+PHASE_HEALING = "healing"
+PHASE_REDUCING = "reducing"  # at least one collective of this step was started
+PHASES = (PHASE_IDLE, PHASE_OPEN, PHASE_HEALING, PHASE_REDUCING)
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """A member's yes or no on (quorum_id, step), after its collectives.
+
+    A no revokes the quorum. `phase` says what the member was doing when it voted no; one that
+    had started no collective loses nothing and goes on under the next quorum. `stalled`: a
+    collective of this member waited longer than its timeout, so members that are not reducing
+    are to blame. `leaving`: count me, then leave me out of the next quorum. `control`: bytes
+    that all members get back with the decision, the lowest-ranked member's (see `Decision`).
+    """
+
+    room: RoomKey
+    replica_id: str
+    quorum_id: int
+    step: int
+    lineage: str
+    ok: bool
+    reason: str = ""
+    phase: str = PHASE_REDUCING
+    stalled: bool = False
+    leaving: bool = False
+    control: bytes = b""
+
+    def __post_init__(self) -> None:
+        _check_id(self.replica_id, "replica_id")
+        _check_reason(self.reason)
+        _check(self.phase in PHASES, f"phase must be one of {PHASES}")
+        _check(len(self.control) <= MAX_CONTROL_BYTES, f"control over {MAX_CONTROL_BYTES} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Says where a member believes it is, after a silence; answered only if it is wrong."""
+
+    room: RoomKey
+    replica_id: str
+    quorum_id: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A graceful goodbye: the replica group stops taking part now."""
+
+    room: RoomKey
+    replica_id: str
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        _check_reason(self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Obituary:
+    """A watcher saw the process behind `replica_id` die (before its sockets closed)."""
+
+    room: RoomKey
+    replica_id: str
+    cause: str = ""
+
+    def __post_init__(self) -> None:
+        _check_id(self.replica_id, "replica_id")
+        _check_reason(self.cause)
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Asks for a `Status`."""
+
+
+# ---------------------------------------------------------------- lighthouse -> replica group
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """A new quorum: who trains together from (step, lineage) on.
+
+    Replica ranks are positions in the full member list. To a receiver whose last quorum was
+    `base_id` only the difference travels: drop `removed`, replace those in `changed` by
+    replica_id, append the rest of `changed` in order. `base_id` 0: `changed` is the full list.
+    `settle`: what became of the receiver's step in doubt ("commit", "discard" or "").
+    """
+
+    room: RoomKey
+    quorum_id: int
+    step: int
+    lineage: str
+    base_id: int
+    removed: tuple[str, ...]
+    changed: tuple[Member, ...]
+    reason: str = ""
+    settle: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self.settle in ("", "commit", "discard"), "settle: commit, discard or empty")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The answer to a vote: what becomes of (quorum_id, step), and who is next.
+
+    `next_quorum` None: the same quorum goes on with step + 1 (the steady state; constant size).
+    `waiting` True: no next quorum yet, one will follow (or `Waiting` says why not).
+    `control`: that of the lowest-ranked member that voted yes; all members get the same bytes.
+    """
+
+    room: RoomKey
+    quorum_id: int
+    step: int
+    committed: bool
+    reason: str = ""
+    next_quorum: Quorum | None = None
+    waiting: bool = False
+    control: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Stop the collectives of (quorum_id, step) now and vote on what you have."""
+
+    room: RoomKey
+    quorum_id: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """No quorum yet, and why; sent when the reason changes."""
+
+    room: RoomKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expelled:
+    """You are not a member (evicted, or unknown to me): join again."""
+
+    room: RoomKey
+    quorum_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Joining will not help; `reason` is a sentence for a person."""
+
+    room: RoomKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """All rooms as JSON text, for people and dashboards."""
+
+    text: str
+
+
+Request = Join | Vote | Beat | Leave | Obituary | StatusRequest
+Reply = Quorum | Decision | Revoke | Waiting | Expelled | Refused | Status
+Message = Request | Reply
+
+
+def apply_delta(base: tuple[Member, ...], quorum: Quorum) -> tuple[Member, ...]:
+    """Full member list of `quorum` out of the receiver's previous one. See `Quorum`."""
+    if quorum.base_id == NO_QUORUM:
+        return quorum.changed
+    removed = set(quorum.removed)
+    changed = {member.replica_id: member for member in quorum.changed}
+    kept = [changed.pop(m.replica_id, m) for m in base if m.replica_id not in removed]
+    return (*kept, *changed.values())
+
+
+def member_delta(
+    old: tuple[Member, ...], new: tuple[Member, ...]
+) -> tuple[tuple[str, ...], tuple[Member, ...]] | None:
+    """(removed, changed) such that `apply_delta` turns `old` into `new`; None if none does."""
+    new_by_id = {member.replica_id: member for member in new}
+    old_by_id = {member.replica_id: member for member in old}
+    removed = tuple(m.replica_id for m in old if m.replica_id not in new_by_id)
+    changed = tuple(m for m in new if old_by_id.get(m.replica_id) != m)
+    kept_order = [m.replica_id for m in old if m.replica_id in new_by_id]
+    order = kept_order + [m.replica_id for m in changed if m.replica_id not in old_by_id]
+    return (removed, changed) if order == [m.replica_id for m in new] else None
