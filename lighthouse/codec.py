@@ -12,7 +12,8 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -40,16 +41,63 @@ _TAGS: dict[str, type] = {
     "stat": messages.Status,
 }
 _TAG_OF = {kind: tag for tag, kind in _TAGS.items()}
+_SCALARS = (int, str, bytes, bool)
 
 Decoder = Callable[[Any], Any]
 
 
+class Encoder:
+    """Turns messages into frames. One thread at a time.
+
+    A quorum goes to N members in N messages that differ in little but hold the same member list.
+    Lists that were packed since `begin` are not packed again (the same object, not an equal one),
+    so that telling N members costs N short headers and one list.
+    """
+
+    def __init__(self) -> None:
+        self._packer = msgpack.Packer(use_bin_type=True, default=_plain)
+        # By id(); the value holds the list, so that no other object can get its id meanwhile.
+        self._packed: dict[int, tuple[object, bytes]] = {}
+
+    def begin(self) -> None:
+        """Forget what was packed: a new batch of messages."""
+        self._packed.clear()
+
+    def encode(self, message: messages.Message) -> bytes:
+        """Bytes of one message."""
+        kind: Any = type(message)
+        if kind is messages.Quorum or kind is messages.Decision:
+            parts = [self._pack(VERSION), self._pack(_TAG_OF[kind]), *self._packed_fields(message)]
+            return b"".join((self._packer.pack_array_header(len(parts)), *parts))
+        return self._pack((VERSION, _TAG_OF[kind], *_values(message)))
+
+    def _pack(self, value: Any) -> bytes:
+        packed: bytes = self._packer.pack(value)
+        return packed
+
+    def _packed_fields(self, message: Any) -> list[bytes]:
+        parts: list[bytes] = []
+        for value in _values(message):
+            if type(value) is messages.Quorum:
+                fields = self._packed_fields(value)
+                header = self._packer.pack_array_header(len(fields))
+                parts.append(b"".join((header, *fields)))
+            elif type(value) is tuple and len(value) > 1:
+                parts.append(self._pack_once(value))
+            else:
+                parts.append(self._pack(value))
+        return parts
+
+    def _pack_once(self, values: tuple[Any, ...]) -> bytes:
+        known = self._packed.get(id(values))
+        if known is None:
+            known = self._packed[id(values)] = (values, self._pack(values))
+        return known[1]
+
+
 def encode(message: messages.Message) -> bytes:
     """Bytes of one message. Any thread."""
-    packed: bytes = msgpack.packb(
-        [VERSION, _TAG_OF[type(message)], *_fields(message)], use_bin_type=True
-    )
-    return packed
+    return Encoder().encode(message)
 
 
 def decode(frame: bytes | memoryview) -> messages.Message:
@@ -74,16 +122,7 @@ def decode(frame: bytes | memoryview) -> messages.Message:
     return message
 
 
-def _fields(value: Any) -> list[Any]:
-    return [_plain(getattr(value, name)) for name in _field_names(type(value))]
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (int, str, bytes)):
-        return value
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return _fields(value)
+# ---------------------------------------------------------------- compiled from the dataclasses
 
 
 @cache
@@ -92,17 +131,51 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 @cache
+def _getter_of(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads all fields of a dataclass at once."""
+    names = _field_names(kind)
+    if len(names) > 1:
+        return attrgetter(*names)  # a tuple, but of a single name
+    return lambda value: tuple(getattr(value, name) for name in names)
+
+
+def _values(value: Any) -> tuple[Any, ...]:
+    kind: Any = type(value)
+    return _getter_of(kind)(value)
+
+
+def _plain(value: Any) -> Any:
+    """What msgpack can't pack by itself: our dataclasses travel as the list of their fields."""
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} can't be sent")
+    return _values(value)
+
+
+@cache
 def _decoder_of(kind: type) -> Decoder:
     """Decoder of a dataclass from the list of its fields."""
     hints = typing.get_type_hints(kind)
-    decoders = tuple(_decoder(hints[name], f"{kind.__name__}.{name}") for name in _field_names(kind))
+    names = _field_names(kind)
+    count = len(names)
+    scalars = tuple((i, hints[name]) for i, name in enumerate(names) if hints[name] in _SCALARS)
+    nested = tuple(
+        (i, _decoder(hints[name], f"{kind.__name__}.{name}"))
+        for i, name in enumerate(names)
+        if hints[name] not in _SCALARS
+    )
+    build = lru_cache(4_096)(kind) if kind is messages.RoomKey else kind
 
     def decode_fields(raw: Any) -> Any:
-        if not isinstance(raw, list) or len(raw) != len(decoders):
-            raise ProtocolError(f"{kind.__name__}: expected {len(decoders)} fields")
-        values = [read(item) for read, item in zip(decoders, raw, strict=True)]
+        if type(raw) is not list or len(raw) != count:
+            raise ProtocolError(f"{kind.__name__}: expected {count} fields")
+        for i, wanted in scalars:
+            # type(), not isinstance: bool is an int, and True must not pass for 1.
+            if type(raw[i]) is not wanted:
+                raise _wrong_type(f"{kind.__name__}.{names[i]}", wanted, raw[i])
+        for i, read in nested:
+            raw[i] = read(raw[i])
         try:
-            return kind(*values)
+            return build(*raw)
         except ValueError as error:
             raise ProtocolError(f"{kind.__name__}: {error}") from error
 
@@ -110,15 +183,15 @@ def _decoder_of(kind: type) -> Decoder:
 
 
 def _decoder(hint: Any, where: str) -> Decoder:
-    if hint in (int, str, bytes, bool):
+    if hint in _SCALARS:
         return _scalar(hint, where)
     origin = typing.get_origin(hint)
     if origin is tuple:
         item = _decoder(typing.get_args(hint)[0], where)
 
         def read_tuple(raw: Any) -> Any:
-            if not isinstance(raw, list):
-                raise ProtocolError(f"{where}: expected a list")
+            if type(raw) is not list:
+                raise _wrong_type(where, list, raw)
             return tuple([item(entry) for entry in raw])
 
         return read_tuple
@@ -131,9 +204,12 @@ def _decoder(hint: Any, where: str) -> Decoder:
 
 def _scalar(kind: type, where: str) -> Decoder:
     def read(raw: Any) -> Any:
-        # type(), not isinstance: bool is an int, and True must not pass for 1.
         if type(raw) is not kind:
-            raise ProtocolError(f"{where}: expected {kind.__name__}, got {type(raw).__name__}")
+            raise _wrong_type(where, kind, raw)
         return raw
 
     return read
+
+
+def _wrong_type(where: str, wanted: type, raw: Any) -> ProtocolError:
+    return ProtocolError(f"{where}: expected {wanted.__name__}, got {type(raw).__name__}")

@@ -1,0 +1,74 @@
+"""What the benchmarks share: the machine's description, JSON output, statistics."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    return parser
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to know to compare."""
+    import torch
+
+    model = "unknown CPU"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    return {
+        "date": date.today().isoformat(),
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def report(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], figures: Any,
+    json_file: Path | None,
+) -> None:  # fmt: skip
+    """Print the table; write the figures if asked for."""
+    about = machine()
+    table = Table(title=title, caption=", ".join(f"{k} {v}" for k, v in about.items()))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    Console(width=120 if not sys.stdout.isatty() else None).print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps({"machine": about, "figures": figures}, indent=2) + "\n")
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds) * 1e3
+
+
+def torchft_version() -> str | None:
+    """Version of the installed torchft, None if there is none (extra `bench` brings it)."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torchft")
+    except PackageNotFoundError:
+        return None

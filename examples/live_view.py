@@ -1,0 +1,114 @@
+"""What a person sees while the run goes on: a table that changes, and the lines worth keeping."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from run_record import Life, Row, Run
+
+REFRESHES_PER_S = 10
+
+
+class View:
+    """Shows `run` until `close`. On a terminal the table changes in place; elsewhere (a log, a
+    pipe) only the lines of `say` and a table now and then are printed. Any thread may `say`."""
+
+    def __init__(self, run: Run, total_steps: int, *, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self._run, self._total = run, total_steps
+        self._origin = time.time()
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+        if self.console.is_terminal:
+            self._live = Live(
+                console=self.console, get_renderable=self.table, refresh_per_second=REFRESHES_PER_S
+            )
+            self._live.start()
+
+    def say(self, line: str, style: str = "") -> None:
+        """A line that stays."""
+        with self._lock:
+            stamp = f"[dim]{time.time() - self._origin:6.2f} s[/dim] "
+            self.console.print(stamp + (f"[{style}]{line}[/{style}]" if style else line))
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def table(self) -> Table:
+        """The present state of all replica groups."""
+        table = Table(title=f"step {self._run.committed_steps()} of {self._total}")
+        for name in ("replica group", "process", "state", "step", "loss", "quorum", "discards"):
+            table.add_column(name, justify="right" if name in ("step", "loss") else "left")
+        for group in self._run.groups():
+            table.add_row(*self._cells(self._run.lives_of(group)))
+        return table
+
+    def _cells(self, lives: list[Life]) -> tuple[str, ...]:
+        life = lives[-1]
+        quorum, loss, commit = life.last("quorum"), life.last("loss"), life.last("commit")
+        discards = sum(len(each.of_kind("discard")) for each in lives)
+        return (
+            str(life.group),
+            str(life.pid),
+            _state_of(life),
+            "" if commit is None else str(commit["step"]),
+            "" if loss is None else f"{loss['loss']:.4f}",
+            "" if quorum is None else "{" + ", ".join(names_in(quorum)) + "}",
+            str(discards),
+        )
+
+
+def names_in(quorum: dict[str, Any]) -> list[str]:
+    """Names of the members of a quorum event: a replica_id is name:incarnation."""
+    return [str(member).rpartition(":")[0] for member in quorum["members"]]
+
+
+def _state_of(life: Life) -> str:
+    if life.killed:
+        return "[red]killed[/red]"
+    if life.returncode is not None:
+        return f"ended ({life.returncode})"
+    kind = next(
+        (e["kind"] for e in reversed(life.events) if e["kind"] not in ("loss", "serve")), ""
+    )
+    return {
+        "": "[dim]starting[/dim]",
+        "commit": "[green]training[/green]",
+        "discard": "[yellow]step discarded[/yellow]",
+        "revoked": "[yellow]quorum revoked[/yellow]",
+        "heal_start": "[yellow]healing[/yellow]",
+        "heal_done": "[green]healed[/green]",
+        "waiting": "[dim]waiting[/dim]",
+        "quorum": "[green]in a quorum[/green]",
+    }.get(kind, kind)
+
+
+def summary_table(rows: list[Row], total_steps: int) -> Table:
+    """The numbers of the run. "lost": beyond what a step takes, from the kill to the next
+    commit; of the killed group that holds the start of the new process, too."""
+    table = Table(title=f"{total_steps} optimizer steps committed by the job")
+    for name in ("replica group", "commits seen", "discarded", "lost to the failure",
+                 "of it process start", "heal", "weights", "end"):  # fmt: skip
+        table.add_column(name)
+    equal = len({row.digest for row in rows}) == 1 and bool(rows[0].digest)
+    for row in rows:
+        heal = ""
+        if row.heal_ms is not None and row.heal_bytes is not None:
+            heal = f"{row.heal_ms:.1f} ms, {row.heal_bytes:,} bytes"
+        verdict = "[green]equal[/green]" if equal else "[red]DIFFER[/red]"
+        table.add_row(
+            str(row.group), str(row.committed), str(row.discarded), _ms(row.lost_ms),
+            _ms(row.process_start_ms), heal, f"{row.digest or 'none'} {verdict}", row.end,
+        )  # fmt: skip
+    return table
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f} ms"

@@ -1,0 +1,214 @@
+"""python examples/survive_kill.py
+
+Kills a training process and shows that the training does not care.
+
+1. Starts a lighthouse and three replica groups, each a process of examples/train_lightning.py.
+2. Sends SIGKILL to one of them in mid-run, and starts it again at once.
+3. The survivors train on without it; it comes back, heals from them, and takes part again.
+4. Prints who lost what, compares the weights of all, and draws the run's timeline.
+
+Exit code 0 only if every process ended well, the killed one healed, and all weights are equal,
+bit for bit. Takes about one minute on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from live_view import View, names_in, summary_table
+from run_record import Life, Run, faults_of, summarize
+from timeline import draw
+
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+from lighthouse.state import Note
+
+HERE = Path(__file__).resolve().parent
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def main() -> int:
+    options = parse_options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    run = Run()
+    view = View(run, options.steps)
+    notes = _Notes(view)
+    config = LighthouseConfig(
+        expected_replicas=options.replicas, timeouts=Timeouts.derive(options.timeout)
+    )
+    with LighthouseServer(config=config, on_note=notes) as lighthouse:
+        view.say(f"lighthouse listening on {lighthouse.address()}")
+        demo = Demo(options, run, view, lighthouse.address())
+        try:
+            in_time = demo.execute()
+        finally:
+            demo.kill_all()
+            view.close()
+    run.ended_s = time.time()
+    picture = options.out / "timeline.png"
+    draw(run, picture)
+    view.console.print(summary_table(summarize(run), run.committed_steps()))
+    view.console.print(f"timeline: {picture}")
+    faults = faults_of(run) if in_time else [f"not done after {options.limit:g} s"]
+    for fault in faults:
+        view.console.print(f"[red]FAILED[/red]: {fault}")
+    if faults:
+        view.console.print(f"what the processes printed is in {options.out}/group-*.txt")
+        return 1
+    view.console.print("[green]survived[/green]: every replica group holds the same weights")
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
+    add = parser.add_argument
+    add("--replicas", type=int, default=3, help="replica groups (at least 2)")
+    add("--steps", type=int, default=600, help="optimizer steps of the run")
+    add("--kill-at", type=int, help="kill when this step is committed (default: a fifth of all)")
+    add("--step-delay", type=float, default=0.05, help="seconds of pretended work a step")
+    add("--timeout", type=float, default=30.0, help="the one knob, seconds; docs/timeouts.md")
+    add("--limit", type=float, default=170.0, help="seconds after which the run is given up")
+    add("--out", type=Path, default=Path("out/survive_kill"), help="folder for what is written")
+    options = parser.parse_args()
+    if options.replicas < 2:
+        parser.error("--replicas must be at least 2: somebody has to survive")
+    if options.kill_at is None:
+        options.kill_at = max(1, options.steps // 5)
+    return options
+
+
+class Demo:
+    """Starts, kills and restarts the processes. A thread a process reads its events."""
+
+    def __init__(self, options: argparse.Namespace, run: Run, view: View, lighthouse: str) -> None:
+        self._options, self._run, self._view = options, run, view
+        self._lighthouse = lighthouse
+        self._victim = options.replicas - 1
+        self._changed = threading.Condition()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._readers: list[threading.Thread] = []
+
+    def execute(self) -> bool:
+        """The whole run; False if it was not over within the limit."""
+        deadline = time.monotonic() + self._options.limit
+        for group in range(self._options.replicas):
+            self._start(group)
+        with self._changed:
+            left = deadline - time.monotonic()
+            if not self._changed.wait_for(self._over, timeout=left):
+                return False
+        for reader in self._readers:
+            reader.join(timeout=max(0.0, deadline - time.monotonic()))
+        return not any(reader.is_alive() for reader in self._readers)
+
+    def kill_all(self) -> None:
+        """No process outlives the demo."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def _over(self) -> bool:
+        return all(life.returncode is not None and not life.killed for life in self._newest())
+
+    def _newest(self) -> list[Life]:
+        return [self._run.lives_of(group)[-1] for group in self._run.groups()]
+
+    def _start(self, group: int) -> None:
+        """A process, the pipe through which its events come, and the thread that reads them."""
+        number = len(self._run.lives_of(group))
+        reading, writing = os.pipe()
+        env = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES}
+        env |= {
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+            "REPLICA_GROUP_ID": str(group),
+            "NUM_REPLICA_GROUPS": str(self._options.replicas),
+            "TORCHFT_LIGHTHOUSE": self._lighthouse,
+            "FT_EVENT_LOG": f"/dev/fd/{writing}",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, str(HERE / "train_lightning.py"),
+                   "--steps", str(self._options.steps),
+                   "--step-delay", str(self._options.step_delay)]  # fmt: skip
+        with (self._options.out / f"group-{group}-{number}.txt").open("wb") as output:
+            process = subprocess.Popen(
+                command, env=env, pass_fds=(writing,), stdout=output, stderr=subprocess.STDOUT
+            )
+        os.close(writing)
+        life = Life(group, number, process.pid, time.time())
+        with self._changed:
+            self._processes[group] = process
+            self._run.lives.append(life)
+        verb = "started" if number == 0 else "started again"
+        self._view.say(f"replica group {group} {verb}: process {process.pid}")
+        reader = threading.Thread(
+            target=self._read, args=(life, process, reading), name=f"reader-{group}-{number}"
+        )
+        self._readers.append(reader)
+        reader.start()
+
+    def _read(self, life: Life, process: subprocess.Popen[bytes], reading: int) -> None:
+        """Reader's thread: until the process is gone."""
+        path = self._options.out / f"events-{life.group}-{life.number}.jsonl"
+        with open(reading, encoding="utf-8") as lines, path.open("w", encoding="utf-8") as copy:
+            for line in lines:
+                copy.write(line)
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue  # a killed process may leave half a line
+                life.events.append(event)
+                self._look_at(life, process, event)
+        life.returncode = process.wait()
+        life.ended_s = time.time()
+        if life.killed:
+            self._start(life.group)
+        else:
+            self._view.say(f"replica group {life.group} ended with code {life.returncode}")
+        with self._changed:
+            self._changed.notify_all()
+
+    def _look_at(self, life: Life, process: subprocess.Popen[bytes], event: dict[str, Any]) -> None:
+        """Kill the victim when its time has come; say what is worth saying."""
+        kind, say, who = event["kind"], self._view.say, f"replica group {life.group}"
+        if kind == "commit":
+            due = event["step"] >= self._options.kill_at and self._run.kill_s is None
+            if due and life.group == self._victim:
+                self._run.victim, self._run.kill_s, life.killed = life.group, time.time(), True
+                process.kill()
+                say(f"SIGKILL to {who} after step {event['step']}", "bold red")
+            elif event["step"] % 100 == 0:
+                loss = life.last("loss")
+                with_loss = f", loss {loss['loss']:.4f}" if loss else ""
+                say(f"{who}: step {event['step']} committed by {event['participants']}{with_loss}")
+        elif kind == "discard":
+            say(f"{who}: step {event['step']} discarded: {event['reason']}", "yellow")
+        elif kind == "quorum":
+            say(f"{who}: in a quorum with {{{', '.join(names_in(event))}}}")
+        elif kind == "heal_start":
+            say(f"{who}: heals to step {event['step']}", "yellow")
+        elif kind == "heal_done":
+            say(f"{who}: healed, {event['bytes']:,} bytes in {event['seconds'] * 1e3:.1f} ms",
+                "bold green")  # fmt: skip
+
+
+class _Notes:
+    """The lighthouse's remarks, as lines of the view."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def __call__(self, note: Note) -> None:
+        self._view.say(f"lighthouse: {note.text}", "cyan")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

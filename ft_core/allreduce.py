@@ -1,0 +1,74 @@
+"""Scaling and neutral elements around an all-reduce (S4). No process group in here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+_NAMES = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "avg",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.PRODUCT: "product",
+}
+
+
+def op_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
+    """"sum", "avg", "min", "max" or "product". Raises ValueError for others."""
+    for known, name in _NAMES.items():
+        if op == known:
+            return name
+    raise ValueError(f"reduce_op must be one of SUM, AVG, MIN, MAX, PRODUCT, got {op}")
+
+
+def fill_neutral(tensor: Tensor, op: str) -> None:
+    """Overwrite `tensor` (any shape) with what changes nothing under `op`, in place.
+
+    Zero is neutral for a sum only: a member that contributes nothing must send the largest value
+    under MIN, the smallest under MAX, and one under PRODUCT.
+    """
+    if op in ("sum", "avg"):
+        tensor.zero_()
+    elif op == "product":
+        tensor.fill_(1)
+    elif tensor.dtype == torch.bool:
+        tensor.fill_(op == "min")
+    elif tensor.is_floating_point():
+        tensor.fill_(float("inf") if op == "min" else float("-inf"))
+    else:
+        info = torch.iinfo(tensor.dtype)
+        tensor.fill_(info.max if op == "min" else info.min)
+
+
+def prepare(tensor: Tensor, op: str, *, participating: bool, scale: float) -> None:
+    """Make `tensor` this member's contribution, in place.
+
+    For a mean every contribution is scaled before the sum, as torch's own DDP does: the same
+    rounding (bit for bit the same result as DDP of as many processes), less danger of overflow
+    in half precision, and nothing left to do when the sum arrives.
+    """
+    if not participating:
+        fill_neutral(tensor, op)
+    elif op == "avg" and scale != 1.0 and tensor.is_floating_point():
+        tensor.mul_(scale)
+    elif op == "avg" and tensor.is_complex():
+        tensor.mul_(scale)
+
+
+def finish(tensor: Tensor, op: str, participants: int) -> None:
+    """What must be done to the result, in place: integer means are divided after the sum."""
+    if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor.div_(participants, rounding_mode="trunc")
+
+
+def wire_op(op: str) -> ReduceOp.RedOpType:
+    """The reduction that travels: means are sums of scaled contributions."""
+    return {
+        "sum": ReduceOp.SUM,
+        "avg": ReduceOp.SUM,
+        "min": ReduceOp.MIN,
+        "max": ReduceOp.MAX,
+        "product": ReduceOp.PRODUCT,
+    }[op]

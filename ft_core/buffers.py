@@ -1,0 +1,136 @@
+"""Buffers of a module (running statistics) that stay equal in all members.
+
+Each member's forward changes its own buffers from its own data. For equal (step, lineage) to mean
+equal state, buffers take part in the step like parameters do: the first participant's values are
+sent to all with the last gradients, take effect when the step is committed, and when it is
+discarded all members go back to where the step began. Bytes travel under a sum to which only the
+first participant adds anything but zeros: exact for every dtype, and one collective for all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+
+from ft_core.telemetry import COMMIT, DISCARD, Event
+
+if TYPE_CHECKING:
+    from ft_core.manager import Manager
+
+_ALIGNMENT_BYTES = 16  # every dtype's elements may start at such an offset
+
+
+class _Flat:
+    """One block of bytes with a view per buffer. Views have the buffers' dtypes and shapes."""
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        offsets, end = [], 0
+        for buffer in buffers:
+            offsets.append(end)
+            size = buffer.numel() * buffer.element_size()
+            end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.bytes = torch.zeros(end, dtype=torch.uint8, device=buffers[0].device)
+        self.views = [
+            self.bytes[at : at + b.numel() * b.element_size()].view(b.dtype).view(b.shape)
+            for at, b in zip(offsets, buffers, strict=True)
+        ]
+
+
+class SharedBuffers:
+    """The persistent buffers of `module`, kept equal in all members of `manager`'s quorum.
+
+    Buffers that are not persistent are no part of a state dict, and left alone, as are names in
+    `ignored`. All must be on one device (ValueError). A part of the healed state under `key`.
+
+    Thread: `begin` and the manager's calls in the loop's, `send` in autograd's.
+    """
+
+    def __init__(
+        self, manager: Manager, module: nn.Module, *, key: str, ignored: set[str] | None = None
+    ) -> None:
+        self._manager = manager
+        self._owners = _persistent_buffers(module, ignored or set())
+        self._began = self._sent = False
+        if not self._owners:
+            return
+        buffers = self._buffers()
+        devices = {b.device for b in buffers}
+        if len(devices) > 1:
+            raise ValueError(
+                f"buffers are on several devices ({', '.join(map(str, devices))}): put them on "
+                "one, or pass forward_sync_buffers=False"
+            )
+        self._start, self._wire = _Flat(buffers), _Flat(buffers)
+        manager.register_state_dict_fn(key, self._load, self._save)
+        # The manager outlives neither module nor script; don't let it keep the module alive.
+        me = weakref.WeakMethod(self._on_event)
+
+        def sink(event: Event) -> None:
+            method = me()
+            if method is not None:
+                method(event)
+
+        manager.telemetry.add_sink(sink)
+
+    def __bool__(self) -> bool:
+        return bool(self._owners)
+
+    def begin(self) -> None:
+        """A forward is about to change the buffers: remember where this step began."""
+        if self._owners and not self._began:
+            self._began = True
+            _copy(self._start.views, self._buffers())
+
+    def send(self) -> None:
+        """Start the exchange, after the step's last gradients and in the same order everywhere."""
+        if not self._owners or self._manager.errored() is not None:
+            return
+        if self._manager.participating_rank() == 0:
+            _copy(self._wire.views, self._buffers())
+        else:
+            self._wire.bytes.zero_()
+        self._sent = True
+        self._manager.allreduce(self._wire.bytes, reduce_op=ReduceOp.SUM)
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind == COMMIT and self._sent:
+            _copy(self._buffers(), self._wire.views)
+        elif event.kind == DISCARD and self._began:
+            _copy(self._buffers(), self._start.views)
+        if event.kind in (COMMIT, DISCARD):
+            self._began = self._sent = False
+
+    def _save(self) -> dict[str, Any]:
+        return {"buffers": [b.detach() for b in self._buffers()]}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Healed: these are the values with which the step began, also if it began on others."""
+        _copy(self._buffers(), state["buffers"])
+        self._began = True
+        _copy(self._start.views, self._buffers())
+
+    def _buffers(self) -> list[Tensor]:
+        return [getattr(owner, name) for owner, name in self._owners]
+
+
+def _persistent_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[nn.Module, str]]:
+    """(owner, attribute) of each buffer that a state dict holds; the tensors may be replaced."""
+    owners: list[tuple[nn.Module, str]] = []
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if name in owner._non_persistent_buffers_set or full in ignored or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            owners.append((owner, name))
+    return owners
+
+
+@torch.no_grad()
+def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+    torch._foreach_copy_(to, source)

@@ -1,0 +1,333 @@
+"""DistributedDataParallel over replica groups that come and go.
+
+Bucket layout. torch's reducer starts with one bucket and regroups after the first step by the
+order in which gradients arrived. Members must agree on the layout, and one that restarted is in
+its first step while the others are not; so the layout is fixed at construction: parameters in
+reverse order of registration, which is about the order in which gradients arrive, the first
+bucket small. That is the layout which torch ends up with for models that use their layers in
+order, and unlike `find_unused_parameters=True` (which also stops the regrouping) it costs nothing
+a step.
+
+No `from __future__ import annotations` here: torch compares a hook's annotations with its types.
+"""
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed import ReduceOp
+from torch.futures import Future
+from torch.nn import parallel
+
+from ft_core.buffers import SharedBuffers
+
+if TYPE_CHECKING:
+    from ft_core.manager import Manager
+
+log = logging.getLogger("ft_core")
+
+_REFUSED = {
+    "process_group": "the manager's process group is used",
+    "device_mesh": "the manager's process group is used",
+    "static_graph": "its first step has other collectives, and a restarted replica is in its first"
+    " step when the others are not",
+    "mixed_precision": "use torch.autocast",
+    "delay_all_reduce_named_params": "gradients travel with backward",
+    "param_to_hook_all_reduce": "gradients travel with backward",
+    "init_sync": "the manager syncs members when they join",
+}
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel whose gradients are averaged by a `Manager`.
+
+    Wrap the module once, before the first `manager.start_quorum()`. Starting weights need not be
+    equal: the manager brings members to one state (`init_sync`).
+
+    Args:
+        manager: averages each bucket over the participants while backward goes on.
+        module: as torch's. All replica groups must have the same parameters: checked when they
+            join.
+        kwargs: as torch's, but for these. `find_unused_parameters=True` is needed if a forward
+            may leave out a parameter; which ones were used by anybody is then found out with one
+            more small collective. `forward_sync_buffers` (or `broadcast_buffers`) False leaves
+            buffers such as running statistics to each replica group; default True: they follow
+            the first participant, and go back when a step is discarded. `static_graph`,
+            `mixed_precision`, `process_group` and others that can't work are a ValueError.
+
+    A step whose backward did not reach every parameter is not committed (unless
+    `find_unused_parameters`). No error of communication is raised in backward: `manager.errored`
+    tells, and `should_commit` says no.
+    """
+
+    def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
+        for name, why in _REFUSED.items():
+            if kwargs.pop(name, None) not in (None, False):
+                raise ValueError(f"{name} is not available with fault tolerance: {why}")
+        buffers_follow = kwargs.pop("forward_sync_buffers", None)
+        old_name = kwargs.pop("broadcast_buffers", None)
+        if buffers_follow is None:
+            buffers_follow = True if old_name is None else old_name
+        super().__init__(
+            module,
+            process_group=_OneRankGroup(manager),
+            init_sync=False,
+            forward_sync_buffers=False,
+            **kwargs,
+        )
+        self._manager = manager
+        if not self.find_unused_parameters:
+            self._freeze_buckets()
+        number = _next_number(manager)
+        key = "module" if number == 0 else f"module.{number}"
+        manager.register_schema(key, describe(module))
+        self._shared = SharedBuffers(
+            manager,
+            module if buffers_follow else nn.Module(),
+            key=f"{key}.buffers",
+            ignored=set(self.parameters_to_ignore),
+        )
+        self._check = _CompletionCheck(manager)
+        _checks.setdefault(manager, []).append(self._check)
+        # The reducer (C++) keeps the hook's state: a strong reference would be a cycle that the
+        # garbage collector can't see.
+        self.register_comm_hook(weakref.ref(self), _send_bucket)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled():
+            self._shared.begin()
+        output = super().forward(*inputs, **kwargs)
+        if self.require_backward_grad_sync and not self.find_unused_parameters:
+            self._check.forward_returned(output)
+        return output
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a replica group that runs out of data leaves the quorum instead."""
+        raise NotImplementedError(
+            "join() is not available with fault tolerance: give all replica groups the same "
+            "number of batches, or let one leave with manager.shutdown()"
+        )
+
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()
+        if any(sparse):
+            raise ValueError("sparse gradients can't be averaged here: use sparse=False")
+        if self.find_unused_parameters:
+            return parameters, sparse  # torch reverses the buckets itself in this mode
+        return parameters[::-1], sparse
+
+    def _freeze_buckets(self) -> None:
+        """Regroup now and never again. See the module's docstring."""
+        self.reducer._push_all_rebuilt_params()
+        if not self.reducer._rebuild_buckets():
+            raise RuntimeError(
+                f"torch {torch.__version__} does not fix the bucket layout at construction: pass "
+                "find_unused_parameters=True, and report this"
+            )
+        self._has_rebuilt_buckets = True
+
+
+def _send_bucket(
+    state: "weakref.ref[DistributedDataParallel]", bucket: dist.GradBucket
+) -> Future[Tensor]:
+    """Communication hook: starts the allreduce and returns. Autograd's thread; never raises."""
+    tensor = bucket.buffer()
+    ddp = state()
+    assert ddp is not None  # it runs backward
+    manager = ddp._manager
+    try:
+        future = manager.allreduce(tensor)
+        if bucket.is_last():
+            ddp._check.all_sent()
+            ddp._shared.send()
+        return future
+    except Exception as error:  # in backward it would end the process; the vote tells it as well
+        manager.report_error(error)
+        return _completed(tensor)
+
+
+class _CompletionCheck:
+    """Sees backward passes that left out a bucket, before the step is voted on.
+
+    torch sees them in the next forward only, when the optimizer has stepped on gradients of which
+    some were averaged and some not.
+    """
+
+    def __init__(self, manager: "Manager") -> None:
+        self._manager = manager
+        self._unfinished = False
+
+    def forward_returned(self, output: Any) -> None:
+        """A forward that is to be synchronized; its backward begins at one of `output`."""
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_began)
+                return
+
+    def _backward_began(self, gradient: Tensor) -> None:
+        self._unfinished = True
+
+    def all_sent(self) -> None:
+        self._unfinished = False
+
+    def before_vote(self) -> None:
+        if self._unfinished:
+            self._unfinished = False
+            self._manager.report_error(
+                RuntimeError(
+                    "backward did not reach all parameters, so that gradients are missing: pass "
+                    "find_unused_parameters=True to DistributedDataParallel"
+                )
+            )
+
+
+_checks: "weakref.WeakKeyDictionary[Manager, list[_CompletionCheck]]" = weakref.WeakKeyDictionary()
+_numbers: "weakref.WeakKeyDictionary[Manager, int]" = weakref.WeakKeyDictionary()
+
+
+def before_vote(manager: "Manager") -> None:
+    """Report gradients of this step that are incomplete. Called before `should_commit`."""
+    for check in _checks.get(manager, ()):
+        check.before_vote()
+
+
+def _next_number(manager: "Manager") -> int:
+    """0, 1, ... for the modules of one manager, in the order of their construction."""
+    number = _numbers.get(manager, 0)
+    _numbers[manager] = number + 1
+    return number
+
+
+class PureDistributedDataParallel(nn.Module):
+    """Averages each gradient by itself as soon as it is there, without buckets; plain Python.
+
+    Slow for models with many parameters; `DistributedDataParallel` is meant for those. When
+    backward returns, all gradients are averages. All members must use the same parameters in each
+    step. Gradients may accumulate over several backward passes: what is there is an average
+    already, and the average of sums is the sum of averages; `no_sync` saves the transfers.
+    Buffers follow the first participant, as in `DistributedDataParallel`.
+    """
+
+    def __init__(self, manager: "Manager", module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._manager = manager
+        self._sync = True
+        self._pending: list[tuple[Tensor, Tensor, Future[Tensor]]] = []
+        self._queued = False
+        number = _next_number(manager)
+        key = "module" if number == 0 else f"module.{number}"
+        manager.register_schema(key, describe(module))
+        self._shared = SharedBuffers(manager, module, key=f"{key}.buffers")
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._queued = False  # a backward that raised never came to its end
+        self._pending.clear()
+        if self.training and torch.is_grad_enabled():
+            self._shared.begin()
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep their gradients to themselves."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if not self._sync or gradient is None:
+            return
+        try:
+            if not self._queued:
+                self._queued = True
+                Variable._execution_engine.queue_callback(self._backward_over)
+            flat = gradient if gradient.is_contiguous() else gradient.contiguous()
+            self._pending.append((gradient, flat, self._manager.allreduce(flat)))
+        except Exception as error:  # see _send_bucket
+            self._manager.report_error(error)
+
+    def _backward_over(self) -> None:
+        self._queued = False
+        pending, self._pending = self._pending, []
+        try:
+            self._shared.send()
+            for gradient, flat, future in pending:
+                future.wait()
+                if flat is not gradient:
+                    gradient.copy_(flat)
+        except Exception as error:  # see _send_bucket
+            self._manager.report_error(error)
+
+
+class _OneRankGroup(dist.ProcessGroup):
+    """The group that torch's reducer sees: one rank, so that nothing is left for it to do.
+
+    Its allreduce is called for one thing: which parameters anybody has used
+    (`find_unused_parameters`); that is a question to all participants.
+    """
+
+    def __init__(self, manager: "Manager") -> None:
+        super().__init__(0, 1)
+        self._manager = manager
+
+    def getBackendName(self) -> str:
+        return "ft-one-rank"
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        try:
+            future = self._manager.allreduce(tensors[0], reduce_op=ReduceOp.SUM)
+        except Exception as error:  # see _send_bucket
+            self._manager.report_error(error)
+            future = _completed(tensors[0])
+        return _work(future)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return _work(_completed(tensors[0]))
+
+
+def _work(future: Future[Tensor]) -> dist.Work:
+    work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)
+    return work
+
+
+def _completed(tensor: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(tensor)
+    return future
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Tensors in what a forward returned: a tensor, or containers of some, to any depth."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+    elif hasattr(output, "__dataclass_fields__"):
+        for name in output.__dataclass_fields__:
+            yield from _tensors(getattr(output, name, None))
+
+
+def describe(module: nn.Module) -> str:
+    """What two replicas of `module` must have in common, in a line: names, shapes, dtypes."""
+    named: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
+    parameters = list(module.parameters())
+    return f"{len(parameters)} tensors of {sum(p.numel() for p in parameters)} values ({digest})"

@@ -1,0 +1,231 @@
+"""Several ranks, one replica group: the leader's state machine. PURE.
+
+Theory. Towards the lighthouse a replica group is one member with one voice. Each rank runs the
+same replica machine (`ft_core.replica`) and speaks the same protocol, but to the group's leader,
+which speaks for all of them:
+
+- *Join*: when every rank has asked to join, the group joins with all their addresses. Ranks that
+  do not stand at the same position make a torn state: the group then says so, and heals.
+- *Vote*: all ranks yes is the group's yes. The first no is the group's no, at once; the other
+  ranks are told to stop. A group that was healing stays behind unless all its ranks have healed.
+- What the lighthouse says goes to all ranks, unchanged.
+- A rank that is gone breaks the group: the others end with an error and the launcher starts the
+  group anew; the lighthouse hears a goodbye, so that the other groups train on at once.
+
+Same four methods as the lighthouse's machine; `GroupServer` gives it sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from lighthouse.messages import (
+    PHASE_HEALING,
+    Beat,
+    Decision,
+    Expelled,
+    Join,
+    Leave,
+    Quorum,
+    Refused,
+    Reply,
+    Request,
+    Revoke,
+    RoomKey,
+    Status,
+    Vote,
+)
+from lighthouse.room import Peer, Send
+
+BROKEN = "replica group broken: "
+"""A `Refused` whose reason starts so comes from the own group, not from the lighthouse."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendUp:
+    """Effect: say `message` to the lighthouse."""
+
+    message: Request
+
+
+GroupEffect = Send | SendUp
+
+
+def peer_of(rank: int) -> Peer:
+    """Identity under which `rank` speaks to its leader."""
+    return b"rank-%d" % rank
+
+
+def rank_of(peer: Peer) -> int | None:
+    """The rank behind `peer`, None if it is no rank's."""
+    text = peer.removeprefix(b"rank-")
+    return int(text) if peer.startswith(b"rank-") and text.isdigit() else None
+
+
+class GroupLeader:
+    """See the module's docstring. Not thread-safe: one owner."""
+
+    def __init__(self, group_world_size: int) -> None:
+        self._size = group_world_size
+        self._joins: dict[int, Join] = {}
+        self._votes: dict[int, Vote] = {}
+        self._said_no: tuple[int, int] | None = None
+        self._healing = False  # the group is a healing member of its quorum
+        self._broken = ""
+        self._left: set[int] = set()
+        self._effects: list[GroupEffect] = []
+
+    # ------------------------------------------------------------------ events
+
+    def handle(self, peer: Peer, message: Request, now: float) -> list[GroupEffect]:
+        """A request from a rank."""
+        rank = rank_of(peer)
+        if rank is None or rank >= self._size:
+            return []
+        if self._broken:
+            self._send([rank], Refused(_room(message), self._broken))
+        elif isinstance(message, Join):
+            self._on_join(rank, message)
+        elif isinstance(message, Vote):
+            self._on_vote(rank, message)
+        elif isinstance(message, Beat):
+            if rank == 0:
+                self._effects.append(SendUp(message))
+        elif isinstance(message, Leave):
+            self._on_leave(rank, message)
+        return self._drain()
+
+    def from_lighthouse(self, message: Reply, now: float) -> list[GroupEffect]:
+        """What the lighthouse says to the group."""
+        if isinstance(message, Status):
+            return []
+        if isinstance(message, Quorum):
+            self._on_quorum(message)
+        elif isinstance(message, Decision):
+            self._votes.clear()
+            if message.committed:
+                self._healing = False
+            if message.next_quorum is not None:
+                self._on_quorum(message.next_quorum)
+        elif isinstance(message, Expelled):
+            self._joins.clear()
+            self._votes.clear()
+        self._send(range(self._size), message)
+        return self._drain()
+
+    def disconnected(self, peer: Peer, now: float, cause: str = "") -> list[GroupEffect]:
+        """The connection of a rank is gone."""
+        rank = rank_of(peer)
+        if rank is None or rank in self._left or self._broken:
+            return []
+        self._broken = (
+            f"{BROKEN}rank {rank} is gone; this rank ends so that the launcher can restart "
+            "the group"
+        )
+        room = next((join.room for join in self._joins.values()), RoomKey())
+        last = self._joins.get(0) or self._joins.get(rank)
+        if last is not None:
+            room = last.room
+            self._effects.append(SendUp(Leave(room, last.replica_id, f"rank {rank} is gone")))
+        self._send((r for r in range(self._size) if r != rank), Refused(room, self._broken))
+        return self._drain()
+
+    def expire(self, now: float) -> list[GroupEffect]:
+        """No timers: the ranks repeat what is not answered."""
+        return []
+
+    def deadline(self) -> float | None:
+        return None
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        steps = {(v.quorum_id, v.step) for v in self._votes.values()}
+        assert len(steps) <= 1, "votes of two steps side by side"
+
+    def status(self) -> dict[str, object]:
+        """For people; plain JSON types."""
+        return {"group": {"joined": sorted(self._joins), "voted": sorted(self._votes),
+                          "broken": self._broken}}  # fmt: skip
+
+    # ------------------------------------------------------------------ requests
+
+    def _on_join(self, rank: int, join: Join) -> None:
+        self._joins[rank] = join
+        if len(self._joins) < self._size:
+            return
+        joins = [self._joins[r] for r in range(self._size)]
+        first = joins[0]
+        schemas = {j.schema for j in joins}
+        torn = any((j.step, j.lineage) != (first.step, first.lineage) for j in joins)
+        doubts = {j.in_doubt for j in joins}
+        self._effects.append(
+            SendUp(
+                replace(
+                    first,
+                    addresses=tuple(j.addresses[0] for j in joins),
+                    step=min(j.step for j in joins) if torn else first.step,
+                    lineage=f"torn-{first.replica_id}" if torn else first.lineage,
+                    in_doubt=first.in_doubt if len(doubts) == 1 else None,
+                    can_heal=all(j.can_heal for j in joins),
+                    schema=first.schema if len(schemas) == 1 else "|".join(sorted(schemas))[:200],
+                )
+            )
+        )
+
+    def _on_vote(self, rank: int, vote: Vote) -> None:
+        key = (vote.quorum_id, vote.step)
+        if any((v.quorum_id, v.step) != key for v in self._votes.values()):
+            if key < max((v.quorum_id, v.step) for v in self._votes.values()):
+                return  # of a step that is long decided
+            self._votes.clear()
+        self._votes[rank] = vote
+        if not vote.ok:
+            self._say_no(vote)
+        elif len(self._votes) == self._size and all(v.ok for v in self._votes.values()):
+            control = self._votes[0].control
+            leaving = any(v.leaving for v in self._votes.values())
+            self._effects.append(SendUp(replace(vote, control=control, leaving=leaving)))
+
+    def _say_no(self, vote: Vote) -> None:
+        """The first no is the group's; its repetition is passed on as a repetition."""
+        key = (vote.quorum_id, vote.step)
+        phases = [v.phase for v in self._votes.values()]
+        phase = PHASE_HEALING if self._healing and len(phases) < self._size else vote.phase
+        if self._healing and PHASE_HEALING in phases:
+            phase = PHASE_HEALING
+        self._effects.append(SendUp(replace(vote, phase=phase)))
+        if self._said_no != key:
+            self._said_no = key
+            others = [r for r in range(self._size) if r not in self._votes]
+            self._send(others, Revoke(vote.room, vote.quorum_id, vote.step, vote.reason or "no"))
+
+    def _on_leave(self, rank: int, leave: Leave) -> None:
+        """The first goodbye is the group's: it cannot go on with a rank less."""
+        if not self._left:
+            self._effects.append(SendUp(leave))
+        self._left.add(rank)
+
+    def _on_quorum(self, quorum: Quorum) -> None:
+        self._votes.clear()
+        group = next(iter(self._joins.values()), None)
+        if group is None:
+            return
+        for member in quorum.changed:  # a difference that leaves this group out leaves it as it is
+            if member.replica_id == group.replica_id:
+                self._healing = member.healing
+
+    # ------------------------------------------------------------------ small things
+
+    def _send(self, ranks: Iterable[int], message: Reply) -> None:
+        peers = tuple(peer_of(r) for r in ranks if r not in self._left)
+        if peers:
+            self._effects.append(Send(peers, message))
+
+    def _drain(self) -> list[GroupEffect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+
+def _room(message: Request) -> RoomKey:
+    return getattr(message, "room", RoomKey())

@@ -1,0 +1,80 @@
+"""PURE. How tensors are laid out in the byte space that travels, and how that is cut into chunks.
+
+Small tensors share one pool, so that ten thousand scalars of an optimizer are one transfer; every
+large tensor is a segment of its own, so that a chunk never spans two tensors and can be received
+straight into its place. Source and target compute the same layout from the same sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SMALL_BYTES = 1 << 20  # tensors below this go into the pool
+ALIGN_BYTES = 64
+MIN_CHUNK_BYTES = 64 << 10
+MAX_CHUNK_BYTES = 64 << 20
+
+
+def align(offset: int) -> int:
+    """The next multiple of ALIGN_BYTES."""
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: segment index, and bytes from that segment's start."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of bytes inside one segment; the unit that is asked for, checked and counted."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Segment 0 is the pool (maybe empty); `places` has one entry a tensor, in tensor order."""
+
+    segment_bytes: tuple[int, ...]
+    places: tuple[Place, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.segment_bytes)
+
+    def chunks(self, chunk_bytes: int) -> list[Chunk]:
+        """All bytes, in order, in pieces of at most `chunk_bytes`."""
+        if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(
+                f"chunk_bytes is {chunk_bytes}; it must be between {MIN_CHUNK_BYTES} and "
+                f"{MAX_CHUNK_BYTES}."
+            )
+        return [
+            Chunk(segment, offset, min(chunk_bytes, nbytes - offset))
+            for segment, nbytes in enumerate(self.segment_bytes)
+            for offset in range(0, nbytes, chunk_bytes)
+        ]
+
+
+def lay_out(tensor_bytes: Sequence[int]) -> Layout:
+    """Assign every tensor its place."""
+    pool = 0
+    segments = [0]
+    places: list[Place] = []
+    for nbytes in tensor_bytes:
+        if nbytes < SMALL_BYTES:
+            places.append(Place(0, pool, nbytes))
+            pool = align(pool + nbytes)
+        else:
+            places.append(Place(len(segments), 0, nbytes))
+            segments.append(nbytes)
+    segments[0] = pool
+    return Layout(tuple(segments), tuple(places))

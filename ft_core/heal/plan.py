@@ -1,0 +1,318 @@
+"""PURE. Who is asked for which chunk. No clock, socket or thread: `now` comes from outside.
+
+Theory. Every chunk is in exactly one of these places:
+
+    a range       [lo, hi), owned by a source (its stripe) or by nobody (an orphan)
+    returned      handed back: its source died, stalled, or sent it corrupted
+    outstanding   asked from one source, or from two when the first is late
+    done          received and checked
+
+A source is kept busy with `window` outstanding chunks. It takes returned chunks first, then its own
+stripe, then an orphaned one, then the far half of the largest stripe of another. When nothing is
+left to hand out, it hedges: it asks for the oldest chunk that another source owes for much longer
+than this one usually takes.
+
+A source that owes chunks and delivers nothing for `stall_s` (a multiple of the usual time between
+two chunks) is stalled: its chunks are returned and its stripe orphaned. What it still delivers is
+accepted and ends the stall. If every source is stalled, they are probed with one chunk at a time,
+each time after twice the wait, since a request may have been lost.
+
+A chunk that fails its checksum is asked for again, preferably elsewhere; the second failure of one
+chunk ends the heal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+WINDOW = 8
+FIRST_STALL_S = 2.0  # before anything is known of a source's speed
+STALL_FLOOR_S = 0.25
+STALL_CAP_S = 10.0
+STALL_FACTOR = 10.0
+HEDGE_FACTOR = 4.0
+HEDGE_FLOOR_S = 0.02
+MAX_PROBE_S = 4.0
+_SMOOTHING = 0.2
+
+
+@dataclass(slots=True)
+class _Source:
+    lo: int = 0
+    hi: int = 0
+    outstanding: dict[int, float] = field(default_factory=dict)  # chunk -> when asked
+    last_progress: float = 0.0
+    interval_s: float | None = None  # usual time between two chunks
+    latency_s: float | None = None  # usual time from request to chunk
+    stalled: bool = False
+    probe_at: float = 0.0
+    probe_wait_s: float = 0.0
+    received: int = 0
+
+    def stall_s(self) -> float:
+        if self.interval_s is None:
+            return FIRST_STALL_S
+        return min(STALL_CAP_S, max(STALL_FLOOR_S, STALL_FACTOR * self.interval_s))
+
+
+class TransferPlan:
+    """The state of one transfer of `count` chunks."""
+
+    def __init__(self, count: int, *, window: int = WINDOW) -> None:
+        self._count = count
+        self._window = window
+        self._done = bytearray(count)
+        self._left = count
+        self._sources: dict[str, _Source] = {}
+        self._orphans: list[tuple[int, int]] = [(0, count)] if count else []
+        self._returned: deque[int] = deque()
+        self._bad: dict[int, list[str]] = {}  # chunk -> sources that sent it corrupted
+        self.retries = 0
+
+    @property
+    def finished(self) -> bool:
+        return self._left == 0
+
+    @property
+    def remaining(self) -> int:
+        return self._left
+
+    def is_done(self, chunk: int) -> bool:
+        return bool(self._done[chunk])
+
+    def stalled(self, name: str) -> bool:
+        """Whether this source owes chunks and has gone silent."""
+        return name in self._sources and self._sources[name].stalled
+
+    def add_source(self, name: str, now: float) -> None:
+        """A source is ready to be asked."""
+        assert name not in self._sources
+        self._sources[name] = _Source(last_progress=now)
+
+    def drop_source(self, name: str) -> None:
+        """A source is lost; what it owed goes to the others. Unknown names are ignored."""
+        source = self._sources.pop(name, None)
+        if source is not None:
+            self._release(source)
+
+    def _release(self, source: _Source) -> None:
+        if source.lo < source.hi:
+            self._orphans.append((source.lo, source.hi))
+            source.lo = source.hi = 0
+        owed = [chunk for chunk in source.outstanding if not self._done[chunk]]
+        self._returned.extend(owed)
+        self.retries += len(owed)
+        source.outstanding.clear()
+
+    def received(self, name: str, chunk: int, now: float) -> bool:
+        """A chunk came and is good. False if it was here already or was never asked from it."""
+        self._note_progress(name, chunk, now)
+        if self._done[chunk]:
+            return False
+        self._done[chunk] = 1
+        self._left -= 1
+        return True
+
+    def corrupted(self, name: str, chunk: int, now: float) -> list[str] | None:
+        """A chunk came with a wrong checksum. Returns the sources that sent it corrupted if that
+        ends the heal (the second time), else None."""
+        self._note_progress(name, chunk, now)
+        if self._done[chunk]:
+            return None
+        blamed = self._bad.setdefault(chunk, [])
+        blamed.append(name)
+        self._returned.append(chunk)
+        self.retries += 1
+        return blamed if len(blamed) > 1 else None
+
+    def returned(self, name: str, chunk: int, now: float) -> None:
+        """A chunk could not be read from this source in this way; it is asked for again, by
+        nobody's fault."""
+        self._note_progress(name, chunk, now)
+        if not self._done[chunk]:
+            self._returned.append(chunk)
+            self.retries += 1
+
+    def _note_progress(self, name: str, chunk: int, now: float) -> None:
+        source = self._sources.get(name)
+        if source is None:
+            return
+        asked = source.outstanding.pop(chunk, None)
+        since = source.last_progress if asked is None else max(source.last_progress, asked)
+        source.interval_s = _smooth(source.interval_s, now - since)
+        if asked is not None:
+            source.latency_s = _smooth(source.latency_s, now - asked)
+        source.last_progress = now
+        source.stalled = False
+        source.probe_wait_s = 0.0
+        source.received += 1
+
+    def next_requests(self, now: float) -> list[tuple[str, int]]:
+        """Which chunks to ask from whom now. Also finds stalled sources."""
+        for source in self._sources.values():
+            owes = bool(source.outstanding)
+            if owes and not source.stalled and now - source.last_progress >= self._wait_s(source):
+                self._release(source)
+                source.stalled = True
+                source.probe_wait_s = source.stall_s()
+                source.probe_at = now
+        requests: list[tuple[str, int]] = []
+        healthy = [item for item in self._sources.items() if not item[1].stalled]
+        progress = True
+        while progress:  # one each in turn, so that the stripes start evenly
+            progress = False
+            for name, source in healthy:
+                if len(source.outstanding) < self._window:
+                    chunk = self._take(name, source, now)
+                    if chunk is not None:
+                        self._ask(source, chunk, now)
+                        requests.append((name, chunk))
+                        progress = True
+        if not healthy:
+            requests.extend(self._probe(now))
+        return requests
+
+    def _wait_s(self, source: _Source) -> float:
+        return source.stall_s()
+
+    def _ask(self, source: _Source, chunk: int, now: float) -> None:
+        if not source.outstanding:
+            source.last_progress = now  # it owed nothing until now
+        source.outstanding[chunk] = now
+
+    def _probe(self, now: float) -> Iterator[tuple[str, int]]:
+        for name, source in self._sources.items():
+            if now < source.probe_at:
+                continue
+            source.outstanding.clear()
+            chunk = self._take(name, source, now)
+            if chunk is None:
+                chunk = next((c for c in range(self._count) if not self._done[c]), None)
+            if chunk is not None:
+                # Not noted as taken from `returned`: whoever revives first may ask for it too.
+                self._returned.append(chunk)
+                source.probe_at = now + source.probe_wait_s
+                source.probe_wait_s = min(MAX_PROBE_S, 2 * source.probe_wait_s)
+                self.retries += 1
+                yield name, chunk
+
+    def _take(self, name: str, source: _Source, now: float) -> int | None:
+        chunk = self._take_returned(name, source)
+        if chunk is not None:
+            return chunk
+        while True:
+            while source.lo < source.hi:
+                source.lo += 1
+                if not self._done[source.lo - 1]:
+                    return source.lo - 1
+            if not self._adopt(source):
+                return self._hedge(source, now)
+
+    def _take_returned(self, name: str, source: _Source) -> int | None:
+        others = any(n != name and not s.stalled for n, s in self._sources.items())
+        for _ in range(len(self._returned)):
+            chunk = self._returned.popleft()
+            if self._done[chunk]:
+                continue
+            if chunk in source.outstanding or (others and name in self._bad.get(chunk, ())):
+                self._returned.append(chunk)
+                continue
+            return chunk
+        return None
+
+    def _adopt(self, source: _Source) -> bool:
+        """Give a source without a stripe an orphaned one, or half of the largest."""
+        if self._orphans:
+            source.lo, source.hi = self._orphans.pop()
+            return True
+        rich = max(self._sources.values(), key=lambda s: s.hi - s.lo)
+        size = rich.hi - rich.lo
+        if rich is source or size == 0:
+            return False
+        middle = rich.lo + size // 2
+        source.lo, source.hi = middle, rich.hi
+        rich.hi = middle
+        return True
+
+    def _hedge(self, source: _Source, now: float) -> int | None:
+        late = self._hedge_candidates(source)
+        if late is None or now < late[0]:
+            return None
+        self.retries += 1
+        return late[1]
+
+    def _hedge_candidates(self, source: _Source) -> tuple[float, int] | None:
+        """When which chunk owed by another may be asked from this source as well."""
+        if source.latency_s is None:
+            return None
+        patience_s = max(HEDGE_FLOOR_S, HEDGE_FACTOR * source.latency_s)
+        copies: dict[int, int] = {}
+        for other in self._sources.values():
+            for chunk in other.outstanding:
+                copies[chunk] = copies.get(chunk, 0) + 1
+        best: tuple[float, int] | None = None
+        for other in self._sources.values():
+            if other is source:
+                continue
+            for chunk, asked in other.outstanding.items():
+                if self._done[chunk] or copies[chunk] > 1 or chunk in source.outstanding:
+                    continue
+                if best is None or asked + patience_s < best[0]:
+                    best = (asked + patience_s, chunk)
+        return best
+
+    def next_deadline(self) -> float | None:
+        """When next_requests should be called though nothing came."""
+        times: list[float] = []
+        healthy = False
+        for source in self._sources.values():
+            if source.stalled:
+                times.append(source.probe_at)
+                continue
+            healthy = True
+            if source.outstanding:
+                times.append(source.last_progress + source.stall_s())
+            if len(source.outstanding) < self._window:
+                late = self._hedge_candidates(source)
+                if late is not None:
+                    times.append(late[0])
+        if healthy:  # stalled sources are probed only when no other is left
+            times = [
+                t for t in times if t not in {s.probe_at for s in self._sources.values() if s.stalled}
+            ]
+        return min(times, default=None)
+
+    def missing(self, max_ranges: int) -> list[tuple[int, int]]:
+        """Chunks not here yet as at most `max_ranges` ranges [lo, hi), merged over the smallest
+        gaps where they are too many."""
+        ranges: list[tuple[int, int]] = []
+        index = self._done.find(0)
+        while index >= 0:
+            end = self._done.find(1, index)
+            end = self._count if end < 0 else end
+            ranges.append((index, end))
+            index = self._done.find(0, end)
+        while len(ranges) > max_ranges:
+            at = min(range(len(ranges) - 1), key=lambda i: ranges[i + 1][0] - ranges[i][1])
+            ranges[at : at + 2] = [(ranges[at][0], ranges[at + 1][1])]
+        return ranges
+
+    def check(self) -> None:
+        """All invariants, for tests: no chunk that is missing may be nowhere."""
+        covered = bytearray(self._done)
+        for source in self._sources.values():
+            covered[source.lo : source.hi] = b"\1" * (source.hi - source.lo)
+            for chunk in source.outstanding:
+                covered[chunk] = 1
+        for lo, hi in self._orphans:
+            covered[lo:hi] = b"\1" * (hi - lo)
+        for chunk in self._returned:
+            covered[chunk] = 1
+        assert self._left == self._done.count(0)
+        assert 0 not in covered, f"chunk {covered.find(0)} is nowhere"
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else old + _SMOOTHING * (new - old)

@@ -1,0 +1,712 @@
+"""Manager: per-step fault tolerance for a training loop. The shell that users meet.
+
+The loop calls `start_quorum`, `allreduce`, `should_commit` once a step, in this order, from one
+thread. What is decided is decided by the two state machines (`lighthouse.room`, `ft_core.replica`);
+this file turns calls into their events and waits for their answers. Names, arguments and meanings
+are those of torchft's documentation, so that a script moves over by changing its import; what
+differs is listed in docs/torchft.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.futures import Future
+
+from ft_core.allreduce import finish, op_name, prepare, wire_op
+from ft_core.errors import (
+    GroupBroken,
+    QuorumUnavailable,
+    StepInDoubt,
+    TooManyDiscards,
+)
+from ft_core.heal import digest
+from ft_core.process_group import ProcessGroup
+from ft_core.replica import Attempt, Effect, Outcome, Replica, Stage
+from ft_core.session import Session, SessionOptions
+from ft_core.telemetry import COMMIT, DISCARD, WAITING
+from ft_core.world import Participation, WorldSizeMode, participation
+from lighthouse.errors import JoinRefused
+
+log = logging.getLogger("ft_core")
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = timedelta(seconds=60)
+
+
+class Manager:
+    """Fault tolerance for one rank of a replica group.
+
+    Args:
+        pg: the process group that spans this `group_rank` of all replica groups.
+        load_state_dict: puts a healed state in place. None: see `register_state_dict_fn`.
+        state_dict: gives the state that a healing peer needs: everything that a checkpoint would
+            hold. Called at the start of a step, in the loop's thread, when a peer must heal.
+        min_replica_size: a step with fewer participants is not committed, and no quorum forms
+            with fewer members.
+        use_async_quorum: True: `start_quorum` returns at once, and a healing member computes its
+            first step on what it has, contributes nothing and loads the state before it votes.
+            False: `start_quorum` returns when the quorum is there and the state is loaded.
+        timeout: the one knob; see docs/timeouts.md.
+        quorum_timeout: how long `start_quorum` waits for a quorum; None: as long as the
+            lighthouse can be reached.
+        connect_timeout: how long the lighthouse may be away.
+        rank, world_size: of this process in its replica group; default RANK and WORLD_SIZE.
+        world_size_mode: see `WorldSizeMode`.
+        store_addr, store_port: the replica group's own rendezvous store (groups of several ranks
+            only); default MASTER_ADDR and MASTER_PORT.
+        lighthouse_addr: "tcp://host:port"; default TORCHFT_LIGHTHOUSE; else a lighthouse is
+            started on this machine.
+        replica_id: what the replica group is called (stable over restarts, unique in the job);
+            default REPLICA_GROUP_ID. A fresh suffix is added at every start.
+        port: of the heal server; 0: any.
+        hostname: address or interface to advertise; default: the one that routes to the
+            lighthouse.
+        heartbeat_interval: how often a connected host proves that it lives.
+        init_sync: True: members that start with different states all take the first one's.
+            False: their states are equal already (same seed); nothing is compared.
+        max_retries: raise after this many discarded steps in a row; None: never.
+        job_id: keeps two jobs on one lighthouse apart; default FT_JOB_ID.
+        expected_replicas: the first quorum waits for this many; default NUM_REPLICA_GROUPS.
+        commit: "quorum": all members commit a step or none does. "group": each replica group
+            acts on its own vote and does not wait for the others' (docs/protocol.md).
+        heal_allow_objects: let states travel that hold arbitrary Python objects (pickle: only on
+            a network that you trust).
+        token: shared secret that heal servers ask for.
+        watch_process: start the watcher that sees this process die (Linux).
+
+    Raises:
+        ValueError: an option is wrong.
+
+    Thread: the training loop's, but for `allreduce`, `report_error`, `errored` and
+    `wrap_future`, which autograd's threads may call too.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        load_state_dict: Callable[[Any], None] | None = None,
+        state_dict: Callable[[], Any] | None = None,
+        min_replica_size: int = 1,
+        use_async_quorum: bool = True,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        quorum_timeout: timedelta | None = None,
+        connect_timeout: timedelta | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
+        store_addr: str | None = None,
+        store_port: int | None = None,
+        lighthouse_addr: str | None = None,
+        replica_id: str | None = None,
+        port: int | None = None,
+        hostname: str | None = None,
+        heartbeat_interval: timedelta | None = None,
+        init_sync: bool = True,
+        max_retries: int | None = None,
+        *,
+        job_id: str | None = None,
+        expected_replicas: int | None = None,
+        commit: str = "quorum",
+        heal_allow_objects: bool = False,
+        token: str = "",
+        watch_process: bool = True,
+    ) -> None:
+        if min_replica_size < 1:
+            raise ValueError(f"min_replica_size must be at least 1, got {min_replica_size}")
+        if commit not in ("quorum", "group"):
+            raise ValueError(f'commit must be "quorum" or "group", got {commit!r}')
+        self._options = SessionOptions.resolve(
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            heartbeat_interval=heartbeat_interval,
+            rank=rank,
+            world_size=world_size,
+            store_addr=store_addr,
+            store_port=store_port,
+            lighthouse_addr=lighthouse_addr,
+            name=replica_id,
+            port=port,
+            interface=hostname,
+            job_id=job_id,
+            expected_replicas=expected_replicas,
+            min_replicas=min_replica_size,
+            group_commit=commit == "group",
+            allow_objects=heal_allow_objects,
+            token=token,
+            watch_process=watch_process,
+        )
+        self._pg = pg
+        self._min_replica_size = min_replica_size
+        self._async = use_async_quorum
+        self._quorum_timeout_s = quorum_timeout.total_seconds() if quorum_timeout else None
+        self._mode = world_size_mode
+        self._init_sync = init_sync
+        self._max_retries = max_retries
+        self._state_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
+        if load_state_dict is not None and state_dict is not None:
+            self.register_state_dict_fn("default", load_state_dict, state_dict)
+        elif load_state_dict is not None or state_dict is not None:
+            raise ValueError("give both load_state_dict and state_dict, or neither")
+        self._schema: dict[str, str] = {}
+        self._start = (0, "")
+        self._batches_committed = 0
+        self._session: Session | None = None
+        self._error: Exception | None = None
+        self._part: Participation | None = None
+        self._pending: list[Future[Any]] = []
+        self._pinned_at: float | None = None
+        self._began_at = 0.0
+        self._discards_in_a_row = 0
+        self._last_outcome: Outcome | None = None
+        self._closed = False
+        from ft_core.telemetry import Telemetry
+
+        self.telemetry = Telemetry()
+
+    # ------------------------------------------------------------------ state
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """Add (or replace) a part of the state that heals under `key`."""
+        self._state_fns[key] = (load_state_dict, state_dict)
+
+    def set_state_dict_fns(
+        self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """The main part of the state; as the constructor's arguments."""
+        self.register_state_dict_fn("default", load_state_dict, state_dict)
+
+    def register_schema(self, key: str, text: str) -> None:
+        """Something that must be equal in all members, such as the parameters' shapes.
+
+        A replica group whose schema differs is refused when it joins. Call before the first
+        `start_quorum`.
+        """
+        self._schema[key] = text
+
+    def state_dict(self) -> dict[str, Any]:
+        """The manager's own state: save and restore it with every checkpoint."""
+        step, lineage = self._position()
+        return {
+            "step": step,
+            "batches_committed": self._batches_committed,
+            "lineage": lineage,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore from a checkpoint; before the first `start_quorum`.
+
+        Raises RuntimeError after it: a running member's position is the quorum's.
+        """
+        if self._session is not None:
+            raise RuntimeError("load_state_dict must be called before the first start_quorum")
+        self._start = (int(state_dict["step"]), str(state_dict.get("lineage", "")))
+        self._batches_committed = int(state_dict["batches_committed"])
+
+    def allow_state_dict_read(self) -> None:
+        """Kept for torchft scripts: peers read a snapshot, so there is nothing to allow."""
+
+    def disallow_state_dict_read(self) -> None:
+        """Kept for torchft scripts: peers read a snapshot, so there is nothing to forbid."""
+
+    # ------------------------------------------------------------------ the step
+
+    def start_quorum(
+        self,
+        room_id: str = "default",
+        allow_heal: bool = True,
+        shrink_only: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Begin a step: be in a quorum, serve peers that must heal, heal if behind.
+
+        `room_id`: several quorums in one job; the first call chooses it. `allow_heal` False: a
+        replica group that is behind is not admitted. `shrink_only` is taken and has no effect:
+        nobody is admitted within a step. `timeout`: for this quorum only.
+
+        Raises:
+            QuorumUnavailable: none within the timeout; says what it waited for.
+            JoinRefused: the lighthouse will not have this replica group; says why.
+            LighthouseUnavailable: nobody answers at the address.
+            GroupBroken: another rank of this replica group is gone.
+        """
+        session = self._session or self._open_session(room_id, allow_heal)
+        if room_id != session.room_id:
+            raise ValueError(
+                f"this manager is in room {session.room_id!r}; use one manager a room "
+                f"(asked for {room_id!r})"
+            )
+        if session.replica.attempt is not Attempt.CLOSED:
+            self._abandon(session)
+        self._error, self._pinned_at, self._part = None, None, None
+        self._pending.clear()
+        self._began_at = time.monotonic()
+        in_step = self._async
+        session.control.call(lambda replica, now: replica.begin(now, heal_in_step=in_step))
+        wait_s = timeout.total_seconds() if timeout is not None else self._quorum_timeout_s
+        self._quorum_deadline = None if wait_s is None else self._began_at + wait_s
+        if self._async and session.replica.stage is not Stage.MEMBER:
+            return
+        self._enter(session, heal=not self._async)
+
+    def wait_quorum(self) -> None:
+        """Wait until collectives may start. Raises as `start_quorum` does."""
+        self._enter(self._need_session(), heal=not self._async)
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """End the step: wait for its collectives, vote, and say whether to step the optimizer.
+
+        All ranks of the group must call it, once a step. False: drop the gradients; the step was
+        not counted, and `last_outcome` says why. `timeout`: how long to wait for the answer.
+
+        Raises:
+            StepInDoubt: the lighthouse stayed away past the timeout.
+            TooManyDiscards: `max_retries` steps in a row were discarded.
+            JoinRefused, GroupBroken: as `start_quorum`.
+        """
+        session = self._need_session()
+        replica = session.replica
+        if replica.attempt is Attempt.CLOSED:
+            raise RuntimeError("should_commit must follow start_quorum")
+        self._drain()
+        if self._error is None:
+            self._enter(session, heal=True)
+        part = self._part or self._take_part(session)
+        ok = self._error is None
+        reason = "" if ok else f"{type(self._error).__name__}: {self._error}"
+        if ok and (part is None or part.participants < self._min_replica_size):
+            ok, reason = False, f"fewer than min_replica_size={self._min_replica_size} participants"
+        wait_s = (timeout or timedelta(seconds=self._options.timeouts.connect_timeout_s))
+        deadline = time.monotonic() + wait_s.total_seconds()
+
+        def vote(machine: Replica, now: float) -> list[Effect]:
+            if ok and not (machine.ready and not machine.healing):
+                if machine.attempt in (Attempt.OPEN, Attempt.PINNED):
+                    return machine.vote(False, now, reason="lost the quorum before the vote")
+            return machine.vote(ok, now, reason=reason)
+
+        session.control.call_and_wait(vote, _answered, deadline)
+        outcome = replica.outcome
+        if outcome is None:
+            self._check_fatal(session)
+            raise StepInDoubt(
+                f"no answer to the vote on step {replica.step} within {wait_s.total_seconds():g} s:"
+                f" is the lighthouse at {session.lighthouse} alive? ({replica.reason})"
+            )
+        return self._conclude(session, outcome, part)
+
+    def allreduce(
+        self,
+        tensor: Tensor,
+        should_quantize: bool = False,
+        reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
+    ) -> Future[Tensor]:
+        """Reduce `tensor` (any shape, contiguous) in place over the participants.
+
+        Returns a future of the same tensor. It never fails: an error is kept (`errored`), the
+        tensor's contents are then undefined, all later calls of the step return at once, and the
+        step is not committed. Non-participants contribute what is neutral under `reduce_op` and
+        receive the result. AVG scales before the sum, like DDP. Several calls may be in flight;
+        all members must make the same calls in the same order.
+        """
+        if should_quantize:
+            raise ValueError("should_quantize is not available yet: call without it")
+        op = op_name(reduce_op)
+        part = self._part if self._pinned_at is not None else self._pin()
+        if self._error is not None or part is None:
+            return _completed(tensor)
+        try:
+            prepare(
+                tensor, op, participating=part.rank is not None, scale=1.0 / part.participants
+            )
+            work = self._pg.allreduce([tensor], _allreduce_options(op))
+            future = work.get_future()
+        except Exception as error:  # whatever the backend raises: the step is lost, not the run
+            self.report_error(error)
+            return _completed(tensor)
+
+        def done(finished: Future[Any]) -> Tensor:
+            try:
+                finished.value()
+                finish(tensor, op, part.participants)
+            except Exception as error:
+                self.report_error(error)
+            return tensor
+
+        result = future.then(done)
+        self._pending.append(result)
+        return result
+
+    def report_error(self, e: Exception) -> None:
+        """The gradients of this step are no good: drop it, and tell the others now. Any thread."""
+        if self._error is None:
+            self._error = e
+            session = self._session
+            if session is not None:
+                reason = f"{type(e).__name__}: {e}"
+                session.control.call(lambda replica, now: replica.fail(reason, now))
+
+    def errored(self) -> Exception | None:
+        """The first error of this step, or None."""
+        return self._error
+
+    def wrap_future(
+        self, fut: Future[T], default: T, timeout: timedelta | None = None
+    ) -> Future[T]:
+        """`fut`, but an error (or its lateness) is reported and `default` takes its place."""
+        result: Future[T] = Future()
+        settled = _Once()
+
+        def finish_with(value: T, error: Exception | None) -> None:
+            if settled.first():
+                if error is not None:
+                    self.report_error(error)
+                result.set_result(value)
+
+        def done(finished: Future[T]) -> None:
+            try:
+                value = finished.value()
+            except Exception as error:
+                finish_with(default, error)
+            else:
+                finish_with(value, None)
+
+        fut.add_done_callback(done)
+        limit = timeout or timedelta(seconds=self._options.timeouts.timeout_s)
+        late = TimeoutError(f"a future was not done within {limit.total_seconds():g} s")
+        if not fut.done():
+            timer = self._need_session().after(
+                limit.total_seconds(), lambda: finish_with(default, late)
+            )
+            result.add_done_callback(lambda _: timer.cancel())
+        return result
+
+    # ------------------------------------------------------------------ asking
+
+    def current_step(self) -> int:
+        """Number of committed steps."""
+        return self._position()[0]
+
+    def batches_committed(self) -> int:
+        """Batches in all committed steps: one a participant and step."""
+        return self._batches_committed
+
+    def num_participants(self) -> int:
+        """How many replica groups contribute to this step. Waits for the quorum."""
+        return self._known_part().participants
+
+    def participating_rank(self) -> int | None:
+        """Rank among the participants, None if this group contributes nothing. Waits, too."""
+        return self._known_part().rank
+
+    def is_participating(self) -> bool:
+        """Whether this group contributes to this step. Waits for the quorum."""
+        return self.participating_rank() is not None
+
+    def replica_rank(self) -> int:
+        """Rank among the members of the quorum. Waits for the quorum."""
+        return self._known_part().replica_rank
+
+    def replica_world_size(self) -> int:
+        """Number of members of the quorum. Waits for the quorum."""
+        return self._known_part().replica_world_size
+
+    def quorum_id(self) -> int:
+        """Id of the quorum. Waits for it."""
+        return self._known_part().quorum_id
+
+    def last_outcome(self) -> Outcome | None:
+        """What became of the last step: committed or not, and why."""
+        return self._last_outcome
+
+    @property
+    def replica_id(self) -> str:
+        """This group's name with the suffix of this start."""
+        return self._options.replica_id
+
+    @property
+    def name(self) -> str:
+        """This group's name."""
+        return self._options.name
+
+    # ------------------------------------------------------------------ leaving
+
+    def leave_after_step(self) -> None:
+        """The next committed or discarded step is this group's last (graceful leave)."""
+        session = self._need_session()
+        session.control.call(lambda replica, now: replica.leave_after_step())
+
+    def left(self) -> bool:
+        """Whether this group has left its quorum for good."""
+        return self._session is not None and self._session.replica.stage is Stage.LEFT
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave the quorum and free everything: threads, sockets, the process group."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._session is not None:
+            self._session.close()
+        else:
+            self._pg.shutdown()
+
+    # ------------------------------------------------------------------ pieces of a step
+
+    def _open_session(self, room_id: str, allow_heal: bool) -> Session:
+        """First step: now the state exists that the join must describe."""
+        if self._closed:
+            raise RuntimeError("this manager was shut down; create a new one")
+        step, lineage = self._start
+        if not lineage:
+            # The lineage of a start is its state's digest: equal starts need no transfer.
+            start = digest(self._user_state()) if self._init_sync and step == 0 else "same"
+            lineage = f"init-{start}"
+        schema_text = "; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items()))
+        session = Session(
+            self._options,
+            self._pg,
+            room_id=room_id,
+            can_heal=allow_heal,
+            step=step,
+            lineage=lineage,
+            schema=hashlib.blake2b(schema_text.encode(), digest_size=8).hexdigest(),
+            schema_text=schema_text[:1500],
+            telemetry=self.telemetry,
+            into=self._into,
+            on_tick=self._check_stall,
+        )
+        self._session = session
+        session.await_lighthouse()
+        return session
+
+    def _enter(self, session: Session, *, heal: bool) -> None:
+        """Wait until this attempt may reduce (or has failed); serve and heal at its boundary."""
+        replica = session.replica
+        while True:
+            session.wait_for(lambda r: _may_enter(r, heal), self._quorum_deadline)
+            self._check_fatal(session)
+            if replica.attempt is Attempt.FAILED:
+                return
+            if not _may_enter(replica, heal):
+                raise QuorumUnavailable(
+                    f"no quorum within the timeout: {replica.reason}; the lighthouse is "
+                    f"{session.lighthouse}"
+                )
+            if heal and replica.healing:
+                self._load(session)
+                continue
+            break
+        targets = replica.targets
+        if targets and replica.published != (replica.step, replica.lineage):
+            self._publish(session)
+        elif not targets and replica.published is not None:
+            replica.published = None
+            session.plane.retire()
+        session.control.call(lambda machine, now: machine.entered())
+        self._take_part(session)
+
+    def _publish(self, session: Session) -> None:
+        replica = session.replica
+        step, lineage = replica.step, replica.lineage
+        tree = {"user": self._user_state(), "batches_committed": self._batches_committed}
+        session.plane.publish(step, lineage, tree)
+
+        def mark(machine: Replica, now: float) -> None:
+            machine.published = (step, lineage)
+
+        session.control.call(mark)
+
+    def _load(self, session: Session) -> None:
+        """Put the fetched state in place."""
+        view = session.replica.view
+        assert view is not None
+        tree = session.plane.take_state(view.step, view.lineage)
+        for key, (load, _) in self._state_fns.items():
+            if key in tree["user"]:
+                load(tree["user"][key])
+        self._batches_committed = tree["batches_committed"]
+        session.control.call(lambda machine, now: machine.load())
+
+    def _user_state(self) -> dict[str, Any]:
+        return {key: save() for key, (_, save) in self._state_fns.items()}
+
+    def _into(self) -> Any:
+        """Where a fetched state may be received in place. None: this state is still in use."""
+        if self._async:
+            return None  # the loop computes on it meanwhile
+        return {"user": self._user_state(), "batches_committed": 0}
+
+    def _pin(self) -> Participation | None:
+        """The first collective of the attempt: from here on it belongs to this quorum."""
+        if self._error is not None:
+            return None
+        session = self._need_session()
+        try:
+            self._enter(session, heal=not self._async)
+        except Exception as error:
+            self.report_error(error)
+            return None
+        pinned = False
+
+        def pin(replica: Replica, now: float) -> None:
+            nonlocal pinned
+            if replica.ready and replica.attempt in (Attempt.OPEN, Attempt.PINNED):
+                replica.pin()
+                pinned = True
+
+        session.control.call(pin)
+        if not pinned:
+            if self._error is None:
+                self._error = RuntimeError(session.replica.failure or "the quorum was revoked")
+                session.control.call(lambda r, now: r.fail(str(self._error), now))
+            return None
+        self._pinned_at = time.monotonic()
+        return self._take_part(session)
+
+    def _take_part(self, session: Session) -> Participation | None:
+        replica = session.replica
+        view = replica.view
+        if view is None:
+            return None
+        self._part = participation(
+            view, replica.replica_id, self._mode, self._min_replica_size, healing=_was_behind(replica)
+        )
+        return self._part
+
+    def _known_part(self) -> Participation:
+        session = self._need_session()
+        if self._part is None:
+            self.wait_quorum()
+        part = self._part or self._take_part(session)
+        if part is None:
+            raise QuorumUnavailable(f"no quorum: {session.replica.reason}")
+        return part
+
+    def _drain(self) -> None:
+        """Wait for the step's collectives; a stalled one is broken up by the control thread."""
+        for future in self._pending:
+            future.wait()
+        self._pending.clear()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            # The optimizer runs on this stream; a vote must not outrun a failing kernel.
+            torch.cuda.current_stream().synchronize()
+
+    def _check_stall(self, replica: Replica, now: float) -> list[Effect]:
+        """Control thread: a collective that waits for too long has somebody to blame."""
+        since = self._pinned_at
+        if since is None or replica.attempt is not Attempt.PINNED or not self._pending:
+            return []
+        view, limits = replica.view, self._options.timeouts
+        healing = view is not None and any(m.healing for m in view.members)
+        patience_s = limits.heal_timeout_s if healing else limits.timeout_s
+        if now - since < patience_s or all(f.done() for f in list(self._pending)):
+            return []
+        return replica.fail(f"a collective waited {now - since:.1f} s", now, stalled=True)
+
+    def _conclude(self, session: Session, outcome: Outcome, part: Participation | None) -> bool:
+        """Book the outcome of a step."""
+        seconds = time.monotonic() - self._began_at
+        self._last_outcome = outcome
+        self._pinned_at = None
+        if outcome.committed:
+            participants = part.participants if part is not None else outcome.participants
+            self._batches_committed += participants
+            self._discards_in_a_row = 0
+            self.telemetry.emit(
+                COMMIT, step=outcome.step, participants=participants, seconds=seconds
+            )
+            return True
+        self._check_fatal(session)
+        self.telemetry.emit(DISCARD, step=outcome.step, reason=outcome.reason, seconds=seconds)
+        log.info("step %s discarded: %s", outcome.step, outcome.reason)
+        self._discards_in_a_row += 1
+        if self._max_retries is not None and self._discards_in_a_row > self._max_retries:
+            raise TooManyDiscards(
+                f"{self._discards_in_a_row} steps in a row were discarded, the last because: "
+                f"{outcome.reason}"
+            )
+        return False
+
+    def _abandon(self, session: Session) -> None:
+        """The loop began a step and never ended it: it counts as a no."""
+        self._drain()
+        session.control.call(
+            lambda replica, now: replica.vote(False, now, reason="the loop started over")
+            if replica.attempt is not Attempt.CLOSED
+            else []
+        )
+
+    def _check_fatal(self, session: Session) -> None:
+        replica = session.replica
+        if replica.stage is Stage.REFUSED:
+            if session.broken:
+                raise GroupBroken(replica.reason)
+            raise JoinRefused(replica.reason)
+
+    def _position(self) -> tuple[int, str]:
+        if self._session is None:
+            return self._start
+        return self._session.replica.step, self._session.replica.lineage
+
+    def _need_session(self) -> Session:
+        if self._session is None:
+            raise RuntimeError("call start_quorum first")
+        return self._session
+
+
+class _Once:
+    """Lets one caller through."""
+
+    def __init__(self) -> None:
+        import threading
+
+        self._lock = threading.Lock()
+
+    def first(self) -> bool:
+        return self._lock.acquire(blocking=False)
+
+
+def _answered(replica: Replica) -> bool:
+    return replica.outcome is not None or replica.stage is Stage.REFUSED
+
+
+def _may_enter(replica: Replica, heal: bool) -> bool:
+    """Whether a loop that waits at its step's boundary may go on (or must look again)."""
+    if replica.attempt is Attempt.FAILED or replica.stage in (Stage.REFUSED, Stage.LEFT):
+        return True
+    if not replica.ready:
+        return False
+    return not (heal and replica.healing) or replica.state_fetched
+
+
+def _was_behind(replica: Replica) -> bool:
+    """Whether the quorum counts this member as healing (also once it has loaded the state)."""
+    view = replica.view
+    return view is not None and any(
+        m.healing for m in view.members if m.replica_id == replica.replica_id
+    )
+
+
+def _completed(tensor: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(tensor)
+    return future
+
+
+def _allreduce_options(op: str) -> Any:
+    options = torch.distributed.AllreduceOptions()
+    options.reduceOp = wire_op(op)
+    return options
+
+
+__all__ = ["Manager", "WorldSizeMode", "WAITING"]

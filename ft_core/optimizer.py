@@ -1,0 +1,252 @@
+"""OptimizerWrapper: begins a step of the manager, and steps the optimizer if it was committed."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer as TorchOptimizer
+
+from ft_core.ddp import before_vote
+
+if TYPE_CHECKING:
+    from ft_core.manager import Manager
+
+log = logging.getLogger("ft_core")
+
+
+class OptimizerWrapper(TorchOptimizer):
+    """A torch optimizer that steps when its manager commits the step.
+
+    `zero_grad()` begins a step (`manager.start_quorum`), `step()` ends it
+    (`manager.should_commit`); so call `zero_grad` before forward, once a step. One wrapper a
+    manager. Everything else (param_groups, state, hooks, state dicts) is `optim`'s own, and
+    schedulers take this object. A scheduler that counts steps should count committed ones:
+
+        optimizer.step()
+        if not optimizer.step_was_skipped:
+            scheduler.step()
+
+    With a GradScaler: `scaler.step(optimizer)`, `scaler.unscale_(optimizer)` and
+    `scaler.update()` as usual. Gradients are averaged before they are checked, so that an
+    overflow in one replica group is seen by all: such a step is committed (the scale that changes
+    is state) but does not touch the parameters. A discarded step leaves the scale alone.
+
+    Args:
+        manager: begins and ends steps.
+        optim: steps the parameters. Its parameters must have the same shapes in all replica
+            groups: checked when they join. LBFGS is refused (ValueError).
+        grad_scaler: heals with the rest of the state. Without it, put the scaler's state dict
+            into the manager's state yourself.
+
+    Thread: the training loop's.
+    """
+
+    # No super().__init__(): all of its attributes are those of `optim`.
+    def __init__(
+        self, manager: Manager, optim: TorchOptimizer, *, grad_scaler: GradScaler | None = None
+    ) -> None:
+        if isinstance(optim, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS evaluates its closure several times a step, which can't be voted on: use "
+                "another optimizer"
+            )
+        self.manager = manager
+        self.optim = optim
+        self.step_was_skipped = False
+        """Whether the last `step` left the parameters alone: discarded, or an overflow."""
+        self._open = False
+        manager.register_schema("optimizer", _describe(optim))
+        if grad_scaler is not None:
+            manager.register_state_dict_fn(
+                "grad_scaler", grad_scaler.load_state_dict, grad_scaler.state_dict
+            )
+
+    # ------------------------------------------------------------------ the step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a step of the manager, and clear the gradients. Raises as `start_quorum` does.
+
+        Called again before any gradient was averaged it clears only; after that, the step that
+        it interrupts is discarded.
+        """
+        if not self._open or _collectives_began(self.manager):
+            self.manager.start_quorum()
+            self._open = True
+        self.optim.zero_grad(set_to_none)
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None
+    ) -> Any:
+        """End the step: vote, and update the parameters if it was committed.
+
+        `closure` is run once, before the vote, and its result returned; it must not call
+        `zero_grad`. `grad_scaler` is filled in by `GradScaler.step`. Raises as `should_commit`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if getattr(self, "found_inf", None) is not None:
+            raise RuntimeError(
+                f"this GradScaler (torch {torch.__version__}) does not hand itself to the "
+                "optimizer any more: use bfloat16, or an older torch"
+            )
+        if grad_scaler is not None:
+            self._step_scaled(grad_scaler)
+            return loss
+        self.step_was_skipped = not self._vote()
+        if not self.step_was_skipped:
+            self.optim.step()
+        return loss
+
+    def _vote(self) -> bool:
+        before_vote(self.manager)
+        self._open = False
+        return self.manager.should_commit()
+
+    # ------------------------------------------------------------------ torch.amp.GradScaler
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler looks for this, then calls `step(grad_scaler=itself)`, also on overflow.
+
+        The other contract (no attribute) would not call `step` then: no vote, no commit. torch
+        warns of this one at each call; nobody but this class could act on that.
+        """
+        warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself")
+        return True
+
+    def _step_scaled(self, scaler: GradScaler) -> None:
+        state = scaler._per_optimizer_states[id(self)]
+        unscaled = state["stage"] is OptState.UNSCALED
+        if unscaled and _heal_pending(self.manager):
+            # Its scale is loaded with the vote; these gradients were divided by another.
+            self.manager.report_error(
+                RuntimeError("gradients were unscaled before the scale was healed")
+            )
+        committed = self._vote()
+        if not unscaled and (committed or self._has_gradients()):
+            scaler.unscale_(self)  # after the vote, which may have loaded another scale
+        found = scaler._found_inf_per_device(self)
+        if not committed:
+            _leave_scale_alone(scaler, found)
+            self.step_was_skipped = True
+            return
+        self.step_was_skipped = any(flag.item() for flag in found.values())
+        if not self.step_was_skipped:
+            self.optim.step()
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self.param_groups for p in group["params"])
+
+    # ------------------------------------------------------------------ all else is `optim`'s
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optim.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optim.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optim.defaults = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; all replica groups must do it at the same step."""
+        self.optim.add_param_group(param_group)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """As torch's: runs when the parameters are updated, with `optim`."""
+        return self.optim.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """As torch's: runs when the parameters were updated, with `optim`."""
+        return self.optim.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_load_state_dict_post_hook(hook, prepend)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optim", "manager", "grad_scale", "found_inf"):
+            raise AttributeError(name)  # before __init__; or GradScaler's, never `optim`'s
+        return getattr(self.optim, name)
+
+    def __repr__(self) -> str:
+        return f"OptimizerWrapper({self.optim!r})"
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("an OptimizerWrapper can't be pickled or copied: save its state_dict()")
+
+
+Optimizer = OptimizerWrapper
+
+
+def _leave_scale_alone(scaler: GradScaler, found: dict[torch.device, Tensor]) -> None:
+    """Make the coming `scaler.update()` change nothing.
+
+    A discarded step's gradients are arbitrary, and differ among members; the scale must not. An
+    update without overflow adds one to the growth tracker: take one away before. It stays below
+    the growth interval, so that the scale does not grow either.
+    """
+    if not found:  # no gradient has arrived; update() wants to see a check
+        found[torch.device(scaler._device)] = torch.zeros(1, device=scaler._device)
+    for flag in found.values():
+        flag.zero_()
+    state = scaler.state_dict()
+    state["_growth_tracker"] -= 1
+    scaler.load_state_dict(state)
+
+
+def _collectives_began(manager: Manager) -> bool:
+    return manager._pinned_at is not None
+
+
+def _heal_pending(manager: Manager) -> bool:
+    """Whether this member's state is to be loaded with the vote (asynchronous quorum)."""
+    session = manager._session
+    return session is not None and session.replica.healing
+
+
+def _describe(optim: TorchOptimizer) -> str:
+    from hashlib import blake2b
+
+    shapes = [[tuple(p.shape) for p in group["params"]] for group in optim.param_groups]
+    digest = blake2b(repr(shapes).encode(), digest_size=6).hexdigest()
+    sizes = "+".join(str(len(group)) for group in shapes)
+    return f"{type(optim).__name__} of {sizes} tensors ({digest})"

@@ -1,0 +1,150 @@
+"""What the replica's effects act on: the process group and the heal transport.
+
+Addresses. Each rank of a member advertises one blob: how to reach its process group and its heal
+server. It travels in `Join` and comes back in `Quorum`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from ft_core.heal import HealError, HealKey, HealServer, HealStats, fetch
+from ft_core.process_group import ProcessGroup
+from ft_core.replica import Abort, Configure, FetchState
+from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
+from lighthouse.messages import Member
+
+log = logging.getLogger("ft_core")
+
+
+def pack_address(process_group: bytes, heal: str) -> bytes:
+    """One rank's blob. See the module's docstring."""
+    packed: bytes = msgpack.packb([process_group, heal])
+    return packed
+
+
+def unpack_address(blob: bytes) -> tuple[bytes, str]:
+    """(process group's address, heal server's address)."""
+    process_group, heal = msgpack.unpackb(blob)
+    return process_group, heal
+
+
+class DataPlane:
+    """Carries out Configure, FetchState and Abort. See `control.Plane` for threads.
+
+    `report_configured(quorum_id, error)` and `report_fetched(step, lineage, error)` are called
+    when the work is over; `error` is "" on success. `into` gives the tree to receive in place
+    (or None); the fetched tree waits in `take_state` for the training loop.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        *,
+        group_rank: int,
+        host: str,
+        token: str,
+        configure_timeout_s: float,
+        heal_timeout_s: float,
+        allow_objects: bool,
+        telemetry: Telemetry,
+        into: Callable[[], Any],
+    ) -> None:
+        self.process_group = process_group
+        self._server = HealServer(host=host, token=token)
+        self._token, self._allow_objects = token, allow_objects
+        self._group_rank = group_rank
+        self._configure_timeout_s, self._heal_timeout_s = configure_timeout_s, heal_timeout_s
+        self._telemetry, self._into = telemetry, into
+        self._state: tuple[HealKey, Any] | None = None
+        self.heal_stats: HealStats | None = None
+        self.report_configured: Callable[[int, str], None] = lambda quorum_id, error: None
+        self.report_fetched: Callable[[int, str, str], None] = lambda step, lineage, error: None
+
+    def address(self) -> bytes:
+        """This rank's blob."""
+        return pack_address(self.process_group.address(), self._server.address)
+
+    # ------------------------------------------------------------------ effects
+
+    def configure(self, effect: Configure) -> None:
+        """Plane thread. Blocks until the group is usable, cannot be had, or is revoked."""
+        addresses = [self._unpack(m)[0] for m in effect.members]
+        self._telemetry.emit(
+            QUORUM,
+            quorum_id=effect.quorum_id,
+            replica_rank=effect.replica_rank,
+            members=[m.replica_id for m in effect.members],
+            healing=[m.replica_id for m in effect.members if m.healing],
+        )
+        error = ""
+        try:
+            self.process_group.configure(
+                effect.quorum_id, effect.replica_rank, addresses, self._configure_timeout_s
+            )
+        except Exception as failure:  # any failure here has one meaning: no group, vote no
+            error = str(failure) or type(failure).__name__
+            log.warning("quorum %s: no process group: %s", effect.quorum_id, error)
+        self.report_configured(effect.quorum_id, error)
+
+    def abort(self, effect: Abort) -> None:
+        """Any thread; does not block."""
+        self._telemetry.emit(REVOKED, quorum_id=effect.quorum_id, reason=effect.reason)
+        self.process_group.revoke(RuntimeError(effect.reason))
+
+    def fetch(self, effect: FetchState) -> None:
+        """A thread of its own. Blocks until the state is here or cannot be had."""
+        sources = [self._unpack(m)[1] for m in effect.sources]
+        names = [m.replica_id for m in effect.sources]
+        self._telemetry.emit(HEAL_START, step=effect.step, sources=names)
+        key = HealKey(effect.step, effect.lineage)
+        deadline = time.monotonic() + self._heal_timeout_s
+        try:
+            tree, stats = fetch(
+                sources,
+                key,
+                into=self._into(),
+                deadline=deadline,
+                allow_objects=self._allow_objects,
+                token=self._token,
+            )
+        except HealError as failure:
+            log.warning("heal to step %s failed: %s", effect.step, failure)
+            self.report_fetched(effect.step, effect.lineage, str(failure))
+            return
+        self._state, self.heal_stats = (key, tree), stats
+        self._telemetry.emit(
+            HEAL_DONE, step=effect.step, bytes=stats.bytes, seconds=stats.seconds, sources=names
+        )
+        self.report_fetched(effect.step, effect.lineage, "")
+
+    # ------------------------------------------------------------------ the training loop
+
+    def take_state(self, step: int, lineage: str) -> Any:
+        """The fetched tree of exactly this version; it is handed out once."""
+        assert self._state is not None and self._state[0] == HealKey(step, lineage)
+        _, tree = self._state
+        self._state = None
+        return tree
+
+    def publish(self, step: int, lineage: str, tree: Any) -> None:
+        """Serve a snapshot of `tree` as the state (step, lineage). Blocks for the copy only."""
+        start = time.perf_counter()
+        self._server.publish(HealKey(step, lineage), tree)
+        self._telemetry.emit(SERVE, step=step, seconds=time.perf_counter() - start)
+
+    def retire(self) -> None:
+        """Stop serving."""
+        self._server.retire()
+
+    def close(self) -> None:
+        self._server.close()
+        self.process_group.shutdown()
+
+    def _unpack(self, member: Member) -> tuple[bytes, str]:
+        return unpack_address(member.addresses[self._group_rank])

@@ -1,0 +1,151 @@
+"""The sockets of one Gloo device, so that a blocked Gloo operation can be freed from outside.
+
+Gloo has no working abort: `ProcessGroupGloo.abort()` leaves a thread that waits in a ring whose
+neighbours are alive. What does end it is `shutdown(2)` on its sockets: Gloo's loop thread reads the
+end of stream, fails every operation of that pair and closes it.
+
+The question is which descriptors are Gloo's, in a process where ZeroMQ, stores and user code open
+and close sockets all the time. The kernel knows: a Gloo device has one epoll descriptor of its own
+in which exactly its listener, its wake-up pipe and its connections are registered, and Linux lists
+them, with their inodes, in /proc/self/fdinfo. The device is recognised by its listener, whose raw
+socket address is part of the blob that Gloo publishes through the rendezvous store. A descriptor
+number may be closed and reused between the listing and the `shutdown`; so it is duplicated first,
+the duplicate's inode compared with the listed one, and only the duplicate is shut.
+
+The listener itself must never be shut: Gloo would abort the process on the failing accept.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+
+_TARGET = re.compile(rb"^tfd:\s*(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
+_SEQUENCE_BYTES = 8
+_KNOCK_TIMEOUT_S = 0.2
+
+
+class DeviceSockets:
+    """The descriptors of one live Gloo device. The caller keeps the device alive meanwhile."""
+
+    def __init__(self, epoll: int, listener_inode: int, address: tuple[str, int]) -> None:
+        self._epoll = epoll
+        self._listener_inode = listener_inode
+        self._address = address
+
+    @classmethod
+    def find(cls, blob: bytes) -> DeviceSockets | None:
+        """The device that published `blob`; None where this can't be told (not Linux).
+
+        Call it in the thread that publishes, before the store's `set` returns.
+        """
+        try:
+            names = os.listdir("/proc/self/fd")
+        except FileNotFoundError:
+            return None
+        epolls, listener = [], None
+        for name in names:
+            descriptor = int(name)
+            try:
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target == "anon_inode:[eventpoll]":
+                    epolls.append(descriptor)
+                elif listener is None and target.startswith("socket:["):
+                    listener = _listener_in(descriptor, blob)
+            except OSError:  # closed since it was listed
+                continue
+        if listener is None:
+            return None
+        inode, address = listener
+        for epoll in epolls:
+            if any(inode == found for _, found in _targets(epoll)):
+                return cls(epoll, inode, address)
+        return None
+
+    def shut(self) -> int:
+        """Shut every connection of the device down, in microseconds; returns how many.
+
+        Any thread. Does nothing when the device is gone.
+        """
+        targets = list(_targets(self._epoll))
+        if all(inode != self._listener_inode for _, inode in targets):
+            return 0
+        count = 0
+        for descriptor, inode in targets:
+            if inode != self._listener_inode:
+                count += _shut_if_same(descriptor, inode)
+        return count
+
+    def knock(self, sequences: Sequence[int]) -> None:
+        """Free pairs that wait for a peer to dial in: dial in for the peer and hang up.
+
+        A pair is told from another by a sequence number, the first eight bytes on a connection.
+        Pairs that are not waiting are not disturbed by this.
+        """
+        for sequence in sequences:
+            try:
+                with socket.create_connection(self._address, _KNOCK_TIMEOUT_S) as dial:
+                    dial.sendall(struct.pack("=q", sequence))
+            except OSError:
+                return
+
+
+def pair_sequences(blob: bytes, world_size: int) -> list[int]:
+    """The sequence numbers that Gloo gave to its pairs, read from the blob it published.
+
+    They are its last `world_size` eight-byte integers and rise by one; [] when they don't.
+    """
+    size = _SEQUENCE_BYTES * world_size
+    if len(blob) < size:
+        return []
+    numbers = list(struct.unpack(f"={world_size}q", blob[len(blob) - size :]))
+    first = numbers[0]
+    return numbers if numbers == list(range(first, first + world_size)) else []
+
+
+def _targets(epoll: int) -> Iterator[tuple[int, int]]:
+    """(descriptor, inode) of all that is registered in an epoll descriptor."""
+    try:
+        with open(f"/proc/self/fdinfo/{epoll}", "rb") as listing:
+            text = listing.read()
+    except OSError:
+        return
+    for match in _TARGET.finditer(text):
+        yield int(match[1]), int(match[2], 16)
+
+
+def _listener_in(descriptor: int, blob: bytes) -> tuple[int, tuple[str, int]] | None:
+    """(inode, address) if the descriptor is a listening socket whose raw address is in `blob`."""
+    with socket.socket(fileno=os.dup(descriptor)) as candidate:
+        if candidate.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        if not candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return None
+        name = candidate.getsockname()
+        raw = struct.pack("=H", candidate.family) + struct.pack("!H", name[1])
+        packed = socket.inet_pton(candidate.family, name[0].partition("%")[0])
+        raw += packed if candidate.family == socket.AF_INET else struct.pack("!I", 0) + packed
+        if raw not in blob:
+            return None
+        return os.fstat(candidate.fileno()).st_ino, (name[0], name[1])
+
+
+def _shut_if_same(descriptor: int, inode: int) -> int:
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        return 0
+    status = os.fstat(copy)
+    if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
+        os.close(copy)
+        return 0
+    with socket.socket(fileno=copy) as connection:
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # not connected any more
+            return 0
+    return 1

@@ -1,0 +1,153 @@
+"""Gloo: the reconfigurable process group for CPU tensors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ft_core.process_group.device_sockets import DeviceSockets, pair_sequences
+from ft_core.process_group.interfaces import choose_address
+from ft_core.process_group.meeting import Meeting, MeetingStore
+from ft_core.process_group.mesh import Communicator, MeshProcessGroup
+
+_log = logging.getLogger(__name__)
+_CONNECT_MARGIN_S = 30.0
+
+
+def native_reconfigure_available() -> bool:
+    """Whether this torch can give a Gloo group other members (2.14 and later)."""
+    return hasattr(dist.ProcessGroupGloo, "reconfigure")
+
+
+class ProcessGroupGloo(MeshProcessGroup):
+    """A Gloo group whose members can change. See `ProcessGroup` for the contract.
+
+    `timeout` (seconds or timedelta) bounds a collective that nobody revokes. `hostname` or
+    `interface` choose the address that is bound and advertised; the default is the outgoing one.
+    `native` says whether to use torch's own reconfiguration; the default is to, where torch has it.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta | float = 60.0,
+        *,
+        hostname: str | None = None,
+        interface: str | None = None,
+        native: bool | None = None,
+    ) -> None:
+        super().__init__(hostname=hostname, interface=interface)
+        self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if self._timeout_s <= 0:
+            raise ValueError(f"timeout must be positive, not {timeout}")
+        if native and not native_reconfigure_available():
+            raise ValueError("this torch has no native reconfiguration (2.14 and later); drop native")
+        self._native = native_reconfigure_available() if native is None else native
+
+    def getBackendName(self) -> str:
+        return "ft-gloo"
+
+    def _new_communicator(self, rank: int, world_size: int) -> Communicator:
+        host = choose_address(self._hostname, self._interface)
+        return _GlooCommunicator(host, self._timeout_s, rank, world_size, native=self._native)
+
+
+class _GlooCommunicator(Communicator):
+    """One Gloo device and the group on it."""
+
+    def __init__(
+        self, host: str, timeout_s: float, rank: int, world_size: int, *, native: bool
+    ) -> None:
+        self.backend: Any = None
+        self._host = host
+        self._timeout_s = timeout_s
+        self._native = native
+        self._store = MeetingStore()
+        self._store.on_publish = self._published
+        self._lock = threading.Lock()  # no interrupt while the device goes away
+        self._sockets: DeviceSockets | None = None
+        self._sequences: list[int] = []
+        self._handle = b""
+        if native:
+            self.backend = dist.ProcessGroupGloo(
+                self._store, rank, world_size, self._options(timeout_s)
+            )
+            self._handle = self.backend.get_reconfigure_handle().encode()
+
+    @property
+    def reconnectable(self) -> bool:
+        return self._native
+
+    def handle(self) -> bytes:
+        return self._handle
+
+    def connect(self, meeting: Meeting, timeout_s: float) -> None:
+        self._store.meeting = meeting
+        # Gloo's own timeout must not come first: it would leave a callback behind for a pair that
+        # is gone, and a member that dials in then crashes the process.
+        patience_s = timeout_s + _CONNECT_MARGIN_S
+        try:
+            if self._native and all(meeting.handles):
+                self._reconfigure(meeting, patience_s)
+            else:
+                self._build(meeting, patience_s)
+        finally:
+            self._store.meeting = None
+            self._sequences = []
+
+    def interrupt(self) -> None:
+        with self._lock:
+            if self._sockets is None:
+                return
+            self._sockets.shut()
+            sequences = list(self._sequences)
+            if sequences:
+                self._sockets.knock(sequences)
+
+    def close(self) -> None:
+        with self._lock:
+            self._sockets = None
+        self.backend = None
+
+    def _options(self, timeout_s: float) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(hostname=self._host, lazy_init=False)
+        ]
+        options._timeout = timedelta(seconds=timeout_s)
+        if self._native:
+            options.enable_reconfigure = True
+        return options
+
+    def _published(self, blob: bytes) -> None:
+        """Gloo has told its address: now its descriptors can be found. Gloo's connecting thread."""
+        sequences = pair_sequences(blob, self._world_size)
+        if self._sockets is None:
+            sockets = DeviceSockets.find(blob)
+            if sockets is None:
+                _log.warning("this system does not show Gloo's sockets: a revoked collective ends "
+                             "at its timeout only")  # fmt: skip
+            with self._lock:
+                self._sockets = sockets
+        self._sequences = sequences
+
+    def _build(self, meeting: Meeting, patience_s: float) -> None:
+        self._world_size = len(meeting.handles)
+        self.backend = None
+        backend = dist.ProcessGroupGloo(
+            self._store, meeting.rank, self._world_size, self._options(patience_s)
+        )
+        backend._set_default_timeout(timedelta(seconds=self._timeout_s))
+        self.backend = backend
+
+    def _reconfigure(self, meeting: Meeting, patience_s: float) -> None:
+        self._world_size = len(meeting.handles)
+        options = dist.distributed_c10d.ReconfigureOptions()
+        options.uuid = meeting.quorum_id
+        options.handles = [(handle or b"").decode() for handle in meeting.handles]
+        options.timeout = timedelta(seconds=patience_s)
+        self.backend.reconfigure(options).wait()
+        self._handle = self.backend.get_reconfigure_handle().encode()

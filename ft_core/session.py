@@ -1,0 +1,247 @@
+"""One manager's life with a lighthouse: addresses, threads, timers; opened at the first step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import zmq
+
+from ft_core.config import ReplicaEnv, advertised_host, default_name, new_replica_id
+from ft_core.control import Condition, Control
+from ft_core.plane import DataPlane
+from ft_core.process_group import ProcessGroup
+from ft_core.replica import Effect, Replica, Stage
+from ft_core.telemetry import WAITING, Telemetry
+from lighthouse.client import Connection
+from lighthouse.config import Timeouts
+from lighthouse.errors import LighthouseUnavailable
+from lighthouse.messages import Join, RoomKey
+from lighthouse.watcher import ProcessWatch, Report
+
+log = logging.getLogger("ft_core")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """A manager's options with the environment filled in. See `Manager`."""
+
+    timeouts: Timeouts
+    group_rank: int
+    group_world_size: int
+    store_addr: str
+    store_port: int
+    lighthouse: str
+    name: str
+    replica_id: str
+    heal_port: int
+    interface: str
+    job_id: str
+    expected_replicas: int
+    min_replicas: int
+    group_commit: bool
+    allow_objects: bool
+    token: str
+    watch_process: bool
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        timeout: timedelta,
+        connect_timeout: timedelta | None,
+        heartbeat_interval: timedelta | None,
+        rank: int | None,
+        world_size: int | None,
+        store_addr: str | None,
+        store_port: int | None,
+        lighthouse_addr: str | None,
+        name: str | None,
+        port: int | None,
+        interface: str | None,
+        job_id: str | None,
+        expected_replicas: int | None,
+        min_replicas: int,
+        group_commit: bool,
+        allow_objects: bool,
+        token: str,
+        watch_process: bool,
+    ) -> SessionOptions:
+        """Arguments beat the environment. Raises ValueError."""
+        env = ReplicaEnv.read()
+        heartbeat_s = heartbeat_interval.total_seconds() if heartbeat_interval else None
+        timeouts = Timeouts.derive(
+            timeout.total_seconds(),
+            connect_timeout_s=connect_timeout.total_seconds() if connect_timeout else None,
+            heartbeat_timeout_s=3 * heartbeat_s if heartbeat_s else None,
+        )
+        chosen = name or env.name or default_name()
+        return cls(
+            timeouts=timeouts,
+            group_rank=env.group_rank if rank is None else rank,
+            group_world_size=env.group_world_size if world_size is None else world_size,
+            store_addr=store_addr or env.master_addr,
+            store_port=store_port or env.master_port,
+            lighthouse=lighthouse_addr or env.lighthouse,
+            name=chosen,
+            replica_id=new_replica_id(chosen),
+            heal_port=port or 0,
+            interface=interface or env.interface,
+            job_id=job_id or env.job_id,
+            expected_replicas=env.num_groups if expected_replicas is None else expected_replicas,
+            min_replicas=min_replicas,
+            group_commit=group_commit,
+            allow_objects=allow_objects,
+            token=token,
+            watch_process=watch_process,
+        )
+
+
+class Session:
+    """Owns the ZeroMQ context, the control and plane threads, the heal server and the watcher.
+
+    Thread: the training loop's, but where said otherwise. `broken`: the own replica group lost a
+    rank.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        process_group: ProcessGroup,
+        *,
+        room_id: str,
+        can_heal: bool,
+        step: int,
+        lineage: str,
+        schema: str,
+        schema_text: str,
+        telemetry: Telemetry,
+        into: Callable[[], Any],
+        on_tick: Callable[[Replica, float], list[Effect]],
+    ) -> None:
+        self.room_id = room_id
+        self._options, self._telemetry = options, telemetry
+        self.lighthouse = options.lighthouse or _local_lighthouse()
+        self.broken = False
+        self._closed = False
+        limits = options.timeouts
+        host = advertised_host(self.lighthouse, options.interface)
+        self._context = zmq.Context()
+        self.plane = DataPlane(
+            process_group,
+            group_rank=options.group_rank,
+            host=host,
+            token=options.token,
+            configure_timeout_s=limits.timeout_s,
+            heal_timeout_s=limits.heal_timeout_s,
+            allow_objects=options.allow_objects,
+            telemetry=telemetry,
+            into=into,
+        )
+        room = RoomKey(options.job_id, room_id)
+        template = Join(
+            room=room,
+            name=options.name,
+            replica_id=options.replica_id,
+            step=step,
+            lineage=lineage,
+            addresses=(self.plane.address(),),
+            min_replicas=options.min_replicas,
+            expected_replicas=options.expected_replicas,
+            can_heal=can_heal,
+            group_commit=options.group_commit,
+            schema=schema,
+            schema_text=schema_text,
+        )
+        self.replica = Replica(
+            template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s
+        )
+        link = Connection(
+            self.lighthouse,
+            identity=options.replica_id.encode(),
+            timeouts=limits,
+            context=self._context,
+        )
+        self._watch: ProcessWatch | None = None
+        if options.watch_process:
+            self._watch = ProcessWatch(link.address, limits)
+            self._watch.start([Report(room, options.replica_id)])
+        self.control = Control(
+            self.replica, link, self.plane, on_told=self._on_told, on_tick=on_tick
+        )
+        self.plane.report_configured = self._configured
+        self.plane.report_fetched = self._fetched
+
+    def await_lighthouse(self) -> None:
+        """Raises LighthouseUnavailable unless somebody answers within the connect timeout."""
+        limit_s = self._options.timeouts.connect_timeout_s
+        if not self.control.await_connected(time.monotonic() + limit_s):
+            self.close()
+            raise LighthouseUnavailable(
+                f"no lighthouse answers at {self.lighthouse} within {limit_s:g} s: start one "
+                "with `lighthouse --bind tcp://0.0.0.0:29510` and set TORCHFT_LIGHTHOUSE to "
+                "its address"
+            )
+
+    def wait_for(self, condition: Condition, deadline: float | None) -> bool:
+        """Wait until `condition` holds; raises LighthouseUnavailable if the lighthouse stays
+        away for the connect timeout meanwhile."""
+        limit_s = self._options.timeouts.connect_timeout_s
+        while True:
+            away = self.control.away_since
+            give_up = None if away is None else away + limit_s
+            next_look = time.monotonic() + limit_s if give_up is None else give_up
+            until = next_look if deadline is None else min(deadline, next_look)
+            if self.control.wait(condition, until):
+                return True
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                return False
+            away = self.control.away_since
+            if away is not None and now >= away + limit_s:
+                raise LighthouseUnavailable(
+                    f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
+                )
+
+    def after(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
+        """Run `action` in a thread of its own after `seconds`, unless cancelled."""
+        timer = threading.Timer(seconds, action)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def close(self) -> None:
+        """Leave, and free threads, sockets, processes. Twice is once."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.replica.stage is not Stage.LEFT:
+            self.control.call(lambda replica, now: replica.leave("shutdown"))
+        self.control.close()
+        if self._watch is not None:
+            self._watch.close()
+        self.plane.close()
+        self._context.term()
+
+    # ------------------------------------------------------------------ reports (other threads)
+
+    def _configured(self, quorum_id: int, error: str) -> None:
+        self.control.call(lambda replica, now: replica.configured(quorum_id, error, now))
+
+    def _fetched(self, step: int, lineage: str, error: str) -> None:
+        self.control.call(lambda replica, now: replica.fetched(step, lineage, error, now))
+
+    def _on_told(self, text: str) -> None:
+        log.info("%s: %s", self._options.name, text)
+        self._telemetry.emit(WAITING, reason=text)
+
+
+def _local_lighthouse() -> str:
+    from ft_core.local import ensure_local_lighthouse
+
+    return ensure_local_lighthouse()

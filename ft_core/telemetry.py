@@ -1,0 +1,74 @@
+"""What happened when: events of one rank, for logs, pictures and callbacks.
+
+An event is a kind and plain values. Sinks are called in the thread in which the event happened,
+must be quick and must not raise. `JsonlSink` writes one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+QUORUM = "quorum"  # quorum_id, step, members, healing, replica_rank, reason
+COMMIT = "commit"  # step, participants, seconds (since the attempt began)
+DISCARD = "discard"  # step, reason, seconds
+REVOKED = "revoked"  # quorum_id, reason
+HEAL_START = "heal_start"  # step, sources
+HEAL_DONE = "heal_done"  # step, bytes, seconds, sources
+SERVE = "serve"  # step, seconds (the snapshot's copy)
+WAITING = "waiting"  # reason
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`wall_s`: Unix time in seconds; `kind`: one of the names above; `data`: plain values."""
+
+    kind: str
+    data: dict[str, Any] = field(default_factory=dict)
+    wall_s: float = field(default_factory=time.time)
+
+
+Sink = Callable[[Event], None]
+
+
+class Telemetry:
+    """Fans events out to sinks. Any thread."""
+
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
+
+    def add_sink(self, sink: Sink) -> None:
+        self._sinks = [*self._sinks, sink]
+
+    def remove_sink(self, sink: Sink) -> None:
+        self._sinks = [s for s in self._sinks if s != sink]
+
+    def emit(self, kind: str, **data: Any) -> None:
+        if self._sinks:
+            event = Event(kind, data)
+            for sink in self._sinks:
+                sink(event)
+
+
+class JsonlSink:
+    """Appends events to `path`, each line flushed (a killed process loses none)."""
+
+    def __init__(self, path: Path, **common: Any) -> None:
+        self._common = common
+        self._lock = threading.Lock()
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def __call__(self, event: Event) -> None:
+        line = {"t": event.wall_s, "kind": event.kind, **self._common, **event.data}
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(json.dumps(line, default=str) + "\n")
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()

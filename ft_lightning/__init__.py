@@ -1,0 +1,40 @@
+"""Fault-tolerant training for PyTorch Lightning: `Trainer(strategy="ft_ddp")`.
+
+    import ft_lightning                        # makes the name known to Lightning
+    trainer = Trainer(strategy="ft_ddp", devices=4)
+
+or by object, with options: `Trainer(strategy=ft_lightning.FTDDPStrategy(min_replicas=2))`.
+
+Both of Lightning's namespaces are served: `ft_lightning.pytorch` holds the strategy for
+`lightning.pytorch`, `ft_lightning.pl` the one for `pytorch_lightning` (they are different classes
+there, and a Trainer takes only its own). `ft_lightning.FTDDPStrategy` is the one that fits what
+is imported already.
+
+Map: scope (who is who) - strategy (Lightning's view) - step (quorum, vote, retry) - healing (a
+checkpoint that travels) - position (loop counters) - batches (data at the right place) -
+launcher and supervisor (one process a replica group) - registration (names).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ft_lightning.registration import install
+
+if TYPE_CHECKING:
+    from ft_lightning.pytorch import FTDDPStrategy
+
+__all__ = ["FTDDPStrategy"]
+
+# The purpose of this import, and all that it does: the name must be there before a Trainer is.
+install()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FTDDPStrategy":
+        import importlib
+
+        from ft_lightning.registration import preferred_module
+
+        return importlib.import_module(preferred_module()).FTDDPStrategy
+    raise AttributeError(f"module 'ft_lightning' has no attribute {name!r}")

@@ -1,0 +1,213 @@
+"""The command `lighthouse`: start one, or look at one that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from lighthouse import __version__
+from lighthouse.address import normalize
+from lighthouse.client import LighthouseClient
+from lighthouse.config import LighthouseConfig, Timeouts
+from lighthouse.errors import LighthouseError
+from lighthouse.messages import RoomKey
+from lighthouse.server import LighthouseServer
+from lighthouse.state import Note
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+DEFAULT_BIND = "tcp://0.0.0.0:29510"
+DEFAULT_ADDRESS = "tcp://127.0.0.1:29510"
+_DEFAULT_ROOM = RoomKey()
+
+_TIMEOUT_HELP = {
+    "heartbeat_timeout_s": ("timeout / 100, 0.3 to 5", "A host silent for this long is gone."),
+    "heartbeat_s": ("heartbeat timeout / 3", "How often hosts prove that they live."),
+    "join_timeout_s": (
+        "timeout / 12, at least 0.5",
+        "How long the first quorum, and a restarted lighthouse, waits for stragglers.",
+    ),
+    "step_timeout_s": ("timeout", "After a step's first vote, who has not voted is evicted."),
+    "revoke_timeout_s": ("timeout / 6", "After a revoke, who has not voted is evicted."),
+    "heal_timeout_s": ("timeout / 2", "Who heals for longer than this is evicted."),
+    "connect_timeout_s": ("timeout", "How long a replica group looks for the lighthouse."),
+    "resend_s": ("timeout / 60, 0.2 to 2", "An unanswered request is sent again after this."),
+}
+
+
+def _timeout_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for name, (derived, text) in reversed(_TIMEOUT_HELP.items()):
+        flag = "--" + name.removesuffix("_s").replace("_", "-")
+        command = click.option(flag, name, type=float, metavar="SECONDS",
+                               help=f"{text}  [derived: {derived}]")(command)  # fmt: skip
+    return command
+
+
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
+@click.option("--bind", default=DEFAULT_BIND, metavar="ADDRESS",
+              help="Where to listen; port 0 means any free one.")  # fmt: skip
+@click.option("--min-replicas", default=1, type=int, metavar="N",
+              help="No quorum forms with fewer replica groups.")  # fmt: skip
+@click.option("--expected-replicas", default=0, type=int, metavar="N",
+              help="The first quorum waits for this many, up to the join timeout (0: not known).")  # fmt: skip
+@click.option("--timeout", "timeout_s", default=60.0, type=float, metavar="SECONDS",
+              help="How long one step's communication may take; all below derive from it.")  # fmt: skip
+@_timeout_options
+@click.option("--state-file", type=click.Path(dir_okay=False, path_type=Path),
+              help="Remember the members of the last quorums here over a restart.")  # fmt: skip
+@click.option("--web", metavar="HOST:PORT", help="Also show a status page (JSON: /status).")
+@click.option("--quiet", is_flag=True, help="Print quorum changes only.")
+@click.version_option(__version__, package_name="lighthouse", message="lighthouse %(version)s")
+@click.pass_context
+def main(context: click.Context, /, **options: Any) -> None:
+    """Start a lighthouse: it decides which replica groups train together.
+
+    The first line it prints is the address that replica groups need. It ends with exit code 0
+    on SIGTERM and Ctrl-C; it may be killed and started again at any moment, no step is lost.
+    """
+    if context.invoked_subcommand is None:
+        _serve(**options)
+
+
+def _serve(
+    *,
+    bind: str,
+    min_replicas: int,
+    expected_replicas: int,
+    timeout_s: float,
+    state_file: Path | None,
+    web: str | None,
+    quiet: bool,
+    **timeouts: float | None,
+) -> None:
+    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        config = LighthouseConfig(
+            min_replicas=min_replicas,
+            expected_replicas=expected_replicas,
+            timeouts=Timeouts.derive(timeout_s, **timeouts),
+        )
+        web_address = normalize(web, to_connect=False) if web else None
+        lines = _Lines(quiet)
+        server = LighthouseServer(bind, config=config, state_file=state_file, on_note=lines.note)
+    except ValueError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(error.strerror)
+    with server, contextlib.ExitStack() as pages:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda _signum, _frame: server.request_stop())
+        lines.start(f"lighthouse listening on {server.address()}")
+        if web_address is not None:
+            from lighthouse.web import StatusPage  # http.server is not needed otherwise
+
+            try:
+                page = pages.enter_context(StatusPage(web_address, server.status))
+            except OSError as error:
+                _fail(f"can't show the status page on {web} ({error.strerror}): choose another")
+            lines.say(f"status page on {page.url}")
+        try:
+            server.join()
+        except RuntimeError as error:
+            _fail(str(error), code=1)
+
+
+class _Lines:
+    """What is printed: the address first, then one line a quorum change. Any thread."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._started = threading.Event()
+
+    def start(self, line: str) -> None:
+        """Print the first line, and let the others follow."""
+        print(line, flush=True)
+        self._started.set()
+
+    def say(self, line: str) -> None:
+        """Print a line, stamped with the time of day."""
+        try:
+            print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+        except (OSError, ValueError):
+            pass  # whoever read our output is gone; the training goes on
+
+    def note(self, note: Note) -> None:
+        """Called by the server's thread."""
+        if self._quiet and not note.quorum:
+            return
+        self._started.wait()
+        room = note.room
+        where = "" if room == _DEFAULT_ROOM else f"[{room.job_id}/{room.room_id}] "
+        self.say(f"{where}{note.text}")
+
+
+@main.command()
+@click.option("--address", default=DEFAULT_ADDRESS, help="Where the lighthouse listens.")
+@click.option("--timeout", "timeout_s", default=5.0, type=float, metavar="SECONDS",
+              help="How long to wait for its answer.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def status(address: str, timeout_s: float, as_json: bool) -> None:
+    """Show the rooms of a running lighthouse, who is in, and what is waited for."""
+    try:
+        with LighthouseClient(address, timeout_s=timeout_s) as client:
+            answer = client.status()
+    except ValueError as error:
+        _fail(str(error))
+    except LighthouseError as error:
+        _fail(str(error), code=1)
+    if as_json:
+        click.echo(json.dumps(answer, indent=2))
+    else:
+        _show(answer)
+
+
+def _show(answer: dict[str, Any]) -> None:
+    from rich.console import Console  # 0.1 s that only this command needs
+
+    console = Console()
+    server = answer["server"]
+    console.print(
+        f"lighthouse {server['address']}: {server['connections']} connections,"
+        f" {len(answer['rooms'])} rooms",
+        highlight=False,
+    )
+    for room in answer["rooms"]:
+        console.print(_table_of(room))
+
+
+def _table_of(room: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=f"{room['job_id']}/{room['room_id']}: {room['state']}, step {room['step']}",
+        caption=f"{room['reason']}; {room['commits']} committed, {room['discards']} discarded",
+    )
+    for column in ("rank", "replica group", "replica_id", "state"):
+        table.add_column(column)
+    for rank, member in enumerate(room["members"]):
+        state = member["gone"] and f"gone: {member['gone']}"
+        state = state or ("healing" if member["healing"] else "")
+        state = state or ("voted" if member["voted"] else "training")
+        table.add_row(str(rank), member["name"], member["replica_id"], state)
+    for name in room["waiting"]:
+        table.add_row("-", name, "", "waiting")
+    return table
+
+
+def _fail(sentence: str | None, code: int = 2) -> NoReturn:
+    click.echo(f"lighthouse: {sentence}", err=True)
+    raise SystemExit(code)

@@ -1,0 +1,177 @@
+"""The client end: `Connection` for a control thread, `LighthouseClient` for people and tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import zmq
+
+from lighthouse import address as addresses
+from lighthouse import codec, sockets
+from lighthouse.config import Timeouts
+from lighthouse.errors import LighthouseUnavailable, ProtocolError, VersionMismatch
+from lighthouse.messages import Message, Request, Status, StatusRequest
+
+ConnectionEvent = Literal["connected", "disconnected"]
+
+
+class Connection:
+    """One connection to a lighthouse: reconnects by itself, never blocks, has no thread.
+
+    All methods belong to the one thread that built it. Register both `sockets` with a
+    `zmq.Poller` for POLLIN; when one is readable call `receive()` and `events()`.
+
+    What is sent while disconnected is queued (up to `CLIENT_SEND_QUEUE_MESSAGES`) and travels when the
+    connection is back: all requests are idempotent.
+
+    Args:
+        address: "tcp://host:port"; see `lighthouse.address`. ValueError if malformed.
+        identity: unique in the whole job, 1 to 255 bytes, not starting with a zero byte; the
+            lighthouse tells connections apart by it.
+        timeouts: heartbeats are taken from here.
+        context: ZeroMQ context; stays the caller's.
+    """
+
+    def __init__(
+        self, address: str, *, identity: bytes, timeouts: Timeouts, context: zmq.Context[Any]
+    ) -> None:
+        self.address = addresses.normalize(address)
+        if not 0 < len(identity) <= 255 or identity[0] == 0:
+            raise ValueError("identity must have 1 to 255 bytes and not start with a zero byte")
+        self.malformed = 0
+        """Frames that were no message, or no frame that a lighthouse sends."""
+        self.connected = False
+        self._encoder = codec.Encoder()
+        self._socket, self._monitor = sockets.open_dealer(context, self.address, identity, timeouts)
+        self.sockets = (self._socket, self._monitor)
+
+    def send(self, message: Request) -> bool:
+        """Queue `message`; False if the queue is full (send it again later). Never blocks."""
+        self._encoder.begin()
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> list[Message]:
+        """All messages that have arrived, oldest first. Never blocks.
+
+        Raises VersionMismatch if the lighthouse speaks another protocol version: no later
+        message will be any better. Other bytes are dropped and counted in `malformed`.
+        """
+        messages: list[Message] = []
+        receive = self._socket.recv
+        while True:
+            try:
+                frame = receive(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            if self._socket.getsockopt(zmq.RCVMORE):
+                self.malformed += 1
+                self._drop_rest()
+                continue
+            try:
+                messages.append(codec.decode(frame))
+            except VersionMismatch:
+                raise
+            except ProtocolError:
+                self.malformed += 1
+
+    def _drop_rest(self) -> None:
+        # All parts of a multi-part message arrive together, so that this cannot raise Again.
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv(zmq.NOBLOCK)
+
+    def events(self) -> list[ConnectionEvent]:
+        """What happened to the connection since the last call, oldest first. Never blocks.
+
+        "connected" follows a handshake, so that a lighthouse (not just an open port) is there.
+        """
+        happened: list[ConnectionEvent] = []
+        while (entry := sockets.read_monitor(self._monitor)) is not None:
+            up = entry[0] == sockets.HANDSHAKE_SUCCEEDED
+            if up != self.connected:  # a failed handshake disconnects what never was connected
+                self.connected = up
+                happened.append("connected" if up else "disconnected")
+        return happened
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Close at once; queued messages get up to `linger_s` (in the background) to leave."""
+        if not self._socket.closed:
+            sockets.close(self._socket, self._monitor, round(linger_s * 1000))
+
+
+class LighthouseClient:
+    """Blocking convenience for people and tools. One thread at a time; a context manager.
+
+    Args:
+        address: "tcp://host:port", "host:port" or "http://host:port". ValueError otherwise.
+        timeout_s: how long each call waits for an answer.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
+        self.timeout_s = timeout_s
+        self._timeouts = Timeouts.derive(max(timeout_s, 1.0))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._connection = Connection(
+                address,
+                identity=b"tool-" + os.urandom(12).hex().encode(),
+                timeouts=self._timeouts,
+                context=self._context,
+            )
+        except BaseException:
+            self._context.term()
+            raise
+        self.address = self._connection.address
+        self._poller = zmq.Poller()
+        for socket in self._connection.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def status(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """All rooms and the server's counters, as plain JSON types.
+
+        Raises LighthouseUnavailable after `timeout_s`, VersionMismatch for another release.
+        """
+        wait_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + wait_s
+        self._connection.receive()  # an answer to an earlier call that came too late
+        self._connection.send(StatusRequest())
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._poller.poll(max(1, round(left_s * 1000)))
+            # What was sent before a break may be lost; asking twice does no harm.
+            if "connected" in self._connection.events():
+                self._connection.send(StatusRequest())
+            for message in self._connection.receive():
+                if isinstance(message, Status):
+                    answer: dict[str, Any] = json.loads(message.text)
+                    return answer
+        raise LighthouseUnavailable(
+            f"no lighthouse answers at {self.address} within {wait_s:g} s: check that one runs "
+            "there (command `lighthouse`), and that host, port and firewall let it be reached"
+        )
+
+    def wait_until_up(self, timeout_s: float | None = None) -> None:
+        """Return when a lighthouse answers; raises as `status` does."""
+        self.status(timeout_s)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._connection.close()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

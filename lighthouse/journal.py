@@ -1,0 +1,132 @@
+"""What a lighthouse keeps over a restart: one small file, replaced whole at quorum changes.
+
+Optional. Without it a restarted lighthouse learns the members it should wait for from the first
+of them that comes back; with it, it knows at once. Safety never depends on the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from lighthouse.messages import RoomKey
+
+FORMAT = 1
+MAX_FILE_BYTES = 256 * 1024 * 1024
+
+Remembered = dict[RoomKey, tuple[int, tuple[str, ...]]]
+"""Room -> (quorum_id, members of that quorum)."""
+
+
+def read(path: Path) -> Remembered:
+    """What an earlier lighthouse left in `path`; nothing if there is no such file.
+
+    Raises ValueError, with a sentence that says what to do, if the file can't be used.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"over {MAX_FILE_BYTES} bytes")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return _parse(raw)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise ValueError(
+            f"the state file {path} can't be used ({error or type(error).__name__}): delete it "
+            "(a running job only waits a little longer for its members) or name another one"
+        ) from error
+
+
+def _parse(raw: Any) -> Remembered:
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ValueError(f"not a lighthouse state file of format {FORMAT}")
+    remembered: Remembered = {}
+    for room in raw["rooms"]:
+        quorum_id, members = room["quorum_id"], room["members"]
+        if type(quorum_id) is not int or not isinstance(members, list):
+            raise ValueError("a room without quorum_id or members")
+        if not all(isinstance(member, str) for member in members):
+            raise ValueError("members must be texts")
+        key = RoomKey(room["job_id"], room["room_id"])
+        remembered[key] = (quorum_id, tuple(members))
+    return remembered
+
+
+def _write(path: Path, remembered: Remembered) -> None:
+    """Replace `path`: a reader, or a crash at any moment, sees the old file or the new one."""
+    rooms = [
+        {"job_id": key.job_id, "room_id": key.room_id, "quorum_id": quorum_id, "members": members}
+        for key, (quorum_id, members) in remembered.items()
+    ]
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            json.dump({"format": FORMAT, "rooms": rooms}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class Journal:
+    """Keeps the newest (quorum_id, members) of each room in `path`.
+
+    `save` only hands over; a thread of its own writes, since a disk may be slow and a quorum
+    must not wait for it. Of several saves in quick succession only the last need reach the file.
+
+    Raises ValueError if the file is corrupt or can't be written.
+    """
+
+    def __init__(self, path: Path, *, max_rooms: int) -> None:
+        self.path = path
+        self.remembered = read(path)
+        self.error: OSError | None = None
+        """The last write's failure, or None."""
+        self._max_rooms = max_rooms
+        self._pending: Remembered | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        try:  # now, not at the first quorum, is when to say so
+            _write(path, self.remembered)
+        except OSError as error:
+            raise ValueError(
+                f"the state file {path} can't be written ({error.strerror}): name one in a"
+                " directory that exists and is writable"
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="lighthouse-journal", daemon=True)
+        self._thread.start()
+
+    def save(self, room: RoomKey, quorum_id: int, members: tuple[str, ...]) -> None:
+        """Remember one room's quorum. One thread; returns at once."""
+        self.remembered.pop(room, None)
+        self.remembered[room] = (quorum_id, members)
+        while len(self.remembered) > self._max_rooms:
+            del self.remembered[next(iter(self.remembered))]  # the room that changed longest ago
+        with self._changed:
+            self._pending = dict(self.remembered)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what is pending and end the thread. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._pending is None and not self._closing:
+                    self._changed.wait()
+                pending, self._pending = self._pending, None
+                if pending is None:
+                    return
+            try:
+                _write(self.path, pending)
+                self.error = None
+            except OSError as error:  # a full disk must not end the training
+                self.error = error

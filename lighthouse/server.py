@@ -1,0 +1,381 @@
+"""The lighthouse's shell: a ROUTER socket, a clock and one thread around the pure machine.
+
+Theory. The thread sleeps until a frame, a connection event, a command of another thread or the
+machine's deadline, whichever is first; there is no polling period. It never waits for a peer: a
+peer whose queue is full loses the message (it asks again), and is counted. A process that dies is
+known by its closed connection within milliseconds; `routes.py` says how that becomes a name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast, get_args
+
+import zmq
+
+from lighthouse import address as addresses
+from lighthouse import codec, sockets
+from lighthouse.config import LighthouseConfig
+from lighthouse.errors import ProtocolError, VersionMismatch
+from lighthouse.journal import Journal
+from lighthouse.messages import Refused, Request, RoomKey, Status, StatusRequest
+from lighthouse.routes import Routes
+from lighthouse.state import Effect, Lighthouse, Note, Peer, Send, first_quorum_id
+
+log = logging.getLogger("lighthouse")
+
+BATCH_MESSAGES = 4_096
+"""Frames handled before connection events and deadlines get their turn."""
+SHARE_FROM_BYTES = 4_096
+"""Frames of this size and more are shared by all receivers instead of copied to each."""
+SHUTDOWN_LINGER_MS = 200
+
+_REQUESTS: tuple[type, ...] = get_args(Request)
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the start; they only grow, but for `connections`."""
+
+    received: int = 0
+    sent: int = 0
+    malformed: int = 0
+    """Frames that were no request of this protocol; dropped."""
+    other_versions: int = 0
+    """Frames of another protocol version; answered so that the sender can say so."""
+    slow_peers: int = 0
+    """Messages that were dropped because the receiver's queue was full."""
+    no_route: int = 0
+    """Messages to peers that were gone already."""
+    lost_peers: int = 0
+    """Peers whose connection ended."""
+    connections: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class LighthouseServer:
+    """A lighthouse in a thread of this process; `address()` is where it listens.
+
+    Args:
+        bind: "tcp://host:port"; port 0 chooses a free one, host 0.0.0.0 or * means all
+            interfaces. ValueError if malformed; OSError if it is in use.
+        config: everything else. Or, for those who move over from torchft, `min_replicas` and
+            `join_timeout_ms` alone; both ways at once is a ValueError.
+        state_file: see `lighthouse.journal`; None: nothing is kept over a restart.
+        on_note: called in the server's thread with each line that is worth a person's eye
+            (one a quorum change, none a step); None: logged by the logger "lighthouse".
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        bind: str = "tcp://127.0.0.1:0",
+        *,
+        config: LighthouseConfig | None = None,
+        min_replicas: int | None = None,
+        join_timeout_ms: float | None = None,
+        state_file: Path | None = None,
+        on_note: Callable[[Note], None] | None = None,
+    ) -> None:
+        self.config = _config(config, min_replicas, join_timeout_ms)
+        endpoint = addresses.normalize(bind, to_connect=False)
+        self._on_note = on_note or _log_note
+        self._journal = None
+        if state_file is not None:
+            self._journal = Journal(Path(state_file), max_rooms=self.config.max_rooms)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._router, self._monitor = sockets.open_router(
+                self._context, endpoint, self.config.timeouts
+            )
+        except BaseException:
+            self._context.destroy(linger=0)
+            if self._journal is not None:
+                self._journal.close()
+            raise
+        bound = cast(bytes, self._router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self._address = sockets.reachable(bound)
+        self.stats = Stats()
+        self._routes = Routes()
+        self._encoder = codec.Encoder()
+        remembered = self._journal.remembered if self._journal else None
+        self._machine = Lighthouse(
+            self.config, first_quorum_id(time.time_ns() // 1_000_000), remembered
+        )
+        self._commands: queue.SimpleQueue[Future[str] | None] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._lock = threading.Lock()  # guards the sending end of the wake-up pair
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="lighthouse", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ any thread
+
+    def address(self) -> str:
+        """ "tcp://host:port", where other hosts can reach it if `bind` lets them."""
+        return self._address
+
+    def status(self) -> dict[str, Any]:
+        """All rooms and the server's counters, as plain JSON types."""
+        answer: Future[str] = Future()
+        if not self._command(answer):
+            raise RuntimeError("this lighthouse has been shut down")
+        status: dict[str, Any] = json.loads(answer.result())
+        return status
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end of the server's thread; False after `timeout_s`.
+
+        Raises RuntimeError if an internal error ended it.
+        """
+        self._thread.join(timeout_s)
+        if self._failure is not None:
+            raise RuntimeError(
+                f"the lighthouse stopped on an internal error: {self._failure!r}; start it "
+                "again (no step is lost) and report this"
+            ) from self._failure
+        return not self._thread.is_alive()
+
+    def request_stop(self) -> None:
+        """Like `shutdown`, but returns at once; fit for a signal handler of the main thread."""
+        self._command(None)
+
+    def shutdown(self) -> None:
+        """Stop and release port, thread and files. Idempotent. Replicas look for the next one."""
+        self.request_stop()
+        self._thread.join()
+        with self._lock:
+            self._wake_write.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _command(self, command: Future[str] | None) -> bool:
+        """Hand `command` to the server's thread; False if that has ended."""
+        with self._lock:
+            if self._wake_write.fileno() < 0 or not self._thread.is_alive():
+                return False
+            self._commands.put(command)
+            try:
+                self._wake_write.send(b"!", socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass  # it is being woken already
+            except OSError:
+                return False
+        return True
+
+    # ------------------------------------------------------------------ the server's thread
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            # Crash-only: a machine that failed its own check is not trusted with another step,
+            # and a fresh one in its place costs the replicas no more than a reconnect.
+            self._failure = error
+            log.exception("the lighthouse stops on an internal error")
+        finally:
+            self._close()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._wake_read.fileno(), zmq.POLLIN)
+        dry = True
+        while True:
+            ready = dict(poller.poll(self._sleep_ms(dry)))
+            if self._wake_read.fileno() in ready and not self._obey():
+                return
+            if self._monitor in ready:
+                self._drain_monitor()
+            # POLLIN may be spurious (a peer killed inside a frame), and frames that arrived
+            # since must be handled before their senders are reported lost: read in any case.
+            dry = self._drain_frames()
+            now = time.monotonic()
+            for peer in self._routes.take_lost(dry, now):
+                self.stats.lost_peers += 1
+                self._apply(self._machine.disconnected(peer, now))
+            deadline = self._machine.deadline()
+            if deadline is not None and deadline <= now:
+                self._apply(self._machine.expire(now))
+
+    def _sleep_ms(self, dry: bool) -> int | None:
+        if not dry or self._routes.pending:
+            return 0
+        deadline = self._machine.deadline()
+        if deadline is None:
+            return None
+        return max(0, math.ceil((deadline - time.monotonic()) * 1000))
+
+    def _obey(self) -> bool:
+        """Run the commands of other threads; False: stop."""
+        try:
+            self._wake_read.recv(4_096)
+        except BlockingIOError:
+            pass
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command.set_result(self._status_text())
+
+    def _status_text(self) -> str:
+        self.stats.connections = self._routes.connections
+        journal_error = self._journal.error if self._journal else None
+        server = {
+            "address": self._address,
+            "protocol_version": codec.VERSION,
+            "state_file_error": str(journal_error) if journal_error else "",
+            **self.stats.as_dict(),
+        }
+        return json.dumps({**self._machine.status(), "server": server})
+
+    def _drain_monitor(self) -> None:
+        now = time.monotonic()
+        while (entry := sockets.read_monitor(self._monitor)) is not None:
+            event, fd = entry
+            if event == sockets.ACCEPTED:
+                self._routes.accepted(fd)
+            elif event == sockets.DISCONNECTED:
+                self._routes.closed(fd, now)
+
+    def _drain_frames(self) -> bool:
+        """Handle what has arrived; True if nothing is left."""
+        receive, fd_of = self._router.recv, self._routes.fd_of
+        for _ in range(BATCH_MESSAGES):
+            try:
+                peer = receive(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            frame = receive(zmq.NOBLOCK, copy=False)
+            self.stats.received += 1
+            fd = frame.get(zmq.SRCFD)
+            if fd_of.get(peer) != fd:
+                self._drain_monitor()
+                self._routes.attribute(peer, fd, time.monotonic())
+            if frame.more:
+                self._drop_rest()
+                continue
+            self._handle(peer, frame)
+        return False
+
+    def _drop_rest(self) -> None:
+        self.stats.malformed += 1
+        # All parts of a message arrive together, so that this cannot raise Again.
+        while self._router.getsockopt(zmq.RCVMORE):
+            self._router.recv(zmq.NOBLOCK)
+
+    def _handle(self, peer: Peer, frame: zmq.Frame) -> None:
+        try:
+            message = codec.decode(frame.buffer)
+        except VersionMismatch as error:
+            self.stats.other_versions += 1
+            # Unreadable over there, but for its version; and that is what it has to say.
+            self._send((peer,), codec.encode(Refused(RoomKey(), str(error))))
+            return
+        except ProtocolError:
+            self.stats.malformed += 1
+            return
+        if isinstance(message, StatusRequest):
+            self._send((peer,), codec.encode(Status(self._status_text())))
+        elif isinstance(message, _REQUESTS):
+            request = cast(Request, message)
+            self._apply(self._machine.handle(peer, request, time.monotonic()))
+        else:
+            self.stats.malformed += 1  # only a lighthouse says such things
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        self._encoder.begin()
+        encode = self._encoder.encode
+        kept = []
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(effect.peers, encode(effect.message))
+            else:
+                kept.append(effect)
+        for effect in kept:  # nobody waits for these
+            if isinstance(effect, Note):
+                self._on_note(effect)
+            elif self._journal is not None:
+                self._journal.save(effect.room, effect.quorum_id, effect.members)
+
+    def _send(self, peers: Iterable[Peer], data: bytes) -> None:
+        send, stats = self._router.send, self.stats
+        shared = len(data) >= SHARE_FROM_BYTES
+        payload: Any = zmq.Frame(data) if shared else data
+        for peer in peers:
+            try:
+                send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+                send(payload, zmq.NOBLOCK, copy=not shared)
+                stats.sent += 1
+            except zmq.Again:
+                stats.slow_peers += 1
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                stats.no_route += 1
+                self._routes.no_route(peer, time.monotonic())
+
+    def _close(self) -> None:
+        sockets.close(self._router, self._monitor, SHUTDOWN_LINGER_MS)
+        with self._lock:
+            self._wake_read.close()
+            self._refuse_commands()
+        if self._journal is not None:
+            self._journal.close()
+        self._context.term()
+
+    def _refuse_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if command is not None:
+                command.set_exception(RuntimeError("this lighthouse has been shut down"))
+
+
+def _config(
+    config: LighthouseConfig | None, min_replicas: int | None, join_timeout_ms: float | None
+) -> LighthouseConfig:
+    if config is None:
+        config = LighthouseConfig()
+    elif min_replicas is not None or join_timeout_ms is not None:
+        raise ValueError("give either config or min_replicas and join_timeout_ms, not both")
+    if min_replicas is not None:
+        config = replace(config, min_replicas=min_replicas)
+    if join_timeout_ms is not None:
+        timeouts = replace(config.timeouts, join_timeout_s=join_timeout_ms / 1000)
+        config = replace(config, timeouts=timeouts)
+    return config
+
+
+def _log_note(note: Note) -> None:
+    log.info("%s/%s: %s", note.room.job_id, note.room.room_id, note.text)

@@ -1,0 +1,144 @@
+"""Sockets as this protocol wants them: bounded, with heartbeats, watched by a monitor."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import Any
+
+import zmq
+
+from lighthouse import address as addresses
+from lighthouse import codec
+from lighthouse.config import Timeouts
+
+SERVER_QUEUE_MESSAGES = 256
+"""Per peer and direction; a healthy peer has one message on its way."""
+CLIENT_SEND_QUEUE_MESSAGES = 64
+CLIENT_RECEIVE_QUEUE_MESSAGES = 1_024
+BACKLOG = 4_096
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 500
+HANDSHAKE_MS = 5_000
+
+ACCEPTED = int(zmq.EVENT_ACCEPTED)
+HANDSHAKE_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
+
+_MONITOR_FRAME = struct.Struct("=Hi")
+
+
+def open_router(
+    context: zmq.Context[Any], endpoint: str, timeouts: Timeouts
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """(a ROUTER bound to `endpoint`, its monitor). Raises OSError with a sentence for a person.
+
+    The monitor is there before the first connection can be, so that none is missed.
+    """
+    router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    router.setsockopt(zmq.SNDHWM, SERVER_QUEUE_MESSAGES)
+    router.setsockopt(zmq.RCVHWM, SERVER_QUEUE_MESSAGES)
+    router.setsockopt(zmq.BACKLOG, BACKLOG)
+    _set_common(router, endpoint, timeouts)
+    monitor = _open_monitor(router, context, ACCEPTED | DISCONNECTED)
+    try:
+        router.bind(endpoint)
+    except zmq.ZMQError as error:
+        close(router, monitor)
+        hint = {
+            int(zmq.EADDRINUSE): "stop what listens there, or choose another port (0: any)",
+            int(zmq.EADDRNOTAVAIL): "this host has no such address; 0.0.0.0 means all of its own",
+        }.get(error.errno or 0, "check the address")
+        why = os.strerror(error.errno or 0)
+        sentence = f"can't listen on {endpoint} ({why}): {hint}"
+        raise OSError(error.errno, sentence) from error
+    return router, monitor
+
+
+def open_dealer(
+    context: zmq.Context[Any], endpoint: str, identity: bytes, timeouts: Timeouts
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """(a DEALER that connects, and reconnects for ever, to `endpoint`; its monitor)."""
+    dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.IDENTITY, identity)
+    dealer.setsockopt(zmq.SNDHWM, CLIENT_SEND_QUEUE_MESSAGES)
+    dealer.setsockopt(zmq.RCVHWM, CLIENT_RECEIVE_QUEUE_MESSAGES)
+    dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    dealer.setsockopt(zmq.CONNECT_TIMEOUT, HANDSHAKE_MS)
+    _set_common(dealer, endpoint, timeouts)
+    monitor = _open_monitor(dealer, context, HANDSHAKE_SUCCEEDED | DISCONNECTED)
+    try:
+        dealer.connect(endpoint)
+    except BaseException:
+        close(dealer, monitor)
+        raise
+    return dealer, monitor
+
+
+def read_monitor(monitor: zmq.Socket[bytes]) -> tuple[int, int] | None:
+    """(event, file descriptor) of the next monitor event; None if there is none."""
+    try:
+        frames = monitor.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+    event, value = _MONITOR_FRAME.unpack(frames[0])
+    return event, value
+
+
+def close(watched: zmq.Socket[bytes], monitor: zmq.Socket[bytes], linger_ms: int = 0) -> None:
+    """Close a socket and its monitor; what is queued gets `linger_ms` in the background."""
+    watched.disable_monitor()
+    monitor.close(linger=0)
+    watched.close(linger=linger_ms)
+
+
+def reachable(bound: str) -> str:
+    """The address that others should use for the endpoint that a socket is bound to.
+
+    For "all interfaces" that is the one which routes outward, not gethostname(), which often
+    names the loopback interface or nothing at all.
+    """
+    host, port = addresses.split(bound)
+    if host not in ("0.0.0.0", "::"):
+        return bound
+    # A connected UDP socket sends nothing; it only asks the routing table.
+    tries = [(socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")]
+    for family, elsewhere in tries if host == "0.0.0.0" else tries[::-1]:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((elsewhere, 9))
+                found = str(probe.getsockname()[0])
+        except OSError:
+            continue
+        return f"tcp://[{found}]:{port}" if ":" in found else f"tcp://{found}:{port}"
+    return f"tcp://127.0.0.1:{port}"
+
+
+def _set_common(watched: zmq.Socket[bytes], endpoint: str, timeouts: Timeouts) -> None:
+    watched.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_BYTES)
+    watched.setsockopt(zmq.LINGER, 0)
+    watched.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    # Both ends ping each other from ZeroMQ's own thread, which no GIL can starve.
+    watched.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(timeouts.heartbeat_s * 1000)))
+    timeout_ms = max(1, round(timeouts.heartbeat_timeout_s * 1000))
+    watched.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+    watched.setsockopt(zmq.HEARTBEAT_TTL, max(100, timeout_ms))  # travels in tenths of a second
+    if endpoint.startswith("tcp://["):
+        watched.setsockopt(zmq.IPV6, 1)
+
+
+def _open_monitor(
+    watched: zmq.Socket[bytes], context: zmq.Context[Any], events: int
+) -> zmq.Socket[bytes]:
+    name = f"inproc://monitor-{os.urandom(8).hex()}"
+    watched.monitor(name, events)
+    monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    # No limit: at one, ZeroMQ's own thread would block. There are two events a connection.
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.setsockopt(zmq.LINGER, 0)
+    monitor.connect(name)
+    return monitor

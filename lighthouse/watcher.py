@@ -1,0 +1,358 @@
+"""Sees a process die before its sockets close, and tells the lighthouse.
+
+The kernel frees the memory of a killed process before it closes its sockets: for a process of
+many GiB that takes long enough to be worth avoiding. What it does first of all is to mark the
+robust futexes that the process' threads hold. So the training process holds a robust mutex in a
+page that it shares with a small process of its own (`python -m lighthouse.watcher`), which blocks
+in locking it; waking up with EOWNERDEAD is the news, and an `Obituary` is on its way at once over
+a connection that has been open since the start.
+
+Second lines of defence: the watcher also polls the parent's pidfd, and the lighthouse notices
+closed sockets by itself. Where the platform lacks what is needed, `ProcessWatch.start` says so in
+one log line, and deaths are seen by closed sockets alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import logging
+import mmap
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lighthouse.config import Timeouts
+from lighthouse.messages import Obituary, RoomKey
+
+log = logging.getLogger("lighthouse.watcher")
+
+CAUSE = "process died"
+FLUSH_MS = 2_000
+"""How long the obituary may take to leave a host whose lighthouse does not answer."""
+CLOSE_TIMEOUT_S = 2.0
+MAX_LINE_BYTES = 1024 * 1024
+
+_PAGE_BYTES = mmap.PAGESIZE
+_PROCESS_SHARED = 1
+_ROBUST = 1
+_ATTRIBUTE_BYTES = 64  # generous: glibc and musl need 4
+
+_KEPT: list[object] = []
+"""Pages whose mutex can't be unlocked any more (its thread is another one). They must stay mapped:
+the kernel walks the list of held mutexes when the thread ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Whom the lighthouse shall believe dead when this process is."""
+
+    room: RoomKey
+    replica_id: str
+
+
+class ProcessWatch:
+    """Training side: has this process watched by a small one.
+
+        watch = ProcessWatch("tcp://host:29510", timeouts)
+        watch.start([Report(room, replica_id)])   # in a thread that lives as long as the process
+        ...
+        watch.close()                             # a graceful end: no obituary
+
+    Args:
+        address: the lighthouse's, normalized.
+        timeouts: heartbeats are taken from here.
+    """
+
+    def __init__(self, address: str, timeouts: Timeouts) -> None:
+        self._address = address
+        self._timeouts = timeouts
+        self._mutex: _RobustMutex | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether a watcher process runs."""
+        return self._child is not None and self._child.poll() is None
+
+    def hold(self) -> None:
+        """Tie the watch to the calling thread: its end is reported as the process' death.
+
+        `start` does this unless it was done before. Raises OSError where robust mutexes are
+        missing.
+        """
+        if self._mutex is None:
+            mutex = _RobustMutex.create()
+            mutex.lock()
+            self._mutex = mutex
+
+    def start(self, reports: Iterable[Report]) -> bool:
+        """Start watching; returns at once. False, after one log line, where that can't be."""
+        try:
+            self.hold()
+            self._spawn()
+            self._write(
+                address=self._address,
+                heartbeat_s=self._timeouts.heartbeat_s,
+                heartbeat_timeout_s=self._timeouts.heartbeat_timeout_s,
+                reports=_as_json(reports),
+            )
+        except (OSError, AttributeError) as error:
+            log.warning(
+                "no process watcher (%s): the death of this process will be seen when its sockets"
+                " close, which takes about 75 ms for each GiB of its memory",
+                error,
+            )
+            self.close()
+            return False
+        return True
+
+    def update(self, reports: Iterable[Report]) -> None:
+        """Replace what is to be reported. Any one thread at a time; never raises."""
+        if self._child is None:
+            return
+        try:
+            self._write(reports=_as_json(reports))
+        except OSError as error:
+            log.warning("the process watcher is gone (%s)", error)
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until the watcher is connected to the lighthouse. For tests and measurements."""
+        child = self._child
+        if child is None or child.stdout is None:
+            return False
+        readable, _, _ = select.select([child.stdout], [], [], timeout_s)
+        return bool(readable) and child.stdout.read(1) == b"r"
+
+    def close(self) -> None:
+        """End the watcher, without an obituary, and reap it. Idempotent; never raises."""
+        child, self._child = self._child, None
+        if child is not None:
+            assert child.stdin is not None and child.stdout is not None
+            with contextlib.suppress(OSError):  # it is gone already
+                child.stdin.write(b'{"close": true}\n')
+                child.stdin.flush()
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+            child.stdout.close()
+            try:
+                child.wait(CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        mutex, self._mutex = self._mutex, None
+        if mutex is not None:
+            mutex.discard()
+
+    def _spawn(self) -> None:
+        assert self._mutex is not None
+        here = str(Path(__file__).resolve().parent.parent)
+        paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+        fd = self._mutex.fd
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "lighthouse.watcher", str(fd), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[fd],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,  # Ctrl-C and hang-ups of the terminal are not for it
+        )
+
+    def _write(self, **fields: Any) -> None:
+        assert self._child is not None and self._child.stdin is not None
+        self._child.stdin.write(json.dumps(fields).encode() + b"\n")
+        self._child.stdin.flush()
+
+
+def _as_json(reports: Iterable[Report]) -> list[tuple[str, str, str]]:
+    return [(r.room.job_id, r.room.room_id, r.replica_id) for r in reports]
+
+
+class _RobustMutex:
+    """A robust, process-shared pthread mutex at the start of a shared page.
+
+    Raises OSError, or AttributeError, where the platform has no such thing.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._libc = ctypes.CDLL(None)
+        self._page = mmap.mmap(fd, _PAGE_BYTES)
+        self._view = ctypes.c_char.from_buffer(self._page)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._view))
+        self._owner: int | None = None
+
+    @classmethod
+    def create(cls) -> _RobustMutex:
+        """In a new anonymous file."""
+        if not sys.platform.startswith("linux"):
+            raise OSError(f"robust mutexes are not used on {sys.platform}")
+        fd = os.memfd_create("lighthouse-watch", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, _PAGE_BYTES)
+            mutex = cls(fd)
+            mutex._initialize()
+        except BaseException:
+            os.close(fd)
+            raise
+        return mutex
+
+    def _initialize(self) -> None:
+        libc = self._libc
+        attribute = ctypes.create_string_buffer(_ATTRIBUTE_BYTES)
+        _check(libc.pthread_mutexattr_init(attribute))
+        _check(libc.pthread_mutexattr_setpshared(attribute, _PROCESS_SHARED))
+        _check(libc.pthread_mutexattr_setrobust(attribute, _ROBUST))
+        _check(libc.pthread_mutex_init(self._address, attribute))
+        _check(libc.pthread_mutexattr_destroy(attribute))
+
+    def lock(self) -> None:
+        """Hold it until the calling thread ends. Must be free."""
+        _check(self._libc.pthread_mutex_trylock(self._address))
+        self._owner = threading.get_ident()
+
+    def wait_for_death(self) -> bool:
+        """Block until the owner lets go; True if that is because it has died."""
+        result: int = self._libc.pthread_mutex_lock(self._address)
+        return result == errno.EOWNERDEAD
+
+    def discard(self) -> None:
+        """Unlock and release it; keeps the page where another thread holds it."""
+        os.close(self.fd)
+        if self._owner == threading.get_ident():
+            self._libc.pthread_mutex_unlock(self._address)
+        elif self._owner is not None:
+            _KEPT.append(self)
+            return
+        del self._view
+        self._page.close()
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        raise OSError(result, os.strerror(result))
+
+
+# ---------------------------------------------------------------- the watcher process
+
+
+class _Watcher:
+    """The small process: waits for a death or for the word to go. One thread but for the lock's."""
+
+    def __init__(self, mutex_fd: int, parent_pid: int) -> None:
+        self._parent = _pidfd_of(parent_pid)
+        self._reports: list[list[str]] = []
+        self._lines = b""
+        news, self._news_write = os.pipe()
+        self._ends = [news] if self._parent is None else [news, self._parent]
+        self._mutex = _RobustMutex(mutex_fd)
+        self._connection: Any = None
+        self._told_ready = False
+
+    def run(self) -> None:
+        """Until the parent is dead (then with obituaries) or says to go (then without)."""
+        if not self._read_lines():
+            return  # not even an address came
+        waiter = threading.Thread(target=self._wait_for_death, daemon=True)
+        waiter.start()
+        import zmq
+
+        poller = zmq.Poller()
+        for fd in (*self._ends, sys.stdin.fileno()):
+            poller.register(fd, zmq.POLLIN)
+        _, monitor = self._connection.sockets
+        poller.register(monitor, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if any(fd in ready for fd in self._ends):
+                self._obituaries()
+                return
+            if monitor in ready:
+                self._look_at_connection()
+            if sys.stdin.fileno() in ready and not self._read_lines():
+                return
+
+    def _wait_for_death(self) -> None:
+        if self._mutex.wait_for_death():
+            os.write(self._news_write, b"!")
+
+    def _read_lines(self) -> bool:
+        """Take in what the parent says; False: go, without an obituary."""
+        while True:
+            data = os.read(sys.stdin.fileno(), 65_536)
+            self._lines += data
+            *lines, self._lines = self._lines.split(b"\n")
+            for line in lines:
+                said = json.loads(line)
+                if said.get("close"):
+                    return False
+                if "address" in said:
+                    self._connect(said)
+                self._reports = said["reports"]
+            if not data:
+                # The pipe's end is no goodbye; the pidfd or the mutex tells for certain.
+                return self._connection is not None and self._await_end()
+            if lines or len(self._lines) > MAX_LINE_BYTES:
+                return bool(lines)
+
+    def _await_end(self) -> bool:
+        select.select(self._ends, [], [])
+        return True
+
+    def _connect(self, said: dict[str, Any]) -> None:
+        import zmq
+
+        from lighthouse.client import Connection
+
+        beat = Timeouts.derive(
+            heartbeat_s=said["heartbeat_s"], heartbeat_timeout_s=said["heartbeat_timeout_s"]
+        )
+        identity = b"watch-" + os.urandom(12).hex().encode()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._connection = Connection(
+            said["address"], identity=identity, timeouts=beat, context=self._context
+        )
+
+    def _look_at_connection(self) -> None:
+        if "connected" in self._connection.events() and not self._told_ready:
+            self._told_ready = True
+            with contextlib.suppress(OSError):
+                os.write(sys.stdout.fileno(), b"r")
+
+    def _obituaries(self) -> None:
+        for job_id, room_id, replica_id in self._reports:
+            self._connection.send(Obituary(RoomKey(job_id, room_id), replica_id, CAUSE))
+        self._connection.close(linger_s=FLUSH_MS / 1000)
+        self._context.term()
+
+
+def _pidfd_of(parent_pid: int) -> int | None:
+    """Readable when the parent has ended; None where the kernel (before 5.3) can't tell."""
+    try:
+        pidfd = os.pidfd_open(parent_pid)
+    except OSError:
+        return None
+    if os.getppid() != parent_pid:  # it was dead already, and its number may be another's
+        os.close(pidfd)
+        return None
+    return pidfd
+
+
+def main() -> None:
+    """`python -m lighthouse.watcher MEMFD PARENT_PID`; started by `ProcessWatch`."""
+    mutex_fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    _Watcher(mutex_fd, parent_pid).run()
+    # Not sys.exit: a thread may still be in the lock.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""A small status page: `/` for people, `/status` as JSON for tools. Read only."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+from lighthouse import address as addresses
+
+Status = Callable[[], dict[str, Any]]
+
+# The page renders what /status says; texts are set as text, never as markup.
+_PAGE = b"""<!doctype html>
+<meta charset="utf-8"><title>lighthouse</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+ :root { color-scheme: light dark }
+ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem }
+ h2 { font-size: 1.1rem; margin: 2rem 0 0 } p { margin: .2rem 0 .6rem; opacity: .75 }
+ table { border-collapse: collapse; width: 100% }
+ td, th { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #8884 }
+ .gone { color: #c33 } .healing, .waiting { color: #a70 } .voted { color: #383 }
+</style>
+<h1>lighthouse</h1><p id="server"></p><main></main>
+<script>
+const make = (tag, text, kind) => {
+  const e = document.createElement(tag); e.textContent = text ?? ""; e.className = kind ?? "";
+  return e;
+};
+function row(table, cells, kind) {
+  const tr = make("tr", "", kind);
+  for (const cell of cells) tr.append(make("td", cell));
+  table.append(tr);
+}
+function show(room) {
+  const part = document.createElement("section"), table = document.createElement("table");
+  part.append(make("h2", `${room.job_id}/${room.room_id}: ${room.state}, step ${room.step}`),
+    make("p", `${room.reason}; ${room.commits} committed, ${room.discards} discarded`), table);
+  room.members.forEach((m, rank) => {
+    const kind = m.gone ? "gone" : m.healing ? "healing" : m.voted ? "voted" : "training";
+    row(table, [rank, m.name, m.replica_id, m.gone ? "gone: " + m.gone : kind], kind);
+  });
+  for (const name of room.waiting) row(table, ["-", name, "", "waiting"], "waiting");
+  return part;
+}
+async function refresh() {
+  const line = document.getElementById("server");
+  try {
+    const s = await (await fetch("status")).json();
+    line.textContent = `${s.server.address}: ${s.server.connections} connections, ` +
+      `${s.server.received} requests, ${s.server.lost_peers} connections lost`;
+    document.querySelector("main").replaceChildren(...s.rooms.map(show));
+  } catch { line.textContent = "no answer from the lighthouse"; }
+}
+refresh(); setInterval(refresh, 1000);
+</script>
+"""
+
+
+class StatusPage:
+    """Serves the page from threads of its own until `close`.
+
+    Args:
+        address: "tcp://host:port"; port 0 chooses a free one. OSError if it is in use.
+        status: what to show; called from any thread.
+    """
+
+    def __init__(self, address: str, status: Status) -> None:
+        host, port = addresses.split(addresses.normalize(address, to_connect=False))
+        self._server = _Server(("" if host == "*" else host, port), _handler_of(status))
+        shown = host if host not in ("*", "0.0.0.0", "::") else "127.0.0.1"
+        self.url = f"http://{shown}:{self._server.server_address[1]}/"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="lighthouse-web", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Release port and threads."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+
+def _handler_of(status: Status) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10  # seconds that a silent visitor may hold a thread
+
+        def do_GET(self) -> None:
+            if self.path == "/":
+                self._answer(200, "text/html; charset=utf-8", _PAGE)
+            elif self.path == "/status":
+                try:
+                    body = json.dumps(status()).encode()
+                except RuntimeError as error:
+                    self._answer(503, "text/plain; charset=utf-8", str(error).encode())
+                    return
+                self._answer(200, "application/json", body)
+            else:
+                self._answer(404, "text/plain; charset=utf-8", b"there are / and /status\n")
+
+        def _answer(self, code: int, kind: str, body: bytes) -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: a page that refreshes every second would fill the log."""
+
+    return Handler

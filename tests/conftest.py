@@ -1,0 +1,23 @@
+"""For all tests: who leaves something behind fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.leaks import Snapshot, leaks_since
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """A thread, socket, env variable, process group or process left over fails the test.
+
+    Set up before and torn down after all other fixtures of the test; what fixtures of a wider
+    scope hold (a session's worker processes) is there already and does not count.
+    """
+    before = Snapshot.take()
+    yield
+    found = leaks_since(before)
+    if found:
+        pytest.fail("the test left something behind: " + "; ".join(found), pytrace=False)

@@ -1,0 +1,144 @@
+"""Scripted clients of a real lighthouse, for tests and for processes that tests kill."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+from typing import Any, TypeVar
+
+import zmq
+
+from lighthouse.client import Connection
+from lighthouse.config import Timeouts
+from lighthouse.messages import (
+    Decision,
+    Join,
+    Message,
+    Quorum,
+    Request,
+    RoomKey,
+    Vote,
+    next_lineage,
+)
+
+FAST = Timeouts.derive(
+    10.0, join_timeout_s=0.3, heartbeat_timeout_s=1.0, resend_s=0.2, revoke_timeout_s=3.0
+)
+PATIENCE_S = 10.0
+ROOM = RoomKey("job", "room")
+
+M = TypeVar("M", bound=Message)
+_serial = itertools.count(1)
+
+
+class Player:
+    """A replica group as the lighthouse sees it: says what it is told to, remembers what it hears."""
+
+    def __init__(
+        self, address: str, name: str, context: zmq.Context[Any], room: RoomKey = ROOM
+    ) -> None:
+        self.name = name
+        self.replica_id = f"{name}-{os.getpid()}-{next(_serial)}"
+        self.room = room
+        self.connection = Connection(
+            address, identity=self.replica_id.encode(), timeouts=FAST, context=context
+        )
+        self.heard: list[Message] = []
+        self.events: list[str] = []
+        self.step, self.lineage = 0, "init"
+        self.quorum: Quorum | None = None
+        self._poller = zmq.Poller()
+        for socket in self.connection.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def say(self, message: Request) -> None:
+        assert self.connection.send(message)
+
+    def join(self, **fields: Any) -> None:
+        self.say(
+            Join(self.room, self.name, self.replica_id, self.step, self.lineage, (b"a",), **fields)
+        )
+
+    def vote(self, ok: bool = True, **fields: Any) -> None:
+        assert self.quorum is not None
+        quorum_id = self.quorum.quorum_id
+        self.say(
+            Vote(self.room, self.replica_id, quorum_id, self.step, self.lineage, ok, **fields)
+        )
+
+    def await_message(self, kind: type[M], timeout_s: float = PATIENCE_S) -> M:
+        """The next message of this kind; earlier ones of other kinds are dropped."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            while self.heard:
+                message = self.heard.pop(0)
+                if isinstance(message, kind):
+                    return message
+            self._turn(deadline, f"no {kind.__name__}")
+
+    def await_event(self, event: str, timeout_s: float = PATIENCE_S) -> None:
+        """"connected" or "disconnected"."""
+        deadline = time.monotonic() + timeout_s
+        while event not in self.events:
+            self._turn(deadline, f"not {event}")
+        del self.events[: self.events.index(event) + 1]
+
+    def await_quorum(self) -> Quorum:
+        self.quorum = self.await_message(Quorum)
+        return self.quorum
+
+    def await_decision(self) -> Decision:
+        """The next decision, acted on as a replica group would."""
+        decision = self.await_message(Decision)
+        if decision.committed:
+            self.lineage = next_lineage(self.lineage, decision.quorum_id, decision.step)
+            self.step += 1
+        if decision.next_quorum is not None:
+            self.quorum = decision.next_quorum
+        return decision
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _turn(self, deadline: float, complaint: str) -> None:
+        left_ms = (deadline - time.monotonic()) * 1000
+        if left_ms <= 0 or not self._poller.poll(left_ms):
+            raise AssertionError(f"{self.name}: {complaint} in time")
+        self.events += self.connection.events()
+        self.heard += self.connection.receive()
+
+
+def commit_together(players: list[Player]) -> list[Decision]:
+    """All vote yes; all hear that the step is committed."""
+    for player in players:
+        player.vote()
+    decisions = [player.await_decision() for player in players]
+    assert all(decision.committed for decision in decisions)
+    return decisions
+
+
+def main() -> None:
+    """A replica group in a process of its own: joins, says "ready", waits to be killed.
+
+    Arguments: address, name, expected_replicas, "watch" or "plain".
+    """
+    from lighthouse.watcher import ProcessWatch, Report
+
+    address, name, expected, how = sys.argv[1:]
+    player = Player(address, name, zmq.Context())
+    watch = ProcessWatch(address, FAST)
+    if how == "watch":
+        assert watch.start([Report(RoomKey("somebody", "else"), "x")])
+        watch.update([Report(player.room, player.replica_id)])
+        assert watch.wait_ready(PATIENCE_S)
+    player.join(expected_replicas=int(expected))
+    player.await_quorum()
+    print("ready", flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The quorum rules against a deliberately dumb twin, written from their text (R1 to R7) alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lighthouse.quorum import (
+    Candidate,
+    Choice,
+    Position,
+    Situation,
+    Verdict,
+    decide,
+    natural,
+    too_early,
+)
+
+NAMES = [f"replica_{n}" for n in (0, 1, 2, 9, 10, 11, 100)]
+positions = st.builds(Position, st.integers(0, 2), st.sampled_from("ab"))
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Situation, float]:
+    names = draw(st.permutations(NAMES))[: draw(st.integers(0, 5))]
+    ids = {name: f"id-{name}" for name in NAMES}
+    arrivals = draw(st.permutations(range(len(names))))
+    candidates = tuple(
+        Candidate(ids[name], name, draw(positions), draw(st.sampled_from([True] * 3 + [False])), at)
+        for name, at in zip(names, arrivals, strict=True)
+    )
+    here = {c.replica_id for c in candidates}
+    others = [i for i in ids.values() if i not in here]
+    return (
+        Situation(
+            candidates=candidates,
+            min_replicas=draw(st.integers(1, 4)),
+            expected_replicas=draw(st.sampled_from([0, 0, 1, 2, 3, 5])),
+            previous=tuple(draw(st.permutations(sorted(ids.values())))[: draw(st.integers(0, 4))]),
+            missed=frozenset(draw(st.lists(st.sampled_from(others), max_size=2))),
+            head=draw(st.none() | positions),
+            since=10.0,
+            join_timeout_s=5.0,
+        ),
+        draw(st.sampled_from([10.0, 14.9, 15.0, 20.0])),
+    )
+
+
+# ---------------------------------------------------------------- the twin: slow and obvious
+
+
+def twin_order(name: str) -> list[tuple[str, int | str]]:
+    """Digits as numbers, before texts at the same place."""
+    return [("0", int(p)) if p.isdigit() else ("1", p) for p in re.findall(r"\d+|\D+", name)]
+
+
+def twin_position(s: Situation) -> Position:
+    """R2: the highest step; then the head; then what most hold; then the first by order."""
+    top = max(c.position.step for c in s.candidates)
+    held = [c.position for c in s.candidates if c.position.step == top]
+    if s.head in held:
+        return s.head
+    most = max(held.count(p) for p in held)
+    by_order = sorted(s.candidates, key=lambda c: (twin_order(c.name), c.arrival))
+    for c in by_order:
+        if c.position in held and held.count(c.position) == most:
+            return c.position
+    raise AssertionError("unreachable")
+
+
+def twin_ranks(chosen: list[Candidate], previous: tuple[str, ...]) -> list[str]:
+    """R7."""
+    ranks: list[str] = []
+    for replica_id in previous:
+        for c in chosen:
+            if c.replica_id == replica_id:
+                ranks.append(c.replica_id)
+    started = bool(ranks)
+    newcomers = [c for c in chosen if c.replica_id not in ranks]
+    while newcomers:
+        first = newcomers[0]
+        for c in newcomers:
+            mine = (c.arrival,) if started else (twin_order(c.name), c.arrival)
+            best = (first.arrival,) if started else (twin_order(first.name), first.arrival)
+            if mine < best:
+                first = c
+        ranks.append(first.replica_id)
+        newcomers.remove(first)
+    return ranks
+
+
+def twin(s: Situation, now: float) -> list[str] | None:
+    """The members in rank order, or None for "wait"."""
+    if not s.candidates:
+        return None
+    position = twin_position(s)
+    chosen = []
+    for c in s.candidates:  # R3
+        if c.position != position and not c.can_heal:
+            continue
+        chosen.append(c)
+    if len(chosen) < s.min_replicas:  # R1
+        return None
+    timed_out = now >= s.since + s.join_timeout_s
+    if not any(c.replica_id in s.previous for c in chosen) and not timed_out:  # else R4
+        if s.missed:  # R5
+            return None
+        if not s.previous:  # R6
+            if s.expected_replicas == 0 or len(chosen) < s.expected_replicas:
+                return None
+    return twin_ranks(chosen, s.previous)
+
+
+# ---------------------------------------------------------------- comparisons
+
+
+@settings(max_examples=3_000)
+@given(situations())
+def test_rules_agree_with_the_twin(case: tuple[Situation, float]) -> None:
+    situation, now = case
+    verdict = decide(situation, now)
+    members = twin(situation, now)
+    assert verdict.reason
+    if members is None:
+        assert verdict.choice is None
+        return
+    position = twin_position(situation)
+    behind = frozenset(c.replica_id for c in situation.candidates if c.position != position)
+    assert verdict.choice == Choice(tuple(members), position, behind & frozenset(members))
+
+
+@settings(max_examples=1_000)
+@given(situations())
+def test_time_alone_changes_the_answer_only_when_announced(case: tuple[Situation, float]) -> None:
+    """Shells sleep until `wake_at`: before it nothing may change, at it the answer must."""
+    situation, _ = case
+    verdict = decide(situation, situation.since)
+    if verdict.wake_at is None:
+        assert decide(situation, 1e9).choice == verdict.choice
+        return
+    assert verdict.choice is None
+    before = verdict.wake_at - 1e-6
+    assert decide(situation, before) == verdict
+    assert decide(situation, verdict.wake_at).choice is not None
+
+
+@settings(max_examples=1_000)
+@given(situations())
+def test_the_short_cut_never_contradicts_the_rules(case: tuple[Situation, float]) -> None:
+    """`too_early` is an optimisation: where it says wait, so do the rules (all may heal)."""
+    situation, now = case
+    healthy = tuple(replace(c, can_heal=True) for c in situation.candidates)
+    situation = replace(situation, candidates=healthy)
+    first = not situation.previous and not situation.missed
+    expires = situation.since + situation.join_timeout_s
+    early = too_early(
+        len(healthy), situation.min_replicas, situation.expected_replicas, first, expires, now
+    )
+    if early is None:
+        return
+    verdict: Verdict = decide(situation, now)
+    assert early.choice is None and verdict.choice is None
+    assert early.wake_at == verdict.wake_at
+
+
+@given(situations(), st.randoms())
+def test_the_order_in_which_candidates_are_listed_does_not_matter(
+    case: tuple[Situation, float], random: object
+) -> None:
+    situation, now = case
+    shuffled = list(situation.candidates)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert decide(replace(situation, candidates=tuple(shuffled)), now) == decide(situation, now)
+
+
+@given(st.lists(st.text("ab019", max_size=6)))
+def test_natural_order_is_the_twins(names: list[str]) -> None:
+    assert sorted(names, key=natural) == sorted(names, key=twin_order)
+
+
+def test_natural_order_of_replica_names() -> None:
+    assert sorted(reversed(NAMES), key=natural) == NAMES

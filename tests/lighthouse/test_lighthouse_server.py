@@ -1,0 +1,407 @@
+"""The server over real ZeroMQ: what replica groups hear, and what becomes of strangers."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from lighthouse import codec
+from lighthouse.client import LighthouseClient
+from lighthouse.config import LighthouseConfig
+from lighthouse.errors import ProtocolError, VersionMismatch
+from lighthouse.messages import (
+    Beat,
+    Decision,
+    Expelled,
+    Leave,
+    Obituary,
+    Quorum,
+    Refused,
+    Revoke,
+    RoomKey,
+    StatusRequest,
+    Waiting,
+)
+from lighthouse.server import LighthouseServer
+from lighthouse.sockets import open_router
+from lighthouse.state import Note
+from tests.lighthouse.conftest import PlayerFactory
+from tests.lighthouse.support import FAST, PATIENCE_S, Player, commit_together
+
+
+def _pair(player: PlayerFactory) -> tuple[Player, Player]:
+    a, b = player("a"), player("b")
+    for one in (a, b):
+        one.join(expected_replicas=2)
+    for one in (a, b):
+        one.await_quorum()
+    return a, b
+
+
+def test_two_replica_groups_join_vote_and_commit(player: PlayerFactory) -> None:
+    a, b = _pair(player)
+    assert a.quorum == b.quorum and a.quorum is not None
+    assert [m.replica_id for m in a.quorum.changed] == [a.replica_id, b.replica_id]
+    for step in range(20):
+        decisions = commit_together([a, b])
+        assert [d.step for d in decisions] == [step, step]
+        assert all(d.next_quorum is None for d in decisions), "the steady state has no lists"
+    assert (a.step, a.lineage) == (b.step, b.lineage)
+
+
+def test_one_no_discards_the_step_for_all(player: PlayerFactory) -> None:
+    a, b = _pair(player)
+    a.vote(ok=False, reason="out of cheese")
+    revoke = b.await_message(Revoke)
+    assert "out of cheese" in revoke.reason and "a" in revoke.reason
+    b.vote()
+    decisions = [a.await_decision(), b.await_decision()]
+    assert [d.committed for d in decisions] == [False, False]
+    assert all(d.next_quorum is not None for d in decisions)
+    commit_together([a, b])
+
+
+def test_newcomer_is_admitted_after_the_step(player: PlayerFactory) -> None:
+    a, b = _pair(player)
+    first = a.quorum
+    assert first is not None
+    c = player("c")
+    c.join()
+    assert "step in progress" in c.await_message(Waiting).reason
+    decisions = commit_together([a, b])
+    delta = decisions[0].next_quorum
+    assert delta is not None and delta.base_id == first.quorum_id
+    assert [m.replica_id for m in delta.changed] == [c.replica_id]
+    assert c.await_quorum().quorum_id == delta.quorum_id > first.quorum_id
+
+
+def test_goodbye_costs_the_others_nothing(player: PlayerFactory) -> None:
+    a, b = _pair(player)
+    a.vote(leaving=True)
+    b.vote()
+    assert a.await_decision().committed
+    assert b.await_decision().committed
+    a.say(Leave(a.room, a.replica_id))
+    commit_together([b])
+
+
+def test_closed_connection_revokes_the_step(player: PlayerFactory) -> None:
+    a, b = _pair(player)
+    a.close()
+    assert "connection closed" in b.await_message(Revoke).reason
+    b.vote()
+    decision = b.await_decision()
+    assert decision.committed and decision.next_quorum is not None
+    assert decision.next_quorum.removed == (a.replica_id,)
+
+
+def test_what_was_said_before_the_end_counts(player: PlayerFactory) -> None:
+    """A vote (or a goodbye) followed at once by the connection's end is heard first."""
+    a, b = _pair(player)
+    a.vote()
+    a.connection.close(linger_s=PATIENCE_S)
+    b.vote()
+    assert b.await_decision().committed
+    assert b.step == 1
+
+
+def test_obituary_counts_as_a_closed_connection(player: PlayerFactory) -> None:
+    a, b = _pair(player)
+    b.say(Obituary(b.room, a.replica_id, "seen to die"))
+    assert "seen to die" in b.await_message(Revoke).reason
+
+
+def test_jobs_and_rooms_are_apart(player: PlayerFactory) -> None:
+    rooms = [RoomKey("job-1", "x"), RoomKey("job-2", "x"), RoomKey("job-2", "y")]
+    alone = [player("same name", room) for room in rooms]
+    for one in alone:
+        one.join(expected_replicas=1)
+    for one in alone:
+        quorum = one.await_quorum()
+        assert quorum.room == one.room
+        assert [m.replica_id for m in quorum.changed] == [one.replica_id]
+    alone[0].close()
+    commit_together(alone[1:])
+
+
+def test_second_process_of_a_name_is_refused(player: PlayerFactory) -> None:
+    first, second = player("twin"), player("twin")
+    first.join(expected_replicas=1)
+    first.await_quorum()
+    second.join()
+    assert "still in use" in second.await_message(Waiting).reason
+    assert "twin" in second.await_message(Refused).reason
+    commit_together([first])
+
+
+def test_restarted_process_takes_over_its_name(player: PlayerFactory) -> None:
+    first, second = player("twin"), player("twin")
+    first.join(expected_replicas=1)
+    first.await_quorum()
+    second.join()
+    second.await_message(Waiting)
+    first.close()
+    assert [m.replica_id for m in second.await_quorum().changed] == [second.replica_id]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"\xc1 no msgpack"],
+        [msgpack.packb([codec.VERSION, "vote", 1, 2])],
+        [msgpack.packb([codec.VERSION, "no such tag"])],
+        [codec.encode(Waiting(RoomKey(), "only a lighthouse says this"))],
+        [codec.encode(StatusRequest()), b"one part too many", b"and another"],
+        [b"", codec.encode(StatusRequest())],
+    ],
+    ids=["empty", "garbage", "fields", "tag", "direction", "parts", "delimiter"],
+)
+def test_nonsense_is_dropped_and_counted(
+    server: LighthouseServer, context: zmq.Context[Any], frames: list[bytes]
+) -> None:
+    with context.socket(zmq.DEALER) as stranger:
+        stranger.connect(server.address())
+        stranger.send_multipart(frames)
+        stranger.send(codec.encode(StatusRequest()))  # answered: the server lives, and is past it
+        assert stranger.poll(PATIENCE_S * 1000)
+        stranger.recv()
+    assert server.status()["server"]["malformed"] == 1
+
+
+def test_huge_frame_costs_its_sender_the_connection(
+    server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory
+) -> None:
+    with context.socket(zmq.DEALER) as stranger:
+        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(server.address())
+        stranger.send(bytes(codec.MAX_FRAME_BYTES + 1))
+        assert monitor.poll(PATIENCE_S * 1000)
+        stranger.disable_monitor()
+    assert server.status()["server"]["received"] == 0
+    commit_together(list(_pair(player)))
+
+
+def test_other_version_is_told_which(server: LighthouseServer, context: zmq.Context[Any]) -> None:
+    with context.socket(zmq.DEALER) as old:
+        old.connect(server.address())
+        old.send(msgpack.packb([codec.VERSION + 1, "stat?", "whatever else that version says"]))
+        assert old.poll(PATIENCE_S * 1000)
+        version, tag, _room, reason = msgpack.unpackb(old.recv())
+    assert (version, tag) == (codec.VERSION, "refuse")
+    assert f"version {codec.VERSION + 1}" in reason and "same release" in reason
+    assert server.status()["server"]["other_versions"] == 1
+
+
+def test_client_of_another_version_says_so_in_one_error(
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a newer lighthouse would send to this client, over a real socket."""
+    answer = msgpack.packb([codec.VERSION + 1, "refuse", ["default", "default"], "unreadable"])
+    router, monitor = open_router(context, "tcp://127.0.0.1:0", FAST)
+    bound = router.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+    player = Player(bound, "a", context)
+    try:
+        player.join()
+        assert router.poll(PATIENCE_S * 1000)
+        peer, _ = router.recv_multipart()
+        router.send_multipart([peer, answer])
+        with pytest.raises(VersionMismatch, match=f"version {codec.VERSION + 1}"):
+            player.await_message(Quorum)
+    finally:
+        player.close()
+        monitor.close()
+        router.close()
+    assert issubclass(VersionMismatch, ProtocolError)
+
+
+def test_peer_that_never_reads_holds_up_nobody(
+    server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory
+) -> None:
+    with context.socket(zmq.DEALER) as deaf:
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        deaf.setsockopt(zmq.RCVBUF, 4_096)
+        deaf.setsockopt(zmq.LINGER, 0)
+        deaf.connect(server.address())
+        a, b = _pair(player)
+        # Each answer is a full status; far more of them than its queues and buffers hold.
+        dropped = 0
+        while dropped == 0:
+            for _ in range(1_000):
+                deaf.send(codec.encode(StatusRequest()))
+            dropped = server.status()["server"]["slow_peers"]
+        commit_together([a, b])
+
+
+def test_lighthouse_is_restarted_on_the_same_port(
+    context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    config = LighthouseConfig(timeouts=FAST)
+    first = LighthouseServer(config=config)
+    a, b = Player(first.address(), "a", context), Player(first.address(), "b", context)
+    try:
+        for one in (a, b):
+            one.join(expected_replicas=2)
+        old_ids = {one.await_quorum().quorum_id for one in (a, b)}
+        commit_together([a, b])
+        first.shutdown()
+        for one in (a, b):
+            one.await_event("disconnected")
+        with LighthouseServer(first.address(), config=config):
+            for one in (a, b):
+                one.await_event("connected")
+                one.say(Beat(one.room, one.replica_id, 1, one.step))
+                assert "not known" in one.await_message(Expelled).reason
+                assert one.quorum is not None
+                ids = tuple(m.replica_id for m in one.quorum.changed)
+                one.join(quorum_id=one.quorum.quorum_id, last_members=ids)
+            new_ids = {one.await_quorum().quorum_id for one in (a, b)}
+            assert len(old_ids) == len(new_ids) == 1 and min(new_ids) > max(old_ids)
+            commit_together([a, b])
+            assert a.step == b.step == 2
+    finally:
+        first.shutdown()
+        a.close()
+        b.close()
+
+
+def test_state_file_makes_a_restart_wait_for_all(context: zmq.Context[Any], tmp_path: Path) -> None:
+    """With it, even a lighthouse that hears of no last_members waits for the missing one."""
+    state_file = tmp_path / "lighthouse.json"
+    timeouts = FAST.derive(10.0, join_timeout_s=60.0)  # longer than this test has
+    config = LighthouseConfig(timeouts=timeouts)
+    with LighthouseServer(config=config, state_file=state_file) as server:
+        a, b = Player(server.address(), "a", context), Player(server.address(), "b", context)
+        for one in (a, b):
+            one.join(expected_replicas=2)
+        for one in (a, b):
+            one.await_quorum()
+    try:
+        with LighthouseServer(server.address(), config=config, state_file=state_file):
+            a.join()
+            assert "come back" in a.await_message(Waiting).reason
+            b.join()
+            a.await_quorum()
+            b.await_quorum()
+    finally:
+        a.close()
+        b.close()
+
+
+def test_notes_are_one_line_a_quorum_change_and_none_a_step(context: zmq.Context[Any]) -> None:
+    notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
+    config = LighthouseConfig(timeouts=FAST)
+    with LighthouseServer(config=config, on_note=notes.put) as server:
+        a = Player(server.address(), "a", context)
+        a.join(expected_replicas=1)
+        a.await_quorum()
+        for _ in range(10):
+            commit_together([a])
+        a.close()
+    lines = [notes.get() for _ in range(notes.qsize())]
+    assert [note.quorum for note in lines].count(True) == 1
+    assert sum("step 0" in note.text for note in lines) == 1
+
+
+def test_status_from_any_thread_and_over_the_wire(
+    server: LighthouseServer, player: PlayerFactory
+) -> None:
+    _pair(player)
+    with LighthouseClient(server.address(), timeout_s=PATIENCE_S) as client:
+        client.wait_until_up()
+        remote = client.status()
+    local = server.status()
+    assert remote["rooms"] == local["rooms"]
+    assert [m["name"] for m in local["rooms"][0]["members"]] == ["a", "b"]
+    server.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        server.status()
+
+
+def test_address_in_use_is_one_sentence(server: LighthouseServer) -> None:
+    with pytest.raises(OSError, match=r"choose another port"):
+        LighthouseServer(server.address())
+
+
+def test_torchft_like_options_and_their_conflicts() -> None:
+    with LighthouseServer(min_replicas=3, join_timeout_ms=250) as server:
+        assert server.config.min_replicas == 3
+        assert server.config.timeouts.join_timeout_s == 0.25
+    with pytest.raises(ValueError, match="not both"):
+        LighthouseServer(config=LighthouseConfig(), min_replicas=2)
+
+
+def test_all_interfaces_are_advertised_as_one_that_can_be_reached() -> None:
+    with (
+        LighthouseServer("tcp://0.0.0.0:0") as server,
+        LighthouseClient(server.address(), timeout_s=PATIENCE_S) as client,
+    ):
+        assert "0.0.0.0" not in server.address()
+        client.wait_until_up()
+
+
+def test_internal_error_ends_the_server_and_is_told(
+    context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(note: Note) -> None:
+        raise AssertionError("an invariant does not hold")
+
+    config = LighthouseConfig(timeouts=FAST)
+    with LighthouseServer(config=config, on_note=broken) as server:
+        a = Player(server.address(), "a", context)
+        a.join(expected_replicas=1)
+        a.await_event("connected")
+        a.await_event("disconnected")
+        with pytest.raises(RuntimeError, match="an invariant does not hold"):
+            server.join(PATIENCE_S)
+        a.close()
+
+
+def test_many_processes_worth_of_connections_come_and_go(
+    server: LighthouseServer, context: zmq.Context[Any]
+) -> None:
+    """Descriptors are reused all the time, and nobody is taken for somebody else."""
+    for wave in range(5):
+        players = [Player(server.address(), f"p{n}", context, RoomKey("job", str(wave))) for n in range(20)]
+        for one in players:
+            one.join(expected_replicas=20)
+        for one in players:
+            one.await_quorum()
+        commit_together(players)
+        for one in players[1:]:
+            one.close()
+        assert players[0].await_message(Revoke).step == 1
+        players[0].vote()
+        decision = players[0].await_message(Decision)
+        assert decision.committed, wave
+        players[0].say(Leave(players[0].room, players[0].replica_id))
+        players[0].connection.close(linger_s=PATIENCE_S)
+
+
+def test_killed_process_is_seen_by_its_socket(player: PlayerFactory, server: LighthouseServer) -> None:
+    assert "connection closed" in _kill_a_process(player, server, "plain").reason
+
+
+def _kill_a_process(player: PlayerFactory, server: LighthouseServer, how: str) -> Revoke:
+    script = Path(__file__).with_name("support.py")
+    command = [sys.executable, "-m", "tests.lighthouse.support", server.address(), "b", "2", how]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=script.parent.parent.parent
+    ) as process:
+        try:
+            a = player("a")
+            a.join(expected_replicas=2)
+            a.await_quorum()
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        finally:
+            process.kill()
+    # Far below the heartbeat timeout: not silence, but the end itself was seen.
+    return a.await_message(Revoke, timeout_s=FAST.heartbeat_timeout_s / 2)

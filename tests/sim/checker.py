@@ -1,0 +1,242 @@
+"""Watches what a room's processes do and say; knows nothing of how the machines work.
+
+Promises (numbers of docs/protocol.md, "What is promised"):
+S1  All that configure a quorum_id see one member list; a process's and a room's ids only grow.
+S2  Of one parent state one child is committed: a second one (a fork) only by a quorum at whose
+    birth every living process that holds the first child was out of the lighthouse's reach.
+    So no two disjoint quorums commit a step side by side: whoever could hold the newer state was
+    lost, not ignored.
+S3  Equal (step, lineage) is equal state.
+S4  A sum holds exactly the contributions of the members that the quorum does not count as healing,
+    each computed on the quorum's own state.
+S5  What is applied was reduced under the quorum_id and step that its lineage names.
+S6  Who applied a step keeps it until it heals; a process told "discard" after a yes has no living
+    peer that was told "commit", but where the lighthouse could not reach that peer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lighthouse.messages import Decision, Expelled, Member, Quorum, Reply, next_lineage
+
+if TYPE_CHECKING:
+    from ft_core.replica import Outcome
+    from tests.sim.plane import Sum
+
+Position = tuple[int, str]
+
+
+class Violation(AssertionError):
+    """A promise is broken."""
+
+
+def state_after(state: int, total: Sum) -> int:
+    """The model after one optimizer step: a hash of all that went into it."""
+    parts = sorted((p.replica_id, p.state, p.batch) for p in total.parts)
+    text = repr((state, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+@dataclass(slots=True)
+class Birth:
+    """A quorum as the lighthouse announced it."""
+
+    members: tuple[str, ...]
+    unreachable: frozenset[str]
+
+
+@dataclass(slots=True)
+class Checker:
+    """One room's watcher. `unreachable()` names the living processes that the lighthouse cannot
+    have heard of in time (partitioned, paused, disconnected lately); `living()` all that live."""
+
+    now: Callable[[], float]
+    unreachable: Callable[[], frozenset[str]]
+    living: Callable[[], frozenset[str]]
+    group_commit: bool = False
+    lossy: bool = False
+    births: dict[int, Birth] = field(default_factory=dict)
+    lists: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    healing: dict[int, frozenset[str]] = field(default_factory=dict)
+    last_id: int = 0
+    ids: dict[str, int] = field(default_factory=dict)
+    states: dict[Position, int] = field(default_factory=dict)
+    at: dict[str, Position] = field(default_factory=dict)
+    children: dict[Position, dict[Position, int]] = field(default_factory=dict)
+    holders: dict[Position, set[str]] = field(default_factory=dict)
+    yes: dict[tuple[int, int], set[str]] = field(default_factory=dict)
+    told: dict[tuple[int, int], dict[str, bool]] = field(default_factory=dict)
+    controls: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    commit_times: dict[str, list[float]] = field(default_factory=dict)
+    commits: int = 0
+    discards: int = 0
+    heals: int = 0
+    forks: int = 0
+    expelled: int = 0
+
+    def require(self, ok: bool, what: str) -> None:
+        if not ok:
+            raise Violation(f"at {self.now():.3f} s: {what}")
+
+    # ------------------------------------------------------------------ what the lighthouse says
+
+    def announced(self, quorum_id: int, members: tuple[str, ...]) -> None:
+        """The lighthouse formed a quorum."""
+        self.require(quorum_id > self.last_id, f"S1: quorum {quorum_id} after {self.last_id}")
+        self.last_id = quorum_id
+        self.births[quorum_id] = Birth(members, self.unreachable())
+
+    def heard(self, replica_id: str, message: Reply) -> None:
+        """A process received `message`."""
+        if isinstance(message, Expelled):
+            self.expelled += 1
+        if isinstance(message, Decision) and message.next_quorum is not None:
+            message = message.next_quorum
+        if isinstance(message, Quorum):
+            birth = self.births.get(message.quorum_id)
+            self.require(birth is not None, f"S1: quorum {message.quorum_id} was never announced")
+
+    # ------------------------------------------------------------------ what processes do
+
+    def born(self, replica_id: str, position: Position, state: int) -> None:
+        self._holds(replica_id, position, state)
+
+    def configured(self, replica_id: str, quorum_id: int, members: tuple[Member, ...]) -> None:
+        before = self.ids.get(replica_id, 0)
+        self.require(quorum_id > before, f"S1: {replica_id} in {quorum_id} after {before}")
+        self.ids[replica_id] = quorum_id
+        names = tuple(m.replica_id for m in members)
+        self.same_members(quorum_id, self.births[quorum_id].members, names)
+        behind = frozenset(m.replica_id for m in members if m.healing)
+        known = self.healing.setdefault(quorum_id, behind)
+        self.require(known == behind, f"S1: quorum {quorum_id} heals {known} or {behind}")
+        self.require(len(behind) < len(names), f"S3: nobody in {quorum_id} holds its state")
+
+    def same_members(self, quorum_id: int, one: tuple[str, ...], two: tuple[str, ...]) -> None:
+        self.require(one == two, f"S1: quorum {quorum_id} is {one} and {two}")
+
+    def reduced(self, total: Sum) -> None:
+        """All members of a group have met."""
+        birth = self.births[total.quorum_id]
+        contributors = [part.replica_id for part in total.parts]
+        if total.step == self._first_step(total.quorum_id, total.step):
+            expected = set(birth.members) - self.healing[total.quorum_id]
+        else:
+            expected = set(birth.members)
+        self.require(set(contributors) == expected,
+                     f"S4: {contributors} contributed, {sorted(expected)} should have")  # fmt: skip
+        bases = {part.state for part in total.parts}
+        self.require(len(bases) == 1, f"S4: gradients of one sum come from states {bases}")
+
+    first_steps: dict[int, int] = field(default_factory=dict)
+
+    def _first_step(self, quorum_id: int, step: int) -> int:
+        return self.first_steps.setdefault(quorum_id, step)
+
+    def votes_yes(self, replica_id: str, quorum_id: int, step: int) -> None:
+        self.yes.setdefault((quorum_id, step), set()).add(replica_id)
+
+    def committed(
+        self,
+        replica_id: str,
+        before: Position,
+        after: Position,
+        state: int,
+        total: Sum,
+        outcome: Outcome,
+        now: float,
+    ) -> None:
+        """A process applied a step."""
+        quorum_id, step = total.quorum_id, total.step
+        self.require(self.at[replica_id] == before, f"S6: {replica_id} lost {self.at[replica_id]}")
+        expected = (before[0] + 1, next_lineage(before[1], quorum_id, step))
+        self.require(step == before[0] and after == expected,
+                     f"S5: {replica_id} applied the sum of {quorum_id}/{step}, now at {after}")  # fmt: skip
+        self.require({p.state for p in total.parts} == {self.states[before]},
+                     f"S4: {replica_id} applied gradients of another state")  # fmt: skip
+        self.require(outcome.participants == len(total.parts),
+                     f"S4: {outcome.participants} participants, {len(total.parts)} parts")  # fmt: skip
+        self.require(replica_id in self.yes.get((quorum_id, step), ()), "committed without a yes")
+        self._fork(replica_id, quorum_id, before, after)
+        self._holds(replica_id, after, state)
+        self._told(replica_id, quorum_id, step, committed=True)
+        if outcome.control:
+            known = self.controls.setdefault((quorum_id, step), outcome.control)
+            self.require(known == outcome.control, f"control of {quorum_id}/{step} differs")
+        self.commits += 1
+        self.commit_times.setdefault(replica_id, []).append(now)
+
+    def discarded(
+        self, replica_id: str, quorum_id: int, step: int, ok: bool, position: Position
+    ) -> None:
+        """A process was told that its step is dropped (`ok`: it had voted yes)."""
+        self.discards += 1
+        self.require(self.at[replica_id] == position, f"S6: {replica_id} moved by a discard")
+        if ok:
+            self._told(replica_id, quorum_id, step, committed=False)
+
+    def healed(self, replica_id: str, position: Position, state: int) -> None:
+        self.heals += 1
+        self._holds(replica_id, position, state)
+
+    def ended(self, replica_id: str) -> None:
+        """The process is no more."""
+        for position in (self.at.pop(replica_id, None),):
+            if position is not None:
+                self.holders[position].discard(replica_id)
+
+    # ------------------------------------------------------------------ pieces
+
+    def _holds(self, replica_id: str, position: Position, state: int) -> None:
+        known = self.states.setdefault(position, state)
+        self.require(known == state, f"S3: {replica_id} has another state at {position}")
+        old = self.at.get(replica_id)
+        if old is not None:
+            self.holders[old].discard(replica_id)
+        self.at[replica_id] = position
+        self.holders.setdefault(position, set()).add(replica_id)
+
+    def _fork(self, replica_id: str, quorum_id: int, before: Position, after: Position) -> None:
+        """S2: a second child of `before` needs a quorum born while all of the first was lost."""
+        children = self.children.setdefault(before, {})
+        if after in children:
+            return
+        for other, other_id in children.items():
+            self.forks += 1
+            older, newer = sorted(((other_id, other), (quorum_id, after)))
+            if self.group_commit:
+                continue
+            birth = self.births[newer[0]]
+            keepers = {r for r in self._descendants(older[1]) if r in self.living()}
+            ignored = keepers - birth.unreachable
+            self.require(not ignored,
+                         f"S2: {before} has children of quorums {older[0]} and {newer[0]}, "
+                         f"though {sorted(ignored)} held the former")  # fmt: skip
+        children[after] = quorum_id
+
+    def _descendants(self, position: Position) -> set[str]:
+        """Processes whose state comes from `position`."""
+        found, todo = set(), [position]
+        while todo:
+            here = todo.pop()
+            found |= self.holders.get(here, set())
+            todo += list(self.children.get(here, ()))
+        return found
+
+    def _told(self, replica_id: str, quorum_id: int, step: int, *, committed: bool) -> None:
+        """S6: all that voted yes on one (quorum_id, step) hear the same."""
+        told = self.told.setdefault((quorum_id, step), {})
+        told[replica_id] = committed
+        if self.group_commit or len(set(told.values())) == 1:
+            return
+        others = {r for r, c in told.items() if c and r in self.living()}
+        # The lighthouse that lost its memory settles by whom it can reach.
+        cut = self.unreachable() | self._cut_lately()
+        wrong = others - cut - ({replica_id} & cut)
+        self.require(not wrong, f"S6: of {quorum_id}/{step} {told} was told")
+
+    _cut_lately: Callable[[], frozenset[str]] = frozenset

@@ -1,0 +1,198 @@
+"""The simulated network between processes and the lighthouse.
+
+Faithful mode is ZeroMQ over TCP: within one connection messages keep their order and none is lost;
+when a connection breaks, what is on its way is gone; each side notices on its own, at once or after
+the heartbeat timeout; what a process sends while it knows itself disconnected waits in its socket
+and leaves when it is connected again. Harsh mode on top loses, repeats and reorders single messages,
+which ZeroMQ never does and the protocol survives all the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lighthouse.messages import Reply, Request
+from tests.sim.clock import Clock
+
+UP, SILENT, DOWN = "up", "silent", "down"
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkProfile:
+    """Durations in seconds, rates per message."""
+
+    delay_s: float = 0.002
+    jitter_s: float = 0.004
+    loss: float = 0.0
+    repeat: float = 0.0
+    reorder: float = 0.0
+    reorder_s: float = 0.3
+    stable_peers: bool = False
+    heartbeat_timeout_s: float = 0.3
+
+    @property
+    def harsh(self) -> bool:
+        return self.loss > 0 or self.repeat > 0 or self.reorder > 0
+
+
+class Link:
+    """One process's connection to the lighthouse, over all its reconnects."""
+
+    __slots__ = ("blocked", "connection", "name", "outbox", "owner", "peer", "state",
+                 "up_at", "down_at")  # fmt: skip
+
+    def __init__(self, name: str, owner: Endpoint) -> None:
+        self.name = name
+        self.owner = owner
+        self.state = DOWN
+        self.connection = 0
+        self.peer = b""
+        self.outbox: list[Request] = []
+        self.blocked = False
+        self.up_at = self.down_at = 0.0
+
+
+class Endpoint:
+    """What a process must offer to a link."""
+
+    alive: bool
+
+    def link_up(self) -> None: ...
+    def link_down(self) -> None: ...
+    def hear(self, message: Reply) -> None: ...
+
+
+class Network:
+    """All links. `to_lighthouse` and `lighthouse_lost` are the lighthouse's ears."""
+
+    def __init__(self, clock: Clock, rng: random.Random, profile: NetworkProfile) -> None:
+        self._clock = clock
+        self._rng = rng
+        self.profile = profile
+        self.links: list[Link] = []
+        self._peers: dict[bytes, tuple[Link, int]] = {}
+        self.lighthouse_up = False
+        self.lighthouse_life = 0
+        self.to_lighthouse: Callable[[bytes, Request], None] = lambda peer, message: None
+        self.lighthouse_lost: Callable[[bytes], None] = lambda peer: None
+
+    # ------------------------------------------------------------------ connections
+
+    def attach(self, link: Link) -> None:
+        self.links.append(link)
+        self.connect(link)
+
+    def connect(self, link: Link) -> None:
+        """Connect soon, if nothing is in the way; a later `unblock` or lighthouse start retries."""
+        self._clock.after(self._rng.uniform(0.001, 0.02), self._connected, link)
+
+    def _connected(self, link: Link) -> None:
+        if link.state != DOWN or link.blocked or not self.lighthouse_up or not link.owner.alive:
+            return
+        link.state = UP
+        link.connection += 1
+        text = link.name if self.profile.stable_peers else f"{link.name}#{link.connection}"
+        link.peer = text.encode()
+        link.up_at = link.down_at = self._clock.now
+        self._peers[link.peer] = (link, link.connection)
+        waiting, link.outbox = link.outbox, []
+        for message in waiting:
+            self.send_up(link, message)
+        link.owner.link_up()
+
+    def break_link(self, link: Link, *, lighthouse_s: float, process_s: float) -> None:
+        """The connection is over; each side notices after its own delay."""
+        if link.state != UP:
+            return
+        link.state = SILENT
+        connection, peer, life = link.connection, link.peer, self.lighthouse_life
+        self._clock.after(lighthouse_s, self._lighthouse_notices, peer, life)
+        self._clock.after(process_s, self._process_notices, link, connection)
+
+    def _lighthouse_notices(self, peer: bytes, life: int) -> None:
+        if self.lighthouse_up and self.lighthouse_life == life:
+            self.lighthouse_lost(peer)
+
+    def _process_notices(self, link: Link, connection: int) -> None:
+        if link.connection != connection or link.state != SILENT:
+            return
+        link.state = DOWN
+        if link.owner.alive:
+            link.owner.link_down()
+            self.connect(link)
+
+    def block(self, link: Link) -> None:
+        """Partition: silence in both directions, noticed by heartbeats."""
+        link.blocked = True
+        limit = self.profile.heartbeat_timeout_s
+        self.break_link(link, lighthouse_s=limit, process_s=limit * self._rng.uniform(1.0, 1.5))
+
+    def unblock(self, link: Link) -> None:
+        link.blocked = False
+        self.connect(link)
+
+    def lighthouse_down(self) -> None:
+        """The lighthouse crashed: most processes see it at once, some by heartbeats."""
+        self.lighthouse_up = False
+        limit = self.profile.heartbeat_timeout_s
+        for link in self.links:
+            late = limit if self._rng.random() < 0.2 else self._rng.uniform(0.0, 0.01)
+            self.break_link(link, lighthouse_s=0.0, process_s=late)
+
+    def lighthouse_started(self) -> None:
+        self.lighthouse_up = True
+        self.lighthouse_life += 1
+        for link in self.links:
+            self.connect(link)
+
+    # ------------------------------------------------------------------ messages
+
+    def send_up(self, link: Link, message: Request) -> None:
+        if link.state == DOWN:
+            if len(link.outbox) < 1_000:
+                link.outbox.append(message)
+            return
+        if link.state == SILENT:
+            return
+        for delay_s in self._fates():
+            when = self._clock.now + delay_s
+            if not self.profile.harsh:
+                when = link.up_at = max(when, link.up_at)
+            self._clock.at(when, self._arrive_up, link, link.connection, message)
+
+    def send_down(self, peer: bytes, message: Reply) -> None:
+        known = self._peers.get(peer)
+        if known is None:
+            return
+        link, connection = known
+        if link.state != UP or link.connection != connection:
+            return
+        for delay_s in self._fates():
+            when = self._clock.now + delay_s
+            if not self.profile.harsh:
+                when = link.down_at = max(when, link.down_at)
+            self._clock.at(when, self._arrive_down, link, connection, message)
+
+    def _fates(self) -> tuple[float, ...]:
+        """Delays after which copies of a message arrive; empty: it is lost."""
+        profile, rng = self.profile, self._rng
+        delay_s = profile.delay_s + profile.jitter_s * rng.random()
+        if not profile.harsh:
+            return (delay_s,)
+        if rng.random() < profile.loss:
+            return ()
+        if rng.random() < profile.reorder:
+            delay_s += profile.reorder_s * rng.random()
+        if rng.random() < profile.repeat:
+            return (delay_s, delay_s + profile.reorder_s * rng.random())
+        return (delay_s,)
+
+    def _arrive_up(self, link: Link, connection: int, message: Request) -> None:
+        if self.lighthouse_up and link.state == UP and link.connection == connection:
+            self.to_lighthouse(link.peer, message)
+
+    def _arrive_down(self, link: Link, connection: int, message: Reply) -> None:
+        if link.state == UP and link.connection == connection and link.owner.alive:
+            link.owner.hear(message)

@@ -1,0 +1,139 @@
+"""The simulated data plane: process groups, all-reduce, state transfer.
+
+A group of a quorum is made once all its members configured it. An operation is done once all
+members have entered it; members finish at different times, and one that leaves (crash, abort) before
+all have finished breaks it for the rest: some get an error, others hang until they are aborted or
+their timeout ends, as measured with Gloo. A sum is the set of what was contributed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tests.sim.clock import Clock
+
+if TYPE_CHECKING:
+    from tests.sim.checker import Checker
+    from tests.sim.process import Process
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one participant adds: its gradient, computed on `state`; None of it when healing."""
+
+    replica_id: str
+    state: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The result of an all-reduce, equal on all members that finished."""
+
+    quorum_id: int
+    sequence: int
+    step: int
+    parts: frozenset[Contribution]
+
+
+@dataclass(slots=True)
+class Operation:
+    entries: dict[str, tuple[int, Contribution | None]] = field(default_factory=dict)
+    finished: set[str] = field(default_factory=set)
+    total: Sum | None = None
+    broken: bool = False
+
+
+@dataclass(slots=True)
+class Group:
+    quorum_id: int
+    members: tuple[str, ...]
+    joined: dict[str, Process] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
+    made: bool = False
+    sequence: dict[str, int] = field(default_factory=dict)
+    operations: dict[int, Operation] = field(default_factory=dict)
+
+
+class Plane:
+    """All process groups of one room."""
+
+    def __init__(self, clock: Clock, rng: random.Random, checker: Checker) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._checker = checker
+        self._groups: dict[int, Group] = {}
+        self.step_s = 0.01
+
+    def configure(self, process: Process, quorum_id: int, members: tuple[str, ...]) -> None:
+        """`process` wants to be in the group; it hears through `process.group_made`."""
+        group = self._groups.get(quorum_id)
+        if group is None:
+            group = self._groups[quorum_id] = Group(quorum_id, members)
+        self._checker.same_members(quorum_id, group.members, members)
+        group.joined[process.replica_id] = process
+        if not group.left and len(group.joined) == len(group.members):
+            group.made = True
+            for member in group.joined.values():
+                self._clock.after(self._rng.random() * 0.01, member.group_made, quorum_id, "")
+
+    def leave(self, replica_id: str, quorum_id: int) -> None:
+        """`replica_id` aborted the group or died."""
+        group = self._groups.get(quorum_id)
+        if group is None or replica_id in group.left or replica_id not in group.members:
+            return
+        group.left.add(replica_id)
+        if not group.made:
+            for process in group.joined.values():  # connection refused, for some
+                if process.replica_id != replica_id and self._rng.random() < 0.3:
+                    delay_s = self._rng.random() * 0.05
+                    self._clock.after(delay_s, process.group_made, quorum_id, "peer is gone")
+        for sequence, operation in group.operations.items():
+            if len(operation.finished) < len(group.members):
+                self._break(group, sequence, operation)
+
+    def _break(self, group: Group, sequence: int, operation: Operation) -> None:
+        operation.broken = True
+        for member in operation.entries:
+            if member not in operation.finished and self._rng.random() < 0.5:
+                process = group.joined[member]
+                delay_s = self._rng.random() * 0.04
+                self._clock.after(delay_s, process.reduced, group.quorum_id, sequence, None)
+
+    def enter(
+        self, process: Process, quorum_id: int, step: int, part: Contribution | None
+    ) -> int:
+        """Start the next operation of this member; the answer comes through `process.reduced`."""
+        group = self._groups[quorum_id]
+        mine = process.replica_id
+        assert group.made and mine in group.joined
+        sequence = group.sequence.get(mine, 0)
+        group.sequence[mine] = sequence + 1
+        operation = group.operations.setdefault(sequence, Operation())
+        operation.entries[mine] = (step, part)
+        if group.left:
+            self._break(group, sequence, operation)
+        elif len(operation.entries) == len(group.members):
+            self._meet(group, sequence, operation)
+        return sequence
+
+    def _meet(self, group: Group, sequence: int, operation: Operation) -> None:
+        steps = {step for step, _ in operation.entries.values()}
+        self._checker.require(len(steps) == 1, f"mismatched collective: steps {steps}")
+        parts = frozenset(part for _, part in operation.entries.values() if part is not None)
+        operation.total = Sum(group.quorum_id, sequence, steps.pop(), parts)
+        self._checker.reduced(operation.total)
+        base_s = self._rng.random() * self.step_s
+        for member in group.members:
+            delay_s = base_s + self._rng.random() * self.step_s
+            self._clock.after(delay_s, self._finish, group, sequence, operation, member)
+        group.operations.pop(sequence - 3, None)
+
+    def _finish(self, group: Group, sequence: int, operation: Operation, member: str) -> None:
+        if operation.broken or member in group.left:
+            return
+        operation.finished.add(member)
+        process = group.joined[member]
+        process.reduced(group.quorum_id, sequence, operation.total)

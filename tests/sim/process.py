@@ -1,0 +1,444 @@
+"""A simulated process: the real `Replica` machine, a training loop, a heal server, a connection.
+
+The loop is a generator that does what a manager does: it yields how long it computes, or a condition
+that it waits for. Its model state is a number: committing a sum hashes the sum into it, so equal
+numbers mean equal histories. A paused process does nothing and finds all it missed when it goes on;
+a hung loop stands still while the rest of the process works.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ft_core.replica import (
+    Abort,
+    Attempt,
+    Configure,
+    Effect,
+    FetchState,
+    Replica,
+    Stage,
+    Told,
+    Transmit,
+)
+from lighthouse.messages import Join, Reply, RoomKey
+from tests.sim.checker import state_after
+from tests.sim.network import Link
+from tests.sim.plane import Contribution, Sum
+
+if TYPE_CHECKING:
+    from tests.sim.cluster import Cluster
+
+Wait = float | Callable[[], bool]
+Position = tuple[int, str]
+
+
+@dataclass(slots=True)
+class Habits:
+    """How one process behaves; faults change it while it runs."""
+
+    forward_s: float = 0.1
+    buckets: int = 1
+    asynchronous: bool = False
+    heal_s: float = 0.05
+    heal_failures: float = 0.0
+    configure_s: float = 0.005
+    configure_failures: float = 0.0
+    hung: bool = False
+    error_rate: float = 0.0
+    checkpoint_every: int = 0
+
+
+class Process:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        slot: str,
+        room: RoomKey,
+        life: int,
+        habits: Habits,
+        start: tuple[Position, int],
+    ) -> None:
+        self.cluster, self.clock, self.plane = cluster, cluster.clock, cluster.planes[room]
+        self.rng: random.Random = cluster.work_rng
+        self.checker = cluster.checkers[room]
+        self.slot, self.room, self.habits = slot, room, habits
+        self.replica_id = f"{slot}:{life}"
+        (step, lineage), self.state = start
+        options = cluster.profile
+        template = Join(
+            room, slot, self.replica_id, step, lineage, (self.replica_id.encode(),),
+            group_commit=options.group_commit, min_replicas=options.min_replicas,
+        )  # fmt: skip
+        limits = options.timeouts
+        self.replica: Replica = cluster.make_replica(
+            template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s
+        )
+        self.alive, self.paused, self.left = True, False, False
+        self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.snapshot: tuple[Position, int] | None = None
+        self.fetched_state: tuple[Position, int] | None = None
+        self.results: dict[tuple[int, int], Sum | None] = {}
+        self.fetches = 0
+        self.commits = 0
+        self._timer: float | None = None
+        self._pinned_at: float | None = None
+        self._loop: Generator[Wait, None, None] = self._train()
+        self._waits: Callable[[], bool] | None = None
+        self._sleeping = False
+        self.link = Link(self.replica_id, self)
+
+    def start(self) -> None:
+        self.cluster.network.attach(self.link)
+        self.checker.born(self.replica_id, (self.replica.step, self.replica.lineage), self.state)
+        self._advance()
+
+    # ------------------------------------------------------------------ events
+
+    def _event(self, call: Callable[..., None], *args: Any) -> None:
+        """Everything that happens to the process goes through here."""
+        if not self.alive:
+            return
+        if self.paused:
+            self.backlog.append((call, args))
+            return
+        call(*args)
+        self._settle()
+
+    def _settle(self) -> None:
+        """After an event: invariants, the loop's condition, the next timer."""
+        if not self.alive:
+            return
+        if self._waits is not None and not self.habits.hung and self._waits():
+            self._advance()
+        self.replica.check()
+        self._plan_timer()
+
+    def _plan_timer(self) -> None:
+        wanted = self.replica.deadline()
+        if wanted is not None and (self._timer is None or wanted < self._timer):
+            self._timer = wanted
+            self.clock.at(wanted, self._timer_fires, wanted)
+
+    def _timer_fires(self, planned: float) -> None:
+        if self._timer == planned:
+            self._timer = None
+        self._event(self._expire)
+
+    def _expire(self) -> None:
+        wanted = self.replica.deadline()
+        if wanted is not None and wanted <= self.clock.now:
+            self.carry_out(self.replica.expire(self.clock.now))
+
+    def hear(self, message: Reply) -> None:
+        self._event(self._received, message)
+
+    def _received(self, message: Reply) -> None:
+        cluster = self.cluster
+        if cluster.tracing:
+            cluster.log(f"{self.replica_id} <- {cluster.short(message)}")
+        self.checker.heard(self.replica_id, message)
+        self.carry_out(self.replica.received(message, self.clock.now))
+
+    def link_up(self) -> None:
+        self._event(lambda: self.carry_out(self.replica.connected(self.clock.now)))
+
+    def link_down(self) -> None:
+        self._event(lambda: self.carry_out(self.replica.disconnected(self.clock.now)))
+
+    def group_made(self, quorum_id: int, error: str) -> None:
+        self._event(
+            lambda: self.carry_out(self.replica.configured(quorum_id, error, self.clock.now))
+        )
+
+    def reduced(self, quorum_id: int, sequence: int, total: Sum | None) -> None:
+        self._event(self._reduced, quorum_id, sequence, total)
+
+    def _reduced(self, quorum_id: int, sequence: int, total: Sum | None) -> None:
+        self.results.setdefault((quorum_id, sequence), total)
+
+    def crash(self) -> None:
+        self.alive = False
+        self._loop.close()
+        for quorum_id in self._groups:
+            self.plane.leave(self.replica_id, quorum_id)
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+        backlog, self.backlog = self.backlog, []
+        for call, args in backlog:
+            self._event(call, *args)
+
+    def leave(self, reason: str) -> None:
+        """A graceful goodbye in the midst of whatever happens."""
+        self._event(self._leave, reason)
+
+    def _leave(self, reason: str) -> None:
+        self.carry_out(self.replica.leave(reason))
+        self._gone()
+
+    def _gone(self) -> None:
+        self.left = True
+        for quorum_id in self._groups:
+            self.plane.leave(self.replica_id, quorum_id)
+        self.clock.after(0.05, self.cluster.process_ended, self)
+
+    # ------------------------------------------------------------------ effects
+
+    _groups: tuple[int, ...] = ()
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        cluster = self.cluster
+        for effect in effects:
+            if cluster.tracing:
+                cluster.log(f"{self.replica_id} -> {cluster.short(effect)}")
+            if isinstance(effect, Transmit):
+                cluster.network.send_up(self.link, effect.message)
+            elif isinstance(effect, Configure):
+                self._configure(effect)
+            elif isinstance(effect, Abort):
+                self.plane.leave(self.replica_id, effect.quorum_id)
+                self._break_own(effect.quorum_id)
+            elif isinstance(effect, FetchState):
+                self.fetches += 1
+                give_up = self.clock.now + cluster.profile.timeouts.heal_timeout_s
+                self.clock.after(0.002, self._fetch, effect, self.fetches, give_up)
+            else:
+                assert isinstance(effect, Told)
+
+    def _configure(self, effect: Configure) -> None:
+        members = tuple(m.replica_id for m in effect.members)
+        self.checker.configured(self.replica_id, effect.quorum_id, effect.members)
+        for quorum_id in self._groups:
+            self.plane.leave(self.replica_id, quorum_id)
+            self._break_own(quorum_id)
+        self._groups = (effect.quorum_id,)
+        habits = self.habits
+        delay_s = habits.configure_s * self.rng.random()
+        if self.rng.random() < habits.configure_failures:
+            self.clock.after(delay_s, self.group_made, effect.quorum_id, "simulated failure")
+            return
+        self.clock.after(delay_s, self._event, self._join_group, effect.quorum_id, members)
+        limit_s = self.cluster.profile.timeouts.timeout_s
+        self.clock.after(limit_s, self._configure_times_out, effect.quorum_id)
+
+    def _join_group(self, quorum_id: int, members: tuple[str, ...]) -> None:
+        if quorum_id in self._groups:
+            self.plane.configure(self, quorum_id, members)
+
+    def _configure_times_out(self, quorum_id: int) -> None:
+        view = self.replica.view
+        if view is not None and view.quorum_id == quorum_id and not self.replica.ready:
+            self.group_made(quorum_id, "timeout")
+
+    def _break_own(self, quorum_id: int) -> None:
+        """A blocked collective of an aborted group fails."""
+        pinned = self._pinned
+        if pinned is not None and pinned[0] == quorum_id and pinned not in self.results:
+            self.results[pinned] = None
+
+    def _fetch(self, effect: FetchState, number: int, give_up: float) -> None:
+        """Look for a source that serves exactly this state."""
+        if not self.alive or number != self.fetches:
+            return
+        if self.paused:
+            self.backlog.append((self._fetch, (effect, number, give_up)))
+            return
+        if self.rng.random() < self.habits.heal_failures:
+            self._event(self._fetch_ends, effect, number, None, "simulated failure")
+            return
+        key = (effect.step, effect.lineage)
+        for member in effect.sources:
+            source = self.cluster.running.get(member.replica_id)
+            if source is None or source.paused or source.snapshot is None:
+                continue
+            if source.snapshot[0] == key:
+                delay_s = self.habits.heal_s * (0.5 + self.rng.random())
+                self.clock.after(
+                    delay_s, self._event, self._fetch_ends, effect, number, source.snapshot[1], ""
+                )
+                return
+        if self.clock.now >= give_up:
+            self._event(self._fetch_ends, effect, number, None, "no source serves this state")
+            return
+        self.clock.after(0.03, self._fetch, effect, number, give_up)
+
+    def _fetch_ends(self, effect: FetchState, number: int, state: int | None, error: str) -> None:
+        if number != self.fetches:
+            return  # outrun by a later fetch
+        key = (effect.step, effect.lineage)
+        if state is not None:
+            self.fetched_state = (key, state)
+        self.carry_out(self.replica.fetched(effect.step, effect.lineage, error, self.clock.now))
+
+    # ------------------------------------------------------------------ the training loop
+
+    _pinned: tuple[int, int] | None = None
+
+    def _advance(self) -> None:
+        """Run the loop until it computes or waits for something that is not so yet."""
+        self._waits = None
+        while True:
+            try:
+                wait = next(self._loop)
+            except StopIteration:
+                if not self.left:
+                    self._gone()
+                return
+            if isinstance(wait, float):
+                self._sleeping = True
+                self.clock.after(wait, self._event, self._wake)
+                return
+            if self.habits.hung or not wait():
+                self._waits = wait
+                return
+
+    def _wake(self) -> None:
+        if self.habits.hung:
+            self._waits = lambda: True
+            return
+        self._advance()
+
+    def unhang(self) -> None:
+        self.habits.hung = False
+        self._event(lambda: None)
+
+    def _over(self) -> bool:
+        return self.replica.stage in (Stage.REFUSED, Stage.LEFT)
+
+    def _may_enter(self, heal: bool) -> bool:
+        replica = self.replica
+        if replica.attempt is Attempt.FAILED or self._over():
+            return True
+        if replica.attempt is Attempt.PINNED:
+            return not (heal and replica.healing) or replica.state_fetched
+        if not replica.ready:
+            return False
+        return not (heal and replica.healing) or replica.state_fetched
+
+    def _enter(self, heal: bool) -> Generator[Wait, None, None]:
+        """Wait until the attempt may go on; heal and serve at its boundary."""
+        replica = self.replica
+        while True:
+            yield lambda: self._may_enter(heal)
+            if replica.attempt is Attempt.FAILED or self._over():
+                return
+            if not (heal and replica.healing):
+                break
+            assert self.fetched_state is not None
+            key, self.state = self.fetched_state
+            replica.load()
+            assert (replica.step, replica.lineage) == key, "loaded another state than fetched"
+            self.checker.healed(self.replica_id, key, self.state)
+        key = (replica.step, replica.lineage)
+        if replica.targets and replica.published != key:
+            self.snapshot = (key, self.state)
+            replica.published = key
+        elif not replica.targets and replica.published is not None:
+            replica.published = None
+            self.snapshot = None
+        replica.entered()
+
+    def _train(self) -> Generator[Wait, None, None]:
+        while not self._over():
+            yield from self._step()
+
+    def _step(self) -> Generator[Wait, None, None]:
+        replica, clock, habits = self.replica, self.clock, self.habits
+        in_step = habits.asynchronous
+        self.carry_out(replica.begin(clock.now, heal_in_step=in_step))
+        if not in_step or replica.stage is Stage.MEMBER:
+            yield from self._enter(heal=not in_step)
+        if self._over():
+            return
+        computed_on = self.state
+        yield habits.forward_s * (0.5 + self.rng.random())
+        if replica.attempt is not Attempt.FAILED:
+            yield from self._enter(heal=not in_step)
+        if self._over():
+            return
+        total: Sum | None = None
+        if replica.ready and replica.attempt is Attempt.OPEN:
+            total = yield from self._collectives(computed_on)
+        if replica.attempt in (Attempt.OPEN, Attempt.PINNED):
+            if total is None:
+                self.carry_out(replica.fail("collective failed", clock.now))
+            elif self.rng.random() < habits.error_rate:
+                self.carry_out(replica.fail("simulated error", clock.now))
+            else:
+                yield from self._enter(heal=True)
+        if self._over():
+            return
+        yield from self._end_step(total)
+
+    def _collectives(self, computed_on: int) -> Generator[Wait, None, Sum | None]:
+        replica, clock = self.replica, self.clock
+        replica.pin()
+        view = replica.view
+        assert view is not None
+        mine = next(m for m in view.members if m.replica_id == self.replica_id)
+        part = None
+        if not (mine.healing and self.checker_on_healing()):
+            part = Contribution(self.replica_id, computed_on, self.rng.getrandbits(40))
+        total: Sum | None = None
+        for bucket in range(self.habits.buckets):
+            sequence = self.plane.enter(self, view.quorum_id, view.step, part)
+            self._pinned = key = (view.quorum_id, sequence)
+            clock.after(self.cluster.profile.timeouts.timeout_s, self._event, self._stall, key)
+            yield lambda: key in self.results or replica.attempt is not Attempt.PINNED
+            total = self.results.pop(key, None)
+            self._pinned = None
+            if total is None or replica.attempt is not Attempt.PINNED:
+                return None
+            if bucket + 1 < self.habits.buckets:
+                yield 0.001
+                if replica.attempt is not Attempt.PINNED:
+                    return None
+        return total
+
+    def checker_on_healing(self) -> bool:
+        """Whether a member that the quorum counts as healing stays out of sums (it must)."""
+        return self.cluster.profile.healing_stays_out
+
+    def _stall(self, key: tuple[int, int]) -> None:
+        """A collective waited for longer than its timeout."""
+        if self._pinned == key and key not in self.results:
+            self.carry_out(self.replica.fail("a collective stalled", self.clock.now, stalled=True))
+
+    def _end_step(self, total: Sum | None) -> Generator[Wait, None, None]:
+        replica, clock = self.replica, self.clock
+        ok = replica.may_vote and total is not None
+        step_before, lineage_before = replica.step, replica.lineage
+        quorum_id = replica.view.quorum_id if replica.view else 0
+        if ok:
+            self.checker.votes_yes(self.replica_id, quorum_id, step_before)
+        control = f"{self.replica_id}".encode()
+        reason = "" if ok else "lost the quorum"
+        self.carry_out(replica.vote(ok, clock.now, reason=reason, control=control))
+        yield lambda: replica.outcome is not None or replica.stage is Stage.REFUSED
+        outcome = replica.outcome
+        if outcome is None:
+            return
+        position = (replica.step, replica.lineage)
+        if not outcome.committed:
+            self.checker.discarded(self.replica_id, quorum_id, step_before, ok, position)
+            return
+        self.checker.require(total is not None, f"{self.replica_id} committed without a sum")
+        assert total is not None
+        self.state = state_after(self.state, total)
+        self.checker.committed(
+            self.replica_id, (step_before, lineage_before), position, self.state, total, outcome,
+            clock.now,
+        )  # fmt: skip
+        self.commits += 1
+        every = self.habits.checkpoint_every
+        if every and self.commits % every == 0:
+            self.cluster.checkpoints[self.slot] = (position, self.state)
