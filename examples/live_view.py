@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-
+from rich.text import Text
 from run_record import Life, Row, Run
 
 REFRESHES_PER_S = 10
@@ -34,8 +35,8 @@ class View:
     def say(self, line: str, style: str = "") -> None:
         """A line that stays."""
         with self._lock:
-            stamp = f"[dim]{time.time() - self._origin:6.2f} s[/dim] "
-            self.console.print(stamp + (f"[{style}]{line}[/{style}]" if style else line))
+            stamp = f"{time.time() - self._origin:6.2f} s "
+            self.console.print(Text.assemble((stamp, "dim"), (line, style)))
 
     def close(self) -> None:
         if self._live is not None:
@@ -91,22 +92,29 @@ def _state_of(life: Life) -> str:
 
 
 def summary_table(rows: list[Row], total_steps: int) -> Table:
-    """The numbers of the run. "lost": beyond what a step takes, from the kill to the next
-    commit; of the killed group that holds the start of the new process, too."""
+    """The numbers of the run, a column a replica group. "Lost": from the last commit before the
+    kill to the first one after it, less what a step takes otherwise; of the killed group that
+    holds the start of the new process, too."""
     table = Table(title=f"{total_steps} optimizer steps committed by the job")
-    for name in ("replica group", "commits seen", "discarded", "lost to the failure",
-                 "of it process start", "heal", "weights", "end"):  # fmt: skip
-        table.add_column(name)
-    equal = len({row.digest for row in rows}) == 1 and bool(rows[0].digest)
+    table.add_column("replica group")
     for row in rows:
-        heal = ""
-        if row.heal_ms is not None and row.heal_bytes is not None:
-            heal = f"{row.heal_ms:.1f} ms, {row.heal_bytes:,} bytes"
-        verdict = "[green]equal[/green]" if equal else "[red]DIFFER[/red]"
-        table.add_row(
-            str(row.group), str(row.committed), str(row.discarded), _ms(row.lost_ms),
-            _ms(row.process_start_ms), heal, f"{row.digest or 'none'} {verdict}", row.end,
-        )  # fmt: skip
+        table.add_column(str(row.group), justify="right")
+    equal = len({row.digest for row in rows}) == 1 and bool(rows[0].digest)
+    verdict = "[green]equal[/green]" if equal else "[red]DIFFER[/red]"
+    lines: list[tuple[str, Callable[[Row], str]]] = [
+        ("steps committed", lambda row: str(row.committed)),
+        ("steps discarded", lambda row: str(row.discarded)),
+        ("lost to the failure", lambda row: _ms(row.lost_ms)),
+        ("  of it start of the process", lambda row: _ms(row.process_start_ms)),
+        ("heal time", lambda row: "" if row.heal_ms is None else f"{row.heal_ms:.1f} ms"),
+        ("heal bytes", lambda row: "" if row.heal_bytes is None else f"{row.heal_bytes:,}"),
+        ("validation accuracy", lambda row: "" if row.accuracy is None else f"{row.accuracy:.3f}"),
+        ("weights' digest", lambda row: row.digest or "none"),
+        ("weights", lambda row: verdict),
+        ("process", lambda row: row.end),
+    ]
+    for name, cell in lines:
+        table.add_row(name, *(cell(row) for row in rows))
     return table
 
 

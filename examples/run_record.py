@@ -6,6 +6,7 @@ was killed and restarted has two. Times are Unix seconds (one host, one clock).
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ class Life:
     returncode: int | None = None
     killed: bool = False
     events: list[dict[str, Any]] = field(default_factory=list)
+    result: dict[str, Any] = field(default_factory=dict)  # what it says at its end
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]
@@ -78,7 +80,7 @@ def gap_around(run: Run, group: int, moment_s: float) -> Gap | None:
     after = [t for t in times if t > moment_s]
     if len(before) < 2 or not after:
         return None
-    typical_s = statistics.median(b - a for a, b in zip(before, before[1:], strict=False))
+    typical_s = statistics.median(b - a for a, b in itertools.pairwise(before))
     return Gap(before[-1], after[0], typical_s)
 
 
@@ -94,6 +96,7 @@ class Row:
     heal_ms: float | None
     heal_bytes: int | None
     digest: str
+    accuracy: float | None
     end: str
 
 
@@ -104,7 +107,6 @@ def summarize(run: Run) -> list[Row]:
         lives = run.lives_of(group)
         heals = [e for life in lives[1:] for e in life.of_kind("heal_done")]
         gap = gap_around(run, group, run.kill_s) if run.kill_s is not None else None
-        digest = lives[-1].last("digest")
         rows.append(
             Row(
                 group=group,
@@ -114,7 +116,8 @@ def summarize(run: Run) -> list[Row]:
                 process_start_ms=_start_ms(lives),
                 heal_ms=heals[-1]["seconds"] * 1000 if heals else None,
                 heal_bytes=heals[-1]["bytes"] if heals else None,
-                digest=str(digest["digest"]) if digest else "",
+                digest=str(lives[-1].result.get("digest", "")),
+                accuracy=lives[-1].result.get("val_accuracy"),
                 end=", ".join(_end_of(life) for life in lives),
             )
         )

@@ -38,6 +38,8 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 def main() -> int:
     options = parse_options()
     options.out.mkdir(parents=True, exist_ok=True)
+    for old in options.out.glob("result-*.json"):
+        old.unlink()
     run = Run()
     view = View(run, options.steps)
     notes = _Notes(view)
@@ -136,8 +138,9 @@ class Demo:
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, str(HERE / "train_lightning.py"),
-                   "--steps", str(self._options.steps),
-                   "--step-delay", str(self._options.step_delay)]  # fmt: skip
+                   "--max-steps", str(self._options.steps),
+                   "--step-delay", str(self._options.step_delay),
+                   "--out", str(self._result_path(group))]  # fmt: skip
         with (self._options.out / f"group-{group}-{number}.txt").open("wb") as output:
             process = subprocess.Popen(
                 command, env=env, pass_fds=(writing,), stdout=output, stderr=subprocess.STDOUT
@@ -167,14 +170,21 @@ class Demo:
                     continue  # a killed process may leave half a line
                 life.events.append(event)
                 self._look_at(life, process, event)
-        life.returncode = process.wait()
+        returncode = process.wait()
         life.ended_s = time.time()
+        if returncode == 0:
+            life.result = json.loads(self._result_path(life.group).read_text(encoding="utf-8"))
+        life.returncode = returncode
         if life.killed:
             self._start(life.group)
         else:
             self._view.say(f"replica group {life.group} ended with code {life.returncode}")
         with self._changed:
             self._changed.notify_all()
+
+    def _result_path(self, group: int) -> Path:
+        """Where a process writes the digest of its final weights."""
+        return Path(self._options.out / f"result-{group}.json")
 
     def _look_at(self, life: Life, process: subprocess.Popen[bytes], event: dict[str, Any]) -> None:
         """Kill the victim when its time has come; say what is worth saying."""

@@ -1,0 +1,84 @@
+"""Fault tolerance for a PyTorch training loop.
+
+    from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    manager = Manager(pg=ProcessGroupGloo(), load_state_dict=..., state_dict=...)
+    model = DistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters()))
+
+Names are loaded when they are first used: `import ft_core` loads neither torch nor ZeroMQ.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ft_core.data import DistributedSampler
+    from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
+    from ft_core.errors import (
+        FaultToleranceError,
+        GroupBroken,
+        QuorumUnavailable,
+        StepInDoubt,
+        TooManyDiscards,
+    )
+    from ft_core.manager import Manager
+    from ft_core.optimizer import Optimizer, OptimizerWrapper
+    from ft_core.process_group import ProcessGroup, ProcessGroupGloo
+    from ft_core.world import WorldSizeMode
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DistributedDataParallel": "ft_core.ddp",
+    "DistributedSampler": "ft_core.data",
+    "ErrorSwallowingProcessGroupWrapper": "ft_core.process_group",
+    "FaultToleranceError": "ft_core.errors",
+    "GroupBroken": "ft_core.errors",
+    "ManagedProcessGroup": "ft_core.process_group",
+    "Manager": "ft_core.manager",
+    "Optimizer": "ft_core.optimizer",
+    "OptimizerWrapper": "ft_core.optimizer",
+    "ProcessGroup": "ft_core.process_group",
+    "ProcessGroupDummy": "ft_core.process_group",
+    "ProcessGroupGloo": "ft_core.process_group",
+    "ProcessGroupNCCL": "ft_core.process_group",
+    "PureDistributedDataParallel": "ft_core.ddp",
+    "QuorumUnavailable": "ft_core.errors",
+    "StepInDoubt": "ft_core.errors",
+    "TooManyDiscards": "ft_core.errors",
+    "WorldSizeMode": "ft_core.world",
+}
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "FaultToleranceError",
+    "GroupBroken",
+    "Manager",
+    "Optimizer",
+    "OptimizerWrapper",
+    "ProcessGroup",
+    "ProcessGroupGloo",
+    "PureDistributedDataParallel",
+    "QuorumUnavailable",
+    "StepInDoubt",
+    "TooManyDiscards",
+    "WorldSizeMode",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ft_core' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

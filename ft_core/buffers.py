@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.futures import Future
 
 from ft_core.telemetry import COMMIT, DISCARD, Event
 
@@ -55,6 +56,7 @@ class SharedBuffers:
         self._manager = manager
         self._owners = _persistent_buffers(module, ignored or set())
         self._began = self._sent = False
+        self._in_flight: Future[Tensor] | None = None
         if not self._owners:
             return
         buffers = self._buffers()
@@ -89,12 +91,14 @@ class SharedBuffers:
         """Start the exchange, after the step's last gradients and in the same order everywhere."""
         if not self._owners or self._manager.errored() is not None:
             return
+        if self._in_flight is not None:
+            self._in_flight.wait()  # of an earlier backward of this step; long done
         if self._manager.participating_rank() == 0:
             _copy(self._wire.views, self._buffers())
         else:
             self._wire.bytes.zero_()
         self._sent = True
-        self._manager.allreduce(self._wire.bytes, reduce_op=ReduceOp.SUM)
+        self._in_flight = self._manager.allreduce(self._wire.bytes, reduce_op=ReduceOp.SUM)
 
     def _on_event(self, event: Event) -> None:
         if event.kind == COMMIT and self._sent:
@@ -103,6 +107,7 @@ class SharedBuffers:
             _copy(self._buffers(), self._start.views)
         if event.kind in (COMMIT, DISCARD):
             self._began = self._sent = False
+            self._in_flight = None
 
     def _save(self) -> dict[str, Any]:
         return {"buffers": [b.detach() for b in self._buffers()]}

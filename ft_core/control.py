@@ -196,11 +196,13 @@ class Control:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _turn(self) -> None:
-        """Everything that is due now: events, messages, timers, outbox. Holds `_io`.
+        """Everything that is due now: outbox, events, messages, timers. Holds `_io`.
 
-        A ZeroMQ descriptor tells of changes only, so nothing may be left unread on return.
+        A ZeroMQ descriptor tells of changes only, and sending may swallow one, so nothing may be
+        left unread after the last send.
         """
         while True:
+            self._send_outbox()
             events, messages = self._link.events(), self._link.receive()
             now = time.monotonic()
             with self._state:
@@ -212,11 +214,10 @@ class Control:
                 wanted = replica.deadline()
                 if wanted is not None and wanted <= now:
                     self._carry_out(replica.expire(now))
-                self._carry_out(self._on_tick(replica, now))
+                    self._carry_out(self._on_tick(replica, now))
                 if events or messages:
                     self._state.notify_all()
-            sent = self._send_outbox()
-            if not (events or messages or sent):
+            if not self._outbox:
                 return
 
     def _on_link_event(self, event: str, now: float) -> None:
@@ -227,13 +228,10 @@ class Control:
             self.away_since = self.away_since or now
             self._carry_out(self.replica.disconnected(now))
 
-    def _send_outbox(self) -> bool:
-        sent = False
+    def _send_outbox(self) -> None:
         while self._outbox:
             # A full queue drops the message: the machine repeats what is not answered.
             self._link.send(self._outbox.popleft())
-            sent = True
-        return sent
 
     def _flush(self) -> None:
         """Send what is queued: here if the socket is free, else by its present owner."""
@@ -284,9 +282,9 @@ class Control:
                 threading.Thread(
                     target=self._plane.fetch, args=(job,), name="ft-heal", daemon=True
                 ).start()
-            elif job.quorum_id == getattr(self.replica.view, "quorum_id", job.quorum_id):
+            elif job.quorum_id == self.replica.wants_plane:
                 self._plane.configure(job)
-            # else: outrun by a newer quorum whose Configure follows
+            # else: revoked already, or outrun by a newer quorum whose Configure follows
 
     def _raise_crash(self) -> None:
         if self._crash is not None:

@@ -226,9 +226,16 @@ class PureDistributedDataParallel(nn.Module):
         key = "module" if number == 0 else f"module.{number}"
         manager.register_schema(key, describe(module))
         self._shared = SharedBuffers(manager, module, key=f"{key}.buffers")
+        ready = weakref.WeakMethod(self._gradient_ready)  # see DistributedDataParallel's hook
+
+        def hook(parameter: Tensor) -> None:
+            method = ready()
+            if method is not None:
+                method(parameter)
+
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._queued = False  # a backward that raised never came to its end

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from lighthouse.messages import (
     PHASE_HEALING,
+    TORN,
     Beat,
     Decision,
     Expelled,
@@ -165,7 +166,7 @@ class GroupLeader:
                     first,
                     addresses=tuple(j.addresses[0] for j in joins),
                     step=min(j.step for j in joins) if torn else first.step,
-                    lineage=f"torn-{first.replica_id}" if torn else first.lineage,
+                    lineage=f"{TORN}{first.replica_id}" if torn else first.lineage,
                     in_doubt=first.in_doubt if len(doubts) == 1 else None,
                     can_heal=all(j.can_heal for j in joins),
                     schema=first.schema if len(schemas) == 1 else "|".join(sorted(schemas))[:200],

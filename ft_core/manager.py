@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,7 +33,7 @@ from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import Attempt, Effect, Outcome, Replica, Stage
 from ft_core.session import Session, SessionOptions
-from ft_core.telemetry import COMMIT, DISCARD, WAITING
+from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 from ft_core.world import Participation, WorldSizeMode, participation
 from lighthouse.errors import JoinRefused
 
@@ -165,11 +166,10 @@ class Manager:
         self._pending: list[Future[Any]] = []
         self._pinned_at: float | None = None
         self._began_at = 0.0
+        self._quorum_deadline: float | None = None
         self._discards_in_a_row = 0
         self._last_outcome: Outcome | None = None
         self._closed = False
-        from ft_core.telemetry import Telemetry
-
         self.telemetry = Telemetry()
 
     # ------------------------------------------------------------------ state
@@ -279,20 +279,21 @@ class Manager:
         if replica.attempt is Attempt.CLOSED:
             raise RuntimeError("should_commit must follow start_quorum")
         self._drain()
-        if self._error is None:
+        if self._error is None and (replica.attempt is Attempt.OPEN or replica.healing):
             self._enter(session, heal=True)
         part = self._part or self._take_part(session)
         ok = self._error is None
         reason = "" if ok else f"{type(self._error).__name__}: {self._error}"
         if ok and (part is None or part.participants < self._min_replica_size):
             ok, reason = False, f"fewer than min_replica_size={self._min_replica_size} participants"
-        wait_s = (timeout or timedelta(seconds=self._options.timeouts.connect_timeout_s))
+        wait_s = timeout or timedelta(seconds=self._options.timeouts.connect_timeout_s)
         deadline = time.monotonic() + wait_s.total_seconds()
 
         def vote(machine: Replica, now: float) -> list[Effect]:
-            if ok and not (machine.ready and not machine.healing):
-                if machine.attempt in (Attempt.OPEN, Attempt.PINNED):
-                    return machine.vote(False, now, reason="lost the quorum before the vote")
+            # A pinned attempt has its collectives behind it: it may vote on a revoked quorum.
+            bound = machine.attempt is Attempt.PINNED or machine.ready
+            if ok and machine.attempt is not Attempt.FAILED and (machine.healing or not bound):
+                return machine.vote(False, now, reason="lost the quorum before the vote")
             return machine.vote(ok, now, reason=reason)
 
         session.control.call_and_wait(vote, _answered, deadline)
@@ -541,47 +542,71 @@ class Manager:
         return {key: save() for key, (_, save) in self._state_fns.items()}
 
     def _into(self) -> Any:
-        """Where a fetched state may be received in place. None: this state is still in use."""
-        if self._async:
-            return None  # the loop computes on it meanwhile
-        return {"user": self._user_state(), "batches_committed": 0}
+        """Heal thread: where a fetched state may be received in place; None: elsewhere.
+
+        In place only while the loop waits at its step's boundary: else it may be using it. From
+        here on the own state is torn until the heal has ended.
+        """
+        session = self._need_session()
+        in_place = False
+
+        def spoil(replica: Replica, now: float) -> None:
+            nonlocal in_place
+            in_place = replica.loop_waits and not self._async
+            if in_place:
+                replica.spoil()
+
+        session.control.call(spoil)
+        return {"user": self._user_state(), "batches_committed": 0} if in_place else None
 
     def _pin(self) -> Participation | None:
         """The first collective of the attempt: from here on it belongs to this quorum."""
         if self._error is not None:
             return None
         session = self._need_session()
-        try:
-            self._enter(session, heal=not self._async)
-        except Exception as error:
-            self.report_error(error)
-            return None
-        pinned = False
+        while True:
+            session.control.call(self._try_pin)
+            if self._pinned_at is not None:
+                return self._part
+            if session.replica.attempt is not Attempt.OPEN:
+                self.report_error(RuntimeError(session.replica.failure or "not in a step"))
+                return None
+            try:
+                self._enter(session, heal=not self._async)
+            except Exception as error:
+                self.report_error(error)
+                return None
 
-        def pin(replica: Replica, now: float) -> None:
-            nonlocal pinned
-            if replica.ready and replica.attempt in (Attempt.OPEN, Attempt.PINNED):
-                replica.pin()
-                pinned = True
-
-        session.control.call(pin)
-        if not pinned:
-            if self._error is None:
-                self._error = RuntimeError(session.replica.failure or "the quorum was revoked")
-                session.control.call(lambda r, now: r.fail(str(self._error), now))
-            return None
-        self._pinned_at = time.monotonic()
-        return self._take_part(session)
+    def _try_pin(self, replica: Replica, now: float) -> None:
+        """Under the machine's lock: what is pinned and who takes part must be one quorum."""
+        if replica.attempt is not Attempt.OPEN or not replica.ready:
+            return
+        if replica.loop_waits or (replica.healing and not self._async):
+            return  # the boundary of the step is still to be crossed (`_enter`)
+        assert replica.view is not None
+        replica.pin()
+        self._pg.pin(replica.view.quorum_id)
+        self._part = self._participation(replica)
+        self._pinned_at = now
 
     def _take_part(self, session: Session) -> Participation | None:
-        replica = session.replica
-        view = replica.view
-        if view is None:
-            return None
-        self._part = participation(
-            view, replica.replica_id, self._mode, self._min_replica_size, healing=_was_behind(replica)
-        )
+        if session.replica.view is not None:
+            session.control.call(self._update_part)
         return self._part
+
+    def _update_part(self, replica: Replica, now: float) -> None:
+        self._part = self._participation(replica)
+
+    def _participation(self, replica: Replica) -> Participation:
+        view = replica.view
+        assert view is not None
+        return participation(
+            view,
+            replica.replica_id,
+            self._mode,
+            self._min_replica_size,
+            healing=_was_behind(replica),
+        )
 
     def _known_part(self) -> Participation:
         session = self._need_session()
@@ -668,8 +693,6 @@ class _Once:
     """Lets one caller through."""
 
     def __init__(self) -> None:
-        import threading
-
         self._lock = threading.Lock()
 
     def first(self) -> bool:
@@ -692,9 +715,9 @@ def _may_enter(replica: Replica, heal: bool) -> bool:
 def _was_behind(replica: Replica) -> bool:
     """Whether the quorum counts this member as healing (also once it has loaded the state)."""
     view = replica.view
-    return view is not None and any(
-        m.healing for m in view.members if m.replica_id == replica.replica_id
-    )
+    if view is None or replica.healing:
+        return True
+    return any(m.healing for m in view.members if m.replica_id == replica.replica_id)
 
 
 def _completed(tensor: Tensor) -> Future[Tensor]:
@@ -709,4 +732,4 @@ def _allreduce_options(op: str) -> Any:
     return options
 
 
-__all__ = ["Manager", "WorldSizeMode", "WAITING"]
+__all__ = ["Manager", "WorldSizeMode"]

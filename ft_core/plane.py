@@ -7,6 +7,7 @@ server. It travels in `Join` and comes back in `Quorum`.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Tel
 from lighthouse.messages import Member
 
 log = logging.getLogger("ft_core")
+
+ABORT_PATIENCE_S = 0.05
 
 
 def pack_address(process_group: bytes, heal: str) -> bytes:
@@ -61,6 +64,7 @@ class DataPlane:
         self._group_rank = group_rank
         self._configure_timeout_s, self._heal_timeout_s = configure_timeout_s, heal_timeout_s
         self._telemetry, self._into = telemetry, into
+        self._configuring = self._aborted = 0
         self._state: tuple[HealKey, Any] | None = None
         self.heal_stats: HealStats | None = None
         self.report_configured: Callable[[int, str], None] = lambda quorum_id, error: None
@@ -74,6 +78,11 @@ class DataPlane:
 
     def configure(self, effect: Configure) -> None:
         """Plane thread. Blocks until the group is usable, cannot be had, or is revoked."""
+        # First the flag, then the look: `abort` does it the other way round, so that one of the
+        # two notices when they cross.
+        self._configuring = effect.quorum_id
+        if self._aborted >= effect.quorum_id:
+            return
         addresses = [self._unpack(m)[0] for m in effect.members]
         self._telemetry.emit(
             QUORUM,
@@ -95,7 +104,20 @@ class DataPlane:
     def abort(self, effect: Abort) -> None:
         """Any thread; does not block."""
         self._telemetry.emit(REVOKED, quorum_id=effect.quorum_id, reason=effect.reason)
-        self.process_group.revoke(RuntimeError(effect.reason))
+        self._aborted = max(self._aborted, effect.quorum_id)
+        give_up = time.monotonic() + ABORT_PATIENCE_S
+        while (
+            self._configuring == effect.quorum_id
+            and self.process_group.quorum_id < effect.quorum_id
+            and time.monotonic() < give_up
+        ):
+            time.sleep(0)  # the plane thread is microseconds away from entering configure
+        self.process_group.revoke(RuntimeError(effect.reason), quorum_id=effect.quorum_id)
+
+    def interrupt(self) -> None:
+        """Any thread: end a configure and all collectives, for good."""
+        self._aborted = sys.maxsize
+        self.process_group.revoke(RuntimeError("shut down"))
 
     def fetch(self, effect: FetchState) -> None:
         """A thread of its own. Blocks until the state is here or cannot be had."""

@@ -44,6 +44,7 @@ from lighthouse.messages import (
     Revoke,
     Vote,
     Waiting,
+    TORN,
     apply_delta,
     next_lineage,
 )
@@ -188,9 +189,30 @@ class Replica:
         )
 
     @property
+    def may_vote(self) -> bool:
+        """The loop may call `vote(True)`: its collectives count, and its state is the quorum's.
+
+        Not the same as `ready`: the collectives of a pinned attempt may all be done when its
+        quorum is revoked; then its yes still counts, and the step may still commit.
+        """
+        if self.stage is not Stage.MEMBER or not self.healed:
+            return False
+        return self.attempt is Attempt.PINNED or (self.attempt is Attempt.OPEN and self.ready)
+
+    @property
     def healing(self) -> bool:
         """This rank is a member whose state is not the quorum's yet."""
         return self.stage is Stage.MEMBER and not self.healed
+
+    @property
+    def loop_waits(self) -> bool:
+        """The loop is at its step's boundary: it uses neither the state nor the group."""
+        return self._loop_waits
+
+    @property
+    def wants_plane(self) -> int:
+        """quorum_id for which the process group is (to be) configured; 0: for none now."""
+        return NO_QUORUM if self.view is None or self._revoked else self.view.quorum_id
 
     @property
     def state_fetched(self) -> bool:
@@ -281,6 +303,12 @@ class Replica:
         self.step, self.lineage = view.step, view.lineage
         self.healed = True
 
+    def spoil(self) -> None:
+        """The own state is about to be overwritten by the one being fetched: until that has
+        ended it is no state at all, and must never be anybody's source."""
+        assert not self.healed
+        self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
+
     def leave(self, reason: str) -> list[Effect]:
         """Leave now."""
         if self.stage in (Stage.LEFT, Stage.REFUSED):
@@ -335,7 +363,7 @@ class Replica:
         if isinstance(message, Waiting):
             self.reason = message.reason
             return [Told(message.reason)]
-        if isinstance(message, Refused):
+        if isinstance(message, Refused) and self.stage is not Stage.LEFT:
             self.stage, self.reason = Stage.REFUSED, message.reason
             self._resend_at = None
         return []
@@ -617,6 +645,11 @@ class Replica:
     @staticmethod
     def _participants(view: View) -> int:
         return sum(not m.healing for m in view.members)
+
+    @property
+    def leaving(self) -> bool:
+        """The next vote says that it is the last one."""
+        return self._leaving
 
     def check(self) -> None:
         """Assert every invariant."""

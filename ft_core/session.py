@@ -13,11 +13,14 @@ from typing import Any
 import zmq
 
 from ft_core.config import ReplicaEnv, advertised_host, default_name, new_replica_id
-from ft_core.control import Condition, Control
+from ft_core.control import Condition, Control, Link
+from ft_core.group import BROKEN
+from ft_core.group_server import GroupLink, GroupServer, Leader, announce_leader, find_leader
 from ft_core.plane import DataPlane
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import Effect, Replica, Stage
 from ft_core.telemetry import WAITING, Telemetry
+from lighthouse.address import normalize
 from lighthouse.client import Connection
 from lighthouse.config import Timeouts
 from lighthouse.errors import LighthouseUnavailable
@@ -105,8 +108,7 @@ class SessionOptions:
 class Session:
     """Owns the ZeroMQ context, the control and plane threads, the heal server and the watcher.
 
-    Thread: the training loop's, but where said otherwise. `broken`: the own replica group lost a
-    rank.
+    Thread: the training loop's, but where said otherwise.
     """
 
     def __init__(
@@ -127,11 +129,12 @@ class Session:
         self.room_id = room_id
         self._options, self._telemetry = options, telemetry
         self.lighthouse = options.lighthouse or _local_lighthouse()
-        self.broken = False
         self._closed = False
         limits = options.timeouts
         host = advertised_host(self.lighthouse, options.interface)
         self._context = zmq.Context()
+        self._group: GroupServer | None = None
+        link, replica_id = self._connect(host)
         self.plane = DataPlane(
             process_group,
             group_rank=options.group_rank,
@@ -147,7 +150,7 @@ class Session:
         template = Join(
             room=room,
             name=options.name,
-            replica_id=options.replica_id,
+            replica_id=replica_id,
             step=step,
             lineage=lineage,
             addresses=(self.plane.address(),),
@@ -161,21 +164,44 @@ class Session:
         self.replica = Replica(
             template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s
         )
-        link = Connection(
-            self.lighthouse,
-            identity=options.replica_id.encode(),
-            timeouts=limits,
-            context=self._context,
-        )
         self._watch: ProcessWatch | None = None
         if options.watch_process:
-            self._watch = ProcessWatch(link.address, limits)
-            self._watch.start([Report(room, options.replica_id)])
+            self._watch = ProcessWatch(normalize(self.lighthouse), limits)
+            self._watch.start([Report(room, replica_id)])
         self.control = Control(
             self.replica, link, self.plane, on_told=self._on_told, on_tick=on_tick
         )
         self.plane.report_configured = self._configured
         self.plane.report_fetched = self._fetched
+
+    def _connect(self, host: str) -> tuple[Link, str]:
+        """(the link to the lighthouse or to the group's leader, the replica_id of the group)."""
+        options, limits = self._options, self._options.timeouts
+        if options.group_world_size == 1:
+            identity = options.replica_id.encode()
+            link = Connection(
+                self.lighthouse, identity=identity, timeouts=limits, context=self._context
+            )
+            return link, options.replica_id
+        store = (options.store_addr, options.store_port)
+        if options.group_rank == 0:
+            self._group = GroupServer(
+                options.group_world_size,
+                host=host,
+                lighthouse=self.lighthouse,
+                replica_id=options.replica_id,
+                timeouts=limits,
+            )
+            leader = Leader(self._group.address, options.replica_id)
+            announce_leader(*store, leader, limits.connect_timeout_s)
+        else:
+            leader = find_leader(*store, limits.connect_timeout_s)
+        return GroupLink(leader, options.group_rank, limits, self._context), leader.replica_id
+
+    @property
+    def broken(self) -> bool:
+        """Whether the own replica group has lost a rank."""
+        return self.replica.reason.startswith(BROKEN)
 
     def await_lighthouse(self) -> None:
         """Raises LighthouseUnavailable unless somebody answers within the connect timeout."""
@@ -222,10 +248,13 @@ class Session:
         self._closed = True
         if self.replica.stage is not Stage.LEFT:
             self.control.call(lambda replica, now: replica.leave("shutdown"))
+        self.plane.interrupt()
         self.control.close()
         if self._watch is not None:
             self._watch.close()
         self.plane.close()
+        if self._group is not None:
+            self._group.close()
         self._context.term()
 
     # ------------------------------------------------------------------ reports (other threads)

@@ -24,41 +24,53 @@ from ft_lightning import position
 log = logging.getLogger("ft_lightning")
 
 
-class _Boundary:
-    """Mixin of a data fetcher."""
+def _adopt(instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
+    """Give `instance` a subclass of its class with `methods(class)` in it.
 
-    _ft_at_boundary: Callable[[], None]
-
-    def __next__(self) -> Any:
-        try:
-            self._ft_at_boundary()
-        except StopIteration as error:
-            # Lightning would take it for the end of the epoch and go on in silence.
-            raise RuntimeError("StopIteration at a step's boundary") from error
-        return super().__next__()  # type: ignore[misc]
+    One base and no slots: Python lets an instance change its class only if the layout stays.
+    """
+    cls = type(instance)
+    namespace = {"__module__": cls.__module__, "__slots__": (), "_ft_original": cls}
+    instance.__class__ = type(cls.__name__, (cls,), {**namespace, **methods(cls)})
 
 
-class _Skipping:
-    """Mixin of a (batch) sampler: its next iteration leaves out `_ft_skip` items."""
+def _adopted(instance: Any) -> bool:
+    return "_ft_original" in vars(type(instance))
 
-    _ft_skip = 0
 
-    def __iter__(self) -> Iterator[Any]:
+def _release(instance: Any, *attributes: str) -> None:
+    if _adopted(instance):
+        instance.__class__ = type(instance)._ft_original
+        for name in attributes:
+            vars(instance).pop(name, None)
+
+
+def _skipping(cls: Any) -> dict[str, Any]:
+    """A (batch) sampler whose next iteration leaves out `_ft_skip` items."""
+
+    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
         skip, self._ft_skip = self._ft_skip, 0
         # Read now, skipped at the first `next`: loaders make an iterator long before they use it.
-        return islice(super().__iter__(), skip, None)  # type: ignore[misc]
+        return islice(cls.__iter__(self), skip, None)
+
+    return {"__iter__": __iter__, "_ft_skip": 0}
 
 
-def _with(mixin: type, instance: Any) -> None:
-    """Give `instance` a class that has `mixin` in front of its own."""
-    cls = type(instance)
-    if not issubclass(cls, mixin):
-        instance.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+def _announcing(at_boundary: Callable[[], None]) -> Callable[[Any], dict[str, Any]]:
+    """A data fetcher that calls `at_boundary` before it fetches."""
 
+    def methods(cls: Any) -> dict[str, Any]:
+        def __next__(self: Any) -> Any:  # noqa: N807
+            try:
+                at_boundary()
+            except StopIteration as error:
+                # Lightning would take it for the end of the epoch and go on in silence.
+                raise RuntimeError("StopIteration at a step's boundary") from error
+            return cls.__next__(self)
 
-def _without(mixin: type, instance: Any) -> None:
-    if isinstance(instance, mixin):
-        instance.__class__ = type(instance).__mro__[2]
+        return {"__next__": __next__}
+
+    return methods
 
 
 class Batches:
@@ -76,15 +88,14 @@ class Batches:
     def adopt_loader(self, loader: object) -> None:
         """Make a training data loader's position choosable."""
         sampler = self._index_sampler(loader)
-        if sampler is not None and not isinstance(sampler, _Skipping):
-            _with(_Skipping, sampler)
+        if sampler is not None and not _adopted(sampler):
+            _adopt(sampler, _skipping)
             self._samplers.append(sampler)
 
     def adopt_fetcher(self, fetcher: Any) -> None:
         """Have `at_boundary` called before each of its batches."""
-        if not isinstance(fetcher, _Boundary):
-            fetcher._ft_at_boundary = self._at_boundary
-            _with(_Boundary, fetcher)
+        if not _adopted(fetcher):
+            _adopt(fetcher, _announcing(self._at_boundary))
             self._fetchers.append(fetcher)
 
     def jump(self, trainer: Any) -> None:
@@ -108,11 +119,9 @@ class Batches:
     def release(self) -> None:
         """Give fetchers and samplers their own classes back."""
         for sampler in self._samplers:
-            _without(_Skipping, sampler)
-            sampler.__dict__.pop("_ft_skip", None)
+            _release(sampler, "_ft_skip")
         for fetcher in self._fetchers:
-            _without(_Boundary, fetcher)
-            fetcher.__dict__.pop("_ft_at_boundary", None)
+            _release(fetcher)
         self._samplers.clear()
         self._fetchers.clear()
 

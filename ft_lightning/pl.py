@@ -23,7 +23,7 @@ class _AtEpochStart(Callback):
         self._action()
 
 
-class FTDDPStrategy(FTDDPMixin, DDPStrategy):
+class FTDDPStrategy(FTDDPMixin, DDPStrategy):  # type: ignore[misc]  # typed as the other's
     __doc__ = FTDDPMixin.__doc__
     strategy_name = "ft_ddp"
     _namespace = "pytorch_lightning"

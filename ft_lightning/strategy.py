@@ -31,6 +31,7 @@ from ft_core.telemetry import JsonlSink
 from ft_lightning import healing, position
 from ft_lightning.batches import Batches
 from ft_lightning.launcher import SupervisorLauncher, die_with_supervisor
+from ft_lightning.registration import DESCRIPTION, NAME
 from ft_lightning.scope import ENV_DEVICE, Role, Scope, resolve
 from ft_lightning.step import StepDriver
 
@@ -136,6 +137,12 @@ class FTDDPMixin(_Base):
         self._callback: Any = None
         self._sink: JsonlSink | None = None
         self._prepare_lock: int | None = None
+        self._owes_hyperparameters = False
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Lightning's convention; `import ft_lightning` does it."""
+        strategy_registry.register(NAME, cls, description=DESCRIPTION, override=True)
 
     # ------------------------------------------------------------------ what users ask
 
@@ -223,7 +230,7 @@ class FTDDPMixin(_Base):
                 )
             self._scope = scope
             self._leader = scope.index == 0 and scope.restarts == 0
-            rank_zero_only.rank = 0 if self._leader else max(scope.index, 1)
+            _act_as_leader(self._leader, scope)
 
     # ------------------------------------------------------------------ set-up
 
@@ -241,12 +248,14 @@ class FTDDPMixin(_Base):
         )
 
     def setup_environment(self) -> None:
-        # Loggers open their files at their first use as rank zero, under a version number that
-        # follows from the files there are. Nobody is rank zero until all have chosen theirs.
         if self.scope.num_groups > 1:
-            rank_zero_only.rank = max(self.scope.index, 1)
             self._prepare_lock = _lock_machine()
         super().setup_environment()
+        if self.scope.num_groups > 1 and self._trainer.state.fn == "fit":
+            # Loggers open their files at their first use as rank zero, under a version number
+            # that follows from the files there are: nobody is rank zero until all have chosen.
+            _act_as_leader(False, self.scope)
+            self._owes_hyperparameters = True
 
     def setup_distributed(self) -> None:
         """No default process group: the replica group is this process."""
@@ -270,7 +279,9 @@ class FTDDPMixin(_Base):
             return
         position.check(trainer)
         self._shut_down()
-        self._batches = Batches(self._at_boundary, self._from("fabric.utilities.data")._set_sampler_epoch)
+        self._batches = Batches(
+            self._at_boundary, self._from("fabric.utilities.data")._set_sampler_epoch
+        )
         self._manager = self._make_manager()
         self._driver = StepDriver(
             trainer,
@@ -370,7 +381,8 @@ class FTDDPMixin(_Base):
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Called by Lightning (or by the user's `optimizer.step`) once a step."""
-        assert self._driver is not None and self._manager is not None
+        assert self._driver is not None
+        assert self._manager is not None
         update = super().optimizer_step
 
         def step(result: Any) -> Any:
@@ -395,10 +407,16 @@ class FTDDPMixin(_Base):
 
     def _on_quorum(self) -> None:
         """Membership may have changed: so may the leader."""
-        assert self._manager is not None and self._driver is not None
+        assert self._manager is not None
+        assert self._driver is not None
         self._driver.participants = self._manager.num_participants()
         self._leader = self._manager.participating_rank() == 0
-        rank_zero_only.rank = 0 if self._leader else max(self.scope.index, 1)
+        _act_as_leader(self._leader, self.scope)
+        if self._owes_hyperparameters:
+            self._owes_hyperparameters = False
+            if self._leader and self._trainer.enable_autolog_hparams:
+                # At set-up, when Lightning does this, nobody was rank zero yet.
+                self._from("loggers.utilities")._log_hyperparams(self._trainer)
 
     def _call_hooks(self, name: str) -> None:
         call = self._from("trainer.call")
@@ -415,6 +433,8 @@ class FTDDPMixin(_Base):
     def teardown(self) -> None:
         self.barrier()
         self._shut_down()
+        # Unwrapped here: DDP's own teardown would recommend options that are refused.
+        self.model = self.lightning_module
         super().teardown()
 
     def _shut_down(self) -> None:
@@ -451,6 +471,12 @@ class FTDDPMixin(_Base):
             fabric = "lightning.fabric" if "." in self._namespace else "lightning_fabric"
             return importlib.import_module(fabric + module.removeprefix("fabric"))
         return importlib.import_module(f"{self._namespace}.{module}")
+
+
+def _act_as_leader(leader: bool, scope: Scope) -> None:
+    """Set the rank that Lightning's loggers and messages go by: 0 is who speaks."""
+    rank: Any = rank_zero_only
+    rank.rank = 0 if leader else max(scope.index, 1)
 
 
 def _once(result: Any) -> Callable[[], Any]:

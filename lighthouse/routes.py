@@ -10,8 +10,9 @@ descriptors are reused, and frames and monitor events travel in two queues. Ther
   last vote), but no later than `MAX_GRACE_S` where frames never stop coming.
 - The descriptor that a peer spoke through last is the one that counts: the end of an older one
   says nothing about a peer that has reconnected.
-- A peer that died before its first frame was read, and whose descriptor somebody else has by
-  now, is found out when it is answered (`no_route`).
+- A peer that is heard again over the same descriptor number is either back, or that was a frame
+  of its past and the number is another's by now. Both are served by reporting it lost first and
+  taking the frame as a newcomer's: the answer to a dead one finds no route (`no_route`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ class Routes:
 
     def __init__(self) -> None:
         self.fd_of: dict[Peer, int] = {}
-        """Peers that are known, each with its descriptor. Read only."""
+        """Peers that are connected, each with its descriptor. Read only."""
         self._peers_of: dict[int, set[Peer]] = {}
         self._open: set[int] = set()
-        self._lost: dict[Peer, float] = {}  # not yet reported; when it was seen
+        # Not yet reported; the descriptor it had, and when the end was seen.
+        self._lost: dict[Peer, tuple[int, float]] = {}
 
     @property
     def connections(self) -> int:
@@ -48,46 +50,52 @@ class Routes:
         """Monitor: a connection has ended."""
         self._open.discard(fd)
         for peer in self._peers_of.pop(fd, ()):
-            self._lost.setdefault(peer, now)
+            del self.fd_of[peer]
+            self._lost[peer] = (fd, now)
 
-    def attribute(self, peer: Peer, fd: int, now: float) -> None:
-        """A frame of `peer` came through `fd`, and `fd_of` did not say so."""
+    def attribute(self, peer: Peer, fd: int, now: float) -> bool:
+        """A frame of `peer` came through `fd`, and `fd_of` did not say so.
+
+        True: report `peer` lost before that frame is handled.
+        """
         self._detach(peer)
+        if fd not in self._open:  # a frame of a connection that has ended
+            self._lost.setdefault(peer, (fd, now))
+            return False
         self.fd_of[peer] = fd
-        if fd in self._open:
-            self._peers_of.setdefault(fd, set()).add(peer)
-            self._lost.pop(peer, None)  # it has come back
-        else:
-            self._lost[peer] = now  # it came, spoke and went before its frame was read
+        self._peers_of.setdefault(fd, set()).add(peer)
+        before = self._lost.pop(peer, None)
+        return before is not None and before[0] == fd
 
     def no_route(self, peer: Peer, now: float) -> None:
         """The socket knows no connection of `peer`, although there is something to tell it."""
-        if peer in self.fd_of:
-            self._lost.setdefault(peer, now)
+        fd = self._detach(peer)
+        if fd is not None:
+            self._lost[peer] = (fd, now)
 
     def take_lost(self, dry: bool, now: float) -> list[Peer]:
         """Peers to report lost now. `dry`: every frame that had arrived was handled."""
-        taken = [p for p, seen_at in self._lost.items() if dry or now >= seen_at + MAX_GRACE_S]
+        taken = [p for p, (_, at) in self._lost.items() if dry or now >= at + MAX_GRACE_S]
         for peer in taken:
             del self._lost[peer]
-            self._detach(peer)
-            self.fd_of.pop(peer, None)
         return taken
 
     def check(self) -> None:
         """Assert every invariant."""
         assert set(self._peers_of) <= self._open, "peers of a closed descriptor"
-        assert set(self._lost) <= set(self.fd_of), "a stranger is lost"
+        assert not set(self._lost) & set(self.fd_of), "both lost and connected"
         for fd, peers in self._peers_of.items():
             assert peers, "an empty set was kept"
             assert all(self.fd_of[peer] == fd for peer in peers)
         for peer, fd in self.fd_of.items():
-            assert peer in self._lost or peer in self._peers_of[fd], "alive, but never lost"
+            assert peer in self._peers_of[fd], "connected, but would never be lost"
 
-    def _detach(self, peer: Peer) -> None:
-        fd = self.fd_of.get(peer)
-        peers = self._peers_of.get(fd) if fd is not None else None
-        if fd is not None and peers is not None:
+    def _detach(self, peer: Peer) -> int | None:
+        """Forget the descriptor of `peer`, if any, and say which it was."""
+        fd = self.fd_of.pop(peer, None)
+        if fd is not None:
+            peers = self._peers_of[fd]
             peers.discard(peer)
             if not peers:
                 del self._peers_of[fd]
+        return fd

@@ -217,11 +217,14 @@ class LighthouseServer:
             dry = self._drain_frames()
             now = time.monotonic()
             for peer in self._routes.take_lost(dry, now):
-                self.stats.lost_peers += 1
-                self._apply(self._machine.disconnected(peer, now))
+                self._lose(peer, now)
             deadline = self._machine.deadline()
             if deadline is not None and deadline <= now:
                 self._apply(self._machine.expire(now))
+
+    def _lose(self, peer: Peer, now: float) -> None:
+        self.stats.lost_peers += 1
+        self._apply(self._machine.disconnected(peer, now))
 
     def _sleep_ms(self, dry: bool) -> int | None:
         if not dry or self._routes.pending:
@@ -279,7 +282,9 @@ class LighthouseServer:
             fd = frame.get(zmq.SRCFD)
             if fd_of.get(peer) != fd:
                 self._drain_monitor()
-                self._routes.attribute(peer, fd, time.monotonic())
+                now = time.monotonic()
+                if self._routes.attribute(peer, fd, now):
+                    self._lose(peer, now)
             if frame.more:
                 self._drop_rest()
                 continue

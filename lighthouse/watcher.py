@@ -44,11 +44,8 @@ MAX_LINE_BYTES = 1024 * 1024
 _PAGE_BYTES = mmap.PAGESIZE
 _PROCESS_SHARED = 1
 _ROBUST = 1
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _ATTRIBUTE_BYTES = 64  # generous: glibc and musl need 4
-
-_KEPT: list[object] = []
-"""Pages whose mutex can't be unlocked any more (its thread is another one). They must stay mapped:
-the kernel walks the list of held mutexes when the thread ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +133,8 @@ class ProcessWatch:
         """End the watcher, without an obituary, and reap it. Idempotent; never raises."""
         child, self._child = self._child, None
         if child is not None:
-            assert child.stdin is not None and child.stdout is not None
+            assert child.stdin is not None
+            assert child.stdout is not None
             with contextlib.suppress(OSError):  # it is gone already
                 child.stdin.write(b'{"close": true}\n')
                 child.stdin.flush()
@@ -167,7 +165,8 @@ class ProcessWatch:
         )
 
     def _write(self, **fields: Any) -> None:
-        assert self._child is not None and self._child.stdin is not None
+        assert self._child is not None
+        assert self._child.stdin is not None
         self._child.stdin.write(json.dumps(fields).encode() + b"\n")
         self._child.stdin.flush()
 
@@ -184,10 +183,16 @@ class _RobustMutex:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._libc = ctypes.CDLL(None)
-        self._page = mmap.mmap(fd, _PAGE_BYTES)
-        self._view = ctypes.c_char.from_buffer(self._page)
-        self._address = ctypes.c_void_p(ctypes.addressof(self._view))
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        # Not through the mmap module: its maps end with their object and hold a descriptor.
+        self._libc.mmap.restype = ctypes.c_void_p
+        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3,
+                                    ctypes.c_long]  # fmt: skip
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = self._libc.mmap(None, _PAGE_BYTES, access, mmap.MAP_SHARED, fd, 0)
+        if address is None or address == _MAP_FAILED:
+            _check(ctypes.get_errno())
+        self._address = ctypes.c_void_p(address)
         self._owner: int | None = None
 
     @classmethod
@@ -225,15 +230,16 @@ class _RobustMutex:
         return result == errno.EOWNERDEAD
 
     def discard(self) -> None:
-        """Unlock and release it; keeps the page where another thread holds it."""
+        """Unlock and release it.
+
+        Only its owner can unlock it. Where that is another thread, the page stays mapped for
+        good: the kernel walks the list of held mutexes when that thread ends.
+        """
         os.close(self.fd)
-        if self._owner == threading.get_ident():
-            self._libc.pthread_mutex_unlock(self._address)
-        elif self._owner is not None:
-            _KEPT.append(self)
-            return
-        del self._view
-        self._page.close()
+        if self._owner is None or self._owner == threading.get_ident():
+            if self._owner is not None:
+                self._libc.pthread_mutex_unlock(self._address)
+            self._libc.munmap(self._address, ctypes.c_size_t(_PAGE_BYTES))
 
 
 def _check(result: int) -> None:

@@ -32,7 +32,11 @@ ENV_NOT_OURS = frozenset(
         "POSSIBLE_USER_WARNINGS",
     }
 )
-THREADS_NOT_OURS = ("tqdm_monitor", "pytest_timeout", "pydevd", "hypothesis")
+SHARED_THREADS = "shared-"
+"""Prefix of the names of threads that a fixture of the whole session owns."""
+THREADS_NOT_OURS = ("tqdm_monitor", "pytest_timeout", "pydevd", "hypothesis", SHARED_THREADS)
+shared_children: set[int] = set()
+"""Process ids of children that a fixture of the whole session owns."""
 CHILDREN_NOT_OURS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -93,7 +97,7 @@ def children() -> frozenset[int]:
 
 
 def _is_foreign(pid: int) -> bool:
-    return any(name in _command_of(pid) for name in CHILDREN_NOT_OURS)
+    return pid in shared_children or any(name in _command_of(pid) for name in CHILDREN_NOT_OURS)
 
 
 def _command_of(pid: int) -> str:

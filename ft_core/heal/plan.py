@@ -141,7 +141,8 @@ class TransferPlan:
             return
         asked = source.outstanding.pop(chunk, None)
         since = source.last_progress if asked is None else max(source.last_progress, asked)
-        source.interval_s = _smooth(source.interval_s, now - since)
+        if not source.stalled:  # the silence of a stall says nothing of its usual pace
+            source.interval_s = _smooth(source.interval_s, now - since)
         if asked is not None:
             source.latency_s = _smooth(source.latency_s, now - asked)
         source.last_progress = now
@@ -153,7 +154,8 @@ class TransferPlan:
         """Which chunks to ask from whom now. Also finds stalled sources."""
         for source in self._sources.values():
             owes = bool(source.outstanding)
-            if owes and not source.stalled and now - source.last_progress >= self._wait_s(source):
+            stalled_at = source.last_progress + source.stall_s()
+            if owes and not source.stalled and now >= stalled_at:
                 self._release(source)
                 source.stalled = True
                 source.probe_wait_s = source.stall_s()
@@ -173,9 +175,6 @@ class TransferPlan:
         if not healthy:
             requests.extend(self._probe(now))
         return requests
-
-    def _wait_s(self, source: _Source) -> float:
-        return source.stall_s()
 
     def _ask(self, source: _Source, chunk: int, now: float) -> None:
         if not source.outstanding:
@@ -265,23 +264,17 @@ class TransferPlan:
 
     def next_deadline(self) -> float | None:
         """When next_requests should be called though nothing came."""
+        healthy = [source for source in self._sources.values() if not source.stalled]
+        if not healthy:
+            return min((source.probe_at for source in self._sources.values()), default=None)
         times: list[float] = []
-        healthy = False
-        for source in self._sources.values():
-            if source.stalled:
-                times.append(source.probe_at)
-                continue
-            healthy = True
+        for source in healthy:
             if source.outstanding:
                 times.append(source.last_progress + source.stall_s())
             if len(source.outstanding) < self._window:
                 late = self._hedge_candidates(source)
                 if late is not None:
                     times.append(late[0])
-        if healthy:  # stalled sources are probed only when no other is left
-            times = [
-                t for t in times if t not in {s.probe_at for s in self._sources.values() if s.stalled}
-            ]
         return min(times, default=None)
 
     def missing(self, max_ranges: int) -> list[tuple[int, int]]:

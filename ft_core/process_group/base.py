@@ -70,6 +70,21 @@ class ProcessGroup(dist.ProcessGroup):
         be repeated. With `quorum_id`, does nothing if that quorum is not the current one any more.
         """
 
+    pinned_quorum: int | None = None
+
+    def pin(self, quorum_id: int | None) -> None:
+        """Refuse collectives under any other quorum, until the next call (None: under none).
+
+        The members may change between two collectives of one step; one that belongs to the old
+        quorum must not meet those of the new one (Gloo aborts the process on a mismatch).
+        """
+        self.pinned_quorum = quorum_id
+
+    @property
+    def quorum_id(self) -> int:
+        """Of the last `configure`; -1 before the first."""
+        return -1
+
     @abstractmethod
     def errored(self) -> Exception | None:
         """The first error since `configure` began (a revocation counts), or None."""

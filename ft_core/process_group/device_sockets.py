@@ -2,7 +2,9 @@
 
 Gloo has no working abort: `ProcessGroupGloo.abort()` leaves a thread that waits in a ring whose
 neighbours are alive. What does end it is `shutdown(2)` on its sockets: Gloo's loop thread reads the
-end of stream, fails every operation of that pair and closes it.
+end of stream, fails the operations of that pair and closes it, which the peer sees. Only the
+receiving side is shut: Gloo forgets a send whose write fails, and its thread would wait until the
+operation's timeout. (It does so too for a send that is half written at that moment.)
 
 The question is which descriptors are Gloo's, in a process where ZeroMQ, stores and user code open
 and close sockets all the time. The kernel knows: a Gloo device has one epoll descriptor of its own
@@ -80,6 +82,13 @@ class DeviceSockets:
                 count += _shut_if_same(descriptor, inode)
         return count
 
+    def widen(self):
+        for descriptor, inode in _targets(self._epoll):
+            if inode != self._listener_inode:
+                try:
+                    with socket.socket(fileno=os.dup(descriptor)) as c:
+                        if stat.S_ISSOCK(os.fstat(c.fileno()).st_mode): c.setsockopt(socket.SOL_SOCKET, 32, 8<<20)
+                except OSError: pass
     def knock(self, sequences: Sequence[int]) -> None:
         """Free pairs that wait for a peer to dial in: dial in for the peer and hang up.
 
@@ -145,7 +154,7 @@ def _shut_if_same(descriptor: int, inode: int) -> int:
         return 0
     with socket.socket(fileno=copy) as connection:
         try:
-            connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RD)
         except OSError:  # not connected any more
             return 0
     return 1

@@ -30,6 +30,7 @@ from ft_core.process_group.errors import ProcessGroupError
 _BACKLOG = 4096
 _EARLY_CALLERS_MAX = 4096
 _READ_BYTES = 1 << 16
+_LEAVE_TIMEOUT_S = 1.0
 
 
 class _Line:
@@ -160,6 +161,28 @@ class Meeting:
             for line in early[_EARLY_CALLERS_MAX:]:
                 line.close()
             self._doorbell.early[:] = early[:_EARLY_CALLERS_MAX]
+
+    def leave_owed(self) -> bool:
+        """Whether some members may not have heard that this one was here and gave up."""
+        return None in self.handles
+
+    def take_leave(self) -> None:
+        """Tell the members that were not met that this one has given up.
+
+        Lower ranks would dial, and wait in a backlog that nobody reads before the next quorum;
+        higher ones may not have been dialed. Each gets a hello and the end of the line: from a
+        lower rank that is a member that died, from a higher one (who should have waited to be
+        called) a member that gave up. After `close`; takes seconds if members are unreachable.
+        """
+        for peer, address in enumerate(self._peers):
+            if self.handles[peer] is None:
+                try:
+                    with socket.create_connection(
+                        (address.host, address.port), _LEAVE_TIMEOUT_S
+                    ) as line:
+                        line.sendall(self._hello(peer))
+                except OSError:  # gone itself
+                    continue
 
     # --- any thread
 
@@ -375,8 +398,11 @@ class Meeting:
             refusal = f"it is in quorum {self.quorum_id}, quorum {hello.quorum_id} is over"
         elif hello.digest != self._digest or hello.world_size != len(self._peers):
             refusal = f"it has another member list for quorum {self.quorum_id}"
-        elif hello.rank >= self.rank or hello.rank in self._lines:
-            refusal = f"rank {hello.rank} has no business to call rank {self.rank}"
+        elif hello.rank > self.rank:
+            self._fail(f"{self._name(hello.rank)} gave up")
+            return
+        elif hello.rank == self.rank or hello.rank in self._lines:
+            refusal = f"rank {hello.rank} is here already"
         if refusal is not None:
             with self._lock:
                 line.unsent += wire.frame(wire.REFUSE, refusal.encode())

@@ -2,9 +2,9 @@
 
 `configure` runs in two threads: the caller's serves the meeting (`Meeting.pump`) and watches the
 deadline and revocation; a short-lived one sits in the backend's blocking connect. So a revocation
-never waits for a backend: it sets a flag, hangs up, and interrupts the communicator. The short-lived
-thread then also destroys the communicator of the quorum before, which takes Gloo 10 to 30 ms that
-nobody needs to wait for.
+never waits for a backend: it sets a flag, hangs up, and interrupts the communicator. Another one
+destroys the communicator of the quorum before, which takes Gloo 10 to 30 ms that nobody needs to
+wait for. None of these threads outlives what it does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Work
@@ -29,7 +29,8 @@ from ft_core.process_group.work import BackendWork, FailedWork, PointToPointWork
 _log = logging.getLogger(__name__)
 _INTERRUPT_EVERY_S = 0.005
 _INTERRUPT_FOR_S = 5.0
-_BUILDERS_MAX = 4
+_LET_GO_AFTER_S = 0.1
+_SHUTDOWN_S = 2.0
 
 
 class Communicator(ABC):
@@ -51,7 +52,12 @@ class Communicator(ABC):
     @abstractmethod
     def interrupt(self) -> None:
         """End pending collectives, or a blocked `connect`, with an error. Any thread, any number
-        of times, quick. Afterwards the communicator can at most be connected again."""
+        of times, quick. Afterwards the communicator can at most be connected again.
+
+        A few operations may stay behind until the backend's own timeout: Gloo (2.13 to 2.15) fails
+        what waits to be received and what waits to be sent, but forgets a send that was half
+        written when its connection closed. The group lets go of those.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -64,15 +70,13 @@ class Communicator(ABC):
 
 
 class _Builder(threading.Thread):
-    """Connects one communicator; afterwards closes `outworn` ones."""
+    """Connects one communicator."""
 
     def __init__(self, communicator: Communicator, meeting: Meeting, timeout_s: float) -> None:
         super().__init__(name="ft-pg-configure", daemon=True)
         self.communicator = communicator
         self.error: Exception | None = None
-        self.connected = threading.Event()
-        self.outworn: list[Communicator] = []
-        self._released = threading.Event()
+        self.connected = threading.Event()  # or failed
         self._meeting = meeting
         self._timeout_s = timeout_s
 
@@ -83,15 +87,6 @@ class _Builder(threading.Thread):
             self.error = error
         self.connected.set()
         self._meeting.wake()
-        self._released.wait()
-        for communicator in self.outworn:
-            communicator.close()
-        self.outworn.clear()
-
-    def release(self, outworn: Sequence[Communicator | None]) -> None:
-        """Let the thread go on to close these and end."""
-        self.outworn.extend(one for one in outworn if one is not None)
-        self._released.set()
 
 
 class MeshProcessGroup(ProcessGroup):
@@ -114,8 +109,8 @@ class MeshProcessGroup(ProcessGroup):
         self._connecting: Communicator | None = None
         self._communicator: Communicator | None = None
         self._epitaph: tuple[int, ProcessGroupError | None] = (-1, None)  # of the quorum before
-        self._in_flight: deque[tuple[Work, str]] = deque()
-        self._builders: list[_Builder] = []
+        self._in_flight: set[BackendWork] = set()  # single operations on it are atomic
+        self._background: list[threading.Thread] = []
         self._shut_down = False
 
     @abstractmethod
@@ -173,19 +168,10 @@ class MeshProcessGroup(ProcessGroup):
         for one in (connecting, communicator):
             if one is not None:
                 one.interrupt()
+        self._let_go(error)
 
     def errored(self) -> Exception | None:
-        with self._issue_lock:
-            self._note_finished()
         return self._error
-
-    def collective_finished(self) -> None:
-        """A work was waited for: let go of the tensors of those that are done."""
-        if self._issue_lock.acquire(blocking=False):
-            try:
-                self._note_finished()
-            finally:
-                self._issue_lock.release()
 
     def shutdown(self) -> None:
         with self._lock:
@@ -197,12 +183,12 @@ class MeshProcessGroup(ProcessGroup):
         with self._configure_lock:
             with self._issue_lock:
                 communicator, self._communicator = self._communicator, None
-                self._in_flight.clear()
-            if communicator is not None:
-                communicator.close()
-            for builder in self._builders:
-                builder.join()
-            self._builders.clear()
+            # In a thread: the backend may have lost an operation, whose thread it then waits for.
+            self._retire([communicator], None)
+            deadline = time.monotonic() + _SHUTDOWN_S
+            for one in self._background:
+                one.join(max(0.0, deadline - time.monotonic()))
+            self._background.clear()
             if self._doorbell is not None:
                 self._doorbell.close()
 
@@ -218,39 +204,46 @@ class MeshProcessGroup(ProcessGroup):
         with self._issue_lock:
             # Inside the lock: configure() waits for it before it gives the communicator other
             # members, so a collective that saw an open group can't run under the next quorum.
-            if not self._open:
+            if not self._open or self.pinned_quorum not in (None, self._quorum_id):
                 return FailedWork(self._refusal(operation))
             assert self._communicator is not None
-            self._note_finished()
+            quorum_id = self._quorum_id
             try:
-                work = getattr(self._communicator.backend, operation)(*args, **kwargs)
+                native = getattr(self._communicator.backend, operation)(*args, **kwargs)
             except (TypeError, ValueError):
                 raise
             except Exception as error:
-                failure = self.collective_failed(operation, self._quorum_id, error, over=True)
+                failure = self.collective_failed(operation, quorum_id, error)
                 failure.__cause__ = error
                 return FailedWork(failure)
+            work: BackendWork
             if operation in ("send", "recv"):
-                return PointToPointWork(self, work, operation, self._quorum_id, args[0])
-            self._in_flight.append((work, operation))
-            return BackendWork(self, work, operation, self._quorum_id)
+                work = PointToPointWork(self, native, operation, quorum_id, args[0])
+            else:
+                work = BackendWork(self, native, operation, quorum_id)
+            self._in_flight.add(work)
+        work.watch()
+        return work
+
+    # --- for its works
+
+    def work_ended(self, work: BackendWork) -> None:
+        self._in_flight.discard(work)
 
     def collective_failed(
-        self, operation: str, quorum_id: int, error: Exception, *, over: bool
+        self, operation: str, quorum_id: int, error: Exception
     ) -> ProcessGroupError:
         """The error to raise for a collective of `quorum_id` that failed with `error`.
 
-        If it is `over` (not merely waited for too briefly), the communicator is of no use any more
-        for anyone: it is broken on purpose, which tells the neighbours at once.
+        The communicator is of no use any more for anyone: it is broken on purpose, which tells the
+        neighbours at once. Never blocks.
         """
-        if over:
-            text = f"{operation} of quorum {quorum_id} failed: {error}"
-            self.revoke(ProcessGroupError(text), quorum_id=quorum_id)
+        text = f"{operation} of quorum {quorum_id} failed: {error}"
+        self.revoke(ProcessGroupError(text), quorum_id=quorum_id)
         with self._lock:
-            epitaphs = dict([self._epitaph, (self._quorum_id, self._error)])
-            first = epitaphs.get(quorum_id)
-        if first is None:
-            return ProcessGroupError(f"{operation} of quorum {quorum_id}: {error}")
+            first = dict([self._epitaph, (self._quorum_id, self._error)]).get(quorum_id)
+        if first is None or str(first) == text:
+            return ProcessGroupError(text)
         return ProcessGroupError(f"{operation} of quorum {quorum_id} failed: {first}")
 
     # --- inside
@@ -269,14 +262,27 @@ class MeshProcessGroup(ProcessGroup):
         error.__cause__ = reason
         return error
 
-    def _note_finished(self) -> None:
-        """Forget collectives that are done, and notice those that failed. Issue lock held."""
-        while self._in_flight and self._in_flight[0][0].is_completed():
-            work, operation = self._in_flight.popleft()
+    def _let_go(self, error: ProcessGroupError) -> None:
+        """See to it that works in flight end soon, also those that the backend has lost."""
+        works = list(self._in_flight)
+        if works:
+            threading.Thread(
+                target=self._outlast, args=(works, error), name="ft-pg-revoke", daemon=True
+            ).start()
+
+    @staticmethod
+    def _outlast(works: list[BackendWork], error: ProcessGroupError) -> None:
+        # Not at once: until the backend has closed its connections it may still write into the
+        # tensors, and who is told of the end may use them again. A healthy backend is done long
+        # before; what is left then waits on a connection that is closed and writes no more.
+        deadline = time.monotonic() + _LET_GO_AFTER_S
+        for work in works:
             try:
-                work.wait()  # returns at once; is_success() prints a deprecation warning
-            except Exception as error:
-                self.collective_failed(operation, self._quorum_id, error, over=True)
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except ProcessGroupError:
+                if not work.is_completed():
+                    _log.debug("%s of quorum %d: let go of", work.operation, work.quorum_id)
+                    work.resolve(None, error)
 
     def _begin(self, quorum_id: int, rank: int, size: int) -> Communicator | None:
         """Leave the old quorum; returns its communicator, interrupted."""
@@ -292,7 +298,6 @@ class MeshProcessGroup(ProcessGroup):
             self._epitaph = (self._quorum_id, self._error)
             self._quorum_id, self._rank, self._size = quorum_id, rank, size
             self._error = None
-            self._in_flight.clear()
             previous, self._communicator = self._communicator, None
         return previous
 
@@ -336,17 +341,16 @@ class MeshProcessGroup(ProcessGroup):
             with self._lock:
                 self._meeting = self._connecting = None
             meeting.close()
-            self._wind_up(builder, [outworn] if kept else [outworn, communicator])
+            self._wind_up(builder)
+            if kept:
+                self._retire([outworn], None)
+            else:
+                self._retire([outworn, communicator], meeting)
 
-    def _wind_up(self, builder: _Builder, outworn: list[Communicator | None]) -> None:
+    def _wind_up(self, builder: _Builder) -> None:
         """See the builder out of the backend, interrupting it until it is."""
-        if builder.ident is None:  # never started: there is nothing that could block
-            for one in outworn:
-                if one is not None:
-                    one.close()
-            return
         give_up_at = time.monotonic() + _INTERRUPT_FOR_S
-        while not builder.connected.is_set():
+        while builder.ident is not None and not builder.connected.is_set():
             # Once is not enough: the backend connects to one peer after the other.
             builder.communicator.interrupt()
             builder.connected.wait(_INTERRUPT_EVERY_S)
@@ -354,11 +358,23 @@ class MeshProcessGroup(ProcessGroup):
                 _log.warning("quorum %d: a connect can't be interrupted here and ends at its own "
                              "timeout", self._quorum_id)  # fmt: skip
                 break
-        builder.release(outworn)
-        self._builders = [one for one in self._builders if one.is_alive()]
-        self._builders.append(builder)
-        if len(self._builders) > _BUILDERS_MAX:
-            self._builders.pop(0).join()
+
+    def _retire(self, outworn: list[Communicator | None], meeting: Meeting | None) -> None:
+        """Close communicators, and take leave from a failed meeting, in the background."""
+        communicators = [one for one in outworn if one is not None]
+        leave = meeting is not None and meeting.leave_owed()
+        if not communicators and not leave:
+            return
+
+        def work() -> None:
+            if meeting is not None and leave:
+                meeting.take_leave()
+            for one in communicators:
+                one.close()
+
+        thread = threading.Thread(target=work, name="ft-pg-retire", daemon=True)
+        thread.start()
+        self._background = [one for one in self._background if one.is_alive()] + [thread]
 
     def _give_up(self, error: Exception) -> ProcessGroupError:
         with self._lock:

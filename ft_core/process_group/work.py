@@ -8,13 +8,13 @@ raise at the call are mistakes in the arguments (`TypeError`, `ValueError`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
+
+from ft_core.process_group.errors import ProcessGroupError
 
 if TYPE_CHECKING:
     from ft_core.process_group.mesh import MeshProcessGroup
@@ -109,9 +109,10 @@ class FailedWork(TorchWork):
 class BackendWork(TorchWork):
     """A collective in flight in a backend, tied to the quorum under which it was issued.
 
-    `wait()` turns the backend's errors into `ProcessGroupError` and breaks the group of that quorum
-    (a later quorum's group is left alone). The future is the backend's own: callbacks cost nothing
-    extra and run in the backend's thread; it ends with the backend's `RuntimeError` on failure.
+    It ends when the backend's work ends, or when the group lets go of it (`resolve`): Gloo can lose
+    an operation (see `Communicator.interrupt`), and nobody may wait for that one. Its failure breaks
+    the group of its quorum, at once and whether or not anyone waits; a later quorum's group is left
+    alone. Futures end in the backend's thread, or in a thread of the group after a revocation.
     Any thread may use one of these.
     """
 
@@ -119,100 +120,133 @@ class BackendWork(TorchWork):
         self, group: MeshProcessGroup, work: TorchWork, operation: str, quorum_id: int
     ) -> None:
         super().__init__()
+        self.operation = operation
+        self.quorum_id = quorum_id
         self._group = group
-        self._work = work
-        self._operation = operation
-        self._quorum_id = quorum_id
+        self._work: TorchWork | None = work
+        self._value: Any = None
+        self._error: Exception | None = None
+        self._finished = False
+        self._ended = threading.Lock()  # held until the end; a lock is the cheapest thing to await
+        self._ended.acquire()
+        self._ticket = [None]  # who pops it (atomically) ends the work
         self._future: Future[Any] | None = None
+        self._gate: Future[Any] | None = None
+        self._gate_ticket = [None]
+
+    def watch(self) -> None:
+        """Follow the backend's work; called once, by the issuing thread, holding no lock."""
+        work = self._work
+        if work is not None:
+            work.get_future().add_done_callback(self._backend_done)
+
+    def _backend_done(self, future: Future[Any]) -> None:
+        try:
+            value = future.value()
+        except Exception as error:
+            self._fail(error)
+        else:
+            self.resolve(value, None)
+
+    def _fail(self, error: Exception) -> None:
+        failure = self._group.collective_failed(self.operation, self.quorum_id, error)
+        failure.__cause__ = error
+        self.resolve(None, failure)
+
+    def resolve(self, value: Any, error: Exception | None) -> None:
+        """End the work; the first call counts."""
+        try:
+            self._ticket.pop()
+        except IndexError:
+            return
+        self._value, self._error = value, error
+        self._work = None  # lets go of the backend and, if nobody else holds them, the tensors
+        self._finished = True
+        self._group.work_ended(self)
+        self._ended.release()
+        if self._gate is not None:
+            self._open_gate(self._gate)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until done; `timeout` bounds this wait only, the collective goes on."""
-        work = self._work
-        try:
-            waited = work.wait() if timeout is None else work.wait(timeout)
-        except Exception as error:
-            over = work.is_completed()
-            raise self._group.collective_failed(
-                self._operation, self._quorum_id, error, over=over
-            ) from error
-        self._group.collective_finished()
-        return waited
+        """Block until the end. `timeout` bounds this wait only: after it, the collective goes on."""
+        seconds = -1.0 if timeout is None else max(0.0, timeout.total_seconds())
+        if timeout is not None and not seconds:
+            seconds = -1.0  # torch's "no timeout"
+        if not self._ended.acquire(timeout=seconds):
+            raise ProcessGroupError(
+                f"{self.operation} of quorum {self.quorum_id} has not ended after {seconds} s"
+            )
+        self._ended.release()
+        if self._error is not None:
+            raise self._error
+        return True
 
     def get_future(self) -> Future[Any]:
-        if self._future is None:
-            self._future = self._work.get_future()
+        with _future_lock:
+            if self._future is None:
+                self._gate = Future()
+                self._future = self._gate.then(self._unpack)
+        if self.is_completed():
+            assert self._gate is not None
+            self._open_gate(self._gate)
         return self._future
 
+    def _open_gate(self, gate: Future[Any]) -> None:
+        try:
+            self._gate_ticket.pop()
+        except IndexError:
+            return
+        gate.set_result(None)
+
+    def _unpack(self, gate: Future[Any]) -> Any:
+        # Raising here, unlike set_exception(), makes the future fail for C++ readers too.
+        if self._error is not None:
+            raise self._error
+        return self._value
+
     def result(self) -> Any:
-        return self._work.result()
+        self.wait()
+        return self._value
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return self._finished
 
     def is_success(self) -> bool:
-        return self._work.is_success()
+        return self.is_completed() and self._error is None
 
     def exception(self) -> Any:
-        return self._work.exception()
+        return self._error
 
     def synchronize(self) -> None:
-        self._work.synchronize()
+        return None
 
     def block_current_stream(self) -> None:
-        self._work.block_current_stream()
+        return None
 
 
 class PointToPointWork(BackendWork):
-    """A send or a receive, whose backend completes it only inside `wait()` and knows no future.
-
-    The first `get_future()` therefore starts a thread that waits; it ends with the operation.
-    """
+    """A send or a receive, which Gloo completes only inside `wait()` and for which it knows no
+    future. A thread waits for each one; sends are rare between replica groups."""
 
     def __init__(
-        self,
-        group: MeshProcessGroup,
-        work: TorchWork,
-        operation: str,
-        quorum_id: int,
-        tensors: list[torch.Tensor],
+        self, group: MeshProcessGroup, work: TorchWork, operation: str, quorum_id: int, tensors: Any
     ) -> None:
         super().__init__(group, work, operation, quorum_id)
         self._tensors = tensors
-        self._lock = threading.Lock()
-        self._outcome: bool | Exception | None = None
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        with self._lock:  # the backend allows one waiter
-            if isinstance(self._outcome, Exception):
-                raise self._outcome
-            if self._outcome is None:
-                try:
-                    self._outcome = super().wait(timeout)
-                except Exception as error:
-                    self._outcome = error
-                    raise
-            return self._outcome
+    def watch(self) -> None:
+        threading.Thread(target=self._await_backend, name="ft-pg-p2p", daemon=True).start()
 
-    def get_future(self) -> Future[Any]:
-        if self._future is None:
-            gate: Future[Any] = Future()
-            self._future = gate.then(self._unpack)
-            threading.Thread(
-                target=self._run, args=(gate.set_result,), name="ft-pg-p2p", daemon=True
-            ).start()
-        return self._future
-
-    def _run(self, resolve: Callable[[Any], None]) -> None:
+    def _await_backend(self) -> None:
+        work = self._work
+        if work is None:
+            return
         try:
-            self.wait()
+            work.wait()
         except Exception as error:
-            resolve(error)
+            self._fail(error)
         else:
-            resolve(self._tensors)
+            self.resolve(self._tensors, None)
 
-    @staticmethod
-    def _unpack(gate: Future[Any]) -> Any:
-        outcome = gate.value()
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+
+_future_lock = threading.Lock()

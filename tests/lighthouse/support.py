@@ -65,9 +65,7 @@ class Player:
     def vote(self, ok: bool = True, **fields: Any) -> None:
         assert self.quorum is not None
         quorum_id = self.quorum.quorum_id
-        self.say(
-            Vote(self.room, self.replica_id, quorum_id, self.step, self.lineage, ok, **fields)
-        )
+        self.say(Vote(self.room, self.replica_id, quorum_id, self.step, self.lineage, ok, **fields))
 
     def await_message(self, kind: type[M], timeout_s: float = PATIENCE_S) -> M:
         """The next message of this kind; earlier ones of other kinds are dropped."""
@@ -80,7 +78,7 @@ class Player:
             self._turn(deadline, f"no {kind.__name__}")
 
     def await_event(self, event: str, timeout_s: float = PATIENCE_S) -> None:
-        """"connected" or "disconnected"."""
+        """ "connected" or "disconnected"."""
         deadline = time.monotonic() + timeout_s
         while event not in self.events:
             self._turn(deadline, f"not {event}")

@@ -47,7 +47,8 @@ def _pair(player: PlayerFactory) -> tuple[Player, Player]:
 
 def test_two_replica_groups_join_vote_and_commit(player: PlayerFactory) -> None:
     a, b = _pair(player)
-    assert a.quorum == b.quorum and a.quorum is not None
+    assert a.quorum == b.quorum
+    assert a.quorum is not None
     assert [m.replica_id for m in a.quorum.changed] == [a.replica_id, b.replica_id]
     for step in range(20):
         decisions = commit_together([a, b])
@@ -60,7 +61,8 @@ def test_one_no_discards_the_step_for_all(player: PlayerFactory) -> None:
     a, b = _pair(player)
     a.vote(ok=False, reason="out of cheese")
     revoke = b.await_message(Revoke)
-    assert "out of cheese" in revoke.reason and "a" in revoke.reason
+    assert "out of cheese" in revoke.reason
+    assert "a" in revoke.reason
     b.vote()
     decisions = [a.await_decision(), b.await_decision()]
     assert [d.committed for d in decisions] == [False, False]
@@ -77,7 +79,8 @@ def test_newcomer_is_admitted_after_the_step(player: PlayerFactory) -> None:
     assert "step in progress" in c.await_message(Waiting).reason
     decisions = commit_together([a, b])
     delta = decisions[0].next_quorum
-    assert delta is not None and delta.base_id == first.quorum_id
+    assert delta is not None
+    assert delta.base_id == first.quorum_id
     assert [m.replica_id for m in delta.changed] == [c.replica_id]
     assert c.await_quorum().quorum_id == delta.quorum_id > first.quorum_id
 
@@ -98,7 +101,8 @@ def test_closed_connection_revokes_the_step(player: PlayerFactory) -> None:
     assert "connection closed" in b.await_message(Revoke).reason
     b.vote()
     decision = b.await_decision()
-    assert decision.committed and decision.next_quorum is not None
+    assert decision.committed
+    assert decision.next_quorum is not None
     assert decision.next_quorum.removed == (a.replica_id,)
 
 
@@ -197,7 +201,8 @@ def test_other_version_is_told_which(server: LighthouseServer, context: zmq.Cont
         assert old.poll(PATIENCE_S * 1000)
         version, tag, _room, reason = msgpack.unpackb(old.recv())
     assert (version, tag) == (codec.VERSION, "refuse")
-    assert f"version {codec.VERSION + 1}" in reason and "same release" in reason
+    assert f"version {codec.VERSION + 1}" in reason
+    assert "same release" in reason
     assert server.status()["server"]["other_versions"] == 1
 
 
@@ -264,7 +269,8 @@ def test_lighthouse_is_restarted_on_the_same_port(
                 ids = tuple(m.replica_id for m in one.quorum.changed)
                 one.join(quorum_id=one.quorum.quorum_id, last_members=ids)
             new_ids = {one.await_quorum().quorum_id for one in (a, b)}
-            assert len(old_ids) == len(new_ids) == 1 and min(new_ids) > max(old_ids)
+            assert len(old_ids) == len(new_ids) == 1
+            assert min(new_ids) > max(old_ids)
             commit_together([a, b])
             assert a.step == b.step == 2
     finally:
@@ -370,7 +376,9 @@ def test_many_processes_worth_of_connections_come_and_go(
 ) -> None:
     """Descriptors are reused all the time, and nobody is taken for somebody else."""
     for wave in range(5):
-        players = [Player(server.address(), f"p{n}", context, RoomKey("job", str(wave))) for n in range(20)]
+        players = [
+            Player(server.address(), f"p{n}", context, RoomKey("job", str(wave))) for n in range(20)
+        ]
         for one in players:
             one.join(expected_replicas=20)
         for one in players:
@@ -386,7 +394,9 @@ def test_many_processes_worth_of_connections_come_and_go(
         players[0].connection.close(linger_s=PATIENCE_S)
 
 
-def test_killed_process_is_seen_by_its_socket(player: PlayerFactory, server: LighthouseServer) -> None:
+def test_killed_process_is_seen_by_its_socket(
+    player: PlayerFactory, server: LighthouseServer
+) -> None:
     assert "connection closed" in _kill_a_process(player, server, "plain").reason
 
 
@@ -400,7 +410,8 @@ def _kill_a_process(player: PlayerFactory, server: LighthouseServer, how: str) -
             a = player("a")
             a.join(expected_replicas=2)
             a.await_quorum()
-            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
         finally:
             process.kill()
     # Far below the heartbeat timeout: not silence, but the end itself was seen.

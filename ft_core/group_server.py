@@ -1,0 +1,244 @@
+"""Sockets and a thread for the group's leader (`ft_core.group`), and how the ranks find it.
+
+Rank 0 of a replica group of several ranks runs a `GroupServer`; every rank, rank 0 too, connects
+to it with a `GroupLink` in place of a connection to the lighthouse. The leader's address travels
+through the replica group's own rendezvous store (MASTER_ADDR, MASTER_PORT).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+import zmq
+
+from ft_core.group import BROKEN, GroupEffect, GroupLeader, SendUp, peer_of
+from lighthouse import codec
+from lighthouse.client import Connection
+from lighthouse.config import Timeouts
+from lighthouse.errors import ProtocolError
+from lighthouse.messages import Join, Message, Refused, Request, RoomKey
+from lighthouse.routes import Routes
+from lighthouse.sockets import ACCEPTED, DISCONNECTED, close, open_router, read_monitor
+
+log = logging.getLogger("ft_core")
+
+_managers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Where the leader listens, and the id of the replica group's present life."""
+
+    address: str
+    replica_id: str
+
+
+class GroupServer:
+    """The leader's thread. `address` is where the ranks connect.
+
+    Args:
+        group_world_size: how many ranks.
+        host: IP address to listen on.
+        lighthouse, replica_id, timeouts: as for a `Connection`.
+    """
+
+    def __init__(
+        self, group_world_size: int, *, host: str, lighthouse: str, replica_id: str,
+        timeouts: Timeouts,
+    ) -> None:  # fmt: skip
+        self._machine = GroupLeader(group_world_size)
+        self._size = group_world_size
+        self._timeouts = timeouts
+        self._lighthouse = lighthouse
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._router, self._monitor = open_router(self._context, f"tcp://{host}:0", timeouts)
+        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._upstream = Connection(
+            lighthouse, identity=replica_id.encode(), timeouts=timeouts, context=self._context
+        )
+        self._routes = Routes()
+        self._last_up: Request | None = None
+        self._room = RoomKey()
+        self._away_since: float | None = time.monotonic()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="ft-group", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; what was said to ranks and lighthouse gets a second to leave. Any thread."""
+        self._wake_write.close()
+        self._thread.join()
+        self._context.term()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        sockets = (self._router, self._monitor, *self._upstream.sockets)
+        for each in sockets:
+            poller.register(each, zmq.POLLIN)
+        poller.register(self._wake_read.fileno(), zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll(self._sleep_ms()))
+                now = time.monotonic()
+                self._take_requests(now)
+                if self._wake_read.fileno() in ready:
+                    return  # after the last requests: among them is the goodbye
+                self._take_replies(now)
+                for peer in self._routes.take_lost(True, now):
+                    self._apply(self._machine.disconnected(peer, now))
+                self._look_at_lighthouse(now)
+        except Exception:
+            log.exception("fault tolerance: the replica group's leader failed")
+        finally:
+            close(self._router, self._monitor, linger_ms=1_000)
+            self._upstream.close(linger_s=1.0)
+            self._wake_read.close()
+
+    def _sleep_ms(self) -> int | None:
+        if self._away_since is None:
+            return None
+        left_s = self._away_since + self._timeouts.connect_timeout_s - time.monotonic()
+        return max(0, round(left_s * 1000) + 1)
+
+    def _take_requests(self, now: float) -> None:
+        self._take_monitor(now)
+        while True:
+            try:
+                peer = self._router.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            descriptor = frame.get(zmq.SRCFD)
+            if self._routes.fd_of.get(peer) != descriptor:
+                self._take_monitor(now)
+                self._routes.attribute(peer, descriptor, now)
+            while frame.more:
+                frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            try:
+                message = codec.decode(frame.buffer)
+            except ProtocolError as error:
+                log.warning("replica group: dropped a frame that is no message: %s", error)
+                continue
+            if isinstance(message, Join):
+                self._room = message.room
+            self._apply(self._machine.handle(peer, message, now))  # type: ignore[arg-type]
+
+    def _take_monitor(self, now: float) -> None:
+        while (event := read_monitor(self._monitor)) is not None:
+            kind, descriptor = event
+            if kind == ACCEPTED:
+                self._routes.accepted(descriptor)
+            elif kind == DISCONNECTED:
+                self._routes.closed(descriptor, now)
+
+    def _take_replies(self, now: float) -> None:
+        for event in self._upstream.events():
+            if event == "connected":
+                self._away_since = None
+                if self._last_up is not None:
+                    self._upstream.send(self._last_up)  # it may have been lost with the link
+            else:
+                self._away_since = now
+        for message in self._upstream.receive():
+            self._apply(self._machine.from_lighthouse(message, now))  # type: ignore[arg-type]
+
+    def _look_at_lighthouse(self, now: float) -> None:
+        limit_s = self._timeouts.connect_timeout_s
+        if self._away_since is not None and now >= self._away_since + limit_s:
+            self._away_since = None
+            reason = f"{BROKEN}no lighthouse at {self._lighthouse} for {limit_s:g} s"
+            self._send((peer_of(r) for r in range(self._size)), Refused(self._room, reason))
+
+    def _apply(self, effects: Sequence[GroupEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, SendUp):
+                self._last_up = effect.message
+                self._upstream.send(effect.message)
+            else:
+                self._send(effect.peers, effect.message)
+
+    def _send(self, peers: Iterable[bytes], message: Message) -> None:
+        data = codec.encode(message)
+        for peer in peers:
+            try:
+                self._router.send_multipart([peer, data], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                pass  # a rank that is not there yet asks again; one that is gone is noticed
+
+
+class GroupLink:
+    """A rank's end: a `Connection` to the leader whose loss is the end of the group."""
+
+    def __init__(self, leader: Leader, rank: int, timeouts: Timeouts, context: Any) -> None:
+        self._connection = Connection(
+            leader.address, identity=peer_of(rank), timeouts=timeouts, context=context
+        )
+        self.sockets = self._connection.sockets
+        self._lost = False
+
+    def send(self, message: Request, /) -> bool:
+        return self._connection.send(message)
+
+    def receive(self) -> list[Message]:
+        """As `Connection.receive`; the last message is a `Refused` if the leader is gone."""
+        messages = self._connection.receive()
+        if self._lost:
+            self._lost = False
+            messages.append(Refused(RoomKey(), f"{BROKEN}its leader (rank 0) is gone; this rank "
+                                    "ends so that the launcher can restart the group"))  # fmt: skip
+        return messages
+
+    def events(self) -> Sequence[str]:
+        events = self._connection.events()
+        self._lost = self._lost or "disconnected" in events
+        return events
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        self._connection.close(linger_s=linger_s)
+
+
+# ---------------------------------------------------------------- the rendezvous
+
+
+def announce_leader(store_addr: str, store_port: int, leader: Leader, timeout_s: float) -> None:
+    """Rank 0: let the other ranks find the leader. Raises ValueError, or as the store does."""
+    store = _store(store_addr, store_port, timeout_s)
+    store.set(_key(), msgpack.packb([leader.address, leader.replica_id]))
+
+
+def find_leader(store_addr: str, store_port: int, timeout_s: float) -> Leader:
+    """Other ranks: wait for the leader. Raises ValueError, or as the store does."""
+    store = _store(store_addr, store_port, timeout_s)
+    address, replica_id = msgpack.unpackb(store.get(_key()))
+    return Leader(address, replica_id)
+
+
+def _store(store_addr: str, store_port: int, timeout_s: float) -> Any:
+    if not store_addr or not store_port:
+        raise ValueError(
+            "a replica group of several ranks needs its rendezvous store: set MASTER_ADDR and "
+            "MASTER_PORT (torchrun does) or pass store_addr and store_port"
+        )
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(store_addr, store_port, None, False, timeout)
+
+
+def _key() -> str:
+    """One key a manager and life: a second manager in the same processes must not find the first,
+    nor a restarted group what its predecessor left in torchelastic's store."""
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"ft_core/leader/{life}/{next(_managers)}"

@@ -1,0 +1,147 @@
+"""Where a heal's bytes go on the target: its own tensors where they fit, new memory elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ft_core.heal.checksum import checksum
+from ft_core.heal.errors import HealError
+from ft_core.heal.layout import Chunk
+from ft_core.heal.pack import Manifest, byte_view
+from ft_core.heal.samehost import advise_huge_pages
+
+_STAGING_SLOTS = 3
+
+
+class _DeviceSegment:
+    """A tensor on a device: chunks pass through pinned host memory, copied on a stream of its own.
+
+    A slot is written again only after its copy has ended. No GPU was at hand when this was
+    written: it follows the documented semantics of streams and events and is not measured.
+    """
+
+    def __init__(self, tensor: torch.Tensor, slots: list[torch.Tensor], stream: Any) -> None:
+        self._bytes = byte_view(tensor)
+        self._slots = slots
+        self._events: list[Any] = [None] * len(slots)
+        self._stream = stream
+        self._next = 0
+
+    def slot(self, nbytes: int) -> torch.Tensor:
+        event = self._events[self._next]
+        if event is not None:
+            event.synchronize()
+        return self._slots[self._next][:nbytes]
+
+    def commit(self, chunk: Chunk) -> None:
+        with torch.cuda.stream(self._stream):
+            target = self._bytes[chunk.offset : chunk.offset + chunk.nbytes]
+            target.copy_(self._slots[self._next][: chunk.nbytes], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self._events[self._next] = event
+        self._next = (self._next + 1) % len(self._slots)
+
+
+class Receiver:
+    """Memory for all segments of one manifest. One thread."""
+
+    def __init__(self, manifest: Manifest, into: Any, chunk_bytes: int) -> None:
+        self._manifest = manifest
+        self._into = into
+        self._chunk_bytes = chunk_bytes
+        self._scratch: torch.Tensor | None = None
+        self._places = manifest.match(into)
+        self._tensors: list[torch.Tensor | None] = list(self._places.direct)
+        self._streams: dict[torch.device, Any] = {}
+        self._host: dict[int, torch.Tensor] = {}
+        self._device: dict[int, _DeviceSegment] = {}
+        try:
+            self._make_room()
+        except (RuntimeError, MemoryError) as error:
+            raise HealError(
+                f"No memory for a state of {manifest.layout.total_bytes} bytes: {error}."
+            ) from error
+
+    def _make_room(self) -> None:
+        layout = self._manifest.layout
+        self._host[0] = torch.empty(layout.segment_bytes[0], dtype=torch.uint8)
+        for index, (spec, place) in enumerate(zip(self._manifest.specs, layout.places, strict=True)):
+            if place.segment == 0:
+                continue
+            tensor = self._tensors[index]
+            if tensor is None:
+                tensor = torch.empty(spec.shape, dtype=spec.dtype)
+                advise_huge_pages(tensor.data_ptr(), place.nbytes)
+                self._tensors[index] = tensor
+            if tensor.device.type == "cpu":
+                self._host[place.segment] = byte_view(tensor)
+            else:
+                self._device[place.segment] = self._staged(tensor)
+
+    def _staged(self, tensor: torch.Tensor) -> _DeviceSegment:
+        if tensor.device.type != "cuda":
+            raise HealError(
+                f"into= holds a tensor on {tensor.device}; only CPU and CUDA can be healed in "
+                "place, pass into=None and load the result."
+            )
+        if tensor.device not in self._streams:
+            slots = [
+                torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=True)
+                for _ in range(_STAGING_SLOTS)
+            ]
+            stream = torch.cuda.Stream(tensor.device)
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            self._streams[tensor.device] = (stream, slots)
+        stream, slots = self._streams[tensor.device]
+        return _DeviceSegment(tensor, slots, stream)
+
+    def slot(self, chunk: Chunk) -> torch.Tensor:
+        """Host memory (uint8, 1-D, chunk.nbytes long) to receive this chunk into."""
+        if chunk.segment in self._device:
+            return self._device[chunk.segment].slot(chunk.nbytes)
+        return self._host[chunk.segment][chunk.offset : chunk.offset + chunk.nbytes]
+
+    def scratch(self) -> torch.Tensor:
+        """Host memory for bytes that are not wanted."""
+        if self._scratch is None:
+            self._scratch = torch.empty(self._chunk_bytes, dtype=torch.uint8)
+        return self._scratch
+
+    def accept(self, chunk: Chunk, slot: torch.Tensor, expected: bytes) -> bool:
+        """Check what was received into the slot; if it is right, it is in its place after this."""
+        if checksum(slot) != expected:
+            return False
+        if chunk.segment in self._device:
+            self._device[chunk.segment].commit(chunk)
+        return True
+
+    def finish(self, *, allow_objects: bool) -> Any:
+        """The tree, once every chunk was accepted."""
+        layout = self._manifest.layout
+        for stream, _ in self._streams.values():
+            stream.synchronize()
+        pool = self._host[0]
+        for index, (spec, place) in enumerate(zip(self._manifest.specs, layout.places, strict=True)):
+            if place.segment != 0:
+                continue
+            raw = pool[place.offset : place.offset + place.nbytes]
+            target = self._tensors[index]
+            if target is None:
+                target = torch.empty(spec.shape, dtype=spec.dtype)
+                self._tensors[index] = target
+            if place.nbytes:
+                byte_view(target).copy_(raw)
+        tensors = [tensor for tensor in self._tensors if tensor is not None]
+        return self._manifest.build(
+            tensors, self._places, self._into, allow_objects=allow_objects
+        )
+
+
+def as_memory(tensor: torch.Tensor) -> memoryview:
+    """The memory of a uint8 host tensor, writable."""
+    array: np.ndarray[Any, np.dtype[np.uint8]] = tensor.numpy()
+    return memoryview(array)

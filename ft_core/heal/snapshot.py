@@ -1,0 +1,236 @@
+"""A published version of a state on its source: the bytes, whose memory they are, their checksums.
+
+Memory comes from an Arena, one mapping with huge pages that is kept between heals: the second
+snapshot costs a memcpy and no page faults. A mapping with frames still in ZeroMQ's queues (a slow
+reader) is never written again; the next snapshot takes another one, and the old is freed by its
+last reference.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+import zmq
+
+from ft_core.heal.checksum import checksum
+from ft_core.heal.errors import HealError
+from ft_core.heal.layout import Chunk, align
+from ft_core.heal.pack import Manifest, byte_view, pack
+from ft_core.heal.types import HealKey
+from ft_core.heal.wire import MAX_MANIFEST_BYTES
+
+_HUGE_PAGE = 2 << 20
+
+
+class Loan:
+    """Bytes on their way through ZeroMQ. `done` may be read by any thread."""
+
+    def __init__(self) -> None:
+        self._settled = False
+        self._tracker: zmq.MessageTracker | None = None
+
+    def settle(self, tracker: zmq.MessageTracker | None) -> None:
+        """The send was made, and this tells when it is over; None: it was not made."""
+        self._tracker = tracker
+        self._settled = True
+
+    @property
+    def done(self) -> bool:
+        return self._settled and (self._tracker is None or self._tracker.done)
+
+
+class Buffer:
+    """One reusable block of host memory; `lent` are the frames that may still read it."""
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self.nbytes = max(_HUGE_PAGE, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE)
+        self.pinned = pinned
+        self.lent: deque[Loan] = deque()
+        if pinned:
+            self.data = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        else:
+            mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            self.data = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def idle(self) -> bool:
+        """Whether nothing of it is still to be sent."""
+        while self.lent and self.lent[0].done:
+            self.lent.popleft()
+        return not self.lent
+
+
+class Arena:
+    """Keeps at most one idle buffer. Not thread-safe: the publishing thread only."""
+
+    def __init__(self) -> None:
+        self._spare: list[Buffer] = []
+
+    def take(self, nbytes: int, *, pinned: bool = False) -> Buffer:
+        """A buffer of at least `nbytes`, reused if one fits without wasting half of it."""
+        for buffer in self._spare:
+            fits = nbytes <= buffer.nbytes and buffer.nbytes <= 2 * max(nbytes, _HUGE_PAGE)
+            if fits and buffer.pinned == pinned and buffer.idle():
+                self._spare.remove(buffer)
+                return buffer
+        self._spare.clear()
+        return Buffer(nbytes, pinned=pinned)
+
+    def give(self, buffer: Buffer) -> None:
+        """Keep a buffer for the next snapshot; the one kept before is let go."""
+        self._spare = [buffer]
+
+    def clear(self) -> None:
+        """Free what is kept."""
+        self._spare.clear()
+
+
+class Publication:
+    """One version being served. Made and frozen by the training thread, read by the server's.
+
+    `live` segments are the trainer's own memory: they are read only with `lock` held, which freeze
+    takes as well, and held no longer than one chunk's memcpy. All other segments never change.
+    """
+
+    def __init__(
+        self, key: HealKey, tree: Any, arena: Arena, *, copy: bool, allow_objects: bool
+    ) -> None:
+        self.key = key
+        self.lock = threading.Lock()
+        self.closed = False  # no longer served; set with `lock` held
+        self.manifest, tensors = pack(tree, allow_objects)
+        if len(self.manifest) > MAX_MANIFEST_BYTES:
+            raise HealError(
+                f"The state's structure alone takes {len(self.manifest)} bytes (limit "
+                f"{MAX_MANIFEST_BYTES}); keep large data in tensors."
+            )
+        parsed = Manifest(self.manifest)
+        self.layout = parsed.layout
+        self.layout_digest = parsed.layout_digest
+        self.live: set[int] = set()
+        self._arena = arena
+        self._buffers: list[Buffer] = []
+        self._segments: list[torch.Tensor | None] = [None] * len(self.layout.segment_bytes)
+        self._sums: dict[Chunk, bytes] = {}
+        self._fill(tensors, copy)
+
+    def _fill(self, tensors: list[torch.Tensor], copy: bool) -> None:
+        on_device = any(t.device.type != "cpu" for t in tensors)
+        owned = [0]
+        for tensor, place in zip(tensors, self.layout.places, strict=True):
+            if place.segment == 0:
+                continue
+            if copy or tensor.device.type != "cpu" or not tensor.is_contiguous():
+                owned.append(place.segment)
+            else:
+                self._segments[place.segment] = byte_view(tensor)
+                self.live.add(place.segment)
+        self._take_memory(owned, pinned=on_device)
+        for tensor, place in zip(tensors, self.layout.places, strict=True):
+            if place.nbytes and place.segment not in self.live:
+                segment = self._segments[place.segment]
+                assert segment is not None
+                _copy_bytes(segment[place.offset : place.offset + place.nbytes], tensor)
+        if on_device:
+            for device in {t.device for t in tensors if t.device.type == "cuda"}:
+                torch.cuda.synchronize(device)
+
+    def _take_memory(self, segments: list[int], *, pinned: bool = False) -> None:
+        """One buffer for all of these segments."""
+        sizes = [self.layout.segment_bytes[segment] for segment in segments]
+        buffer = self._arena.take(sum(align(size) for size in sizes), pinned=pinned)
+        self._buffers.append(buffer)
+        offset = 0
+        for segment, size in zip(segments, sizes, strict=True):
+            self._segments[segment] = buffer.data[offset : offset + size]
+            offset += align(size)
+
+    def freeze(self, needed: set[int]) -> None:
+        """Copy the live segments in `needed`, let go of the other live ones. Training thread."""
+        with self.lock:
+            old = {segment: self._segments[segment] for segment in self.live}
+            keep = sorted(self.live & needed)
+            for segment in self.live:
+                self._segments[segment] = None
+            if keep:
+                self._take_memory(keep)
+            for segment in keep:
+                new, source = self._segments[segment], old[segment]
+                assert new is not None and source is not None
+                _copy_bytes(new, source)
+            self.live.clear()
+
+    def close(self) -> None:
+        """Stop serving; hand the largest buffer back for reuse. Training thread."""
+        with self.lock:
+            self.closed = True
+            self._segments = [None] * len(self._segments)
+            self.live.clear()
+            buffers, self._buffers = self._buffers, []
+        for buffer in sorted(buffers, key=lambda b: b.nbytes)[-1:]:
+            self._arena.give(buffer)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Memory address of every segment in this process, 0 where it has none."""
+        with self.lock:
+            return tuple(0 if s is None else s.data_ptr() for s in self._segments)
+
+    def checksum_of(self, chunk: Chunk) -> bytes | None:
+        """The chunk's checksum, None if its bytes are gone. Server thread."""
+        known = self._sums.get(chunk)
+        if known is not None:
+            return known
+        with self.lock:
+            segment = self._segments[chunk.segment]
+            if segment is None:
+                return None
+            data = segment[chunk.offset : chunk.offset + chunk.nbytes]
+            live = chunk.segment in self.live
+            if live:
+                self._sums[chunk] = checksum(data)
+        if not live:  # this memory is overwritten only after `closed`, which callers look at
+            self._sums[chunk] = checksum(data)
+        return self._sums[chunk]
+
+    def lend(self, chunk: Chunk) -> tuple[memoryview, Loan] | None:
+        """The chunk's bytes for a zero-copy send, and the loan to settle after it; live memory is
+        copied first, so that ZeroMQ never reads what the trainer may change. None: the bytes are
+        gone. Server thread."""
+        loan = Loan()
+        with self.lock:
+            segment = self._segments[chunk.segment]
+            if segment is None or self.closed:
+                return None
+            data = segment[chunk.offset : chunk.offset + chunk.nbytes]
+            if chunk.segment not in self.live:
+                owner = next(b for b in self._buffers if _inside(b.data, data))
+                owner.idle()  # forget what is sent
+                owner.lent.append(loan)  # before `lock` is free: close may hand the buffer on
+                return memoryview(data.numpy()), loan
+            staged = np.empty(chunk.nbytes, dtype=np.uint8)
+            np.copyto(staged, data.numpy())
+        return memoryview(staged), loan
+
+    def complete(self) -> bool:
+        """Whether every byte is there and independent of the trainer's memory."""
+        return not self.closed and not self.live and None not in self._segments
+
+
+def _inside(buffer: torch.Tensor, data: torch.Tensor) -> bool:
+    return 0 <= data.data_ptr() - buffer.data_ptr() < buffer.numel()
+
+
+def _copy_bytes(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Fill `target` (uint8, contiguous) with the bytes of `tensor`, row-major."""
+    with torch.no_grad():
+        if tensor.is_contiguous():
+            target.copy_(byte_view(tensor), non_blocking=True)
+        else:
+            view = target.view(tensor.dtype) if tensor.dtype != torch.uint8 else target
+            view.view(tensor.shape).copy_(tensor, non_blocking=True)

@@ -1,0 +1,127 @@
+"""Lightning's side of `devices=N`: N replica groups on this machine under one supervisor.
+
+Each replica group runs the user's script from its first line, as under `torchrun`; code that
+follows `fit` runs in each of them, and not in the supervisor, which ends when they have ended.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ft_lightning.scope import child_environment
+from ft_lightning.supervisor import die_with, supervise
+
+
+class SupervisorLauncher:
+    """What the Trainer calls instead of its run. Quacks like Lightning's `_Launcher`.
+
+    `lighthouse`: address of one that is there; None: TORCHFT_LIGHTHOUSE, else one is embedded.
+    """
+
+    is_interactive_compatible = False
+
+    def __init__(
+        self,
+        *,
+        num_groups: int,
+        min_replicas: int,
+        timeout_s: float,
+        lighthouse: str | None,
+        max_restarts: int,
+    ) -> None:
+        self._num_groups = num_groups
+        self._min_replicas = min_replicas
+        self._timeout_s = timeout_s
+        self._lighthouse = lighthouse
+        self._max_restarts = max_restarts
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run the script's replica groups to their end, then end this process. Never returns.
+
+        Raises RuntimeError if there is no script to run.
+        """
+        command = script_command(self._num_groups)
+        server = None
+        address = self._lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
+        if not address:
+            server = self._serve()
+            address = server.address()
+
+        def environment(index: int, restarts: int) -> dict[str, str]:
+            return child_environment(
+                os.environ,
+                index=index,
+                num_groups=self._num_groups,
+                lighthouse=address,
+                supervisor_pid=os.getpid(),
+                restarts=restarts,
+            )
+
+        try:
+            code = supervise(
+                command,
+                environment,
+                count=self._num_groups,
+                min_alive=self._min_replicas,
+                max_restarts=self._max_restarts,
+            )
+        finally:
+            if server is not None:
+                server.shutdown()
+        # SystemExit would run the Trainer's exception hooks, which may save what was not trained.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def kill(self, signum: int) -> None:
+        """Called by Lightning when it is told to end; the supervisor passes signals on itself."""
+
+    def _serve(self) -> Any:
+        from lighthouse import LighthouseConfig, LighthouseServer
+        from lighthouse.config import Timeouts
+
+        return LighthouseServer(
+            config=LighthouseConfig(
+                min_replicas=self._min_replicas,
+                expected_replicas=self._num_groups,
+                timeouts=Timeouts.derive(self._timeout_s),
+            )
+        )
+
+
+def script_command(num_groups: int) -> list[str]:
+    """The command that runs this script again. Raises RuntimeError if there is no script."""
+    import __main__
+
+    spec = getattr(__main__, "__spec__", None)
+    path = os.path.abspath(sys.argv[0]) if sys.argv else ""
+    test_runner = "PYTEST_CURRENT_TEST" in os.environ or (
+        spec is not None and spec.name.partition(".")[0] in ("pytest", "unittest")
+    )
+    runnable = hasattr(__main__, "__file__") and (spec is not None or os.path.isfile(path))
+    if test_runner or not runnable:
+        raise RuntimeError(
+            f"devices={num_groups} starts {num_groups} processes that run your script again, and "
+            "there is none to run (a notebook, a test runner or `python -c`): put the training "
+            "into a script, or start the processes yourself with REPLICA_GROUP_ID, "
+            "NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE set"
+        )
+    if spec is None:
+        return [sys.executable, path, *sys.argv[1:]]
+    name = spec.name.removesuffix(".__main__")
+    assert importlib.util.find_spec(name) is not None
+    return [sys.executable, "-m", name, *sys.argv[1:]]
+
+
+def die_with_supervisor(supervisor_pid: int) -> None:
+    """For a supervised process; 0: it is not one."""
+    if supervisor_pid:
+        die_with(supervisor_pid)

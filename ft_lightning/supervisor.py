@@ -1,0 +1,254 @@
+"""One process a replica group on this machine, each started again when it dies.
+
+The supervisor trains nothing: it holds the lighthouse and waits for its children. It does not
+poll: a thread a child waits for its end, signals arrive as events, and the main thread sleeps
+until an event or the next restart is due. Children end with the supervisor (`die_with`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+log = logging.getLogger("ft_lightning")
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+STOP_TIMEOUT_S = 30.0
+_PR_SET_PDEATHSIG = 1
+
+Environment = Callable[[int, int], dict[str, str]]
+
+
+@dataclass(slots=True)
+class Child:
+    """One replica group's process, and those before it."""
+
+    index: int
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    restart_at: float | None = None
+    exit_code: int | None = None
+    """Of the last process that ended; as Popen's: negative for a signal."""
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    index: int
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Signalled:
+    number: int
+
+
+@dataclass(slots=True)
+class Policy:
+    """What follows the end of a child. PURE: times are given, nothing is started here.
+
+    Attributes:
+        max_restarts: of each child.
+        min_alive: with fewer children that run or will run, the rest cannot go on.
+    """
+
+    max_restarts: int
+    min_alive: int
+    children: list[Child] = field(default_factory=list)
+
+    def ended(self, child: Child, exit_code: int, now: float) -> str:
+        """Book the end of a child's process; returns why it is (not) started again."""
+        child.process, child.exit_code = None, exit_code
+        how = _how(exit_code)
+        if exit_code == 0:
+            return f"replica group {child.index} has finished"
+        if any(c.exit_code == 0 and not c.running for c in self.children):
+            return (
+                f"replica group {child.index} {how}; it is not started again, since another has "
+                "finished and would not be there to heal from"
+            )
+        if exit_code > 0 and not any(c.running for c in self.children):
+            for other in self.children:
+                other.restart_at = None
+            return (
+                f"replica group {child.index} {how} and no other is alive: an error of the "
+                "script, so nothing is started again"
+            )
+        if child.restarts >= self.max_restarts:
+            return (
+                f"replica group {child.index} {how}; it is given up after "
+                f"{self.max_restarts} restarts"
+            )
+        pause_s = min(FIRST_PAUSE_S * 2**child.restarts, LONGEST_PAUSE_S)
+        child.restart_at = now + pause_s
+        return f"replica group {child.index} {how}; it is started again in {pause_s:g} s"
+
+    def due(self, now: float) -> list[Child]:
+        """Children to start now."""
+        due = [c for c in self.children if c.restart_at is not None and now >= c.restart_at]
+        for child in due:
+            child.restart_at = None
+            child.restarts += 1
+        return due
+
+    def next_due(self) -> float | None:
+        """When `due` has something, or None."""
+        return min((c.restart_at for c in self.children if c.restart_at is not None), default=None)
+
+    def over(self) -> bool:
+        """Nothing runs and nothing will."""
+        return not any(c.running or c.restart_at is not None for c in self.children)
+
+    def stuck(self) -> bool:
+        """Too few are left to go on, and none has finished."""
+        alive = sum(c.running or c.restart_at is not None for c in self.children)
+        finished = any(c.exit_code == 0 and not c.running for c in self.children)
+        return 0 < alive < self.min_alive and not finished
+
+    def exit_code(self) -> int:
+        """The supervisor's own: 0 if the training came to its end and no script failed.
+
+        A process that was killed when others had finished has lost nothing.
+        """
+        codes = [c.exit_code or 0 for c in self.children]
+        failed = [code for code in codes if code > 0]
+        if failed:
+            return failed[0]
+        if any(code == 0 for code in codes):
+            return 0
+        return 128 - codes[0]
+
+
+def supervise(
+    command: Sequence[str],
+    environment: Environment,
+    *,
+    count: int,
+    min_alive: int,
+    max_restarts: int,
+    cwd: str | None = None,
+) -> int:
+    """Run `count` processes of `command` until all have ended; returns this process's exit code.
+
+    `environment(index, restarts)` gives a child's environment. SIGINT and SIGTERM are passed on;
+    children that have not ended `STOP_TIMEOUT_S` later are killed. Main thread only.
+    """
+    events: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
+    policy = Policy(max_restarts, min_alive, [Child(i) for i in range(count)])
+
+    def start(child: Child) -> None:
+        # A group of their own: the terminal's Ctrl-C reaches them through us, and once.
+        child.process = subprocess.Popen(
+            command, env=environment(child.index, child.restarts), cwd=cwd, process_group=0
+        )
+        waiter = threading.Thread(
+            target=_wait, args=(child.index, child.process, events), daemon=True
+        )
+        waiter.start()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        events.put(_Signalled(number))
+
+    handlers = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for child in policy.children:
+            start(child)
+        return _loop(policy, events, start)
+    finally:
+        _signal_all(policy, signal.SIGKILL)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _loop(
+    policy: Policy,
+    events: queue.SimpleQueue[_Ended | _Signalled],
+    start: Callable[[Child], None],
+) -> int:
+    stopped_by: int | None = None
+    kill_at: float | None = None
+    while not policy.over():
+        wake_at = kill_at if stopped_by is not None else policy.next_due()
+        try:
+            wait_s = None if wake_at is None else max(0.0, wake_at - time.monotonic())
+            event = events.get(timeout=wait_s)
+        except queue.Empty:
+            if stopped_by is not None:
+                _signal_all(policy, signal.SIGKILL)
+                kill_at = None
+            else:
+                for child in policy.due(time.monotonic()):
+                    start(child)
+            continue
+        if isinstance(event, _Signalled):
+            stopped_by = event.number
+            kill_at = time.monotonic() + STOP_TIMEOUT_S
+            _signal_all(policy, event.number)
+            for child in policy.children:
+                child.restart_at = None
+            continue
+        child = policy.children[event.index]
+        if stopped_by is not None:
+            child.process, child.exit_code = None, event.exit_code
+            continue
+        _say(policy.ended(child, event.exit_code, time.monotonic()))
+        if policy.stuck():
+            _say(f"fewer than min_replicas={policy.min_alive} replica groups are left: stopping")
+            stopped_by, kill_at = signal.SIGTERM, time.monotonic() + STOP_TIMEOUT_S
+            _signal_all(policy, signal.SIGTERM)
+            for other in policy.children:
+                other.restart_at = None
+    if stopped_by is not None:
+        return policy.exit_code() or 128 + stopped_by
+    return policy.exit_code()
+
+
+def die_with(parent_pid: int) -> None:
+    """End this process at once when its parent ends, also if that is killed. Linux; else nothing.
+
+    Exits if the parent is gone already.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _wait(
+    index: int, process: subprocess.Popen[bytes], events: queue.SimpleQueue[_Ended | _Signalled]
+) -> None:
+    events.put(_Ended(index, process.wait()))
+
+
+def _signal_all(policy: Policy, number: int) -> None:
+    for child in policy.children:
+        if child.process is not None:
+            child.process.send_signal(number)
+
+
+def _how(exit_code: int) -> str:
+    if exit_code < 0:
+        try:
+            return f"was killed by {signal.Signals(-exit_code).name}"
+        except ValueError:
+            return f"was killed by signal {-exit_code}"
+    return f"failed with exit code {exit_code}"
+
+
+def _say(text: str) -> None:
+    print(f"ft_lightning: {text}", file=sys.stderr, flush=True)

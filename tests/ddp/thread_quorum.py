@@ -1,0 +1,132 @@
+"""A quorum of threads in this process: what a Manager promises, without lighthouse or sockets.
+
+For tests that need a step discarded at a chosen point. Its own tests are in test_thread_quorum.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.futures import Future
+
+from ft_core.telemetry import COMMIT, DISCARD, Telemetry
+
+
+class ThreadQuorum:
+    """`size` members that meet in every allreduce and vote."""
+
+    def __init__(self, size: int, *, silent: tuple[int, ...] = ()) -> None:
+        self.size = size
+        self.silent = silent
+        """Ranks that contribute nothing."""
+        self.lock = threading.Lock()
+        self.open: dict[tuple[int, int], list[tuple[Tensor, Future[Tensor]] | None]] = {}
+        self.ballots: dict[int, list[bool]] = {}
+        self.voted = threading.Condition(self.lock)
+        self.members = [ThreadManager(self, rank) for rank in range(size)]
+
+    @property
+    def participants(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in self.silent]
+
+    def run(self, work: Callable[[ThreadManager], Any]) -> list[Any]:
+        """`work(manager)` in one thread a member; results by rank. Raises what one raised."""
+        with ThreadPoolExecutor(self.size) as pool:
+            return [f.result(timeout=60) for f in [pool.submit(work, m) for m in self.members]]
+
+
+class ThreadManager:
+    """One member: the part of Manager's surface that DDP and the optimizer stand on."""
+
+    def __init__(self, quorum: ThreadQuorum, rank: int) -> None:
+        self.quorum, self.rank = quorum, rank
+        self.telemetry = Telemetry()
+        self.schema: dict[str, str] = {}
+        self.state_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
+        self.attempts = self.step = 0
+        self.sizes: list[int] = []
+        """Elements in each allreduce of the attempt, in order."""
+        self.scheduled_heal: Any = None
+        """State that is loaded with the next vote."""
+        self._error: Exception | None = None
+        self._pinned_at: float | None = None
+        self._pending: list[Future[Tensor]] = []
+        self._session = None
+
+    def register_schema(self, key: str, text: str) -> None:
+        self.schema[key] = text
+
+    def register_state_dict_fn(
+        self, key: str, load: Callable[[Any], None], save: Callable[[], Any]
+    ) -> None:
+        self.state_fns[key] = (load, save)
+
+    def state(self) -> dict[str, Any]:
+        return {key: save() for key, (_, save) in self.state_fns.items()}
+
+    def start_quorum(self) -> None:
+        self.attempts += 1
+        self._error = self._pinned_at = None
+        self.sizes, self._pending = [], []
+
+    def participating_rank(self) -> int | None:
+        able = self.quorum.participants
+        return able.index(self.rank) if self.rank in able else None
+
+    def errored(self) -> Exception | None:
+        return self._error
+
+    def report_error(self, e: Exception) -> None:
+        self._error = self._error or e
+
+    def allreduce(
+        self, tensor: Tensor, reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG
+    ) -> Future[Tensor]:
+        quorum = self.quorum
+        if reduce_op == ReduceOp.AVG:
+            tensor.mul_(1 / len(quorum.participants))
+        if self.rank in quorum.silent:
+            tensor.zero_()
+        key = (self.attempts, len(self.sizes))
+        self.sizes.append(tensor.numel())
+        self._pinned_at = 0.0
+        future: Future[Tensor] = Future()
+        with quorum.lock:
+            slots = quorum.open.setdefault(key, [None] * quorum.size)
+            slots[self.rank] = (tensor, future)
+            entries = [slot for slot in slots if slot is not None]
+            complete = len(entries) == quorum.size
+        if complete:
+            with torch.no_grad():
+                total = sum((t.clone() for t, _ in entries[1:]), entries[0][0].clone())
+                for member, _ in entries:
+                    member.copy_(total)
+            for member, done in entries:
+                done.set_result(member)
+        self._pending.append(future)
+        return future
+
+    def should_commit(self) -> bool:
+        quorum = self.quorum
+        for future in self._pending:
+            future.wait()
+        if self.scheduled_heal is not None:
+            for key, (load, _) in self.state_fns.items():
+                load(self.scheduled_heal[key])
+            self.scheduled_heal = None
+        with quorum.lock:
+            ballot = quorum.ballots.setdefault(self.attempts, [])
+            ballot.append(self._error is None)
+            quorum.voted.notify_all()
+            assert quorum.voted.wait_for(lambda: len(ballot) == quorum.size, timeout=30)
+        self._pinned_at = None
+        committed = all(ballot)
+        self.step += committed
+        self.telemetry.emit(COMMIT if committed else DISCARD)
+        return committed

@@ -1,0 +1,128 @@
+"""Starts Trainers in processes, reads what they logged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("worker.py")
+WAIT_S = 90.0
+
+Line = dict[str, Any]
+
+
+class Run:
+    """Trainers of one test; `log` is the folder that they write to."""
+
+    def __init__(self, log: Path, lighthouse: str, **options: Any) -> None:
+        self.log, self.lighthouse = log, lighthouse
+        self.options = {"log": str(log), **options}
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self, index: int | None = None, groups: int = 2, **env: str
+    ) -> subprocess.Popen[bytes]:
+        """Replica group `index` of `groups`; None: a plain start of the script."""
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("FT_", "TORCHFT_", "PL_", "REPLICA_", "NUM_REPLICA"))
+        }
+        if index is not None:
+            env = {"REPLICA_GROUP_ID": str(index), "NUM_REPLICA_GROUPS": str(groups), **env}
+            env["TORCHFT_LIGHTHOUSE"] = self.lighthouse
+        path = self.log / f"output.{len(self.processes)}"
+        with path.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(WORKER), json.dumps(self.options)],
+                env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.processes.append(process)
+        return process
+
+    def lines(self, name: int) -> list[Line]:
+        """What replica `name` logged so far, in order, over all its lives."""
+        path = self.log / f"{name}.steps"
+        if not path.exists():
+            return []
+        with contextlib.suppress(json.JSONDecodeError):
+            return [json.loads(text) for text in path.read_text().splitlines()]
+        return self.lines(name)  # a line was half written
+
+    def end(self, name: int) -> Line:
+        path = self.log / f"{name}.end"
+        assert path.exists(), f"replica {name} has not finished:\n{self.output()}"
+        result: Line = json.loads(path.read_text())
+        return result
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain for {what}:\n{self.output()}"
+            time.sleep(0.02)  # other processes' files announce nothing
+
+    def until_step(self, name: int, step: int) -> None:
+        self.until(
+            lambda: any(line["step"] >= step for line in self.lines(name)[-1:]),
+            f"step {step} of replica {name}",
+        )
+
+    def wait(self, *processes: subprocess.Popen[bytes], code: int = 0) -> None:
+        for process in processes:
+            try:
+                got = process.wait(WAIT_S)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"process does not end:\n{self.output()}") from None
+            assert got == code, f"exit code {got} instead of {code}:\n{self.output()}"
+
+    def output(self) -> str:
+        texts = []
+        for path in sorted(self.log.glob("output.*")):
+            texts.append(f"--- {path.name}\n{path.read_text()[-3000:]}")
+        return "\n".join(texts)
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+
+@contextlib.contextmanager
+def running(log: Path, lighthouse: str = "", **options: Any) -> Iterator[Run]:
+    """A run whose processes are gone at the end."""
+    log.mkdir(parents=True, exist_ok=True)
+    run = Run(log, lighthouse, **options)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+MUST_AGREE = (
+    "epoch", "batch_idx", "module_batch_idx", "last", "total", "digest", "lr", "schedulers",
+    "average", "steps", "manager_step",
+)  # fmt: skip
+
+
+def compare(a: list[Line], b: list[Line]) -> int:
+    """Assert that two replicas agree at every step that both logged; returns how many those are."""
+    by_step = {line["step"]: line for line in a}
+    common = [(by_step[line["step"]], line) for line in b if line["step"] in by_step]
+    for mine, other in common:
+        for key in MUST_AGREE:
+            assert mine[key] == other[key], (
+                f"step {mine['step']}: {key} is {mine[key]!r} and {other[key]!r}"
+            )
+    return len(common)

@@ -1,0 +1,131 @@
+"""Real Trainers in real processes: equal to stock DDP without faults, and equal to each other with.
+
+Runs take seconds each (importing Lightning alone takes some); each test reads as much as it can
+from one run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+from tests.lightning.harness import Line, compare, running
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+SAMPLES, BATCH = 152, 4
+BATCHES = SAMPLES // BATCH // 2  # of one of two replicas: 19, odd and prime on purpose
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    config = LighthouseConfig(timeouts=Timeouts.derive(20.0))
+    with LighthouseServer(config=config) as server:
+        yield server.address()
+
+
+def samples_of(lines: list[Line], epoch: int) -> list[int]:
+    return [round(x * 64) for line in lines if line["epoch"] == epoch for x in line["batch"]]
+
+
+def test_equals_stock_ddp_bit_for_bit_and_retries_discarded_steps(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    with running(tmp_path / "ddp", strategy="ddp", devices=2) as stock:
+        stock.wait(stock.start())
+    expected = [stock.lines(i) for i in (0, 1)]
+    inject = {"4": 0, "11": 1, "25": 1}
+    for name, faults in (("clean", {}), ("discards", inject)):
+        with running(tmp_path / name, lighthouse, inject=faults) as run:
+            run.wait(run.start(0), run.start(1))
+        assert compare(run.lines(0), run.lines(1)) == 2 * BATCHES
+        assert run.end(0)["digest"] == run.end(1)["digest"] == stock.end(0)["digest"]
+        for index in (0, 1):
+            lines = run.lines(index)
+            assert [line["step"] for line in lines] == list(range(1, 2 * BATCHES + 1))
+            for key in ("batch", "lr", "epoch", "batch_idx", "total"):
+                assert [x[key] for x in lines] == [x[key] for x in expected[index]], key
+            assert run.end(index)["world_size"] == 2
+            assert run.end(index)["rank"] == index
+        assert run.end(0)["leader"] != run.end(1)["leader"]
+
+
+def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path) -> None:
+    with running(tmp_path, devices=3, max_epochs=4, step_delay_s=0.15, checkpoints=True) as run:
+        main = run.start()
+        for index in range(3):
+            run.until_step(index, 3)
+        first = run.lines(1)[-1]["pid"]
+        os.kill(first, signal.SIGKILL)
+        run.until(lambda: run.lines(1)[-1]["pid"] != first, "the second life of replica 1")
+        run.wait(main)
+    lines = [run.lines(i) for i in range(3)]
+    healed = [line for line in lines[1] if line["pid"] != first]
+    assert healed[0]["step"] > 3
+    assert healed[0]["started"] == [healed[0]["epoch"], healed[0]["batch_idx"]]
+    assert compare(lines[0], lines[2]) == len(lines[0])
+    assert compare(lines[0], lines[1]) > len(healed) > 5
+    ends = [run.end(i) for i in range(3)]
+    assert len({end["digest"] for end in ends}) == 1
+    assert len({(end["step"], end["epoch"]) for end in ends}) == 1
+    assert sum(end["leader"] for end in ends) == 1
+    # While three take part nobody trains on another's samples, nor twice on one.
+    for epoch in range(4):
+        seen = [x for replica in lines for x in samples_of(replica, epoch)]
+        assert len(seen) - len(set(seen)) <= 1  # the shards are padded to equal length by one
+    saved = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert len(saved) == ends[0]["step"] // 10
+    assert "was killed by SIGKILL; it is started again" in run.output()
+
+
+def test_accumulation_skips_discarded_windows_and_heals_at_a_window(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    options = {"accumulate": 3, "max_epochs": 6, "step_delay_s": 0.1, "inject": {"2": 0, "9": 0}}
+    windows = -(-BATCHES // 3)
+    with running(tmp_path, lighthouse, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        run.until_step(1, 4)
+        one.kill()
+        one.wait()
+        again = run.start(1)
+        run.wait(zero, again)
+    lines = [run.lines(i) for i in (0, 1)]
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["step"] == run.end(1)["step"] == 6 * windows - 2
+    assert compare(*lines) > 10
+    healed = [line for line in lines[1] if line["pid"] == again.pid]
+    assert healed[0]["step"] > 4
+    assert all(line["step"] == line["manager_step"] for line in lines[0])
+
+
+def test_sigterm_leaves_without_a_discard(tmp_path: Path, lighthouse: str) -> None:
+    events = tmp_path / "events.jsonl"
+    with running(tmp_path, lighthouse, step_delay_s=0.05, max_epochs=3) as run:
+        zero = run.start(0, FT_EVENT_LOG=str(events))
+        one = run.start(1)
+        run.until_step(1, 5)
+        one.terminate()
+        run.wait(one, zero)
+    text = events.read_text()
+    assert '"discard"' not in text
+    assert '"commit"' in text
+    assert '"loss"' in text
+    last = run.lines(1)[-1]
+    assert last["step"] < run.end(0)["step"] == 3 * BATCHES
+    assert compare(*[run.lines(i) for i in (0, 1)]) >= 5
+    assert {line["participants"] for line in run.lines(0)} == {1, 2}
+
+
+def test_manual_optimization_skips_a_discarded_step(tmp_path: Path, lighthouse: str) -> None:
+    with running(tmp_path, lighthouse, manual=True, max_epochs=1, inject={"3": 1}) as run:
+        run.wait(run.start(0), run.start(1))
+    assert compare(run.lines(0), run.lines(1)) == BATCHES - 1
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["step"] == BATCHES - 1

@@ -1,0 +1,199 @@
+"""One process of a test: a real Trainer with a log of everything that must agree.
+
+    python tests/lightning/worker.py '{"log": "/dir", "strategy": "ft_ddp", ...}'
+
+Options (JSON): see `OPTIONS`. Each optimizer step appends one line to `<log>/<name>.steps`, the
+end of the fit writes `<log>/<name>.end`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ft_lightning
+
+OPTIONS: dict[str, Any] = {
+    "log": "",
+    "strategy": "ft_ddp",
+    "strategy_options": None,  # given: by object
+    "devices": 1,
+    "max_epochs": 2,
+    "samples": 152,
+    "batch_size": 4,
+    "accumulate": 1,
+    "step_delay_s": 0.0,
+    "seed": 7,
+    "inject": {},  # {"<global step>": replica index}: this replica reports an error once
+    "manual": False,
+    "checkpoints": False,
+}
+
+
+def digest(module: nn.Module) -> str:
+    total = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(module.state_dict().items()):
+        total.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+class Model(LightningModule):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+        self.automatic_optimization = not options["manual"]
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        self.injected: set[str] = set()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(self.options["step_delay_s"])
+        step = str(self.trainer.global_step)
+        if self.options["inject"].get(step) == self.global_rank and step not in self.injected:
+            self.injected.add(step)
+            self.trainer.strategy.manager.report_error(RuntimeError("injected"))
+        self.batch = [float(x) for x in batch[0][:, 0]]
+        self.batch_idx = batch_idx
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        if self.options["manual"]:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.options["manual"]:
+            return optimizer
+        step = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
+        epoch = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return [optimizer], [
+            {"scheduler": step, "interval": "step"},
+            {"scheduler": epoch, "interval": "epoch", "monitor": "val_loss"},
+        ]
+
+
+class Recorder(Callback):
+    """Has a state that a heal must bring along; writes a line a committed step."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        name = os.environ.get("REPLICA_GROUP_ID") or os.environ.get("LOCAL_RANK", "0")
+        self.path = Path(options["log"]) / f"{name}.steps"
+        self.average: Tensor | None = None
+        self.steps = 0
+        self.last_step = -1
+        self.started: list[tuple[int, int]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average, self.steps = state["average"], state["steps"]
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.started.append((trainer.current_epoch, batch_idx))
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        strategy = trainer.strategy
+        if trainer.global_step == self.last_step:
+            return
+        self.last_step = trainer.global_step
+        self.steps += 1
+        flat = torch.cat([p.detach().flatten() for p in module.parameters()])
+        self.average = flat if self.average is None else self.average * 0.9 + flat * 0.1
+        line = {
+            "pid": os.getpid(),
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "batch_idx": batch_idx,
+            "module_batch_idx": module.batch_idx,
+            "last": trainer.is_last_batch,
+            "total": trainer.fit_loop.total_batch_idx,
+            "digest": digest(module),
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "schedulers": [repr(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+            "average": float(self.average.double().sum()),
+            "steps": self.steps,
+            "batch": module.batch,
+            "started": self.started[-1],
+            "leader": trainer.is_global_zero,
+        }
+        if hasattr(strategy, "manager"):
+            line["manager_step"] = strategy.manager.current_step()
+            line["participants"] = strategy.num_participants
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def loaders(options: dict[str, Any]) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(options["samples"], 8, generator=generator)
+    images[:, 0] = torch.arange(options["samples"])  # every sample can be told by its number
+    images[:, 0] /= 64
+    labels = torch.randint(0, 3, (options["samples"],), generator=generator)
+    dataset = TensorDataset(images, labels)
+    return DataLoader(dataset, options["batch_size"], shuffle=True), DataLoader(dataset, 50)
+
+
+def run(options: dict[str, Any]) -> Trainer:
+    torch.set_num_threads(1)
+    seed_everything(options["seed"], verbose=False)
+    model = Model(options)
+    train, val = loaders(options)
+    recorder = Recorder(options)
+    callbacks: list[Any] = [recorder]
+    if options["checkpoints"]:
+        callbacks.append(
+            ModelCheckpoint(options["log"] + "/checkpoints", every_n_train_steps=10, save_top_k=-1)
+        )
+    strategy = options["strategy"]
+    if options["strategy_options"] is not None:
+        strategy = ft_lightning.FTDDPStrategy(**options["strategy_options"])
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=options["devices"],
+        max_epochs=options["max_epochs"],
+        accumulate_grad_batches=options["accumulate"],
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=options["checkpoints"],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=1,
+    )
+    trainer.fit(model, train, val)
+    end = {
+        "pid": os.getpid(),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "digest": digest(model),
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "leader": trainer.is_global_zero,
+        "world_size": trainer.world_size,
+        "rank": trainer.global_rank,
+    }
+    recorder.path.with_suffix(".end").write_text(json.dumps(end))
+    return trainer
+
+
+if __name__ == "__main__":
+    run({**OPTIONS, **json.loads(sys.argv[1])})

@@ -1,0 +1,76 @@
+"""Worker processes are shared by all tests of this folder: importing torch takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+from tests.process.driver import Job, LighthouseProcess, Pool
+
+TIMEOUT_S = 20.0
+HEARTBEAT_TIMEOUT_S = 0.9  # ample on a busy machine
+
+JobFactory = Callable[..., Job]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """No test may hang the suite. (A conftest's hook sees the items of all folders.)"""
+    for item in items:
+        if "tests/process/" in item.nodeid and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(180))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def lighthouse(pool: Pool) -> Iterator[LighthouseServer]:
+    timeouts = Timeouts.derive(TIMEOUT_S, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
+    with LighthouseServer(config=LighthouseConfig(timeouts=timeouts)) as server:
+        yield server
+
+
+@pytest.fixture
+def make_job(pool: Pool) -> Iterator[JobFactory]:
+    """Makes jobs; at the end none of their processes is left in a run."""
+    jobs: list[Job] = []
+
+    def make(address: str, **options: Any) -> Job:
+        defaults = {"timeout_s": TIMEOUT_S, "heartbeat_s": HEARTBEAT_TIMEOUT_S / 3}
+        jobs.append(Job(pool, address, **{**defaults, **options}))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.abandon()
+
+
+@pytest.fixture
+def job(make_job: JobFactory, lighthouse: LighthouseServer) -> Job:
+    """A job on a lighthouse that stays."""
+    return make_job(lighthouse.address())
+
+
+@pytest.fixture
+def lighthouse_process() -> Iterator[Callable[[int], LighthouseProcess]]:
+    """Starts lighthouses as processes, on a given port (0: any); ends them."""
+    started: list[LighthouseProcess] = []
+
+    def start(port: int = 0) -> LighthouseProcess:
+        arguments = (
+            "--timeout", str(TIMEOUT_S), "--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)
+        )  # fmt: skip
+        started.append(LighthouseProcess(port=port, arguments=arguments))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.close()

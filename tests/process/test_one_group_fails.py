@@ -1,0 +1,148 @@
+"""One replica group of three is killed, stopped or asked to leave, in each phase of a step.
+
+What must follow: the survivors commit again without waiting for a timeout; where all living
+members had finished the collectives, the very step commits; the group comes back, heals and
+commits; and equal (step, lineage) has meant equal bits in all processes at all times.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from lighthouse import LighthouseServer
+from tests.process.driver import Job, Pool, Worker, await_voted, frozen
+
+PHASES = ("begin", "forward", "allreduce", "reducing", "vote", "voting")
+FINISHED = ("vote", "voting")  # all collectives of the step are done
+QUICK_S = 5.0  # far less than the timeout of 20 s, far more than it takes
+
+
+def lead_to(phase: str, victim: Worker, peer: Worker, lighthouse: LighthouseServer) -> Worker:
+    """Bring `victim` into `phase`; returns whom `go` sets free again (the victim or the peer)."""
+    if phase == "reducing":
+        # The victim waits inside its all-reduce, because the peer has not begun that one.
+        victim.hold("allreduce")
+        victim.await_at("allreduce")
+        peer.hold("allreduce")
+        peer.await_at("allreduce")
+        victim.watch("reducing")
+        victim.go()
+        victim.await_at("reducing")
+        return peer
+    if phase == "voting":
+        # The victim has voted yes and waits for the answer, because the peer has not voted.
+        victim.hold("vote")
+        victim.await_at("vote")
+        peer.hold("vote")
+        peer.await_at("vote")
+        victim.go()
+        await_voted(lighthouse, victim.name)
+        return peer
+    victim.hold(phase)
+    victim.await_at(phase)
+    return victim
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_sigkill(job: Job, pool: Pool, lighthouse: LighthouseServer, phase: str) -> None:
+    survivors = job.start_all(3)
+    victim = survivors.pop()
+    pool.warm()
+    held = lead_to(phase, victim, survivors[0], lighthouse)
+    starts = [survivor.count() for survivor in survivors]
+    for survivor in survivors:
+        survivor.mark()
+    killed_at = time.monotonic()
+    victim.send_signal(signal.SIGKILL)
+    if held is not victim:
+        held.go()
+    for survivor in survivors:
+        survivor.await_commit()
+    assert time.monotonic() - killed_at < QUICK_S
+    most = 0 if phase in FINISHED else 1
+    for survivor, start in zip(survivors, starts, strict=True):
+        discards = survivor.discards_since(start)
+        assert len(discards) <= most, discards
+    back = job.start("2")
+    back.await_event("heal_done")
+    healed_to = back.await_commits(3)["step"]
+    for survivor in survivors:
+        survivor.await_commit(after_step=healed_to)
+    job.finish()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_sigstop_and_sigcont(job: Job, lighthouse: LighthouseServer, phase: str) -> None:
+    survivors = job.start_all(3)
+    victim = survivors.pop()
+    held = lead_to(phase, victim, survivors[0], lighthouse)
+    for survivor in survivors:
+        survivor.mark()
+    with frozen(victim):
+        if held is not victim:
+            held.go()
+        last = [survivor.await_commits(5)["step"] for survivor in survivors]
+    if held is victim:
+        victim.go()
+    victim.mark()
+    victim.await_commit(after_step=max(last))
+    for survivor in survivors:
+        survivor.await_commit(after_step=max(last))
+    job.finish()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_sigterm_is_a_leave_that_costs_nothing(
+    job: Job, lighthouse: LighthouseServer, phase: str
+) -> None:
+    survivors = job.start_all(3)
+    leaver = survivors.pop()
+    held = lead_to(phase, leaver, survivors[0], lighthouse)
+    starts = [survivor.count() for survivor in survivors]
+    leaver.send_signal(signal.SIGTERM)
+    held.go()
+    assert leaver.await_end() == ""
+    for survivor in survivors:
+        survivor.mark()
+        survivor.await_commits(3)
+    for survivor, start in zip(survivors, starts, strict=True):
+        assert survivor.discards_since(start) == []
+    job.finish()
+
+
+def test_two_of_three_are_killed_at_once(job: Job, pool: Pool) -> None:
+    first, second, third = job.start_all(3)
+    for victim in (second, third):
+        victim.hold("forward")
+    for victim in (second, third):
+        victim.await_at("forward")
+    first.mark()
+    second.send_signal(signal.SIGKILL)
+    third.send_signal(signal.SIGKILL)
+    first.await_commits(3)
+    for name in ("1", "2"):
+        back = job.start(name)
+        back.await_event("heal_done")
+        back.await_commits(3)
+    job.finish()
+
+
+def test_killed_again_and_again(job: Job, pool: Pool) -> None:
+    """Three lives of one group; each heals."""
+    survivors = job.start_all(3)
+    victim = survivors.pop()
+    for _ in range(2):
+        pool.warm()
+        victim.hold("allreduce")
+        victim.await_at("allreduce")
+        victim.send_signal(signal.SIGKILL)
+        victim = job.start("2")
+        victim.await_event("heal_done")
+        victim.await_commits(3)
+    for survivor in survivors:
+        survivor.mark()
+        survivor.await_commits(3)
+    job.finish()

@@ -1,0 +1,116 @@
+"""What a seed means: sizes, durations and which faults strike when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from lighthouse.config import Timeouts
+from tests.sim.network import NetworkProfile
+
+FAULTS = (
+    "crash", "pause", "stall", "partition", "drop", "hang", "lighthouse", "leave",
+    "leave_after_step", "false_obituary", "bad_heal", "slow_heal", "bad_configure",
+    "slow_configure", "errors", "slow",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """At `at_s` something strikes `slot` (where it needs one) and lasts `for_s`."""
+
+    at_s: float
+    kind: str
+    slot: str = ""
+    for_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One run. `faulty_s`: length of the phase under faults; then they stop."""
+
+    slots: tuple[str, ...] = ("a", "b", "c")
+    rooms: int = 1
+    min_replicas: int = 1
+    expected_replicas: int = 0
+    timeouts: Timeouts = field(default_factory=lambda: Timeouts.derive(6.0))
+    network: NetworkProfile = NetworkProfile()
+    faulty_s: float = 10.0
+    faults: tuple[Fault, ...] = ()
+    forward_s: float = 0.1
+    buckets: int = 1
+    asynchronous: bool = False
+    group_commit: bool = False
+    journal: bool = True
+    obituaries: float = 0.5
+    checkpoint_every: int = 0
+    restart_s: float = 0.5
+    start_spread_s: float = 0.2
+    healing_stays_out: bool = True
+
+    @property
+    def recovery_s(self) -> float:
+        """L1's bound: how long after the last fault a healthy core may take to its next commits.
+
+        In the worst case a hung member must first be evicted (step timeout, or the timeout of a
+        collective that waits for it), the quorum that results loses another member that nobody
+        noticed yet (revoke timeout), the lighthouse waits for members it knew (join timeout), and
+        a member heals that must back off from earlier failures.
+        """
+        t = self.timeouts
+        once = t.timeout_s + t.step_timeout_s + 2 * t.revoke_timeout_s + t.join_timeout_s
+        return 2 * once + 4 * t.heal_timeout_s + 20 * t.resend_s + 20 * self.forward_s
+
+
+def profile_of(seed: int) -> Profile:
+    """The run that `seed` names."""
+    rng = random.Random(f"profile {seed}")
+    count = rng.choice((2, 2, 3, 3, 3, 4, 4, 5, 6))
+    slots = tuple("abcdef"[:count])
+    timeout_s = rng.choice((3.0, 6.0, 6.0, 12.0))
+    timeouts = Timeouts.derive(timeout_s)
+    faulty_s = rng.uniform(3.0, 8.0)
+    profile = Profile(
+        slots=slots,
+        rooms=2 if rng.random() < 0.06 else 1,
+        min_replicas=rng.choice((1, 1, 1, max(1, count // 2), max(1, count - 1))),
+        expected_replicas=rng.choice((0, 0, count)),
+        timeouts=timeouts,
+        network=_network(rng, timeouts),
+        faulty_s=faulty_s,
+        forward_s=rng.choice((0.05, 0.1, 0.1, 0.2, 0.5)),
+        buckets=rng.choice((1, 1, 2)),
+        asynchronous=rng.random() < 0.4,
+        group_commit=rng.random() < 0.12,
+        journal=rng.random() < 0.5,
+        obituaries=rng.choice((0.0, 0.5, 1.0)),
+        checkpoint_every=rng.choice((0, 0, 0, 5)),
+        restart_s=rng.choice((0.05, 0.3, 1.0, 3.0)),
+        start_spread_s=rng.choice((0.01, 0.2, 1.0)),
+    )
+    return replace(profile, faults=_faults(rng, profile))
+
+
+def _network(rng: random.Random, timeouts: Timeouts) -> NetworkProfile:
+    profile = NetworkProfile(
+        stable_peers=rng.random() < 0.3,
+        heartbeat_timeout_s=timeouts.heartbeat_timeout_s,
+        jitter_s=rng.choice((0.001, 0.004, 0.03)),
+    )
+    if rng.random() < 0.35:
+        rate = rng.choice((0.01, 0.03, 0.1))
+        profile = replace(profile, loss=rate, repeat=rate, reorder=rate)
+    return profile
+
+
+def _faults(rng: random.Random, profile: Profile) -> tuple[Fault, ...]:
+    """A handful of kinds a run, so that runs differ in character."""
+    kinds = rng.sample(FAULTS, rng.randint(1, 5))
+    faults = []
+    for _ in range(rng.randint(1, 9)):
+        kind = rng.choice(kinds)
+        at_s = rng.uniform(0.0, profile.faulty_s)
+        limit = profile.timeouts.heartbeat_timeout_s
+        for_s = rng.choice((0.5 * limit, 2 * limit, 1.0, 2.0, 4.0))
+        faults.append(Fault(at_s, kind, rng.choice(profile.slots), for_s))
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))

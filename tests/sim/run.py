@@ -1,0 +1,255 @@
+"""Run one seed: a phase under faults, then a phase in which a healthy core must commit again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.sim.checker import Violation
+from tests.sim.cluster import Cluster
+from tests.sim.process import Process
+from tests.sim.profile import Fault, Profile, profile_of
+
+COMMITS_WANTED = 3
+"""Commits that each member of the core must make once faults have stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What happened in a run that kept its promises."""
+
+    seconds: float
+    events: int
+    commits: int
+    discards: int
+    heals: int
+    forks: int
+    recovered_s: float
+
+
+def run(
+    seed: int | str,
+    profile: Profile | None = None,
+    *,
+    cluster_type: type[Cluster] = Cluster,
+    prepare: Callable[[Cluster], None] | None = None,
+    tracing: bool = False,
+    on_trace: Callable[[list[str]], None] | None = None,
+) -> Result:
+    """Raises `Violation` (a broken promise) or AssertionError (a broken invariant)."""
+    if profile is None:
+        assert isinstance(seed, int)
+        profile = profile_of(seed)
+    cluster = cluster_type(seed, profile, tracing=tracing)
+    if prepare is not None:
+        prepare(cluster)
+    try:
+        return _run(cluster, profile)
+    finally:
+        if on_trace is not None:
+            on_trace(cluster.trace)
+
+
+def _run(cluster: Cluster, profile: Profile) -> Result:
+    clock = cluster.clock
+    clock.at(0.0, cluster.start_lighthouse)
+    for slot in profile.slots:
+        clock.at(cluster.work_rng.random() * profile.start_spread_s, cluster.spawn, slot)
+    for fault in profile.faults:
+        clock.at(fault.at_s, strike, cluster, fault)
+    clock.run_until(profile.faulty_s)
+    core = _calm(cluster)
+    began = clock.now
+    wanted = {p.replica_id: p.commits + COMMITS_WANTED for p in core}
+    cluster.log(f"faults stop; core {sorted(wanted)}")
+    done = _live(cluster, core, wanted, began + profile.recovery_s)
+    if not done:
+        behind = sorted(p.replica_id for p in core if p.commits < wanted[p.replica_id])
+        stuck = ", ".join(f"{p.replica_id} {p.replica.stage.value}/{p.replica.attempt.value} "
+                          f"({p.replica.reason})" for p in core)  # fmt: skip
+        raise Violation(
+            f"L1: {behind} made no {COMMITS_WANTED} commits in {profile.recovery_s:.1f} s: {stuck}"
+        )
+    checkers = cluster.checkers.values()
+    return Result(
+        seconds=clock.now,
+        events=clock.events,
+        commits=sum(c.commits for c in checkers),
+        discards=sum(c.discards for c in checkers),
+        heals=sum(c.heals for c in checkers),
+        forks=sum(c.forks for c in checkers),
+        recovered_s=clock.now - began,
+    )
+
+
+def _live(
+    cluster: Cluster, core: list[Process], wanted: dict[str, int], until: float
+) -> bool:
+    """Run until every process of the core has its commits."""
+    left = list(core)
+
+    def done() -> bool:
+        while left and left[-1].commits >= wanted[left[-1].replica_id]:
+            left.pop()
+        return not left
+
+    return done() or cluster.clock.run_until(until, done)
+
+
+def _calm(cluster: Cluster) -> list[Process]:
+    """End all faults; the core is what lives in rooms with at least `min_replicas`."""
+    profile = cluster.profile
+    cluster.start_lighthouse()
+    for process in list(cluster.running.values()):
+        _recover(cluster, process)
+    crowd = {room: 0 for room in cluster.rooms}
+    core = [p for p in cluster.running.values() if not p.left and not p.replica.leaving]
+    for process in core:
+        crowd[process.room] += not process.habits.hung
+    return [p for p in core
+            if crowd[p.room] >= profile.min_replicas and not p.habits.hung]  # fmt: skip
+
+
+def _recover(cluster: Cluster, process: Process) -> None:
+    habits = process.habits
+    habits.heal_failures = habits.configure_failures = habits.error_rate = 0.0
+    habits.heal_s, habits.configure_s = 0.05, 0.005
+    habits.forward_s = cluster.profile.forward_s
+    if process.paused:
+        _resume(cluster, process)
+    if process.link.blocked:
+        cluster.network.unblock(process.link)
+    if habits.hung and cluster.fault_rng.random() < 0.5:
+        process.unhang()  # else it stays hung, and must not hold up the core
+
+
+# ---------------------------------------------------------------------- faults
+
+
+def strike(cluster: Cluster, fault: Fault) -> None:
+    """Let `fault` happen now."""
+    if fault.kind == "lighthouse":
+        cluster.crash_lighthouse()
+        cluster.clock.after(fault.for_s, cluster.start_lighthouse)
+        return
+    process = cluster.process_in(fault.slot)
+    if process is None or process.left:
+        return
+    cluster.log(f"fault: {fault.kind} {process.replica_id} for {fault.for_s:g} s")
+    _STRIKES[fault.kind](cluster, process, fault.for_s)
+
+
+def _crash(cluster: Cluster, process: Process, for_s: float) -> None:
+    cluster.crash(process)
+    cluster.clock.after(cluster.profile.restart_s, cluster.spawn, process.slot)
+
+
+def _pause(cluster: Cluster, process: Process, for_s: float) -> None:
+    """SIGSTOP: heartbeats stop, too."""
+    if process.paused:
+        return
+    process.pause()
+    limit = cluster.profile.timeouts.heartbeat_timeout_s
+    cluster.cut(process, cluster.clock.now + for_s)
+    if for_s > limit:
+        cluster.clock.after(limit, _silence, cluster, process)
+    cluster.clock.after(for_s, _resume, cluster, process)
+
+
+def _silence(cluster: Cluster, process: Process) -> None:
+    if process.paused:
+        cluster.network.break_link(process.link, lighthouse_s=0.0, process_s=0.0)
+
+
+def _stall(cluster: Cluster, process: Process, for_s: float) -> None:
+    """The process does nothing, but its heartbeats go on (the GIL is held)."""
+    if not process.paused:
+        process.pause()
+        cluster.cut(process, cluster.clock.now + for_s)
+        cluster.clock.after(for_s, _resume, cluster, process)
+
+
+def _resume(cluster: Cluster, process: Process) -> None:
+    if process.alive and process.paused:
+        cluster.cut(process, cluster.clock.now)
+        process.resume()
+
+
+def _partition(cluster: Cluster, process: Process, for_s: float) -> None:
+    cluster.cut(process, cluster.clock.now + for_s)
+    cluster.network.block(process.link)
+    cluster.clock.after(for_s, cluster.network.unblock, process.link)
+
+
+def _drop(cluster: Cluster, process: Process, for_s: float) -> None:
+    """The connection breaks; both sides see it soon, and it comes back at once."""
+    rng = cluster.fault_rng
+    limit = cluster.profile.timeouts.heartbeat_timeout_s
+    cluster.cut(process, cluster.clock.now + 1.5 * limit)
+    cluster.network.break_link(
+        process.link,
+        lighthouse_s=rng.choice((0.001, limit)),
+        process_s=rng.choice((0.001, limit)),
+    )
+
+
+def _hang(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.habits.hung = True
+    cluster.cut(process, cluster.clock.now + for_s)
+    if cluster.fault_rng.random() < 0.7:
+        cluster.clock.after(for_s, _unhang, cluster, process)
+
+
+def _unhang(cluster: Cluster, process: Process) -> None:
+    if process.alive and process.habits.hung:
+        cluster.cut(process, cluster.clock.now)
+        process.unhang()
+
+
+def _leave(cluster: Cluster, process: Process, for_s: float) -> None:
+    cluster.cut(process, cluster.clock.now)
+    process.leave("preempted")
+    cluster.clock.after(cluster.profile.restart_s + 0.1, cluster.spawn, process.slot)
+
+
+def _leave_after_step(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.replica.leave_after_step()
+    cluster.clock.after(cluster.profile.restart_s + 2.0, cluster.spawn, process.slot)
+
+
+def _false_obituary(cluster: Cluster, process: Process, for_s: float) -> None:
+    cluster.cut(process, cluster.clock.now)
+    cluster.obituary(process.room, process.replica_id)
+
+
+def _bad_heal(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.habits.heal_failures = cluster.fault_rng.choice((0.5, 1.0))
+
+
+def _slow_heal(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.habits.heal_s = cluster.profile.timeouts.heal_timeout_s * for_s
+
+
+def _bad_configure(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.habits.configure_failures = 0.5
+
+
+def _slow_configure(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.habits.configure_s = for_s
+
+
+def _errors(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.habits.error_rate = 0.3
+
+
+def _slow(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.habits.forward_s = for_s
+
+
+_STRIKES: dict[str, Callable[[Cluster, Process, float], None]] = {
+    "crash": _crash, "pause": _pause, "stall": _stall, "partition": _partition, "drop": _drop,
+    "hang": _hang, "leave": _leave, "leave_after_step": _leave_after_step,
+    "false_obituary": _false_obituary, "bad_heal": _bad_heal, "slow_heal": _slow_heal,
+    "bad_configure": _bad_configure, "slow_configure": _slow_configure, "errors": _errors,
+    "slow": _slow,
+}  # fmt: skip
