@@ -82,13 +82,6 @@ class DeviceSockets:
                 count += _shut_if_same(descriptor, inode)
         return count
 
-    def widen(self):
-        for descriptor, inode in _targets(self._epoll):
-            if inode != self._listener_inode:
-                try:
-                    with socket.socket(fileno=os.dup(descriptor)) as c:
-                        if stat.S_ISSOCK(os.fstat(c.fileno()).st_mode): c.setsockopt(socket.SOL_SOCKET, 32, 8<<20)
-                except OSError: pass
     def knock(self, sequences: Sequence[int]) -> None:
         """Free pairs that wait for a peer to dial in: dial in for the peer and hang up.
 

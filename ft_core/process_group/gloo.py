@@ -94,7 +94,6 @@ class _GlooCommunicator(Communicator):
                 self._reconfigure(meeting, patience_s)
             else:
                 self._build(meeting, patience_s)
-            if self._sockets: self._sockets.widen()
         finally:
             self._store.meeting = None
             self._sequences = []

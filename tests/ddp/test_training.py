@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 
 TIMEOUT_S = 20.0
+STEPS = 6
 
 
 @pytest.fixture
@@ -88,12 +88,18 @@ class ReplicaGroup:
 
 
 def conv_net() -> nn.Module:
-    """Parameters of 1.6 MiB, so that there is more than one bucket; and running statistics."""
-    torch.manual_seed(3)
-    return nn.Sequential(
+    """Parameters of 1.6 MiB, so that there is more than one bucket; and running statistics.
+
+    Starts the same whichever threads draw from torch's generator meanwhile.
+    """
+    net = nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
         nn.Linear(288, 1000), nn.ReLU(), nn.Linear(1000, 120), nn.Linear(120, 5),
     )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.05, generator=generator)
+    return net
 
 
 def batch(rank: int, number: int) -> Tensor:
@@ -124,52 +130,50 @@ def torch_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
     return group
 
 
-def torch_weights(size: int, steps: int, start: nn.Module) -> list[list[Tensor]]:
-    store = dist.HashStore()
+@pytest.fixture(scope="module")
+def torch_weights() -> list[Tensor]:
+    """Of rank 0 after `STEPS` steps of two. (Once: torch's groups keep a socket.)"""
+    size, store = 2, dist.HashStore()
 
     def work(rank: int) -> list[Tensor]:
-        net = copy.deepcopy(start)
+        net = conv_net()
         model = TorchDDP(net, process_group=torch_group(store, rank, size))
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-        for number in range(steps):
+        for number in range(STEPS):
             optimizer.zero_grad()
             model(batch(rank, number)).square().mean().backward()
             optimizer.step()
         return [t.detach().clone() for t in net.state_dict().values()]
 
-    return in_threads(size, work)
+    # Buffers are those of rank 0, which torch sends around at the next forward.
+    return in_threads(size, work)[0]
 
 
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 def test_without_faults_it_equals_torchs_ddp_bit_for_bit(
-    lighthouse: str, wrapper: Any, use_async_quorum: bool
+    lighthouse: str, torch_weights: list[Tensor], wrapper: Any, use_async_quorum: bool
 ) -> None:
-    steps, start = 6, conv_net()
-
     def work(rank: int) -> list[Tensor]:
         replica = ReplicaGroup(
-            lighthouse, f"r{rank}", copy.deepcopy(start), expected=2,
+            lighthouse, f"r{rank}", conv_net(), expected=2,
             wrapper=wrapper, use_async_quorum=use_async_quorum,
         )  # fmt: skip
         try:
-            for number in range(steps):
-                assert replica.step(batch(replica.manager.replica_rank(), number)) or number == 0
-            assert replica.manager.current_step() == steps
+            for number in range(STEPS):
+                assert replica.step(batch(rank, number))
+            assert replica.manager.current_step() == STEPS
             return replica.weights()
         finally:
             replica.manager.shutdown()
 
     ours = in_threads(2, work)
     assert_same(ours[0], ours[1])
-    theirs = torch_weights(2, steps, start)
-    # Parameters of both ranks; buffers of rank 0, which torch sends around at the next forward.
-    assert_same(ours[0], theirs[0])
+    assert_same(ours[0], torch_weights)
 
 
 def test_unequal_starts_become_equal(lighthouse: str) -> None:
     def work(rank: int) -> list[Tensor]:
-        torch.manual_seed(rank)
         net = conv_net()
         with torch.no_grad():
             for parameter in net.parameters():
@@ -236,49 +240,44 @@ def test_an_error_in_one_discards_for_all_and_the_next_step_commits(lighthouse: 
 
 def test_a_group_that_leaves_and_one_that_joins_have_equal_states(lighthouse: str) -> None:
     """Group 1 goes after step 3; a new group 1 with other weights joins the running group 0."""
-    gone, enough = threading.Event(), threading.Event()
+    joined = threading.Event()
 
-    def survivor() -> list[Tensor]:
+    def survivor() -> dict[int, list[Tensor]]:
         replica = ReplicaGroup(lighthouse, "r0", conv_net(), expected=2)
+        history: dict[int, list[Tensor]] = {}
         try:
-            number = 0
-            while not enough.is_set() or replica.manager.current_step() < 8:
-                replica.step(batch(0, number))
-                number += 1
-                assert number < 5000
-            final = replica.manager.current_step() + 3
-            while replica.manager.current_step() < final:
-                replica.step(batch(0, 0))
-            return replica.weights()
+            while not joined.is_set():
+                replica.step(batch(0, replica.manager.current_step()))
+                history[replica.manager.current_step()] = replica.weights()
+                history.pop(replica.manager.current_step() - 50, None)
+            return history
         finally:
             replica.manager.shutdown()
 
-    def leaver() -> list[Tensor]:
+    def leaver() -> dict[int, list[Tensor]]:
         first = ReplicaGroup(lighthouse, "r1", conv_net(), expected=2)
         for number in range(3):
             first.step(batch(1, number))
         first.manager.shutdown()
-        gone.set()
         net = conv_net()
         with torch.no_grad():
             for tensor in net.state_dict().values():
                 tensor.add_(1)
         second = ReplicaGroup(lighthouse, "r1", net, expected=2)
-        weights = {}
+        history: dict[int, list[Tensor]] = {}
         try:
-            assert gone.is_set()
-            while True:
-                second.step(batch(1, 0))
-                weights[second.manager.current_step()] = second.weights()
-                if second.manager.num_participants() == 2:
-                    enough.set()
-                if enough.is_set() and second.manager.num_participants() == 1:
-                    return weights[second.manager.current_step() - 1]
-                assert len(weights) < 5000
+            while len(history) < 5:
+                committed = second.step(batch(1, second.manager.current_step()))
+                if committed and second.manager.current_step() > 3:
+                    history[second.manager.current_step()] = second.weights()
+            return history
         finally:
             second.manager.shutdown()
+            joined.set()
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(survivor), pool.submit(leaver)]
         one, other = (f.result(timeout=90) for f in futures)
-    assert_same(one, other)
+    assert len(other) == 5
+    for step, weights in other.items():
+        assert_same(weights, one[step])

@@ -333,6 +333,17 @@ def await_voted(lighthouse: LighthouseServer, name: str) -> None:
     raise AssertionError(f"{name} has not voted")
 
 
+def align(*workers: Worker) -> None:
+    """Hold all of them in "begin" of the same step: what is armed now counts for that step."""
+    workers[0].hold("forward")
+    workers[0].await_at("forward")  # nobody can be further than the end of this step
+    for worker in workers:
+        worker.hold("begin")
+    workers[0].go()
+    for worker in workers:
+        worker.await_at("begin")
+
+
 @contextmanager
 def frozen(worker: Worker) -> Iterator[None]:
     """The process is stopped (SIGSTOP) within the block."""

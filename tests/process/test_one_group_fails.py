@@ -13,7 +13,7 @@ import time
 import pytest
 
 from lighthouse import LighthouseServer
-from tests.process.driver import Job, Pool, Worker, await_voted, frozen
+from tests.process.driver import Job, Pool, Worker, align, await_voted, frozen
 
 PHASES = ("begin", "forward", "allreduce", "reducing", "vote", "voting")
 FINISHED = ("vote", "voting")  # all collectives of the step are done
@@ -22,27 +22,29 @@ QUICK_S = 5.0  # far less than the timeout of 20 s, far more than it takes
 
 def lead_to(phase: str, victim: Worker, peer: Worker, lighthouse: LighthouseServer) -> Worker:
     """Bring `victim` into `phase`; returns whom `go` sets free again (the victim or the peer)."""
+    align(victim, peer)
     if phase == "reducing":
         # The victim waits inside its all-reduce, because the peer has not begun that one.
-        victim.hold("allreduce")
-        victim.await_at("allreduce")
-        peer.hold("allreduce")
-        peer.await_at("allreduce")
         victim.watch("reducing")
+        peer.hold("allreduce")
         victim.go()
+        peer.go()
+        peer.await_at("allreduce")
         victim.await_at("reducing")
         return peer
     if phase == "voting":
         # The victim has voted yes and waits for the answer, because the peer has not voted.
-        victim.hold("vote")
-        victim.await_at("vote")
         peer.hold("vote")
-        peer.await_at("vote")
         victim.go()
+        peer.go()
+        peer.await_at("vote")
         await_voted(lighthouse, victim.name)
         return peer
-    victim.hold(phase)
-    victim.await_at(phase)
+    peer.go()
+    if phase != "begin":
+        victim.hold(phase)
+        victim.go()
+        victim.await_at(phase)
     return victim
 
 

@@ -1,0 +1,125 @@
+"""What a room remembers: decisions, the head, whom it misses, who keeps failing to heal. PURE.
+
+All of it is bounded and none of it survives the lighthouse; a room without a past learns it from
+those who join (`settle`, R5 of `quorum.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+from lighthouse.messages import Decision, InDoubt, next_lineage
+from lighthouse.quorum import Position
+from lighthouse.seats import Seat, Seats
+
+REMEMBERED_DECISIONS = 1_024
+REMEMBERED_FAILURES = 1_024
+MAX_DOUBLINGS = 4
+
+
+class History:
+    """Decisions and commits that this lighthouse has seen.
+
+    `head`: position of the last quorum or commit; None: no quorum was formed yet.
+    `missed`: replica_ids that may hold a newer state than anyone here (R5).
+    """
+
+    def __init__(self, missed: tuple[str, ...]) -> None:
+        self.head: Position | None = None
+        self.missed = set(missed)
+        self.commits = 0
+        self.discards = 0
+        self._decisions: OrderedDict[tuple[int, int], Decision] = OrderedDict()
+        self._lineages: OrderedDict[str, bytes] = OrderedDict()
+
+    def decision(self, quorum_id: int, step: int) -> Decision | None:
+        return self._decisions.get((quorum_id, step))
+
+    def start(self, position: Position) -> None:
+        """A quorum starts from `position`: whatever led there is committed."""
+        if self.head != position:
+            self._commit(position.lineage, b"")
+        self.head = position
+        self.missed.clear()
+
+    def decided(self, decision: Decision, before: Position) -> Position:
+        """Book the decision on a step that started from `before`; the position after it."""
+        self._decisions[(decision.quorum_id, decision.step)] = decision
+        if len(self._decisions) > REMEMBERED_DECISIONS:
+            self._decisions.popitem(last=False)
+        if decision.committed:
+            lineage = next_lineage(before.lineage, decision.quorum_id, decision.step)
+            self._commit(lineage, decision.control)
+            self.commits += 1
+            self.head = Position(before.step + 1, lineage)
+        else:
+            self.head = before
+        return self.head
+
+    def _commit(self, lineage: str, control: bytes) -> None:
+        self._lineages[lineage] = control
+        if len(self._lineages) > REMEMBERED_DECISIONS:
+            self._lineages.popitem(last=False)
+
+    def settle(self, seats: Seats) -> bool:
+        """Settle every step in doubt, now that a quorum can form; True if a position changed.
+
+        What this lighthouse remembers decides. One without memory (it was restarted) asks those
+        who are here: somebody holds the committed state, so it was committed; or all members of
+        that quorum are here and in doubt, so all had voted yes, and committing loses nothing.
+        Otherwise the step is dropped: nobody here has acted on it.
+        """
+        unsettled = [s for s in seats if s.join.in_doubt is not None and not s.settle]
+        if not unsettled:
+            return False
+        held = {seat.position.lineage for seat in seats}
+        doubts = Counter(s.join.in_doubt for s in unsettled)
+        changed = False
+        for seat in unsettled:
+            doubt = seat.join.in_doubt
+            assert doubt is not None
+            if self._was_committed(seat, doubt, seats, held, doubts[doubt]):
+                seat.settle = "commit"
+                seat.control = self._lineages.get(doubt.lineage_if_committed, b"")
+                seat.position = Position(doubt.step + 1, doubt.lineage_if_committed)
+                changed = True
+            else:
+                seat.settle = "discard"
+        return changed
+
+    def _was_committed(
+        self, seat: Seat, doubt: InDoubt, seats: Seats, held: set[str], doubters: int
+    ) -> bool:
+        lineage = doubt.lineage_if_committed
+        if lineage in self._lineages or lineage in held:
+            return True
+        if self._lineages:
+            return False
+        last = seat.join.last_members
+        return bool(last) and doubters == len(last) and all(r in seats for r in last)
+
+
+class Patience:
+    """Growing pauses for replica groups whose heals fail: each failure costs their peers a step.
+
+    By name, since a process that dies healing comes back under a new replica_id.
+    """
+
+    def __init__(self, first_pause_s: float) -> None:
+        self._first_pause_s = first_pause_s
+        self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def failed(self, name: str, now: float) -> None:
+        """A heal of `name` has failed."""
+        count = self._failures.pop(name, (0, 0.0))[0] + 1
+        pause_s = self._first_pause_s * 2 ** min(count - 1, MAX_DOUBLINGS)
+        self._failures[name] = (count, now + pause_s)
+        if len(self._failures) > REMEMBERED_FAILURES:
+            self._failures.popitem(last=False)
+
+    def healed(self, name: str) -> None:
+        self._failures.pop(name, None)
+
+    def allows(self, name: str, now: float) -> bool:
+        """Whether `name` may try to heal (again)."""
+        return name not in self._failures or now >= self._failures[name][1]

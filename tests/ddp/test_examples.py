@@ -1,0 +1,94 @@
+"""The example scripts, run as their first lines say; replica groups are processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+
+ROOT = Path(__file__).parents[2]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`start(group, *arguments)` runs examples/train_ddp.py as that replica group."""
+    config = LighthouseConfig(timeouts=Timeouts.derive(20.0))
+    with LighthouseServer("tcp://127.0.0.1:0", config=config) as server, ExitStack() as stack:
+
+        def run(group: int, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+            environment = os.environ | {
+                "TORCHFT_LIGHTHOUSE": server.address(),
+                "REPLICA_GROUP_ID": str(group),
+                "NUM_REPLICA_GROUPS": "2",
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+            }
+            process = subprocess.Popen(
+                [sys.executable, *launcher, "examples/train_ddp.py", *arguments],
+                cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+            stack.callback(finish, process)
+            return process
+
+        yield run
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """Read the process's output up to a line that matches."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if match := re.search(pattern, line):
+            return match
+    raise AssertionError(f"no line like {pattern!r} in:\n{''.join(seen)}")
+
+
+DONE = r"done: accuracy (\S+), weights (\S+)"
+
+
+@pytest.mark.process
+def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(start: Start) -> None:
+    arguments = ("--steps", "700", "--pace-s", "0.02")
+    survivor, victim = start(0, *arguments), start(1, *arguments)
+    until(victim, r"step [2-9]0 .* participants 2")
+    victim.send_signal(signal.SIGKILL)
+    until(survivor, r"participants 1")
+    again = start(1, *arguments)
+    until(survivor, r"participants 2")
+    ends = [until(process, DONE).groups() for process in (survivor, again)]
+    assert ends[0] == ends[1]
+    assert float(ends[0][0]) > 0.9
+    assert [process.wait(timeout=30) for process in (survivor, again)] == [0, 0]
+
+
+@pytest.mark.process
+def test_it_runs_under_torchrun(start: Start) -> None:
+    def under_torchrun(group: int) -> subprocess.Popen[str]:
+        launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", "0")
+        return start(group, "--steps", "60", launcher=launcher)
+
+    processes = [under_torchrun(group) for group in range(2)]
+    ends = [until(process, DONE).group(2) for process in processes]
+    assert ends[0] == ends[1]
+    assert [process.wait(timeout=30) for process in processes] == [0, 0]
