@@ -38,9 +38,7 @@ digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
 labels = torch.tensor(digits.target)
 train = torch.utils.data.TensorDataset(images[:1500], labels[:1500])
-sampler = DistributedSampler(
-    train, group, groups, group_rank=0, num_replicas=1, drop_last=True
-)
+sampler = DistributedSampler(train, group, groups, group_rank=0, num_replicas=1, drop_last=True)
 batches_an_epoch = sampler.num_samples // args.batch_size
 
 
@@ -68,9 +66,7 @@ def load_state_dict(state: dict) -> None:
     optimizer.load_state_dict(state["optimizer"])
 
 
-manager = Manager(
-    pg=ProcessGroupGloo(), load_state_dict=load_state_dict, state_dict=state_dict
-)
+manager = Manager(pg=ProcessGroupGloo(), load_state_dict=load_state_dict, state_dict=state_dict)
 model = DistributedDataParallel(manager, net)
 optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=1e-3))
 

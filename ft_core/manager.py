@@ -81,6 +81,8 @@ class Manager:
             acts on its own vote and does not wait for the others' (docs/protocol.md).
         heal_allow_objects: let states travel that hold arbitrary Python objects (pickle: only on
             a network that you trust).
+        weighted: means are weighted by the samples of each participant's batch: call
+            `set_samples` in every step. All members must agree on this.
         token: shared secret that heal servers ask for.
         watch_process: start the watcher that sees this process die (Linux).
 
@@ -118,6 +120,7 @@ class Manager:
         expected_replicas: int | None = None,
         commit: str = "quorum",
         heal_allow_objects: bool = False,
+        weighted: bool = False,
         token: str = "",
         watch_process: bool = True,
     ) -> None:
@@ -157,7 +160,10 @@ class Manager:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         elif load_state_dict is not None or state_dict is not None:
             raise ValueError("give both load_state_dict and state_dict, or neither")
-        self._schema: dict[str, str] = {}
+        self._schema: dict[str, str] = {"mean": "by samples"} if weighted else {}
+        self._weighted = weighted
+        self._samples: int | None = None
+        self._scale = 1.0
         self._start = (0, "")
         self._batches_committed = 0
         self._session: Session | None = None
@@ -249,6 +255,7 @@ class Manager:
         if session.replica.attempt is not Attempt.CLOSED:
             self._abandon(session)
         self._error, self._pinned_at, self._part = None, None, None
+        self._samples = None
         self._pending.clear()
         self._began_at = time.monotonic()
         in_step = self._async
@@ -306,6 +313,17 @@ class Manager:
             )
         return self._conclude(session, outcome, part)
 
+    def set_samples(self, samples: int) -> None:
+        """How many samples this member's batch has; before the step's first collective.
+
+        Only with `weighted`: the step's means are then sum(samples_i x_i) / sum(samples_i).
+        """
+        if not self._weighted:
+            raise ValueError("set_samples needs Manager(weighted=True) on all members")
+        if samples < 0:
+            raise ValueError(f"samples must not be negative, got {samples}")
+        self._samples = samples
+
     def allreduce(
         self,
         tensor: Tensor,
@@ -327,9 +345,7 @@ class Manager:
         if self._error is not None or part is None:
             return _completed(tensor)
         try:
-            prepare(
-                tensor, op, participating=part.rank is not None, scale=1.0 / part.participants
-            )
+            prepare(tensor, op, participating=part.rank is not None, scale=self._scale)
             work = self._pg.allreduce([tensor], _allreduce_options(op))
             future = work.get_future()
         except Exception as error:  # whatever the backend raises: the step is lost, not the run
@@ -567,7 +583,8 @@ class Manager:
         while True:
             session.control.call(self._try_pin)
             if self._pinned_at is not None:
-                return self._part
+                assert self._part is not None
+                return self._part if self._weigh(self._part) else None
             if session.replica.attempt is not Attempt.OPEN:
                 self.report_error(RuntimeError(session.replica.failure or "not in a step"))
                 return None
@@ -576,6 +593,24 @@ class Manager:
             except Exception as error:
                 self.report_error(error)
                 return None
+
+    def _weigh(self, part: Participation) -> bool:
+        """Find the factor of this member's contribution to the step's means; False: step failed."""
+        self._scale = 1.0 / part.participants
+        if not self._weighted:
+            return True
+        if self._samples is None:
+            self.report_error(RuntimeError("weighted=True needs set_samples in every step"))
+            return False
+        total = torch.tensor([float(self._samples)], dtype=torch.float64)
+        self._scale = 1.0
+        self.allreduce(total, reduce_op=ReduceOp.SUM).wait()
+        if self._error is None and total.item() <= 0:
+            self.report_error(RuntimeError("no participant has any samples in this step"))
+        if self._error is not None:
+            return False
+        self._scale = self._samples / total.item()
+        return True
 
     def _try_pin(self, replica: Replica, now: float) -> None:
         """Under the machine's lock: what is pinned and who takes part must be one quorum."""

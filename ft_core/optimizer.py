@@ -217,7 +217,7 @@ class OptimizerWrapper(TorchOptimizer):
 Optimizer = OptimizerWrapper
 
 
-def _leave_scale_alone(scaler: GradScaler, found: dict[torch.device, Tensor]) -> None:
+def _leave_scale_alone(scaler: GradScaler, found: dict[Any, Tensor]) -> None:
     """Make the coming `scaler.update()` change nothing.
 
     A discarded step's gradients are arbitrary, and differ among members; the scale must not. An

@@ -161,7 +161,6 @@ class Replica:
         self.reason = "not joined yet"
         self.failure = ""
         self._configured = NO_QUORUM
-        self._configuring = NO_QUORUM
         self._revoked = False
         self._vote: Vote | None = None
         self._unanswered: Vote | None = None  # per-group commit: decision still to come
@@ -195,7 +194,7 @@ class Replica:
         Not the same as `ready`: the collectives of a pinned attempt may all be done when its
         quorum is revoked; then its yes still counts, and the step may still commit.
         """
-        if self.stage is not Stage.MEMBER or not self.healed:
+        if self.stage is not Stage.MEMBER or not self.healed or self._vote is not None:
             return False
         return self.attempt is Attempt.PINNED or (self.attempt is Attempt.OPEN and self.ready)
 
@@ -337,7 +336,8 @@ class Replica:
 
     def fetched(self, step: int, lineage: str, error: str, now: float) -> list[Effect]:
         """The state (step, lineage) has arrived, or could not be had (`error`)."""
-        self._fetching = None
+        if self._fetching == (step, lineage):
+            self._fetching = None
         view = self.view
         if view is None or not self.healing or (view.step, view.lineage) != (step, lineage):
             return []
@@ -346,6 +346,8 @@ class Replica:
             return []
         self.reason = f"heal failed: {error}"
         effects: list[Effect] = [Told(self.reason)]
+        if self.attempt is Attempt.PINNED:
+            return effects + self.fail(self.reason, now)
         return effects + self._vote_no(self.reason, now, phase=PHASE_HEALING)
 
     # ------------------------------------------------------------------ the lighthouse
@@ -361,8 +363,7 @@ class Replica:
         if isinstance(message, Expelled):
             return self._on_expelled(message, now)
         if isinstance(message, Waiting):
-            self.reason = message.reason
-            return [Told(message.reason)]
+            return self._on_waiting(message, now)
         if isinstance(message, Refused) and self.stage is not Stage.LEFT:
             self.stage, self.reason = Stage.REFUSED, message.reason
             self._resend_at = None
@@ -394,6 +395,16 @@ class Replica:
         times = [t for t in (self._resend_at, self._grace_at) if t is not None]
         return min(times, default=None)
 
+    def _on_waiting(self, message: Waiting, now: float) -> list[Effect]:
+        """The lighthouse has heard the join; from here on beats keep the place in the line."""
+        if self.stage is Stage.JOINING:
+            self.stage = Stage.SEATED
+            self._resend_at = now + self._resend_s
+        if self.stage is not Stage.SEATED or self.reason == message.reason:
+            return []
+        self.reason = message.reason
+        return [Told(message.reason)]
+
     def _on_decision(self, message: Decision, now: float) -> list[Effect]:
         view = self.view
         if view is None or message.quorum_id != view.quorum_id:
@@ -419,7 +430,7 @@ class Replica:
                         self._participants(view), message.control)
             )  # fmt: skip
         self._vote = None
-        if message.committed and vote is not None and vote.leaving:
+        if answers_mine and vote is not None and vote.leaving:
             self.stage = Stage.LEFT
         self._resend_at = now + self._resend_s
         return self._after_decision(message, now)
@@ -470,10 +481,11 @@ class Replica:
         self._resend_at = now + self._resend_s
         self.healed = (self.step, self.lineage) == (message.step, message.lineage)
         self._fail_if_bound(message)
-        self._configuring = message.quorum_id
-        effects: list[Effect] = [
-            Configure(message.quorum_id, members, self.view.rank_of(self.replica_id))
-        ]
+        rank = self.view.rank_of(self.replica_id)
+        effects: list[Effect] = [Configure(message.quorum_id, members, rank)]
+        if not self.healed and not mine.healing:
+            # The lighthouse takes this state for another one: a no says which it is.
+            return effects + self._vote_no("its state is another one", now, phase=PHASE_HEALING)
         if not self.healed:
             effects += self._fetch(self.view)
         return effects
@@ -523,8 +535,8 @@ class Replica:
 
     def _on_expelled(self, message: Expelled, now: float) -> list[Effect]:
         view = self.view
-        if self.stage in (Stage.LEFT, Stage.REFUSED, Stage.OUT):
-            return []
+        if self.stage not in (Stage.SEATED, Stage.MEMBER):
+            return []  # joining: the answer to something older
         if view is not None and message.quorum_id not in (view.quorum_id, NO_QUORUM):
             return []
         self.reason = message.reason
@@ -532,14 +544,16 @@ class Replica:
         if view is not None and self.stage is Stage.MEMBER:
             effects.append(Abort(view.quorum_id, message.reason))
         self.stage = Stage.OUT
+        self._revoked = True
         self._resend_at = self._grace_at = None
         self._unanswered = None
-        if self.attempt is Attempt.PINNED or (
-            self.attempt is Attempt.OPEN and not self._loop_waits
-        ):
-            self.attempt, self.failure = Attempt.FAILED, message.reason
         in_doubt = self.attempt is Attempt.VOTED
-        if in_doubt or self._loop_waits:
+        if not in_doubt:
+            self._vote = None
+        computing = self.attempt is Attempt.OPEN and not self._loop_waits
+        if self.attempt is Attempt.PINNED or (computing and message.hung):
+            self.attempt, self.failure = Attempt.FAILED, message.reason
+        if in_doubt or self._loop_waits or not message.hung:
             effects += self._join(now)
         # else: a hung loop must not come back; the next begin joins
         return effects
@@ -547,10 +561,10 @@ class Replica:
     # ------------------------------------------------------------------ pieces
 
     def _phase(self) -> str:
-        if self.healing and not self.state_fetched:
-            return PHASE_HEALING
         if self.attempt is Attempt.PINNED or self.attempt is Attempt.VOTED:
             return PHASE_REDUCING
+        if self.healing:
+            return PHASE_HEALING
         return PHASE_OPEN if self.attempt is Attempt.OPEN and not self._loop_waits else PHASE_IDLE
 
     def _join(self, now: float) -> list[Effect]:
@@ -584,8 +598,8 @@ class Replica:
         if self.stage is not Stage.MEMBER or view is None or self._vote is not None:
             return []
         self._vote = Vote(
-            self._template.room, self.replica_id, view.quorum_id, view.step, view.lineage, False,
-            reason[:500], phase, stalled,
+            self._template.room, self.replica_id, view.quorum_id, view.step, self.lineage, False,
+            reason[:500], phase, stalled, self._leaving and self.attempt is Attempt.FAILED,
         )  # fmt: skip
         effects: list[Effect] = []
         if not self._revoked:
@@ -619,7 +633,8 @@ class Replica:
         participants = self._participants(self.view) if self.view else 0
         if committed:
             self.step, self.lineage = after
-        self._close(Outcome(vote.step, committed, "settled on return", participants, vote.control))
+        control = quorum.control if committed else b""
+        self._close(Outcome(vote.step, committed, "settled on return", participants, control))
 
     def _advance(self, view: View) -> None:
         """The step of `view` is committed: move on under the same quorum."""

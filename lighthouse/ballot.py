@@ -22,6 +22,7 @@ class Ballot:
 
     Attributes:
         quorum_id, position, members: the live quorum and the state that its step starts from.
+        names: what people call the members, by replica_id.
         silent: living members that have not voted on this step.
         votes: by replica_id.
         gone: members that are dead, left or evicted, and why.
@@ -34,6 +35,7 @@ class Ballot:
     quorum_id: int
     position: Position
     members: tuple[Member, ...]
+    names: dict[str, str]
     ids: frozenset[str]
     silent: set[str]
     votes: dict[str, Vote] = field(default_factory=dict)
@@ -44,10 +46,12 @@ class Ballot:
     deadline: float | None = None
 
     @classmethod
-    def open(cls, quorum_id: int, position: Position, members: tuple[Member, ...]) -> Ballot:
+    def open(
+        cls, quorum_id: int, position: Position, members: tuple[Member, ...], names: dict[str, str]
+    ) -> Ballot:
         """The ballot on the first step of a new quorum."""
-        ids = frozenset(member.replica_id for member in members)
-        return cls(quorum_id, position, members, ids, set(ids))
+        ids = frozenset(names)
+        return cls(quorum_id, position, members, names, ids, set(ids))
 
     # ------------------------------------------------------------------ changes
 

@@ -87,6 +87,13 @@ class History:
                 seat.settle = "discard"
         return changed
 
+    def unsettle(self, seats: Seats) -> None:
+        """No quorum formed after all: whoever comes next may know more."""
+        for seat in seats:
+            if seat.settle and seat.join.in_doubt is not None:
+                seat.settle, seat.control = "", b""
+                seat.position = Position(seat.join.step, seat.join.lineage)
+
     def _was_committed(
         self, seat: Seat, doubt: InDoubt, seats: Seats, held: set[str], doubters: int
     ) -> bool:

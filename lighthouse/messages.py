@@ -13,7 +13,7 @@ See docs/protocol.md for who sends what when.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_ID_CHARS = 200
 MAX_REASON_CHARS = 2_000
@@ -150,7 +150,7 @@ PHASES = (PHASE_IDLE, PHASE_OPEN, PHASE_HEALING, PHASE_REDUCING)
 class Vote:
     """A member's yes or no on (quorum_id, step), after its collectives.
 
-    A no revokes the quorum. `phase` says what the member was doing when it voted no; one that
+    `lineage`: of the state that the sender holds; a yes needs the quorum's. A no revokes the quorum. `phase` says what the member was doing when it voted no; one that
     had started no collective loses nothing and goes on under the next quorum. `stalled`: a
     collective of this member waited longer than its timeout, so members that are not reducing
     are to blame. `leaving`: count me, then leave me out of the next quorum. `control`: bytes
@@ -225,8 +225,10 @@ class Quorum:
 
     Replica ranks are positions in the full member list. To a receiver whose last quorum was
     `base_id` only the difference travels: drop `removed`, replace those in `changed` by
-    replica_id, append the rest of `changed` in order. `base_id` 0: `changed` is the full list.
-    `settle`: what became of the receiver's step in doubt ("commit", "discard" or "").
+    replica_id, append the rest of `changed` in order; members that are kept are not healing,
+    whatever they were. `base_id` 0: `changed` is the full list.
+    `settle`: what became of the receiver's step in doubt ("commit", "discard" or ""); `control`:
+    that of the step's `Decision`, where it is still known.
     """
 
     room: RoomKey
@@ -238,8 +240,10 @@ class Quorum:
     changed: tuple[Member, ...]
     reason: str = ""
     settle: str = ""
+    control: bytes = b""
 
     def __post_init__(self) -> None:
+        _check(len(self.control) <= MAX_CONTROL_BYTES, f"control over {MAX_CONTROL_BYTES} bytes")
         _check(self.settle in ("", "commit", "discard"), "settle: commit, discard or empty")
 
 
@@ -282,11 +286,15 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Expelled:
-    """You are not a member (evicted, or unknown to me): join again."""
+    """You are not a member (evicted, or unknown to me): join again.
+
+    `hung`: your training loop did not make progress; join when it does, not before.
+    """
 
     room: RoomKey
     quorum_id: int
     reason: str
+    hung: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,16 +323,24 @@ def apply_delta(base: tuple[Member, ...], quorum: Quorum) -> tuple[Member, ...]:
         return quorum.changed
     removed = set(quorum.removed)
     changed = {member.replica_id: member for member in quorum.changed}
-    kept = [changed.pop(m.replica_id, m) for m in base if m.replica_id not in removed]
+    kept = [
+        changed.pop(m.replica_id, replace(m, healing=False) if m.healing else m)
+        for m in base
+        if m.replica_id not in removed
+    ]
     return (*kept, *changed.values())
 
 
 def member_delta(
     old: tuple[Member, ...], new: tuple[Member, ...]
 ) -> tuple[tuple[str, ...], tuple[Member, ...]] | None:
-    """(removed, changed) such that `apply_delta` turns `old` into `new`; None if none does."""
+    """(removed, changed) such that `apply_delta` turns `old` into `new`; None if none does.
+
+    Who heals is always named: receivers of one list may differ in whether they heard that a
+    step was committed, which ends healing.
+    """
     new_by_id = {member.replica_id: member for member in new}
-    old_by_id = {member.replica_id: member for member in old}
+    old_by_id = {m.replica_id: replace(m, healing=False) if m.healing else m for m in old}
     removed = tuple(m.replica_id for m in old if m.replica_id not in new_by_id)
     changed = tuple(m for m in new if old_by_id.get(m.replica_id) != m)
     kept_order = [m.replica_id for m in old if m.replica_id in new_by_id]

@@ -7,13 +7,14 @@ candidates suffice, and from which state they go on:
 R1  Fewer than `min_replicas` candidates: wait.
 R2  They go on from the newest position among them: the highest step; at equal step the room's
     own head, else the position that most candidates hold, else that of the first by order.
-    All others are behind and heal (R3).
+    All others are behind and heal (R3). A torn state (partly overwritten) is nobody's position:
+    its holder heals, and where all are torn they wait for one that is whole.
 R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
 R4  If a quorum just ended and one of its members is among the candidates, form at once.
 R5  Members of an earlier quorum may hold a newer state than any candidate (the lighthouse was
     restarted, or all of them are away). While one of those is missing, wait, but no longer than
     the join timeout: a state that nobody brings back is lost, and the rest goes on.
-R6  The first quorum of a room waits for `expected_replicas`, or, where nobody said how many
+R6  The first quorum of a room without a past waits for `expected_replicas`, or, where nobody said how many
     will come, for stragglers; in both cases no longer than the join timeout.
 R7  Ranks: members of the last quorum keep their order, newcomers follow in natural order of
     their names when a room starts, in order of arrival later.
@@ -25,6 +26,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from lighthouse.messages import TORN
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Situation:
         head: position of the last commit that this lighthouse knows.
         since: when waiting began (the first candidate arrived, or the last quorum ended).
         join_timeout_s: see `Timeouts`.
+        has_past: somebody was in a quorum of this room before this lighthouse knew it.
     """
 
     candidates: tuple[Candidate, ...]
@@ -69,6 +73,7 @@ class Situation:
     head: Position | None = None
     since: float = 0.0
     join_timeout_s: float = 5.0
+    has_past: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +95,31 @@ class Verdict:
 
 
 def too_early(
-    count: int, min_replicas: int, expected_replicas: int, first: bool, expires: float, now: float
+    count: int,
+    min_replicas: int,
+    expected_replicas: int,
+    first: bool,
+    expires: float,
+    now: float,
+    missed: int = 0,
 ) -> Verdict | None:
-    """R1 and R6 by the number of candidates alone, in constant time; None: ask `decide`.
+    """R1, R5 and R6 by numbers alone, in constant time; None: ask `decide`.
 
     Spares a room that fills up with N replica groups N looks at all of them. `first`: no quorum
-    was formed or is remembered yet. `expires`: when the join timeout ends.
+    was formed or is remembered yet. `expires`: when the join timeout ends. `missed`: members of
+    an earlier quorum to wait for (R5), 0 if R4 applies.
     """
     if count < min_replicas:
         return Verdict(None, f"waiting for {min_replicas - count} of min_replicas={min_replicas}")
-    if not first or now >= expires:
+    if now >= expires:
         return None
-    if count < expected_replicas:
+    if missed:
+        return Verdict(None, _missing(missed), expires)
+    if first and count < expected_replicas:
         short = expected_replicas - count
         return Verdict(None, f"waiting for {short} of {expected_replicas} expected replica groups",
                        expires)  # fmt: skip
-    if not expected_replicas:
+    if first and not expected_replicas:
         return Verdict(None, "waiting for stragglers until the join timeout", expires)
     return None
 
@@ -115,13 +129,16 @@ def decide(situation: Situation, now: float) -> Verdict:
     if not situation.candidates:
         return Verdict(None, "nobody waits")
     position = newest(situation.candidates, situation.head)
+    if position is None:
+        return Verdict(None, "all who wait hold a state that was partly overwritten: waiting for "
+                             "a replica group with a whole one")  # fmt: skip
     able = [c for c in situation.candidates if c.can_heal or c.position == position]
     short = situation.min_replicas - len(able)
     if short > 0:
         refused = len(situation.candidates) - len(able)
         extra = f"; {refused} behind and not allowed to heal" if refused else ""
         return Verdict(None, f"waiting for {short} of min_replicas={situation.min_replicas}{extra}")
-    waiting_for = _stragglers(situation, able, position)
+    waiting_for = _stragglers(situation, able)
     expires = situation.since + situation.join_timeout_s
     if waiting_for and now < expires:
         return Verdict(None, waiting_for, expires)
@@ -134,24 +151,29 @@ def decide(situation: Situation, now: float) -> Verdict:
     return Verdict(choice, f"{len(able)} replica groups at step {position.step}{late}")
 
 
-def newest(candidates: Iterable[Candidate], head: Position | None) -> Position:
-    """R2. `candidates` must not be empty."""
-    pool = list(candidates)
-    top_step = max(c.position.step for c in pool)
-    top = [c for c in pool if c.position.step == top_step]
+def newest(candidates: Iterable[Candidate], head: Position | None) -> Position | None:
+    """R2; None if nobody holds a whole state. `candidates` must not be empty."""
+    whole = [c for c in candidates if not c.position.lineage.startswith(TORN)]
+    if not whole:
+        return None
+    top_step = max(c.position.step for c in whole)
+    top = [c for c in whole if c.position.step == top_step]
     if head is not None and any(c.position == head for c in top):
         return head
     counts = Counter(c.position for c in top)
     most = max(counts.values())
-    top.sort(key=lambda c: (natural(c.name), c.arrival))
-    return next(c.position for c in top if counts[c.position] == most)
+    best = min(
+        (c for c in top if counts[c.position] == most), key=lambda c: (natural(c.name), c.arrival)
+    )
+    return best.position
 
 
 def rank_order(candidates: Sequence[Candidate], previous: Sequence[str]) -> tuple[str, ...]:
     """R7."""
     by_id = {c.replica_id: c for c in candidates}
     kept = [replica_id for replica_id in previous if replica_id in by_id]
-    fresh = [c for c in candidates if c.replica_id not in set(kept)]
+    known = set(kept)
+    fresh = [c for c in candidates if c.replica_id not in known]
     if kept:
         fresh.sort(key=lambda c: c.arrival)
     else:
@@ -165,18 +187,22 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts if p)
 
 
-def _stragglers(situation: Situation, able: Sequence[Candidate], position: Position) -> str:
+def _stragglers(situation: Situation, able: Sequence[Candidate]) -> str:
     """Why to wait although `min_replicas` are there; empty: no reason (R4, R5, R6)."""
     ids = {c.replica_id for c in able}
     if ids.intersection(situation.previous):
         return ""  # R4
     if situation.missed:
-        return f"waiting for {len(situation.missed)} members of the last quorum to come back"
-    if situation.previous:
-        return ""  # all members of the last quorum left for good
+        return _missing(len(situation.missed))
+    if situation.previous or situation.has_past:
+        return ""  # all members of the last quorum are here, or left for good
     if situation.expected_replicas:
         short = situation.expected_replicas - len(able)
         if short > 0:
             return f"waiting for {short} of {situation.expected_replicas} expected replica groups"
         return ""
     return "waiting for stragglers until the join timeout"
+
+
+def _missing(count: int) -> str:
+    return f"waiting for {count} members of the last quorum to come back"

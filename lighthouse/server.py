@@ -41,6 +41,10 @@ SHARE_FROM_BYTES = 4_096
 """Frames of this size and more are shared by all receivers instead of copied to each."""
 SHUTDOWN_LINGER_MS = 200
 
+# As plain numbers: combining zmq's flags takes longer than some calls that they go into.
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.SNDMORE) | _NOBLOCK
+_SRCFD = int(zmq.SRCFD)
 _REQUESTS: tuple[type, ...] = get_args(Request)
 
 
@@ -274,12 +278,12 @@ class LighthouseServer:
         receive, fd_of = self._router.recv, self._routes.fd_of
         for _ in range(BATCH_MESSAGES):
             try:
-                peer = receive(zmq.NOBLOCK)
+                peer = receive(_NOBLOCK)
             except zmq.Again:
                 return True
-            frame = receive(zmq.NOBLOCK, copy=False)
+            frame = receive(_NOBLOCK, copy=False)
             self.stats.received += 1
-            fd = frame.get(zmq.SRCFD)
+            fd = frame.get(_SRCFD)
             if fd_of.get(peer) != fd:
                 self._drain_monitor()
                 now = time.monotonic()
@@ -295,7 +299,7 @@ class LighthouseServer:
         self.stats.malformed += 1
         # All parts of a message arrive together, so that this cannot raise Again.
         while self._router.getsockopt(zmq.RCVMORE):
-            self._router.recv(zmq.NOBLOCK)
+            self._router.recv(_NOBLOCK)
 
     def _handle(self, peer: Peer, frame: zmq.Frame) -> None:
         try:
@@ -316,7 +320,9 @@ class LighthouseServer:
         else:
             self.stats.malformed += 1  # only a lighthouse says such things
 
-    def _apply(self, effects: Iterable[Effect]) -> None:
+    def _apply(self, effects: list[Effect]) -> None:
+        if not effects:
+            return  # most votes
         self._encoder.begin()
         encode = self._encoder.encode
         kept = []
@@ -337,8 +343,8 @@ class LighthouseServer:
         payload: Any = zmq.Frame(data) if shared else data
         for peer in peers:
             try:
-                send(peer, zmq.SNDMORE | zmq.NOBLOCK)
-                send(payload, zmq.NOBLOCK, copy=not shared)
+                send(peer, _MORE)
+                send(payload, _NOBLOCK, copy=not shared)
                 stats.sent += 1
             except zmq.Again:
                 stats.slow_peers += 1

@@ -162,10 +162,11 @@ class TransferPlan:
                 source.probe_at = now
         requests: list[tuple[str, int]] = []
         healthy = [item for item in self._sources.items() if not item[1].stalled]
+        hungry = [item for item in healthy if len(item[1].outstanding) <= self._window // 2]
         progress = True
         while progress:  # one each in turn, so that the stripes start evenly
             progress = False
-            for name, source in healthy:
+            for name, source in hungry:
                 if len(source.outstanding) < self._window:
                     chunk = self._take(name, source, now)
                     if chunk is not None:
@@ -271,7 +272,7 @@ class TransferPlan:
         for source in healthy:
             if source.outstanding:
                 times.append(source.last_progress + source.stall_s())
-            if len(source.outstanding) < self._window:
+            if len(source.outstanding) <= self._window // 2:
                 late = self._hedge_candidates(source)
                 if late is not None:
                     times.append(late[0])

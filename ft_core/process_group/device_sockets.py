@@ -2,9 +2,14 @@
 
 Gloo has no working abort: `ProcessGroupGloo.abort()` leaves a thread that waits in a ring whose
 neighbours are alive. What does end it is `shutdown(2)` on its sockets: Gloo's loop thread reads the
-end of stream, fails the operations of that pair and closes it, which the peer sees. Only the
-receiving side is shut: Gloo forgets a send whose write fails, and its thread would wait until the
-operation's timeout. (It does so too for a send that is half written at that moment.)
+end of stream, fails the operations of that pair and closes it, which the peer sees.
+
+Not all operations, though. A message that is half received, or half sent, when its connection ends
+is in none of the lists that Gloo goes through (2.13 to 2.15, transport/tcp/pair.cc): whoever waits
+for it waits until the operation's timeout, whatever ended the connection. That thread can't be
+freed from outside; what can be known is that it will not touch the tensors again, namely when the
+connections are closed and it sleeps (`at_rest`). Only the receiving side is shut, for a failing
+write would add to those cases.
 
 The question is which descriptors are Gloo's, in a process where ZeroMQ, stores and user code open
 and close sockets all the time. The kernel knows: a Gloo device has one epoll descriptor of its own
@@ -29,6 +34,7 @@ from collections.abc import Iterator, Sequence
 _TARGET = re.compile(rb"^tfd:\s*(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 _SEQUENCE_BYTES = 8
 _KNOCK_TIMEOUT_S = 0.2
+_WORKER_NAME = b"pt_gloo_runloop"
 
 
 class DeviceSockets:
@@ -68,19 +74,28 @@ class DeviceSockets:
                 return cls(epoll, inode, address)
         return None
 
-    def shut(self) -> int:
-        """Shut every connection of the device down, in microseconds; returns how many.
+    def shut(self) -> frozenset[int]:
+        """Shut every connection of the device down, in microseconds; returns their inodes.
 
         Any thread. Does nothing when the device is gone.
         """
         targets = list(_targets(self._epoll))
         if all(inode != self._listener_inode for _, inode in targets):
-            return 0
-        count = 0
-        for descriptor, inode in targets:
-            if inode != self._listener_inode:
-                count += _shut_if_same(descriptor, inode)
-        return count
+            return frozenset()
+        return frozenset(
+            inode
+            for descriptor, inode in targets
+            if inode != self._listener_inode and _shut_if_same(descriptor, inode)
+        )
+
+    def at_rest(self, connections: frozenset[int]) -> bool:
+        """Whether Gloo has closed these connections and none of its threads computes.
+
+        Threads of other Gloo groups of the process count too: they can't be told apart.
+        """
+        if any(inode in connections for _, inode in _targets(self._epoll)):
+            return False
+        return not any(_is_working(task) for task in os.listdir("/proc/self/task"))
 
     def knock(self, sequences: Sequence[int]) -> None:
         """Free pairs that wait for a peer to dial in: dial in for the peer and hang up.
@@ -136,18 +151,27 @@ def _listener_in(descriptor: int, blob: bytes) -> tuple[int, tuple[str, int]] | 
         return os.fstat(candidate.fileno()).st_ino, (name[0], name[1])
 
 
-def _shut_if_same(descriptor: int, inode: int) -> int:
+def _is_working(task: str) -> bool:
+    try:
+        with open(f"/proc/self/task/{task}/stat", "rb") as file:
+            name, _, rest = file.read().partition(b"(")[2].rpartition(b")")
+    except OSError:  # ended
+        return False
+    return name == _WORKER_NAME and rest[1:2] != b"S"
+
+
+def _shut_if_same(descriptor: int, inode: int) -> bool:
     try:
         copy = os.dup(descriptor)
     except OSError:
-        return 0
+        return False
     status = os.fstat(copy)
     if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
         os.close(copy)
-        return 0
+        return False
     with socket.socket(fileno=copy) as connection:
         try:
             connection.shutdown(socket.SHUT_RD)
         except OSError:  # not connected any more
-            return 0
-    return 1
+            return False
+    return True

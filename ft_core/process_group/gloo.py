@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -98,14 +99,15 @@ class _GlooCommunicator(Communicator):
             self._store.meeting = None
             self._sequences = []
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> Callable[[], bool]:
         with self._lock:
-            if self._sockets is None:
-                return
-            self._sockets.shut()
-            sequences = list(self._sequences)
-            if sequences:
-                self._sockets.knock(sequences)
+            sockets = self._sockets
+            if sockets is None:
+                return lambda: True
+            connections = sockets.shut()
+            if self._sequences:
+                sockets.knock(self._sequences)
+        return lambda: sockets.at_rest(connections)
 
     def close(self) -> None:
         with self._lock:

@@ -13,8 +13,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed import Work
@@ -29,7 +28,9 @@ from ft_core.process_group.work import BackendWork, FailedWork, PointToPointWork
 _log = logging.getLogger(__name__)
 _INTERRUPT_EVERY_S = 0.005
 _INTERRUPT_FOR_S = 5.0
-_LET_GO_AFTER_S = 0.1
+_LET_GO_CHECK_S = 0.005
+_LET_GO_CHECKS = 3
+_LET_GO_WITHIN_S = 1.0
 _SHUTDOWN_S = 2.0
 
 
@@ -37,6 +38,7 @@ class Communicator(ABC):
     """A connected backend and the way to break it. One at a time belongs to a group."""
 
     backend: Any  # c10d.Backend; set by connect()
+    tainted = False  # an operation stayed behind in the backend and holds one of its threads
 
     @abstractmethod
     def handle(self) -> bytes:
@@ -50,13 +52,12 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def interrupt(self) -> None:
+    def interrupt(self) -> Callable[[], bool]:
         """End pending collectives, or a blocked `connect`, with an error. Any thread, any number
         of times, quick. Afterwards the communicator can at most be connected again.
 
-        A few operations may stay behind until the backend's own timeout: Gloo (2.13 to 2.15) fails
-        what waits to be received and what waits to be sent, but forgets a send that was half
-        written when its connection closed. The group lets go of those.
+        Some operations may stay behind in the backend until their timeout (`device_sockets` says
+        why). What is returned tells when those that do will not touch their tensors any more.
         """
 
     @abstractmethod
@@ -165,10 +166,11 @@ class MeshProcessGroup(ProcessGroup):
             communicator = self._communicator
         if meeting is not None:
             meeting.abort(error)
-        for one in (connecting, communicator):
-            if one is not None:
-                one.interrupt()
-        self._let_go(error)
+        if connecting is not None:
+            connecting.interrupt()
+        if communicator is not None:
+            at_rest = communicator.interrupt()
+            self._let_go(communicator, list(self._in_flight), at_rest, error)
 
     def errored(self) -> Exception | None:
         return self._error
@@ -212,9 +214,9 @@ class MeshProcessGroup(ProcessGroup):
                 native = getattr(self._communicator.backend, operation)(*args, **kwargs)
             except (TypeError, ValueError):
                 raise
-            except Exception as error:
-                failure = self.collective_failed(operation, quorum_id, error)
-                failure.__cause__ = error
+            except Exception as cause:
+                failure = self.collective_failed(operation, quorum_id, cause)
+                failure.__cause__ = cause
                 return FailedWork(failure)
             work: BackendWork
             if operation in ("send", "recv"):
@@ -222,7 +224,11 @@ class MeshProcessGroup(ProcessGroup):
             else:
                 work = BackendWork(self, native, operation, quorum_id)
             self._in_flight.add(work)
+            communicator = self._communicator
         work.watch()
+        error = self._error
+        if not self._open and error is not None:  # revoked meanwhile, before the work was listed
+            self._let_go(communicator, [work], communicator.interrupt(), error)
         return work
 
     # --- for its works
@@ -262,27 +268,45 @@ class MeshProcessGroup(ProcessGroup):
         error.__cause__ = reason
         return error
 
-    def _let_go(self, error: ProcessGroupError) -> None:
-        """See to it that works in flight end soon, also those that the backend has lost."""
-        works = list(self._in_flight)
-        if works:
-            threading.Thread(
-                target=self._outlast, args=(works, error), name="ft-pg-revoke", daemon=True
-            ).start()
+    def _let_go(
+        self,
+        communicator: Communicator,
+        works: list[BackendWork],
+        at_rest: Callable[[], bool],
+        error: ProcessGroupError,
+    ) -> None:
+        """See to it that revoked works end soon, also those that stay behind in the backend."""
+        works = [work for work in works if not work.is_completed()]
+        if not works:
+            return
+        threading.Thread(
+            target=self._outlast,
+            args=(communicator, works, at_rest, error),
+            name="ft-pg-revoke",
+            daemon=True,
+        ).start()
 
-    @staticmethod
-    def _outlast(works: list[BackendWork], error: ProcessGroupError) -> None:
-        # Not at once: until the backend has closed its connections it may still write into the
-        # tensors, and who is told of the end may use them again. A healthy backend is done long
-        # before; what is left then waits on a connection that is closed and writes no more.
-        deadline = time.monotonic() + _LET_GO_AFTER_S
+    def _outlast(
+        self,
+        communicator: Communicator,
+        works: list[BackendWork],
+        at_rest: Callable[[], bool],
+        error: ProcessGroupError,
+    ) -> None:
+        # Not at once: who is told of the end may use the tensors again, so the backend must be
+        # done with them. It nearly always is within a millisecond, and then ends the works itself.
+        give_up_at = time.monotonic() + _LET_GO_WITHIN_S
+        resting = 0
+        while works:
+            works[-1].ended_within(_LET_GO_CHECK_S)
+            works = [work for work in works if not work.is_completed()]
+            resting = resting + 1 if at_rest() else 0
+            if resting >= _LET_GO_CHECKS or time.monotonic() > give_up_at:
+                break
         for work in works:
-            try:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            except ProcessGroupError:
-                if not work.is_completed():
-                    _log.debug("%s of quorum %d: let go of", work.operation, work.quorum_id)
-                    work.resolve(None, error)
+            communicator.tainted = True
+            _log.debug("%s of quorum %d: let go of", work.operation, work.quorum_id)
+            work.resolve(None, error)
 
     def _begin(self, quorum_id: int, rank: int, size: int) -> Communicator | None:
         """Leave the old quorum; returns its communicator, interrupted."""
@@ -309,7 +333,7 @@ class MeshProcessGroup(ProcessGroup):
         deadline: float,
     ) -> None:
         communicator, outworn = previous, None
-        if previous is None or not previous.reconnectable:
+        if previous is None or not self._reusable(previous):
             communicator, outworn = self._new_communicator(self._rank, self._size), previous
         assert communicator is not None and self._doorbell is not None
         meeting = Meeting(
@@ -346,6 +370,14 @@ class MeshProcessGroup(ProcessGroup):
                 self._retire([outworn], None)
             else:
                 self._retire([outworn, communicator], meeting)
+
+    def _reusable(self, communicator: Communicator) -> bool:
+        """Whether no operation of an earlier quorum can hold a thread of it for long."""
+        if not communicator.reconnectable:
+            return False
+        for work in list(self._in_flight):
+            work.ended_within(_LET_GO_CHECK_S)
+        return not communicator.tainted and not self._in_flight
 
     def _wind_up(self, builder: _Builder) -> None:
         """See the builder out of the backend, interrupting it until it is."""

@@ -110,7 +110,7 @@ class BackendWork(TorchWork):
     """A collective in flight in a backend, tied to the quorum under which it was issued.
 
     It ends when the backend's work ends, or when the group lets go of it (`resolve`): Gloo can lose
-    an operation (see `Communicator.interrupt`), and nobody may wait for that one. Its failure breaks
+    an operation (see `device_sockets`), and nobody may wait for that one. Its failure breaks
     the group of its quorum, at once and whether or not anyone waits; a later quorum's group is left
     alone. Futures end in the backend's thread, or in a thread of the group after a revocation.
     Any thread may use one of these.
@@ -180,6 +180,12 @@ class BackendWork(TorchWork):
         if self._error is not None:
             raise self._error
         return True
+
+    def ended_within(self, seconds: float) -> bool:
+        """Wait a little; whether it has ended, well or not."""
+        if self._ended.acquire(timeout=seconds):
+            self._ended.release()
+        return self._finished
 
     def get_future(self) -> Future[Any]:
         with _future_lock:

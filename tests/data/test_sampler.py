@@ -100,7 +100,8 @@ def test_a_healed_replica_goes_on_where_the_others_are() -> None:
     ahead.set_position(6)
     fresh = DistributedSampler(dataset(20), 1, 2, seed=3)
     fresh.load_state_dict(ahead.state_dict())
-    assert list(DataLoader(fresh.dataset, 2, sampler=fresh))[0][0].tolist() == list(ahead)[:2]
+    (first,) = next(iter(DataLoader(fresh.dataset, 2, sampler=fresh)))
+    assert first.tolist() == list(ahead)[:2]
 
 
 def test_a_new_epoch_begins_at_its_start() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ddp.thread_quorum import ThreadManager, ThreadQuorum
 from torch import Tensor, nn
 
 from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel, before_vote
+from tests.ddp.thread_quorum import ThreadManager, ThreadQuorum
 
 BOTH = [DistributedDataParallel, PureDistributedDataParallel]
 
@@ -213,7 +213,9 @@ def train_norm(
     history = [buffers_of(net)]
     for number in range(steps):
         manager.start_quorum()
-        data = torch.randn(16, 8, generator=torch.Generator().manual_seed(7 * number + manager.rank))
+        data = torch.randn(
+            16, 8, generator=torch.Generator().manual_seed(7 * number + manager.rank)
+        )
         model(data).sum().backward()
         if number == fail_at and manager.rank == 0:
             manager.report_error(RuntimeError("injected"))

@@ -26,7 +26,9 @@ def start() -> Iterator[Start]:
     config = LighthouseConfig(timeouts=Timeouts.derive(20.0))
     with LighthouseServer("tcp://127.0.0.1:0", config=config) as server, ExitStack() as stack:
 
-        def run(group: int, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        def run(
+            group: int, *arguments: str, launcher: tuple[str, ...] = ()
+        ) -> subprocess.Popen[str]:
             environment = os.environ | {
                 "TORCHFT_LIGHTHOUSE": server.address(),
                 "REPLICA_GROUP_ID": str(group),

@@ -123,7 +123,7 @@ def test_lbfgs_is_refused() -> None:
 
 
 def test_it_is_a_torch_optimizer_with_the_inner_ones_contents() -> None:
-    manager, parameter, optimizer = new()
+    manager, _, optimizer = new()
     inner = optimizer.optim
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups is inner.param_groups

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 
 import torch
-from tests.ddp.thread_quorum import ThreadManager, ThreadQuorum
 from torch.distributed import ReduceOp
 
 from ft_core.manager import Manager
+from tests.ddp.thread_quorum import ThreadManager, ThreadQuorum
 
 
 def test_it_averages_and_commits() -> None:

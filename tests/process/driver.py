@@ -50,7 +50,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self.process.poll() is None and not self._over
 
     # ------------------------------------------------------------------ commands
 
@@ -180,8 +180,7 @@ class Worker:
 
     def close(self) -> None:
         """End the process, whatever it does."""
-        if self.alive:
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
         assert self.process.stdin is not None
         try:

@@ -163,7 +163,7 @@ class Checker:
         self._fork(replica_id, quorum_id, before, after)
         self._holds(replica_id, after, state)
         self._told(replica_id, quorum_id, step, committed=True)
-        if outcome.control:
+        if outcome.control or outcome.reason not in ("settled on return", "own vote"):
             known = self.controls.setdefault((quorum_id, step), outcome.control)
             self.require(known == outcome.control, f"control of {quorum_id}/{step} differs")
         self.commits += 1

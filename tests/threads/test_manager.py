@@ -274,6 +274,26 @@ def test_per_group_commit_does_not_wait_and_agrees():
         assert torch.equal(a.weights, b.weights)
 
 
+def test_means_weighted_by_samples():
+    with lighthouse() as server:
+        a, b = pair(server, weighted=True)
+
+        def script(replica, index):
+            manager = replica.manager
+            manager.start_quorum()
+            manager.set_samples([3, 1][index])
+            tensor = torch.full((4,), [4.0, 8.0][index])
+            manager.allreduce(tensor).wait()
+            assert manager.should_commit()
+            manager.start_quorum()  # the second step says no number: nothing can be averaged
+            manager.allreduce(torch.ones(4)).wait()
+            assert not manager.should_commit()
+            replica.close()
+            return tensor.tolist()
+
+        assert both(a, b, script) == [[5.0] * 4, [5.0] * 4]
+
+
 def test_rooms_and_jobs_are_apart():
     with lighthouse() as server:
         one = Replica(server, "r0", job_id="one")
