@@ -52,9 +52,9 @@ PATIENCE_MS = 120_000
 
 @contextmanager
 def lighthouse() -> Iterator[str]:
-    """Address of a lighthouse in a process of its own, with default options."""
+    """Address of a lighthouse in a process of its own; heartbeat timeout as the peer's default."""
     command = [sys.executable, "-m", "lighthouse", "--bind", "tcp://127.0.0.1:0", "--quiet",
-               "--join-timeout", "60"]  # fmt: skip
+               "--join-timeout", "60", "--heartbeat-timeout", "5"]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]

@@ -287,13 +287,8 @@ class Replica:
             self._template.room, self.replica_id, view.quorum_id, view.step, view.lineage, True,
             control=control, leaving=self._leaving,
         )  # fmt: skip
-        if not self._template.group_commit:
-            return self._send_vote(now)
-        effects = [] if self._unanswered else self._send_vote(now)
-        if self._unanswered is None:
-            self._unanswered = self._vote
-            self._commit_locally(view)
-        return effects
+        # Per-group commit keeps one vote on its way: the next one waits for its decision.
+        return [] if self._unanswered is not None else self._cast(view, now)
 
     def load(self) -> None:
         """The loop has loaded the fetched state: this rank is at the quorum's position."""
@@ -453,10 +448,7 @@ class Replica:
         view, over = self.view, message.next_quorum is not None or message.waiting
         if over or view is None or self._vote is None or self.attempt is not Attempt.VOTED:
             return self._after_decision(message, now)
-        effects = self._send_vote(now)
-        self._unanswered = self._vote
-        self._commit_locally(view)
-        return effects
+        return self._cast(view, now)
 
     def _on_quorum(self, message: Quorum, now: float) -> list[Effect]:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
@@ -590,6 +582,14 @@ class Replica:
         self._resend_at = now + self._resend_s
         return [Transmit(self._vote)]
 
+    def _cast(self, view: View, now: float) -> list[Effect]:
+        """Send the yes; under per-group commit act on it at once, unless it is the last one."""
+        effects = self._send_vote(now)
+        if self._template.group_commit and not self._leaving:
+            self._unanswered = self._vote
+            self._commit_locally(view)
+        return effects
+
     def _vote_no(
         self, reason: str, now: float, *, phase: str, stalled: bool = False
     ) -> list[Effect]:
@@ -609,15 +609,15 @@ class Replica:
 
     def _repeat(self, now: float) -> list[Effect]:
         """Send again what is unanswered; else say where this rank believes it is."""
-        self._resend_at = now + self._resend_s
-        if self.stage in (Stage.OUT, Stage.LEFT, Stage.REFUSED):
-            self._resend_at = None
+        if not self._connected or self.stage in (Stage.OUT, Stage.LEFT, Stage.REFUSED):
+            self._resend_at = None  # `connected` repeats; a socket's queue need not fill meanwhile
             return []
+        self._resend_at = now + self._resend_s
         if self.stage is Stage.JOINING:
             return self._join(now)
         if self._unanswered is not None:
             return [Transmit(self._unanswered)]
-        if self._vote is not None:
+        if self._vote is not None and self.stage is Stage.MEMBER:
             return self._send_vote(now)
         quorum_id = self.view.quorum_id if self.view else NO_QUORUM
         return [Transmit(Beat(self._template.room, self.replica_id, quorum_id, self.step))]

@@ -94,6 +94,11 @@ class Batches:
 
     def adopt_fetcher(self, fetcher: Any) -> None:
         """Have `at_boundary` called before each of its batches."""
+        if hasattr(fetcher, "iterator_wrapper"):
+            raise ValueError(
+                "ft_ddp does not support training_step(self, dataloader_iter): a discarded step "
+                "is tried again with the same batch; take (self, batch, batch_idx)"
+            )
         if not _adopted(fetcher):
             _adopt(fetcher, _announcing(self._at_boundary))
             self._fetchers.append(fetcher)
@@ -115,6 +120,13 @@ class Batches:
         fetcher.fetched += done
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
+
+    def fetch(self, trainer: Any) -> Any:
+        """The next batch, made ready as the training loop does it."""
+        batch, _, _ = next(trainer.fit_loop._data_fetcher)
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def release(self) -> None:
         """Give fetchers and samplers their own classes back."""

@@ -34,10 +34,10 @@ def lineage_of_start(trainer: Any, *, allow_objects: bool) -> str:
     return f"start-{digest(state, allow_objects=allow_objects)}"
 
 
-def dump(trainer: Any, *, in_step: bool) -> dict[str, Any]:
-    """The state as of the boundary before the current batch. The loop's thread only.
+def dump(trainer: Any, *, batches: int) -> dict[str, Any]:
+    """The state as of the boundary at which the current step began. The loop's thread only.
 
-    Tensors are the live ones: the caller copies. `in_step` as in `position.capture`.
+    Tensors are the live ones: the caller copies. `batches` as in `position.capture`.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for owner in (trainer.lightning_module, trainer.datamodule):
@@ -45,7 +45,7 @@ def dump(trainer: Any, *, in_step: bool) -> dict[str, Any]:
             # The target has its own; they may hold anything, and restoring does not read them.
             for key in ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_TYPE"):
                 checkpoint.pop(getattr(owner, key, key), None)
-    checkpoint["loops"] = {"fit_loop": position.capture(trainer, in_step=in_step)}
+    checkpoint["loops"] = {"fit_loop": position.capture(trainer, batches=batches)}
     metrics = {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for name, value in trainer.callback_metrics.items()
@@ -67,8 +67,8 @@ def places(trainer: Any) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Any, state: dict[str, Any], *, in_step: bool) -> int:
-    """Put a dumped state in place; the loop's thread, at a boundary (or in a step, see `dump`).
+def restore(trainer: Any, state: dict[str, Any]) -> int:
+    """Put a dumped state in place; the loop's thread. Counters are those of the boundary then.
 
     Returns the epoch that the Trainer was in before. Does not touch the data: see `Batches.jump`.
     """
@@ -84,7 +84,7 @@ def restore(trainer: Any, state: dict[str, Any], *, in_step: bool) -> int:
         connector.restore_training_state()
     finally:
         connector._loaded_checkpoint = {}
-    position.settle(trainer, in_step=in_step)
+    position.settle(trainer)
     trainer.should_stop = state["should_stop"]
     trainer.callback_metrics.update(state["metrics"])
     log.info(

@@ -92,7 +92,8 @@ class SupervisorLauncher:
             config=LighthouseConfig(
                 min_replicas=self._min_replicas,
                 expected_replicas=self._num_groups,
-                timeouts=Timeouts.derive(self._timeout_s),
+                # All start now; how long that takes says nothing about communication.
+                timeouts=Timeouts.derive(self._timeout_s, join_timeout_s=max(self._timeout_s, 60.0)),
             )
         )
 

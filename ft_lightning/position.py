@@ -2,9 +2,8 @@
 
 Lightning counts a batch in four stages (ready, started, processed, completed) while it works on
 it, so that raw counters say *where in the code* a Trainer is, too. A state may be asked for at two
-places: at the boundary before a batch is fetched, and inside the optimizer's step when a discarded
-step is tried again. What travels is always the form of the boundary; `capture` translates to it
-and `settle` back.
+places: at the boundary before the first batch of a step is fetched, and inside the optimizer's
+step when a discarded one is tried again. What travels is always the form of the boundary.
 
 Reads and writes loop attributes of Lightning 2.6 that are not public; `check` says in one sentence
 if they have moved.
@@ -37,24 +36,26 @@ def check(trainer: Any) -> None:
         ) from error
 
 
-def capture(trainer: Any, *, in_step: bool) -> dict[str, Any]:
-    """The fit loop's state as of the boundary before the current batch. Plain values.
+def capture(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
+    """The fit loop's state as of the boundary at which the current step began. Plain values.
 
-    `in_step`: the Trainer is inside the optimizer's step of that batch.
+    `batches`: of the step under way, if the Trainer is inside the optimizer's step of the last of
+    them; 0 at the boundary.
     """
     state: dict[str, Any] = trainer.fit_loop.state_dict()
     # The state of a peer's data loader is that of the peer's shard.
     state.get("state_dict", {}).pop("combined_loader", None)
     state[BATCHES]["is_last_batch"] = False
-    if in_step:
-        for part in PARTS:
-            state[BATCHES][part]["ready"] -= 1
-            state[BATCHES][part]["started"] -= 1
-            state[STEPS]["optimizer"]["step"][part]["ready"] -= 1
+    for part in PARTS if batches else ():
+        counts = state[BATCHES][part]
+        counts["ready"] -= batches
+        counts["started"] -= batches
+        counts["processed"] -= batches - 1
+        counts["completed"] -= batches - 1
     return state
 
 
-def settle(trainer: Any, *, in_step: bool) -> None:
+def settle(trainer: Any) -> None:
     """After `fit_loop.load_state_dict` of a captured state: make the loops go on from there.
 
     They would take it for a restart otherwise, and skip or repeat parts of an epoch.
@@ -69,31 +70,55 @@ def settle(trainer: Any, *, in_step: bool) -> None:
         epoch_loop.manual_optimization,
     ):
         loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
-    if in_step:
-        epoch_loop.batch_progress.increment_ready()
-        epoch_loop.batch_progress.increment_started()
-        epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_ready()
 
 
-def uncount_zero_grad(trainer: Any) -> None:
-    """A step is tried again: its `zero_grad` is counted once."""
-    counts = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
-    for tracker in (counts.total, counts.current):
-        tracker.ready -= 1
-        tracker.started -= 1
-        tracker.completed -= 1
+def uncount_attempt(trainer: Any) -> None:
+    """The optimizer's step under way is discarded: leave no trace of it.
 
-
-def uncount_step(trainer: Any) -> None:
-    """The optimizer step under way will not be done: Lightning's `completed += 1` nets to zero."""
+    Afterwards the counters of steps and of `zero_grad` are those of the step's boundary.
+    """
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
-        counts = loop.automatic_optimization.optim_progress.optimizer.step
+        counts = loop.automatic_optimization.optim_progress.optimizer
+        for tracker in (counts.zero_grad.total, counts.zero_grad.current):
+            tracker.ready -= 1
+            tracker.started -= 1
+            tracker.completed -= 1
+        steps = counts.step
     else:
-        counts = loop.manual_optimization.optim_step_progress
-    for tracker in (counts.total, counts.current):
-        tracker.ready -= 1
-        tracker.completed -= 1
+        steps = loop.manual_optimization.optim_step_progress
+        trainer.profiler.stop("optimizer_step")
+    steps.total.ready -= 1
+    steps.current.ready -= 1
+
+
+def count_attempt(trainer: Any) -> None:
+    """The same optimizer step (automatic optimization) is tried again."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.automatic_optimization.optim_progress.optimizer.step.increment_ready()
+
+
+def count_fetched(trainer: Any) -> bool:
+    """Count a batch that was fetched for a step under way as the loop would have.
+
+    Returns whether the step needs another one (gradients are accumulated).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    progress.is_last_batch = trainer.fit_loop._data_fetcher.done
+    progress.increment_ready()
+    progress.increment_started()
+    if not (trainer.lightning_module.automatic_optimization and loop._should_accumulate()):
+        return False
+    progress.increment_processed()
+    progress.increment_completed()
+    return True
+
+
+def batch_index(trainer: Any) -> int:
+    """Index in the epoch of the batch that was fetched last."""
+    index: int = trainer.fit_loop.epoch_loop.batch_idx
+    return index
 
 
 def epoch(trainer: Any) -> int:

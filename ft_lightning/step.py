@@ -4,16 +4,21 @@
     forward, backward                      DDP averages gradients over the participants
     optimizer_step                         run the closure, vote, and step only if committed
 
-A step spans one batch, or as many as gradients are accumulated over: a boundary inside an open
-step does nothing. A discarded step of one batch is tried again on the spot, so that nobody
-notices: no batch is lost, and Lightning's counters, schedulers and callbacks see one step. A step
-over several batches, or one of manual optimization, cannot be tried again (its gradients are
-gone); it is skipped, and Lightning, which counts it all the same, is set right.
+A step spans one batch, or as many as gradients are accumulated over (its window): a boundary
+inside an open step does nothing. A discarded step is tried again on the spot, with all batches of
+its window, until it is committed: no batch is lost, and Lightning's counters, schedulers and
+callbacks see one step. It must be so, and not "skip the batch": a member that had reduced nothing
+when another failed goes on with its attempt under the next quorum, so members agree about batches
+only if the number of a step says which batches those are.
+
+What runs twice is what the user's `training_step` does besides computing a loss (metrics count
+such a batch twice).
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +26,19 @@ from ft_core.manager import Manager
 from ft_lightning import healing, position
 from ft_lightning.batches import Batches
 
-_GATED = "step (discarded)"
+
+class StepDiscarded(BaseException):
+    """Unwinds a `training_step` of manual optimization whose update was discarded.
+
+    Not an Exception: the user's own handlers are not meant. Never leaves the strategy.
+    """
 
 
 class StepDriver:
     """The step protocol of one fit. The loop's thread, but for `state`.
 
-    `on_quorum()` is called whenever membership may have changed. `hooks(name)` calls the
-    callbacks' and the module's hook of that name.
+    `on_quorum()` is called whenever membership may have changed; `hooks(name)` calls the
+    callbacks' and the module's hook of that name; `leave()` raises what ends a fit on SIGTERM.
     """
 
     def __init__(
@@ -39,19 +49,20 @@ class StepDriver:
         *,
         on_quorum: Callable[[], None],
         hooks: Callable[[str], None],
+        leave: Callable[[], None],
     ) -> None:
         self._trainer, self._manager, self._batches = trainer, manager, batches
-        self._on_quorum, self._hooks = on_quorum, hooks
+        self._on_quorum, self._hooks, self._leave = on_quorum, hooks, leave
         self._thread = threading.get_ident()
         self._starting = False
         self._in_step = False
-        self._gated: list[Any] = []
-        self._skipped = False
+        self._window: list[tuple[Any, ...]] = []
+        """Arguments of `training_step` for each batch of the open step."""
+        self._instead: tuple[Any, ...] | None = None
+        """Arguments to use in place of the loop's, which has healed away from its batch."""
         self.open = False
         self.last_committed: bool | None = None
         self.participants = 0
-        self.replaced: tuple[Any, int] | None = None
-        """A batch and its index to use instead of those of the loop, which healed meanwhile."""
 
     # ------------------------------------------------------------------ begin
 
@@ -59,9 +70,9 @@ class StepDriver:
         """Before a batch is fetched."""
         if self._starting:
             return
-        self.replaced = None
-        self._end_skip()
+        self._instead = None
         if not self.open:
+            self._window.clear()
             self._start(in_step=False)
 
     def _start(self, *, in_step: bool) -> None:
@@ -73,77 +84,102 @@ class StepDriver:
             self._starting = False
         self.open = True
 
+    # ------------------------------------------------------------------ compute
+
+    def training_step(self, args: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
+        """One call of `Strategy.training_step`: `compute(*args)`, on the right batch."""
+        args = self._instead or args
+        while True:
+            self._window.append(args)
+            try:
+                return compute(*args)
+            except StepDiscarded:  # manual optimization; automatic never raises it
+                pass
+            self._again()
+            window = self._take_window()
+            for earlier in window[:-1]:
+                self._window.append(earlier)
+                compute(*earlier)
+            args = self._instead = window[-1]
+
     # ------------------------------------------------------------------ end
 
-    def run(
+    def optimizer_step(
         self, closure: Callable[[], Any], step: Callable[[Any], Any], optimizer: Any
-    ) -> tuple[Any, bool]:
+    ) -> Any:
         """One call of `Strategy.optimizer_step`. `step(result)` updates the parameters.
 
-        Returns what the closure or `step` returned, and whether the step was committed.
+        Returns what the closure returned, once the step is committed.
         """
         if not self.open:
             raise RuntimeError(
                 "the optimizer was stepped twice for one batch (or accumulation window), but a "
                 "fault-tolerant step holds one update: call optimizer.step once"
             )
+        manual = not self._trainer.lightning_module.automatic_optimization
         while True:
             result = closure()
             if self._vote():
-                return step(result), True
-            if not self._may_retry():
-                self._skip(optimizer)
-                return result, False
-            position.uncount_zero_grad(self._trainer)
-            self._start(in_step=True)
+                step(result)
+                self._window.clear()
+                return result
+            if manual:
+                raise StepDiscarded
+            healed = self._again()
+            position.count_attempt(self._trainer)
+            window = self._take_window()
+            first = position.batch_index(self._trainer) - len(window) + 1
+            for offset, args in enumerate(window[:-1]):
+                with self._trainer.strategy.block_backward_sync():
+                    self._closure(args, optimizer, first + offset)()
+            self._instead = window[-1]
+            if healed:
+                closure = self._closure(window[-1], optimizer, first + len(window) - 1)
 
     def _vote(self) -> bool:
-        if self._trainer.received_sigterm:
+        leaving = self._trainer.received_sigterm
+        if leaving:
             # The vote says goodbye: the next quorum is formed without this group at once.
             self._manager.leave_after_step()
         committed = self._manager.should_commit()
         self.open = False
         self.last_committed = committed
         self._on_quorum()
+        if leaving and not committed:
+            self._leave()
         return committed
 
-    def _may_retry(self) -> bool:
+    def _again(self) -> bool:
+        """A discarded step begins anew; returns whether this group healed to another place."""
         trainer = self._trainer
-        return (
-            trainer.lightning_module.automatic_optimization
-            and trainer.accumulate_grad_batches == 1
-            and not trainer.received_sigterm
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            if scaler is not None:
+                # If the user has unscaled these gradients, the next ones may be unscaled again.
+                scaler._per_optimizer_states.pop(id(optimizer), None)
+        position.uncount_attempt(trainer)
+        before = self._window
+        self._start(in_step=True)
+        return self._window is not before
+
+    def _take_window(self) -> list[tuple[Any, ...]]:
+        """The batches to compute again; each is noted anew when it is."""
+        window, self._window, self._instead = self._window, [], None
+        return window
+
+    def _closure(self, args: tuple[Any, ...], optimizer: Any, batch_idx: int) -> Callable[[], Any]:
+        """Lightning's own: forward, zero_grad if the window's first, backward."""
+        loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        closure: Callable[[], Any] = loop._make_closure(
+            OrderedDict(enumerate(args)), optimizer, batch_idx
         )
-
-    def _skip(self, optimizer: Any) -> None:
-        """Lightning will count this step, and step learning-rate schedulers: take it back."""
-        trainer = self._trainer
-        position.uncount_step(trainer)
-        optimizer.zero_grad()
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            # If the user has unscaled these gradients, the next ones may be unscaled again.
-            scaler._per_optimizer_states.pop(id(optimizer), None)
-        for config in trainer.lr_scheduler_configs:
-            if config.interval == "step":
-                config.interval = _GATED
-                self._gated.append(config)
-        self._skipped = True
-
-    def _end_skip(self) -> None:
-        if self._skipped:
-            self._skipped = False
-            self._trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
-        for config in self._gated:
-            config.interval = "step"
-        self._gated.clear()
+        return closure
 
     def close(self) -> None:
-        """The fit is over: leave nothing of ours in Lightning's objects."""
-        for config in self._gated:
-            config.interval = "step"
-        self._gated.clear()
-        self.replaced = None
+        """The fit is over."""
+        self._instead = None
+        self._window = []
         self.open = False
 
     # ------------------------------------------------------------------ heal
@@ -158,31 +194,27 @@ class StepDriver:
             return healing.places(self._trainer)
         if not self._starting:
             raise RuntimeError("a state was asked for in the middle of a step")
-        return healing.dump(self._trainer, in_step=self._in_step)
+        return healing.dump(self._trainer, batches=len(self._window) if self._in_step else 0)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a peer's state and go to its place in epoch and data."""
         trainer = self._trainer
-        epoch_before = healing.restore(trainer, state, in_step=False)
+        epoch_before = healing.restore(trainer, state)
         if position.epoch(trainer) != epoch_before:
             # What was gathered for the epoch that this group was in is not of this one.
             trainer.fit_loop.epoch_loop._results.reset()
             self._hooks("on_train_epoch_start")
         self._batches.jump(trainer)
         if self._in_step:
-            self._fetch_replacement()
-            position.settle(trainer, in_step=True)
+            self._refill_window()
 
-    def _fetch_replacement(self) -> None:
-        """The loop holds a batch of the place that it has left: fetch the right one."""
+    def _refill_window(self) -> None:
+        """The loop holds batches of the place that it has left: fetch the right ones."""
         trainer = self._trainer
-        fit_loop = trainer.fit_loop
-        fetcher = fit_loop._data_fetcher
-        if hasattr(fetcher, "iterator_wrapper"):
-            return  # training_step draws from the iterator itself
-        batch, _, _ = next(fetcher)
-        fit_loop.epoch_loop.batch_progress.is_last_batch = fetcher.done
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        self.replaced = (batch, position.batches_done(trainer))
+        arity = len(self._window[-1])
+        self._window = []
+        more = True
+        while more:
+            batch = self._batches.fetch(trainer)
+            more = position.count_fetched(trainer)
+            self._window.append((batch, position.batch_index(trainer))[:arity])

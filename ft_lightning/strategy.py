@@ -289,6 +289,7 @@ class FTDDPMixin(_Base):
             self._batches,
             on_quorum=self._on_quorum,
             hooks=self._call_hooks,
+            leave=self._leave,
         )
         self._manager.set_state_dict_fns(self._driver.load, self._driver.state)
         super().setup(trainer)
@@ -372,10 +373,8 @@ class FTDDPMixin(_Base):
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        replaced = self._driver.replaced if self._driver is not None else None
-        if replaced is not None:
-            args = replaced[: len(args)]
-        return super().training_step(*args, **kwargs)
+        assert self._driver is not None
+        return self._driver.training_step(args, super().training_step)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -384,18 +383,20 @@ class FTDDPMixin(_Base):
         assert self._driver is not None
         assert self._manager is not None
         update = super().optimizer_step
+        output = None
 
-        def step(result: Any) -> Any:
-            return update(optimizer, _once(result), model, **kwargs)
+        def step(result: Any) -> None:
+            nonlocal output
+            output = update(optimizer, _once(result), model, **kwargs)
 
-        result, committed = self._driver.run(closure, step, optimizer)
-        if committed and self._sink is not None and isinstance(result, torch.Tensor):
+        result = self._driver.optimizer_step(closure, step, optimizer)
+        if self._sink is not None and isinstance(result, torch.Tensor):
             outcome = self._manager.last_outcome()
             scale = self._trainer.accumulate_grad_batches
             self._manager.telemetry.emit(
                 "loss", step=outcome.step if outcome else None, loss=float(result) * scale
             )
-        return result
+        return output
 
     def _at_boundary(self) -> None:
         if self._driver is not None:
@@ -422,6 +423,9 @@ class FTDDPMixin(_Base):
         call = self._from("trainer.call")
         call._call_callback_hooks(self._trainer, name)
         call._call_lightning_module_hook(self._trainer, name)
+
+    def _leave(self) -> None:
+        raise self._from("utilities.exceptions").SIGTERMException
 
     # ------------------------------------------------------------------ the end
 

@@ -67,7 +67,7 @@ class Connection:
         messages: list[Message] = []
         receive, option = self._socket.recv, self._socket.getsockopt
         # Asking first is a microsecond; an exception where nothing is there costs several.
-        while option(zmq.EVENTS) & zmq.POLLIN:
+        while int(option(zmq.EVENTS)) & zmq.POLLIN:
             try:
                 frame = receive(zmq.NOBLOCK)
             except zmq.Again:

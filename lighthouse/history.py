@@ -69,14 +69,14 @@ class History:
         that quorum are here and in doubt, so all had voted yes, and committing loses nothing.
         Otherwise the step is dropped: nobody here has acted on it.
         """
-        unsettled = [s for s in seats if s.join.in_doubt is not None and not s.settle]
+        unsettled = [s for s in seats if s.doubt is not None and not s.settle]
         if not unsettled:
             return False
         held = {seat.position.lineage for seat in seats}
-        doubts = Counter(s.join.in_doubt for s in unsettled)
+        doubts = Counter(s.doubt for s in unsettled)
         changed = False
         for seat in unsettled:
-            doubt = seat.join.in_doubt
+            doubt = seat.doubt
             assert doubt is not None
             if self._was_committed(seat, doubt, seats, held, doubts[doubt]):
                 seat.settle = "commit"
@@ -90,7 +90,7 @@ class History:
     def unsettle(self, seats: Seats) -> None:
         """No quorum formed after all: whoever comes next may know more."""
         for seat in seats:
-            if seat.settle and seat.join.in_doubt is not None:
+            if seat.settle and seat.doubt is not None:
                 seat.settle, seat.control = "", b""
                 seat.position = Position(seat.join.step, seat.join.lineage)
 

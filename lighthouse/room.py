@@ -206,7 +206,7 @@ class Room:
             self._expel(peer, vote.quorum_id, "its state is not what the quorum takes it for")
             self._remove(vote.replica_id, "diverged", now, may_return=False)
             return
-        seat.settle, seat.control = "", b""
+        seat.doubt, seat.settle, seat.control = None, "", b""
         if not live.cast(vote):
             return
         if not vote.ok:
@@ -344,11 +344,9 @@ class Room:
         self._end(live, decision, now)
 
     def _book_heals(self, live: Ballot, decision: Decision, now: float) -> None:
-        for member in live.members:
-            if member.healing and decision.committed:
-                seat = self._seats.get(member.replica_id)
-                if seat is not None and live.votes[member.replica_id].ok:
-                    self._patience.healed(seat.name)
+        if decision.committed:
+            for replica_id in live.healing() & live.yes():
+                self._patience.healed(live.names[replica_id])
         for replica_id in live.failed_heals(live.blamed()):
             self._patience.failed(live.names[replica_id], now)
 
@@ -371,7 +369,7 @@ class Room:
         head = self._history.head
         if head is not None and (seat.position == head or seat.position.step > head.step):
             return True
-        if seat.join.in_doubt is not None and not seat.settle:
+        if seat.doubt is not None and not seat.settle:
             return True
         return seat.join.can_heal and self._patience.allows(seat.name, now)
 
@@ -418,11 +416,9 @@ class Room:
             self._announce(skip=set())
 
     def _verdict(self, now: float) -> rules.Verdict:
-        missed = self._history.missed
-        if missed and not any(replica_id in self._seats for replica_id in self._previous):
-            waits_for = len(missed)
-        else:
-            waits_for = 0
+        missed, head = self._history.missed, self._history.head
+        held = head is not None and any(seat.position == head for seat in self._seats)
+        waits_for = 0 if held else len(missed)
         expires = self._since + self._timeouts.join_timeout_s
         early = rules.too_early(
             len(self._seats), self._min_replicas, self._expected,
@@ -436,7 +432,7 @@ class Room:
             expected_replicas=self._expected,
             previous=self._previous,
             missed=frozenset(missed),
-            head=self._history.head,
+            head=head,
             since=self._since,
             join_timeout_s=self._timeouts.join_timeout_s,
             has_past=self._has_past,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lighthouse.effects import Peer
-from lighthouse.messages import NO_QUORUM, Join
+from lighthouse.messages import NO_QUORUM, InDoubt, Join
 from lighthouse.quorum import Position
 
 
@@ -18,7 +18,7 @@ from lighthouse.quorum import Position
 class Seat:
     """A replica group that is connected and has joined.
 
-    `settle`, `control`: what became of its step in doubt; sent along until it votes again.
+    `doubt`: its step in doubt, until it votes again; `settle`, `control`: what became of that.
     `base_id`: the last quorum whose member list it surely holds. `told`: why it waits, as it
     heard it last.
     """
@@ -27,6 +27,7 @@ class Seat:
     peer: Peer
     position: Position
     arrival: int
+    doubt: InDoubt | None
     settle: str = ""
     control: bytes = b""
     base_id: int = NO_QUORUM
@@ -87,7 +88,7 @@ class Seats:
         if old is None:
             self._arrivals += 1
         arrival = self._arrivals if old is None else old.arrival
-        seat = Seat(join, peer, Position(join.step, join.lineage), arrival)
+        seat = Seat(join, peer, Position(join.step, join.lineage), arrival, join.in_doubt)
         assert join.name not in self._by_name, "two seats of one name"
         self._by_id[join.replica_id] = seat
         self._by_name[join.name] = join.replica_id

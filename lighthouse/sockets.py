@@ -81,7 +81,7 @@ def open_dealer(
 
 def read_monitor(monitor: zmq.Socket[bytes]) -> tuple[int, int] | None:
     """(event, file descriptor) of the next monitor event; None if there is none."""
-    if not monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+    if not int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
         return None  # cheaper than the exception
     try:
         frames = monitor.recv_multipart(zmq.NOBLOCK)

@@ -50,9 +50,7 @@ def _dot(data: torch.Tensor, start: int, words: int) -> int:
     if words <= 0:
         return 0
     # Typed at any byte offset: x86-64 and arm64 both load unaligned words.
-    typed = torch.frombuffer(
-        memoryview(data.numpy()), dtype=torch.int64, count=words, offset=start
-    )
+    typed = torch.frombuffer(memoryview(data.numpy()), dtype=torch.int64, count=words, offset=start)
     return int(torch.dot(typed, _weights()[:words]))
 
 

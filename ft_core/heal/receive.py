@@ -11,7 +11,6 @@ from ft_core.heal.checksum import checksum
 from ft_core.heal.errors import HealError
 from ft_core.heal.layout import Chunk
 from ft_core.heal.pack import Manifest, byte_view
-from ft_core.heal.samehost import advise_huge_pages
 
 _STAGING_SLOTS = 3
 
@@ -69,13 +68,14 @@ class Receiver:
     def _make_room(self) -> None:
         layout = self._manifest.layout
         self._host[0] = torch.empty(layout.segment_bytes[0], dtype=torch.uint8)
-        for index, (spec, place) in enumerate(zip(self._manifest.specs, layout.places, strict=True)):
+        for index, (spec, place) in enumerate(
+            zip(self._manifest.specs, layout.places, strict=True)
+        ):
             if place.segment == 0:
                 continue
             tensor = self._tensors[index]
             if tensor is None:
                 tensor = torch.empty(spec.shape, dtype=spec.dtype)
-                advise_huge_pages(tensor.data_ptr(), place.nbytes)
                 self._tensors[index] = tensor
             if tensor.device.type == "cpu":
                 self._host[place.segment] = byte_view(tensor)
@@ -125,7 +125,9 @@ class Receiver:
         for stream, _ in self._streams.values():
             stream.synchronize()
         pool = self._host[0]
-        for index, (spec, place) in enumerate(zip(self._manifest.specs, layout.places, strict=True)):
+        for index, (spec, place) in enumerate(
+            zip(self._manifest.specs, layout.places, strict=True)
+        ):
             if place.segment != 0:
                 continue
             raw = pool[place.offset : place.offset + place.nbytes]
@@ -136,9 +138,7 @@ class Receiver:
             if place.nbytes:
                 byte_view(target).copy_(raw)
         tensors = [tensor for tensor in self._tensors if tensor is not None]
-        return self._manifest.build(
-            tensors, self._places, self._into, allow_objects=allow_objects
-        )
+        return self._manifest.build(tensors, self._places, self._into, allow_objects=allow_objects)
 
 
 def as_memory(tensor: torch.Tensor) -> memoryview:

@@ -28,7 +28,6 @@ def _libc() -> Any:
         ctypes.c_int, ctypes.POINTER(_IoVec), ctypes.c_ulong,
         ctypes.POINTER(_IoVec), ctypes.c_ulong, ctypes.c_ulong,
     ]  # fmt: skip
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
 
 
@@ -54,22 +53,8 @@ def read_memory(pid: int, remote: int, local: int, nbytes: int) -> None:
     while done < nbytes:
         mine = _IoVec(local + done, nbytes - done)
         theirs = _IoVec(remote + done, nbytes - done)
-        count = _libc().process_vm_readv(
-            pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0
-        )
+        count = _libc().process_vm_readv(pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
         if count <= 0:
             code = ctypes.get_errno() if count < 0 else 14
             raise OSError(code, os.strerror(code))
         done += count
-
-
-def advise_huge_pages(address: int, nbytes: int) -> None:
-    """Ask for huge pages under fresh memory: a fault per 2 MiB instead of one per 4 KiB. Only a
-    hint; failure changes nothing."""
-    if sys.platform != "linux":
-        return
-    page = 4096
-    start = -(-address // page) * page
-    length = (address + nbytes - start) // page * page
-    if length >= 2 << 20:
-        _libc().madvise(start, length, 14)  # MADV_HUGEPAGE

@@ -75,6 +75,7 @@ class HealServer:
         self._finished_targets = 0
 
         self._arena = Arena()
+        self._reserving: threading.Thread | None = None
         self._closed = False
         self._own_context = context is None
         self._context = zmq.Context(io_threads=1) if context is None else context
@@ -121,6 +122,17 @@ class HealServer:
         """Counters since the start."""
         with self._lock:
             return self._stats
+
+    def reserve(self, nbytes: int) -> None:
+        """Prepare memory for snapshots of about `nbytes` in the background, so that the first
+        publish costs a memcpy and no page faults. Training thread, once, after start-up."""
+        self._check_open()
+        if self._reserving is None:
+            self._reserving = threading.Thread(
+                target=self._arena.reserve, args=(nbytes, lambda: self._closed),
+                name="ft-heal-reserve", daemon=True,
+            )  # fmt: skip
+            self._reserving.start()
 
     def publish(
         self, key: HealKey, tree: Any, *, copy: bool = True, expected_targets: int = 0
@@ -203,6 +215,8 @@ class HealServer:
         self._closed = True
         self._notify()
         self._thread.join()
+        if self._reserving is not None:
+            self._reserving.join()
         self._wake.close()
         self._woken.close()
         self._arena.clear()

@@ -236,7 +236,9 @@ def _encode_scalar(value: Any, kind: type) -> Node | None:  # noqa: PLR0911 (a t
         return ["p", "path" if concrete else "posix" if posix else "windows", str(value)]
     if kind is range:
         return ["r", value.start, value.stop, value.step]
-    if kind is slice and all(type(v) in (int, type(None)) for v in (value.start, value.stop, value.step)):  # noqa: E501
+    if kind is slice and all(
+        type(v) in (int, type(None)) for v in (value.start, value.stop, value.step)
+    ):  # noqa: E501
         return ["sl", value.start, value.stop, value.step]
     if isinstance(value, enum.Enum) and value.name is not None and _is_known_enum(kind):
         return ["e", kind.__module__, kind.__qualname__, value.name]
@@ -247,9 +249,7 @@ class TreeDecoder:
     """Makes a tree of nodes. `tensor(node, into)` makes the value of a node in TENSOR_TAGS;
     `into` is what the caller's own tree has at the same place, or None."""
 
-    def __init__(
-        self, tensor: Callable[[Node, Any], Any], *, allow_objects: bool = False
-    ) -> None:
+    def __init__(self, tensor: Callable[[Node, Any], Any], *, allow_objects: bool = False) -> None:
         self._tensor = tensor
         self._allow_objects = allow_objects
 

@@ -24,6 +24,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 
 from ft_core.process_group.work import CompletedWork
 
@@ -174,22 +186,22 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
         """Reduce in place over all members. `opts`: AllreduceOptions or a ReduceOp (SUM)."""
         options = opts
-        if not isinstance(opts, dist.AllreduceOptions):
-            options = dist.AllreduceOptions()
+        if not isinstance(opts, AllreduceOptions):
+            options = AllreduceOptions()
             options.reduceOp = ReduceOp.SUM if opts is None else opts
         if timeout is not None:
             options.timeout = timeout
         return self._issue("allreduce", _listed(tensors), options)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        options = dist.AllreduceCoalescedOptions() if opts is None else opts
+        options = AllreduceCoalescedOptions() if opts is None else opts
         return self._issue("allreduce_coalesced", _listed(tensors), options)
 
     def broadcast(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
         """Send from one member to all. `opts`: BroadcastOptions or the root's rank (0)."""
         options = opts
-        if not isinstance(opts, dist.BroadcastOptions):
-            options = dist.BroadcastOptions()
+        if not isinstance(opts, BroadcastOptions):
+            options = BroadcastOptions()
             options.rootRank = 0 if opts is None else opts
         if timeout is not None:
             options.timeout = timeout
@@ -197,39 +209,39 @@ class ProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:  # type: ignore[override]
         options = opts
-        if not isinstance(opts, dist.BarrierOptions):
-            options = dist.BarrierOptions()
+        if not isinstance(opts, BarrierOptions):
+            options = BarrierOptions()
             if isinstance(opts, timedelta):
                 options.timeout = opts
         return self._issue("barrier", options)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        options = dist.ReduceOptions() if opts is None else opts
+        options = ReduceOptions() if opts is None else opts
         return self._issue("reduce", _listed(tensors), options)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        options = dist.AllgatherOptions() if opts is None else opts
+        options = AllgatherOptions() if opts is None else opts
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         return self._issue("allgather", output_tensors, input_tensors, options)
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # type: ignore[override]
-        options = dist.AllgatherOptions() if opts is None else opts
+        options = AllgatherOptions() if opts is None else opts
         return self._issue("_allgather_base", output, input, options)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # type: ignore[override]
         return self._allgather_base(output, input, opts)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        options = dist.AllgatherOptions() if opts is None else opts
+        options = AllgatherOptions() if opts is None else opts
         return self._issue("allgather_coalesced", output_lists, input_list, options)
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        options = dist.GatherOptions() if opts is None else opts
+        options = GatherOptions() if opts is None else opts
         return self._issue("gather", output_tensors, input_tensors, options)
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        options = dist.ScatterOptions() if opts is None else opts
+        options = ScatterOptions() if opts is None else opts
         return self._issue("scatter", output_tensors, input_tensors, options)
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
@@ -247,7 +259,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._reduce_scatter_base(output, input, opts)
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        options = dist.AllToAllOptions() if opts is None else opts
+        options = AllToAllOptions() if opts is None else opts
         return self._issue("alltoall", output_tensors, input_tensors, options)
 
     def alltoall_base(  # type: ignore[override]
@@ -258,7 +270,7 @@ class ProcessGroup(dist.ProcessGroup):
         input_split_sizes: list[int],
         opts: Any = None,
     ) -> Work:
-        options = dist.AllToAllOptions() if opts is None else opts
+        options = AllToAllOptions() if opts is None else opts
         return self._issue(
             "alltoall_base", output, input, output_split_sizes, input_split_sizes, options
         )
@@ -282,9 +294,9 @@ def _listed(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _reduce_scatter_options(opts: Any) -> Any:
-    if isinstance(opts, dist.ReduceScatterOptions):
+    if isinstance(opts, ReduceScatterOptions):
         return opts
-    options = dist.ReduceScatterOptions()
+    options = ReduceScatterOptions()
     options.reduceOp = ReduceOp.SUM if opts is None else opts
     return options
 

@@ -1,15 +1,16 @@
 """The sockets of one Gloo device, so that a blocked Gloo operation can be freed from outside.
 
 Gloo has no working abort: `ProcessGroupGloo.abort()` leaves a thread that waits in a ring whose
-neighbours are alive. What does end it is `shutdown(2)` on its sockets: Gloo's loop thread reads the
-end of stream, fails the operations of that pair and closes it, which the peer sees.
+neighbours are alive. What does end it is to cut its sockets: Gloo's loop thread reads the end of
+stream, fails the operations of that pair and closes it. A socket is cut by dissolving its
+connection (`connect` to nowhere: the peer gets a reset, nothing that still lies in the kernel can
+reach a tensor any more) and shutting its receiving side, which wakes Gloo.
 
-Not all operations, though. A message that is half received, or half sent, when its connection ends
-is in none of the lists that Gloo goes through (2.13 to 2.15, transport/tcp/pair.cc): whoever waits
-for it waits until the operation's timeout, whatever ended the connection. That thread can't be
-freed from outside; what can be known is that it will not touch the tensors again, namely when the
-connections are closed and it sleeps (`at_rest`). Only the receiving side is shut, for a failing
-write would add to those cases.
+Not all operations end by that. A message that is half received, or half sent, when its connection
+ends is in none of the lists that Gloo goes through (2.13 to 2.15, transport/tcp/pair.cc): whoever
+waits for it waits until the operation's timeout, whatever ended the connection. That thread can't
+be freed from outside. But it will not touch the tensors again: it sleeps (`workers_asleep`), and
+nothing arrives.
 
 The question is which descriptors are Gloo's, in a process where ZeroMQ, stores and user code open
 and close sockets all the time. The kernel knows: a Gloo device has one epoll descriptor of its own
@@ -24,6 +25,7 @@ The listener itself must never be shut: Gloo would abort the process on the fail
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import socket
@@ -34,6 +36,8 @@ from collections.abc import Iterator, Sequence
 _TARGET = re.compile(rb"^tfd:\s*(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 _SEQUENCE_BYTES = 8
 _KNOCK_TIMEOUT_S = 0.2
+_NOWHERE = struct.pack("=H14x", socket.AF_UNSPEC)
+_libc = ctypes.PyDLL(None)  # PyDLL: calls keep the GIL
 _WORKER_NAME = b"pt_gloo_runloop"
 
 
@@ -74,28 +78,27 @@ class DeviceSockets:
                 return cls(epoll, inode, address)
         return None
 
-    def shut(self) -> frozenset[int]:
-        """Shut every connection of the device down, in microseconds; returns their inodes.
+    def shut(self) -> int:
+        """Cut every connection of the device, in microseconds; returns how many.
 
         Any thread. Does nothing when the device is gone.
         """
         targets = list(_targets(self._epoll))
         if all(inode != self._listener_inode for _, inode in targets):
-            return frozenset()
-        return frozenset(
-            inode
-            for descriptor, inode in targets
-            if inode != self._listener_inode and _shut_if_same(descriptor, inode)
-        )
-
-    def at_rest(self, connections: frozenset[int]) -> bool:
-        """Whether Gloo has closed these connections and none of its threads computes.
-
-        Threads of other Gloo groups of the process count too: they can't be told apart.
-        """
-        if any(inode in connections for _, inode in _targets(self._epoll)):
-            return False
-        return not any(_is_working(task) for task in os.listdir("/proc/self/task"))
+            return 0
+        copies = []
+        for descriptor, inode in targets:
+            copy = -1 if inode == self._listener_inode else _copy_if_same(descriptor, inode)
+            if copy >= 0:
+                copies.append(copy)
+        # All within microseconds, so through calls that keep the GIL: if Gloo saw some connections
+        # end much earlier than others, operations that fail would leave headless messages behind.
+        for copy in copies:
+            _libc.connect(copy, _NOWHERE, len(_NOWHERE))
+            _libc.shutdown(copy, socket.SHUT_RD)
+        for copy in copies:
+            os.close(copy)
+        return len(copies)
 
     def knock(self, sequences: Sequence[int]) -> None:
         """Free pairs that wait for a peer to dial in: dial in for the peer and hang up.
@@ -151,6 +154,11 @@ def _listener_in(descriptor: int, blob: bytes) -> tuple[int, tuple[str, int]] | 
         return os.fstat(candidate.fileno()).st_ino, (name[0], name[1])
 
 
+def workers_asleep() -> bool:
+    """Whether no thread of a Gloo group in this process computes (they can't be told apart)."""
+    return not any(_is_working(task) for task in os.listdir("/proc/self/task"))
+
+
 def _is_working(task: str) -> bool:
     try:
         with open(f"/proc/self/task/{task}/stat", "rb") as file:
@@ -160,18 +168,14 @@ def _is_working(task: str) -> bool:
     return name == _WORKER_NAME and rest[1:2] != b"S"
 
 
-def _shut_if_same(descriptor: int, inode: int) -> bool:
+def _copy_if_same(descriptor: int, inode: int) -> int:
+    """A duplicate of the descriptor if it is (still) that socket, else -1."""
     try:
         copy = os.dup(descriptor)
     except OSError:
-        return False
+        return -1
     status = os.fstat(copy)
-    if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
-        os.close(copy)
-        return False
-    with socket.socket(fileno=copy) as connection:
-        try:
-            connection.shutdown(socket.SHUT_RD)
-        except OSError:  # not connected any more
-            return False
-    return True
+    if status.st_ino == inode and stat.S_ISSOCK(status.st_mode):
+        return copy
+    os.close(copy)
+    return -1

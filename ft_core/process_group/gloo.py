@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ft_core.process_group.device_sockets import DeviceSockets, pair_sequences
+from ft_core.process_group.device_sockets import DeviceSockets, pair_sequences, workers_asleep
 from ft_core.process_group.interfaces import choose_address
 from ft_core.process_group.meeting import Meeting, MeetingStore
 from ft_core.process_group.mesh import Communicator, MeshProcessGroup
@@ -40,10 +39,7 @@ class ProcessGroupGloo(MeshProcessGroup):
         interface: str | None = None,
         native: bool | None = None,
     ) -> None:
-        super().__init__(hostname=hostname, interface=interface)
-        self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if self._timeout_s <= 0:
-            raise ValueError(f"timeout must be positive, not {timeout}")
+        super().__init__(timeout, hostname=hostname, interface=interface)
         if native and not native_reconfigure_available():
             raise ValueError("this torch has no native reconfiguration (2.14 and later); drop native")
         self._native = native_reconfigure_available() if native is None else native
@@ -53,7 +49,7 @@ class ProcessGroupGloo(MeshProcessGroup):
 
     def _new_communicator(self, rank: int, world_size: int) -> Communicator:
         host = choose_address(self._hostname, self._interface)
-        return _GlooCommunicator(host, self._timeout_s, rank, world_size, native=self._native)
+        return _GlooCommunicator(host, self.timeout_s, rank, world_size, native=self._native)
 
 
 class _GlooCommunicator(Communicator):
@@ -99,15 +95,15 @@ class _GlooCommunicator(Communicator):
             self._store.meeting = None
             self._sequences = []
 
-    def interrupt(self) -> Callable[[], bool]:
+    def interrupt(self) -> None:
         with self._lock:
-            sockets = self._sockets
-            if sockets is None:
-                return lambda: True
-            connections = sockets.shut()
-            if self._sequences:
-                sockets.knock(self._sequences)
-        return lambda: sockets.at_rest(connections)
+            if self._sockets is not None:
+                self._sockets.shut()
+                if self._sequences:
+                    self._sockets.knock(self._sequences)
+
+    def at_rest(self) -> bool:
+        return workers_asleep()
 
     def close(self) -> None:
         with self._lock:

@@ -157,10 +157,10 @@ class Meeting:
             self._alarm_button.close()
             for line in self._lines.values():
                 line.close()
-            early = [line for line in self._callers if line.connection.fileno() >= 0]
-            for line in early[_EARLY_CALLERS_MAX:]:
+            self._doorbell.early += self._callers
+            for line in self._doorbell.early[_EARLY_CALLERS_MAX:]:
                 line.close()
-            self._doorbell.early[:] = early[:_EARLY_CALLERS_MAX]
+            del self._doorbell.early[_EARLY_CALLERS_MAX:]
 
     def leave_owed(self) -> bool:
         """Whether some members may not have heard that this one was here and gave up."""

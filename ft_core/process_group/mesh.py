@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Work
@@ -52,13 +53,17 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def interrupt(self) -> Callable[[], bool]:
+    def interrupt(self) -> None:
         """End pending collectives, or a blocked `connect`, with an error. Any thread, any number
         of times, quick. Afterwards the communicator can at most be connected again.
 
         Some operations may stay behind in the backend until their timeout (`device_sockets` says
-        why). What is returned tells when those that do will not touch their tensors any more.
+        why).
         """
+
+    @abstractmethod
+    def at_rest(self) -> bool:
+        """After an interrupt: whether what stayed behind is asleep and leaves its tensors alone."""
 
     @abstractmethod
     def close(self) -> None:
@@ -93,8 +98,13 @@ class _Builder(threading.Thread):
 class MeshProcessGroup(ProcessGroup):
     """See `ProcessGroup`. Subclasses say how a communicator is made."""
 
-    def __init__(self, *, hostname: str | None, interface: str | None) -> None:
+    def __init__(
+        self, timeout: timedelta | float, *, hostname: str | None, interface: str | None
+    ) -> None:
         super().__init__()
+        self.timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout must be positive, not {timeout}")
         self._hostname = hostname
         self._interface = interface
         self._doorbell: Doorbell | None = None
@@ -169,8 +179,8 @@ class MeshProcessGroup(ProcessGroup):
         if connecting is not None:
             connecting.interrupt()
         if communicator is not None:
-            at_rest = communicator.interrupt()
-            self._let_go(communicator, list(self._in_flight), at_rest, error)
+            communicator.interrupt()
+            self._let_go(communicator, list(self._in_flight), error)
 
     def errored(self) -> Exception | None:
         return self._error
@@ -220,7 +230,9 @@ class MeshProcessGroup(ProcessGroup):
                 return FailedWork(failure)
             work: BackendWork
             if operation in ("send", "recv"):
-                work = PointToPointWork(self, native, operation, quorum_id, args[0])
+                work = PointToPointWork(
+                    self, native, operation, quorum_id, args[0], self.timeout_s
+                )
             else:
                 work = BackendWork(self, native, operation, quorum_id)
             self._in_flight.add(work)
@@ -228,7 +240,8 @@ class MeshProcessGroup(ProcessGroup):
         work.watch()
         error = self._error
         if not self._open and error is not None:  # revoked meanwhile, before the work was listed
-            self._let_go(communicator, [work], communicator.interrupt(), error)
+            communicator.interrupt()
+            self._let_go(communicator, [work], error)
         return work
 
     # --- for its works
@@ -272,7 +285,6 @@ class MeshProcessGroup(ProcessGroup):
         self,
         communicator: Communicator,
         works: list[BackendWork],
-        at_rest: Callable[[], bool],
         error: ProcessGroupError,
     ) -> None:
         """See to it that revoked works end soon, also those that stay behind in the backend."""
@@ -281,7 +293,7 @@ class MeshProcessGroup(ProcessGroup):
             return
         threading.Thread(
             target=self._outlast,
-            args=(communicator, works, at_rest, error),
+            args=(communicator, works, error),
             name="ft-pg-revoke",
             daemon=True,
         ).start()
@@ -290,7 +302,6 @@ class MeshProcessGroup(ProcessGroup):
         self,
         communicator: Communicator,
         works: list[BackendWork],
-        at_rest: Callable[[], bool],
         error: ProcessGroupError,
     ) -> None:
         # Not at once: who is told of the end may use the tensors again, so the backend must be
@@ -300,7 +311,7 @@ class MeshProcessGroup(ProcessGroup):
         while works:
             works[-1].ended_within(_LET_GO_CHECK_S)
             works = [work for work in works if not work.is_completed()]
-            resting = resting + 1 if at_rest() else 0
+            resting = resting + 1 if communicator.at_rest() else 0
             if resting >= _LET_GO_CHECKS or time.monotonic() > give_up_at:
                 break
         for work in works:

@@ -235,10 +235,17 @@ class PointToPointWork(BackendWork):
     future. A thread waits for each one; sends are rare between replica groups."""
 
     def __init__(
-        self, group: MeshProcessGroup, work: TorchWork, operation: str, quorum_id: int, tensors: Any
+        self,
+        group: MeshProcessGroup,
+        work: TorchWork,
+        operation: str,
+        quorum_id: int,
+        tensors: Any,
+        timeout_s: float,
     ) -> None:
         super().__init__(group, work, operation, quorum_id)
         self._tensors = tensors
+        self._timeout_s = timeout_s
 
     def watch(self) -> None:
         threading.Thread(target=self._await_backend, name="ft-pg-p2p", daemon=True).start()
@@ -248,7 +255,7 @@ class PointToPointWork(BackendWork):
         if work is None:
             return
         try:
-            work.wait()
+            work.wait(timedelta(seconds=self._timeout_s))
         except Exception as error:
             self._fail(error)
         else:

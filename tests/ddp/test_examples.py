@@ -70,6 +70,7 @@ DONE = r"done: accuracy (\S+), weights (\S+)"
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(start: Start) -> None:
     arguments = ("--steps", "700", "--pace-s", "0.02")
     survivor, victim = start(0, *arguments), start(1, *arguments)
@@ -85,6 +86,7 @@ def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(start: 
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 def test_it_runs_under_torchrun(start: Start) -> None:
     def under_torchrun(group: int) -> subprocess.Popen[str]:
         launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", "0")

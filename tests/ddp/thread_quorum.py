@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch._dynamo  # noqa: F401 - torch imports it in the middle of things; two threads at once would fail
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import zmq
 
@@ -15,6 +16,10 @@ from lighthouse.config import LighthouseConfig
 from lighthouse.messages import RoomKey
 from lighthouse.server import LighthouseServer
 from tests.lighthouse.support import FAST, ROOM, Player
+
+# How long an example takes says nothing on a machine that does other things too.
+hypothesis.settings.register_profile("lighthouse", deadline=None)
+hypothesis.settings.load_profile("lighthouse")
 
 PlayerFactory = Callable[..., Player]
 

@@ -25,7 +25,7 @@ from lighthouse.messages import (
 )
 
 FAST = Timeouts.derive(
-    10.0, join_timeout_s=0.3, heartbeat_timeout_s=1.0, resend_s=0.2, revoke_timeout_s=3.0
+    10.0, join_timeout_s=0.3, heartbeat_timeout_s=2.0, resend_s=0.2, revoke_timeout_s=5.0
 )
 PATIENCE_S = 10.0
 ROOM = RoomKey("job", "room")

@@ -20,6 +20,7 @@ from lighthouse.server import LighthouseServer
 from lighthouse.web import StatusPage
 from tests.lighthouse.support import Player
 
+pytestmark = pytest.mark.process
 REPO = Path(__file__).parent.parent.parent
 PATIENCE_S = 20.0
 

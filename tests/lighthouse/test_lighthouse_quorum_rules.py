@@ -105,10 +105,10 @@ def twin(s: Situation, now: float) -> list[str] | None:
     if len(chosen) < s.min_replicas:  # R1
         return None
     timed_out = now >= s.since + s.join_timeout_s
-    if not any(c.replica_id in s.previous for c in chosen) and not timed_out:  # else R4
+    if position != s.head and not timed_out:  # else R4
         if s.missed:  # R5
             return None
-        if not s.previous:  # R6
+        if not s.previous and not s.has_past:  # R6
             if s.expected_replicas == 0 or len(chosen) < s.expected_replicas:
                 return None
     return twin_ranks(chosen, s.previous)

@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lighthouse.state import Note
 from lighthouse.watcher import CAUSE, ProcessWatch, Report
 from tests.lighthouse.support import FAST, PATIENCE_S, ROOM, Player
 
+pytestmark = pytest.mark.process
 REPO = Path(__file__).parent.parent.parent
 
 
@@ -90,10 +92,8 @@ class _Relay:
                 by_peer[peer].send(frame)
             for back, peer in backs.items():
                 if back in ready:
-                    try:
+                    with suppress(zmq.ZMQError):  # it has just been killed
                         self._front.send_multipart([peer, back.recv()])
-                    except zmq.ZMQError as error:
-                        assert error.errno == zmq.EHOSTUNREACH  # it has just been killed
         for socket in (*backs, self._front, self._monitor, self._stop_read):
             socket.close(linger=0)
 

@@ -83,8 +83,15 @@ class Run:
             try:
                 got = process.wait(WAIT_S)
             except subprocess.TimeoutExpired:
+                self._ask_for_stacks()
                 raise AssertionError(f"process does not end:\n{self.output()}") from None
             assert got == code, f"exit code {got} instead of {code}:\n{self.output()}"
+
+    def _ask_for_stacks(self) -> None:
+        for process in self.processes:
+            if process.poll() is None and "devices" not in self.options:
+                process.send_signal(signal.SIGUSR2)
+        time.sleep(1.0)  # for them to write
 
     def output(self) -> str:
         texts = []

@@ -8,9 +8,11 @@ end of the fit writes `<log>/<name>.end`.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -196,4 +198,5 @@ def run(options: dict[str, Any]) -> Trainer:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
     run({**OPTIONS, **json.loads(sys.argv[1])})

@@ -20,6 +20,8 @@ from tests.leaks import SHARED_THREADS, shared_children
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 MAX_PROCESSES = 4
+ALIGN_STEPS = 20
+"""So many steps take longer than a command takes to arrive."""
 
 Report = dict[str, Any]
 
@@ -60,13 +62,13 @@ class Worker:
         self.mark()
         self._say("run", **options)
 
-    def hold(self, phase: str) -> None:
-        """Stop in `phase` the next time it is reached."""
-        self._say("hold", phase=phase)
+    def hold(self, phase: str, *, step: int = 0) -> None:
+        """Stop in `phase` the next time it is reached, in `step` or later."""
+        self._say("hold", phase=phase, step=step)
 
-    def watch(self, phase: str) -> None:
-        """Report `phase` the next time it is reached."""
-        self._say("watch", phase=phase)
+    def watch(self, phase: str, *, step: int = 0) -> None:
+        """Report `phase` the next time it is reached, in `step` or later."""
+        self._say("watch", phase=phase, step=step)
 
     def go(self) -> None:
         """Go on where the worker is held."""
@@ -132,8 +134,8 @@ class Worker:
                     )
                 self._changed.wait(left)
 
-    def await_at(self, phase: str) -> None:
-        self.await_report(lambda r: r["kind"] == "at" and r["phase"] == phase)
+    def await_at(self, phase: str) -> Report:
+        return self.await_report(lambda r: r["kind"] == "at" and r["phase"] == phase)
 
     def await_event(self, event: str) -> Report:
         """The next telemetry event of this kind."""
@@ -334,13 +336,11 @@ def await_voted(lighthouse: LighthouseServer, name: str) -> None:
 
 def align(*workers: Worker) -> None:
     """Hold all of them in "begin" of the same step: what is armed now counts for that step."""
-    workers[0].hold("forward")
-    workers[0].await_at("forward")  # nobody can be further than the end of this step
+    step = workers[0].await_commit()["step"] + ALIGN_STEPS
     for worker in workers:
-        worker.hold("begin")
-    workers[0].go()
-    for worker in workers:
-        worker.await_at("begin")
+        worker.hold("begin", step=step)
+    held = [worker.await_at("begin") for worker in workers]
+    assert {report["step"] for report in held} == {step}
 
 
 @contextmanager

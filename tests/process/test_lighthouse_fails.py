@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.process.conftest import HEARTBEAT_TIMEOUT_S, JobFactory
-from tests.process.driver import LighthouseProcess, Pool, Worker
+from tests.process.driver import LighthouseProcess, Pool, Worker, align
 
 StartLighthouse = Callable[[int], LighthouseProcess]
 PHASES = ("begin", "forward", "allreduce", "vote")
@@ -61,10 +61,13 @@ def test_all_members_are_in_a_phase(
     lighthouse = lighthouse_process(0)
     job = make_job(lighthouse.address)
     workers = job.start_all(3)
-    for worker in workers:
-        worker.hold(phase)
-    for worker in workers:
-        worker.await_at(phase)
+    align(*workers)
+    if phase != "begin":
+        for worker in workers:
+            worker.hold(phase)
+            worker.go()
+        for worker in workers:
+            worker.await_at(phase)
     starts = [worker.count() for worker in workers]
     lighthouse.process.kill()
     lighthouse.process.wait()

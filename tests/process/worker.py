@@ -4,9 +4,10 @@
 standard input and output. It stays alive over many runs (importing torch takes seconds), and ends
 when its input is closed, so that none outlives the tests.
 
-Commands: {"do": "run", ...RunOptions}, {"do": "hold", "phase": P}, {"do": "go"},
-{"do": "watch", "phase": P}, {"do": "stop"}. A *held* phase is reported ("at") and then waits for "go"; a
-*watched* one is reported and goes on. Both are armed for one time only.
+Commands: {"do": "run", ...RunOptions}, {"do": "hold", "phase": P, "step": S}, {"do": "go"},
+{"do": "watch", "phase": P, "step": S}, {"do": "stop"}. A *held* phase is reported ("at") and then
+waits for "go"; a *watched* one is reported and goes on. Both are armed for the first time only that
+the phase is reached in step S or later.
 
 Reports: {"kind": K, ...}: ready, began, at, step, event (telemetry), ended.
 """
@@ -34,6 +35,9 @@ PHASES = (
     "publish",  # the state is asked for: a peer is about to heal from it
     "load",  # the healed state has arrived and is being put in place
 )
+
+
+NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +69,8 @@ class Shared:
     """What the command thread and the run share, under `changed`."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
-    holds: set[str] = field(default_factory=set)
-    watches: set[str] = field(default_factory=set)
+    holds: dict[str, int] = field(default_factory=dict)  # phase -> first step
+    watches: dict[str, int] = field(default_factory=dict)
     released: int = 0
     stopping: bool = False
     leaving: bool = False
@@ -126,6 +130,7 @@ class Worker:
 
     def __init__(self, report: Reporter, shared: Shared) -> None:
         self._report, self._shared = report, shared
+        self._now = 0  # the step that is worked on
 
     def run(self, options: RunOptions) -> None:
         """One life of a replica group (of one of its ranks)."""
@@ -186,8 +191,10 @@ class Worker:
             self._step(manager, model)
 
     def _step(self, manager: Any, model: Model) -> None:
+        self._now = manager.current_step()
         self._at("begin")
         manager.start_quorum()
+        self._now = manager.current_step()  # a heal may have moved it
         self._at("forward")
         gradient = model.gradient(manager.current_step(), manager.participating_rank() or 0)
         middle = len(gradient) // 2
@@ -217,14 +224,14 @@ class Worker:
         """Report the phase if it is armed, and wait if it is held."""
         shared = self._shared
         with shared.changed:
-            if phase in shared.watches:
-                shared.watches.discard(phase)
-                self._report("at", phase=phase)
-            if phase not in shared.holds:
+            if shared.watches.get(phase, NEVER) <= self._now:
+                del shared.watches[phase]
+                self._report("at", phase=phase, step=self._now)
+            if shared.holds.get(phase, NEVER) > self._now:
                 return
-            shared.holds.discard(phase)
+            del shared.holds[phase]
             released = shared.released
-            self._report("at", phase=phase)
+            self._report("at", phase=phase, step=self._now)
             shared.changed.wait_for(lambda: shared.released > released)
 
 
@@ -237,11 +244,12 @@ def obey(shared: Shared) -> None:
             if what == "run":
                 shared.run = command
                 shared.stopping = shared.leaving = False
-                shared.holds, shared.watches = set(command.pop("holds", ())), set()
+                shared.holds = dict.fromkeys(command.pop("holds", ()), 0)
+                shared.watches = {}
             elif what == "hold":
-                shared.holds.add(command["phase"])
+                shared.holds[command["phase"]] = command["step"]
             elif what == "watch":
-                shared.watches.add(command["phase"])
+                shared.watches[command["phase"]] = command["step"]
             elif what == "go":
                 shared.released += 1
             elif what == "stop":

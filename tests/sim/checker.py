@@ -46,17 +46,22 @@ class Birth:
     """A quorum as the lighthouse announced it."""
 
     members: tuple[str, ...]
-    unreachable: frozenset[str]
+    reachable: frozenset[str]
 
 
 @dataclass(slots=True)
 class Checker:
     """One room's watcher. `unreachable()` names the living processes that the lighthouse cannot
-    have heard of in time (partitioned, paused, disconnected lately); `living()` all that live."""
+    have heard of in time (partitioned, paused, disconnected lately); `living()` all that live;
+    `cut_since(t)` those that were cut off at some time after t; `life()` counts the lighthouse's
+    starts.
+    """
 
     now: Callable[[], float]
     unreachable: Callable[[], frozenset[str]]
     living: Callable[[], frozenset[str]]
+    cut_since: Callable[[float], frozenset[str]]
+    life: Callable[[], int]
     group_commit: bool = False
     lossy: bool = False  # a lost Join may make a process late, so S2 and S6 excuse it
     births: dict[int, Birth] = field(default_factory=dict)
@@ -69,6 +74,7 @@ class Checker:
     children: dict[Position, dict[Position, int]] = field(default_factory=dict)
     holders: dict[Position, set[str]] = field(default_factory=dict)
     yes: dict[tuple[int, int], set[str]] = field(default_factory=dict)
+    ballots: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     told: dict[tuple[int, int], dict[str, bool]] = field(default_factory=dict)
     controls: dict[tuple[int, int], bytes] = field(default_factory=dict)
     commit_times: dict[str, list[float]] = field(default_factory=dict)
@@ -89,7 +95,7 @@ class Checker:
         """The lighthouse formed a quorum."""
         self.require(quorum_id > self.last_id, f"S1: quorum {quorum_id} after {self.last_id}")
         self.last_id = quorum_id
-        self.births[quorum_id] = Birth(members, self.unreachable())
+        self.births[quorum_id] = Birth(members, self.living() - self.unreachable())
 
     def heard(self, replica_id: str, message: Reply) -> None:
         """A process received `message`."""
@@ -138,6 +144,7 @@ class Checker:
 
     def votes_yes(self, replica_id: str, quorum_id: int, step: int) -> None:
         self.yes.setdefault((quorum_id, step), set()).add(replica_id)
+        self.ballots.setdefault((quorum_id, step), (self.now(), self.life()))
 
     def committed(
         self,
@@ -210,8 +217,7 @@ class Checker:
             if self.group_commit or self.lossy:
                 continue
             birth = self.births[newer[0]]
-            keepers = {r for r in self._descendants(older[1]) if r in self.living()}
-            ignored = keepers - birth.unreachable
+            ignored = self._descendants(older[1]) & self.living() & birth.reachable
             self.require(not ignored,
                          f"S2: {before} has children of quorums {older[0]} and {newer[0]}, "
                          f"though {sorted(ignored)} held the former")  # fmt: skip
@@ -232,7 +238,9 @@ class Checker:
         told[replica_id] = committed
         if self.group_commit or self.lossy or len(set(told.values())) == 1:
             return
-        excused = self.unreachable()
+        voted_at, life = self.ballots[(quorum_id, step)]
+        # A lighthouse that lost its memory meanwhile settles by whom it can reach.
+        excused = self.cut_since(voted_at) if self.life() != life else frozenset()
         living = self.living() - excused
         yes = sorted(r for r, c in told.items() if c and r in living)
         no = sorted(r for r, c in told.items() if not c and r in living)

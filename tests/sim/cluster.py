@@ -54,6 +54,10 @@ class Cluster:
             now=lambda: self.clock.now,
             unreachable=lambda: self._unreachable(room),
             living=lambda: frozenset(r for r, p in self.running.items() if p.room == room),
+            cut_since=lambda since: frozenset(
+                r for r, until in self._cut_until.items() if until >= since
+            ),
+            life=lambda: self.network.lighthouse_life,
             group_commit=profile.group_commit,
             lossy=profile.network.harsh,
         )

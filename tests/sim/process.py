@@ -429,7 +429,8 @@ class Process:
             return
         position = (replica.step, replica.lineage)
         if not outcome.committed:
-            self.checker.discarded(self.replica_id, quorum_id, step_before, ok, position)
+            heard = ok and not self.left  # who leaves does not wait for the answer
+            self.checker.discarded(self.replica_id, quorum_id, step_before, heard, position)
             return
         self.checker.require(total is not None, f"{self.replica_id} committed without a sum")
         assert total is not None

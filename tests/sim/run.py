@@ -63,6 +63,8 @@ def _run(cluster: Cluster, profile: Profile) -> Result:
     wanted = {p.replica_id: p.commits + COMMITS_WANTED for p in core}
     cluster.log(f"faults stop; core {sorted(wanted)}")
     done = _live(cluster, core, wanted, began + profile.recovery_s)
+    if not done and _wake_lost_rooms(cluster):
+        done = _live(cluster, core, wanted, clock.now + profile.recovery_s)
     if not done:
         behind = sorted(p.replica_id for p in core if p.commits < wanted[p.replica_id])
         stuck = ", ".join(f"{p.replica_id} {p.replica.stage.value}/{p.replica.attempt.value} "
@@ -94,6 +96,24 @@ def _live(
         return not left
 
     return done() or cluster.clock.run_until(until, done)
+
+
+def _wake_lost_rooms(cluster: Cluster) -> bool:
+    """Un-hang quorums all of whose members hang; whether there was one.
+
+    The bound does not cover them: nobody can tell a loop that hangs from one that computes for
+    long, and evicting the last holders of a state on suspicion would throw the state away.
+    """
+    found = False
+    assert cluster.lighthouse is not None
+    for room in cluster.lighthouse.status()["rooms"]:  # type: ignore[attr-defined]
+        living = [m["replica_id"] for m in room["members"] if not m["gone"]]
+        processes = [cluster.running[r] for r in living if r in cluster.running]
+        if processes and all(p.habits.hung for p in processes):
+            found = True
+            for process in processes:
+                process.unhang()
+    return found
 
 
 def _calm(cluster: Cluster) -> list[Process]:
@@ -214,6 +234,7 @@ def _leave(cluster: Cluster, process: Process, for_s: float) -> None:
 
 def _leave_after_step(cluster: Cluster, process: Process, for_s: float) -> None:
     process.replica.leave_after_step()
+    cluster.cut(process, float("inf"))  # what only it holds goes with it
     cluster.clock.after(cluster.profile.restart_s + 2.0, cluster.spawn, process.slot)
 
 

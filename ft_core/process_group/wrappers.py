@@ -1,0 +1,365 @@
+"""Process groups around another one: swallow errors, go through the manager, inject faults."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ReduceOp, Work
+from torch.distributed import Work as TorchWork
+from torch.distributed.distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions
+from torch.futures import Future
+
+from ft_core.process_group.base import ProcessGroup, completed, outputs_of
+from ft_core.process_group.work import FailedWork
+
+
+class ProcessGroupWrapper(ProcessGroup):
+    """Passes everything on to `group`. A base for the wrappers below."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def address(self) -> bytes:
+        return self.group.address()
+
+    def configure(
+        self, quorum_id: int, rank: int, addresses: Sequence[bytes], timeout_s: float
+    ) -> None:
+        self.group.configure(quorum_id, rank, addresses, timeout_s)
+
+    def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:
+        self.group.revoke(reason, quorum_id=quorum_id)
+
+    def errored(self) -> Exception | None:
+        return self.group.errored()
+
+    def shutdown(self) -> None:
+        self.unregister()
+        self.group.shutdown()
+
+    def size(self) -> int:
+        return self.group.size()
+
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def getBackendName(self) -> str:
+        return self.group.getBackendName()
+
+    def _issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+        return self.group._issue(operation, *args, **kwargs)
+
+
+class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
+    """After the first error, does nothing until the next `configure`, and reports success.
+
+    A training loop then runs to the end of its step on numbers that mean nothing; whoever decides
+    about the commit asks `error()` first. Errors show when a work ends, so ask after waiting.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self._first: Exception | None = None
+
+    def error(self) -> Exception | None:
+        """The first error since `configure`, swallowed or not; None if all went well."""
+        return self._first or self.group.errored()
+
+    def errored(self) -> Exception | None:
+        return self.error()
+
+    def report_error(self, error: Exception) -> None:
+        """Take note of an error; from now on collectives do nothing. Any thread."""
+        if self._first is None:
+            self._first = error
+
+    def configure(
+        self, quorum_id: int, rank: int, addresses: Sequence[bytes], timeout_s: float
+    ) -> None:
+        self._first = None
+        super().configure(quorum_id, rank, addresses, timeout_s)
+
+    def getBackendName(self) -> str:
+        return f"swallow-{super().getBackendName()}"
+
+    def _issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+        if self.error() is not None:
+            return completed(operation, args)
+        try:
+            work = super()._issue(operation, *args, **kwargs)
+        except (TypeError, ValueError, NotImplementedError):
+            raise  # a mistake in the call, not a fault
+        except Exception as error:
+            self.report_error(error)
+            return completed(operation, args)
+        return _SwallowingWork(self, work, outputs_of(operation, args))
+
+
+class _WorkAround(TorchWork):
+    """A work that delegates to another one; subclasses bend its outcome."""
+
+    def __init__(self, work: TorchWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return self._work.wait() if timeout is None else self._work.wait(timeout)
+
+    def get_future(self) -> Future[Any]:
+        return self._work.get_future()
+
+    def result(self) -> Any:
+        return self._work.result()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def block_current_stream(self) -> None:
+        self._work.block_current_stream()
+
+
+class _SwallowingWork(_WorkAround):
+    def __init__(
+        self, group: ErrorSwallowingProcessGroupWrapper, work: TorchWork, outputs: Any
+    ) -> None:
+        super().__init__(work)
+        self._group = group
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        try:
+            super().wait(timeout)
+        except Exception as error:
+            self._group.report_error(error)
+        return True
+
+    def get_future(self) -> Future[Any]:
+        def swallow(future: Future[Any]) -> Any:
+            try:
+                return future.value()
+            except Exception as error:
+                self._group.report_error(error)
+                return self._outputs
+
+        return super().get_future().then(swallow)
+
+    def result(self) -> Any:
+        self.wait()
+        return self._outputs
+
+    def exception(self) -> Any:
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class ManagesAllreduce(Protocol):
+    """What a `ManagedProcessGroup` needs of a manager."""
+
+    def allreduce(self, tensor: torch.Tensor) -> Future[torch.Tensor]:
+        """Average `tensor` in place over the participants."""
+
+    def num_participants(self) -> int: ...
+
+    def participating_rank(self) -> int | None: ...
+
+
+class ManagedProcessGroup(ProcessGroup):
+    """A process group whose allreduce is the manager's: for DDP and HSDP's replicate dimension.
+
+    The manager averages over the participants, swallows errors until the vote, and knows who takes
+    part; so membership is its business (`configure` and the like raise), `size()` is
+    `manager.num_participants()`, and only allreduce, barrier and broadcast exist. Broadcasts do
+    nothing: who joins is healed by the manager, not by the first rank.
+
+    DDP divides the gradients by `size()` itself, so a SUM that is asked for is the average times
+    `size()`; AVG is the average.
+    """
+
+    def __init__(self, manager: ManagesAllreduce) -> None:
+        super().__init__()
+        self._manager = manager
+
+    def size(self) -> int:
+        return self._manager.num_participants()
+
+    def rank(self) -> int:
+        return self._manager.participating_rank() or 0
+
+    def getBackendName(self) -> str:
+        return "ft-managed"
+
+    def address(self) -> bytes:
+        raise NotImplementedError("the manager configures its own process group")
+
+    def configure(
+        self, quorum_id: int, rank: int, addresses: Sequence[bytes], timeout_s: float
+    ) -> None:
+        raise NotImplementedError("the manager configures its own process group")
+
+    def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:
+        raise NotImplementedError("the manager revokes its own process group")
+
+    def errored(self) -> Exception | None:
+        return None  # the manager keeps errors for the vote
+
+    def shutdown(self) -> None:
+        """Undo `register`; the manager shuts its own process group down."""
+        self.unregister()
+
+    def _issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+        if operation in ("barrier", "broadcast"):
+            return completed(operation, args)
+        if operation not in ("allreduce", "allreduce_coalesced"):
+            raise NotImplementedError(f"{operation} does not go through the manager")
+        tensors, options = args[0], args[1]
+        assert isinstance(options, AllreduceOptions | AllreduceCoalescedOptions)
+        scale = self._scale(options.reduceOp)
+        futures = [self._manager.allreduce(tensor) for tensor in tensors]
+        return _ManagedWork(futures, list(tensors), scale)
+
+    def _scale(self, operation: Any) -> int:
+        if operation == ReduceOp.AVG:
+            return 1
+        if operation == ReduceOp.SUM:
+            return max(1, self.size())
+        raise NotImplementedError(f"the manager averages; {operation} can't be asked of it")
+
+
+class _ManagedWork(TorchWork):
+    """All futures of one call, and the average turned into a sum where one was asked for."""
+
+    def __init__(
+        self, futures: list[Future[torch.Tensor]], tensors: list[torch.Tensor], scale: int
+    ) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._scale = scale
+        self._future: Future[Any] = torch.futures.collect_all(futures).then(self._finish)
+
+    def _finish(self, futures: Future[Any]) -> list[torch.Tensor]:
+        for future in futures.value():
+            future.value()  # raises what a work failed with
+        if self._scale != 1:
+            for tensor in self._tensors:
+                tensor.mul_(self._scale)
+        return self._tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """`timeout` is not looked at: the manager's own bounds every collective."""
+        self._future.wait()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        return self._future
+
+    def result(self) -> Any:
+        return self._future.wait()
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def synchronize(self) -> None:
+        return None
+
+
+class FakeProcessGroupWrapper(ProcessGroupWrapper):
+    """Injects faults, for tests of what is built on a process group.
+
+    Each `*_next_*` call concerns one later call, in order; faults are used up. Any thread.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self._lock = threading.Lock()
+        self._faults: list[tuple[str, Any]] = []
+        self._configure_error: Exception | None = None
+
+    def report_future_error(self, error: Exception) -> None:
+        """The next collective is done, but its work and future end with `error`."""
+        self._plan("future", error)
+
+    def raise_next(self, error: Exception) -> None:
+        """The next collective raises `error` at the call and is not issued."""
+        self._plan("raise", error)
+
+    def fail_next(self, error: Exception) -> None:
+        """The next collective returns a failed work and is not issued: peers wait for it."""
+        self._plan("fail", error)
+
+    def delay_next(self, delay_s: float) -> None:
+        """The next collective is issued `delay_s` later than called (the caller waits)."""
+        self._plan("delay", delay_s)
+
+    def report_configure_error(self, error: Exception) -> None:
+        """The next `configure` raises `error` and does nothing else."""
+        with self._lock:
+            self._configure_error = error
+
+    def configure(
+        self, quorum_id: int, rank: int, addresses: Sequence[bytes], timeout_s: float
+    ) -> None:
+        with self._lock:
+            error, self._configure_error = self._configure_error, None
+        if error is not None:
+            raise error
+        super().configure(quorum_id, rank, addresses, timeout_s)
+
+    def getBackendName(self) -> str:
+        return f"fake-{super().getBackendName()}"
+
+    def _plan(self, kind: str, what: Any) -> None:
+        with self._lock:
+            self._faults.append((kind, what))
+
+    def _issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+        with self._lock:
+            kind, what = self._faults.pop(0) if self._faults else ("", None)
+        if kind == "raise":
+            raise what
+        if kind == "fail":
+            return FailedWork(what)
+        if kind == "delay":
+            time.sleep(what)
+        work = super()._issue(operation, *args, **kwargs)
+        return _FailingWork(work, what) if kind == "future" else work
+
+
+class _FailingWork(_WorkAround):
+    """Ends when its work does, with an error of its own."""
+
+    def __init__(self, work: TorchWork, error: Exception) -> None:
+        super().__init__(work)
+        self._error = error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        super().wait(timeout)
+        raise self._error
+
+    def get_future(self) -> Future[Any]:
+        def fail(_: Future[Any]) -> Any:
+            raise self._error
+
+        return super().get_future().then(fail)
+
+    def result(self) -> Any:
+        raise self._error
+
+    def exception(self) -> Any:
+        return self._error if self.is_completed() else None
