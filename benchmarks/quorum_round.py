@@ -182,10 +182,11 @@ def torchft(python: str, replicas: int, rounds: int) -> dict[str, float] | None:
     script = Path(__file__).with_name("quorum_round_torchft.py")
     command = [python, str(script), str(replicas), str(rounds)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     except (subprocess.SubprocessError, OSError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        print(f"torchft at {replicas}: {said.strip().splitlines()[-1]}", file=sys.stderr)
+        text = said.decode() if isinstance(said, bytes) else said
+        print(f"torchft at {replicas}: {text.strip().splitlines()[-1]}", file=sys.stderr)
         return None
     figures: dict[str, float] = json.loads(done.stdout)
     return figures

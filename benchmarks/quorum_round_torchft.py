@@ -16,7 +16,7 @@ import threading
 import time
 from datetime import timedelta
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=280)
 
 
 def serve(replicas: int) -> None:

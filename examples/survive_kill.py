@@ -32,6 +32,7 @@ from lighthouse.config import Timeouts
 from lighthouse.state import Note
 
 HERE = Path(__file__).resolve().parent
+MAX_REASON_CHARS = 90
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -200,7 +201,7 @@ class Demo:
                 with_loss = f", loss {loss['loss']:.4f}" if loss else ""
                 say(f"{who}: step {event['step']} committed by {event['participants']}{with_loss}")
         elif kind == "discard":
-            say(f"{who}: step {event['step']} discarded: {event['reason']}", "yellow")
+            say(f"{who}: step {event['step']} discarded: {_short(event['reason'])}", "yellow")
         elif kind == "quorum":
             say(f"{who}: in a quorum with {{{', '.join(names_in(event))}}}")
         elif kind == "heal_start":
@@ -208,6 +209,12 @@ class Demo:
         elif kind == "heal_done":
             say(f"{who}: healed, {event['bytes']:,} bytes in {event['seconds'] * 1e3:.1f} ms",
                 "bold green")  # fmt: skip
+
+
+def _short(reason: str) -> str:
+    """The last sentence of a chain of causes; the rest is in the process's own output."""
+    line = reason.strip().partition("\n")[0]
+    return line if len(line) <= MAX_REASON_CHARS else "... " + line[-MAX_REASON_CHARS:]
 
 
 class _Notes:

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     )
     from ft_core.manager import Manager
     from ft_core.optimizer import Optimizer, OptimizerWrapper
-    from ft_core.process_group import ProcessGroup, ProcessGroupGloo
+    from ft_core.process_group import (
+        ErrorSwallowingProcessGroupWrapper,
+        ManagedProcessGroup,
+        ProcessGroup,
+        ProcessGroupDummy,
+        ProcessGroupGloo,
+        ProcessGroupNCCL,
+    )
     from ft_core.world import WorldSizeMode
 
 __version__ = "0.1.0"
@@ -54,13 +61,17 @@ _HOMES = {
 __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
+    "ErrorSwallowingProcessGroupWrapper",
     "FaultToleranceError",
     "GroupBroken",
+    "ManagedProcessGroup",
     "Manager",
     "Optimizer",
     "OptimizerWrapper",
     "ProcessGroup",
+    "ProcessGroupDummy",
     "ProcessGroupGloo",
+    "ProcessGroupNCCL",
     "PureDistributedDataParallel",
     "QuorumUnavailable",
     "StepInDoubt",

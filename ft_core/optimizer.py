@@ -62,6 +62,7 @@ class OptimizerWrapper(TorchOptimizer):
         self.step_was_skipped = False
         """Whether the last `step` left the parameters alone: discarded, or an overflow."""
         self._open = False
+        self._outcome_before: Any = None
         manager.register_schema("optimizer", _describe(optim))
         if grad_scaler is not None:
             manager.register_state_dict_fn(
@@ -76,9 +77,9 @@ class OptimizerWrapper(TorchOptimizer):
         Called again before any gradient was averaged it clears only; after that, the step that
         it interrupts is discarded.
         """
-        if not self._open or _collectives_began(self.manager):
+        if not self._is_open() or _collectives_began(self.manager):
             self.manager.start_quorum()
-            self._open = True
+            self._open, self._outcome_before = True, self.manager.last_outcome()
         self.optim.zero_grad(set_to_none)
 
     def step(  # type: ignore[override]
@@ -106,6 +107,10 @@ class OptimizerWrapper(TorchOptimizer):
             self.optim.step()
         return loss
 
+    def _is_open(self) -> bool:
+        """Whether the step that `zero_grad` began is not over (others may have ended it)."""
+        return self._open and self.manager.last_outcome() is self._outcome_before
+
     def _vote(self) -> bool:
         before_vote(self.manager)
         self._open = False
@@ -132,7 +137,7 @@ class OptimizerWrapper(TorchOptimizer):
                 RuntimeError("gradients were unscaled before the scale was healed")
             )
         committed = self._vote()
-        if not unscaled and (committed or self._has_gradients()):
+        if not unscaled:
             scaler.unscale_(self)  # after the vote, which may have loaded another scale
         found = scaler._found_inf_per_device(self)
         if not committed:
@@ -142,9 +147,6 @@ class OptimizerWrapper(TorchOptimizer):
         self.step_was_skipped = any(flag.item() for flag in found.values())
         if not self.step_was_skipped:
             self.optim.step()
-
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None for group in self.param_groups for p in group["params"])
 
     # ------------------------------------------------------------------ all else is `optim`'s
 

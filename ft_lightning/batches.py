@@ -48,7 +48,7 @@ def _release(instance: Any, *attributes: str) -> None:
 def _skipping(cls: Any) -> dict[str, Any]:
     """A (batch) sampler whose next iteration leaves out `_ft_skip` items."""
 
-    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
+    def __iter__(self: Any) -> Iterator[Any]:
         skip, self._ft_skip = self._ft_skip, 0
         # Read now, skipped at the first `next`: loaders make an iterator long before they use it.
         return islice(cls.__iter__(self), skip, None)
@@ -60,7 +60,7 @@ def _announcing(at_boundary: Callable[[], None]) -> Callable[[Any], dict[str, An
     """A data fetcher that calls `at_boundary` before it fetches."""
 
     def methods(cls: Any) -> dict[str, Any]:
-        def __next__(self: Any) -> Any:  # noqa: N807
+        def __next__(self: Any) -> Any:
             try:
                 at_boundary()
             except StopIteration as error:

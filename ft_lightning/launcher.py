@@ -93,7 +93,9 @@ class SupervisorLauncher:
                 min_replicas=self._min_replicas,
                 expected_replicas=self._num_groups,
                 # All start now; how long that takes says nothing about communication.
-                timeouts=Timeouts.derive(self._timeout_s, join_timeout_s=max(self._timeout_s, 60.0)),
+                timeouts=Timeouts.derive(
+                    self._timeout_s, join_timeout_s=max(self._timeout_s, 60.0)
+                ),
             )
         )
 
@@ -104,9 +106,8 @@ def script_command(num_groups: int) -> list[str]:
 
     spec = getattr(__main__, "__spec__", None)
     path = os.path.abspath(sys.argv[0]) if sys.argv else ""
-    test_runner = "PYTEST_CURRENT_TEST" in os.environ or (
-        spec is not None and spec.name.partition(".")[0] in ("pytest", "unittest")
-    )
+    program = spec.name.partition(".")[0] if spec is not None else os.path.basename(path)
+    test_runner = program in ("pytest", "py.test", "unittest")
     runnable = hasattr(__main__, "__file__") and (spec is not None or os.path.isfile(path))
     if test_runner or not runnable:
         raise RuntimeError(

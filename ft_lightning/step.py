@@ -144,7 +144,8 @@ class StepDriver:
         committed = self._manager.should_commit()
         self.open = False
         self.last_committed = committed
-        self._on_quorum()
+        if committed:
+            self._on_quorum()  # it may have changed while the step had reduced nothing yet
         if leaving and not committed:
             self._leave()
         return committed

@@ -1,58 +1,33 @@
 """The strategy, written once for both of Lightning's namespaces.
 
 `ft_lightning.pytorch` and `ft_lightning.pl` put `FTDDPMixin` in front of their own `DDPStrategy`.
-
-Scopes. Everything that Lightning does collectively (barriers, broadcasts, `sync_dist`, decisions)
-stays inside the replica group, which is one process here: nothing of it can hang on a group that
-died. Only gradients, and the step's vote, go over the quorum. `trainer.world_size` and
-`trainer.global_rank` are nominal: the configured number of groups, and this group's number. How
-many take part right now is `trainer.strategy.num_participants`. Training data is sharded over the
-nominal world; validation, test and prediction data is not sharded: each group computes the same
-metrics, so that early stopping and plateau schedulers decide alike everywhere.
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib
-import logging
 import os
-import tempfile
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
 
+from ft_core.errors import QuorumUnavailable
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
 from ft_lightning import healing, position
 from ft_lightning.batches import Batches
 from ft_lightning.launcher import SupervisorLauncher, die_with_supervisor
+from ft_lightning.options import Options, make_manager, refuse_ddp_options
 from ft_lightning.registration import DESCRIPTION, NAME
-from ft_lightning.scope import ENV_DEVICE, Role, Scope, resolve
+from ft_lightning.scope import Role
+from ft_lightning.scoping import ScopedMixin, act_as_leader, lock_machine
 from ft_lightning.step import StepDriver
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
-
-log = logging.getLogger("ft_lightning")
-
-_REFUSED = {
-    "ddp_comm_state": "gradients travel through the manager",
-    "ddp_comm_hook": "gradients travel through the manager",
-    "ddp_comm_wrapper": "gradients travel through the manager",
-    "model_averaging_period": "post-local SGD needs a fixed world",
-    "start_method": "each replica group runs the script itself",
-    "process_group_backend": "it follows from the device",
-}
+from ft_lightning.supervisor import report_joined
 
 
-class FTDDPMixin(_Base):
+class FTDDPMixin(ScopedMixin):
     """Strategy for data-parallel training that survives the loss of processes.
 
     Each process is a replica group: it holds the whole model and may die at any time; the others
@@ -102,42 +77,29 @@ class FTDDPMixin(_Base):
         job_id: str | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, reason in _REFUSED.items():
-            if kwargs.get(name) is not None:
-                raise ValueError(f"ft_ddp takes no {name}: {reason}")
-        if min_replicas < 1:
-            raise ValueError(f"min_replicas must be at least 1, got {min_replicas}")
-        if num_replica_groups is not None and num_replica_groups < min_replicas:
-            raise ValueError(
-                f"num_replica_groups ({num_replica_groups}) must be at least min_replicas "
-                f"({min_replicas})"
-            )
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        if commit not in ("quorum", "group"):
-            raise ValueError(f'commit must be "quorum" or "group", got {commit!r}')
+        refuse_ddp_options(kwargs)
         super().__init__(**kwargs)
-        self._min_replicas = min_replicas
-        self._num_replica_groups = num_replica_groups
-        self._lighthouse = lighthouse
-        self._timeout_s = timeout_s
-        self._quorum_timeout_s = quorum_timeout_s
-        self._replica_name = replica_name
-        self._commit = commit
-        self._max_retries = max_retries
-        self._max_restarts = max_restarts
-        self._heal_allow_objects = heal_allow_objects
-        self._token = token
-        self._job_id = job_id
-        self._scope: Scope | None = None
-        self._leader = False
+        self._options = Options(
+            min_replicas=min_replicas,
+            num_replica_groups=num_replica_groups,
+            lighthouse=lighthouse,
+            timeout_s=timeout_s,
+            quorum_timeout_s=quorum_timeout_s,
+            replica_name=replica_name,
+            commit=commit,
+            max_retries=max_retries,
+            max_restarts=max_restarts,
+            heal_allow_objects=heal_allow_objects,
+            token=token,
+            job_id=job_id,
+        )
         self._manager: Manager | None = None
         self._driver: StepDriver | None = None
         self._batches: Batches | None = None
         self._callback: Any = None
         self._sink: JsonlSink | None = None
-        self._prepare_lock: int | None = None
         self._owes_hyperparameters = False
+        self._owes_join_report = True
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -162,76 +124,6 @@ class FTDDPMixin(_Base):
         """Whether the last optimizer step was committed; None before the first one's end."""
         return None if self._driver is None else self._driver.last_committed
 
-    # ------------------------------------------------------------------ scopes
-
-    @property
-    def scope(self) -> Scope:
-        """Who this process is. Known once the Trainer has been created."""
-        assert self._scope is not None, "the strategy is not attached to a Trainer yet"
-        return self._scope
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.scope.device if self._scope else 0]
-
-    @property
-    def global_rank(self) -> int:
-        """Nominal: the number of this replica group."""
-        return self._scope.index if self._scope else 0
-
-    @property
-    def world_size(self) -> int:
-        """Nominal: the configured number of replica groups."""
-        return self._scope.num_groups if self._scope else 1
-
-    @property
-    def local_rank(self) -> int:
-        """Within the replica group, which is one process."""
-        return 0
-
-    @property
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this group is the leader: the first of those that take part in the step.
-
-        Before its first quorum a process cannot know. Group 0 of a fresh start then acts as the
-        leader on the screen; one that was restarted claims nothing.
-        """
-        return self._leader
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is not None and trainer.training:
-            return {"num_replicas": self.world_size, "rank": self.global_rank}
-        return {"num_replicas": 1, "rank": 0}
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision  # of the replica group, which is one process
-
-    def set_world_ranks(self) -> None:
-        """Called by Lightning when the Trainer is made, and before a run."""
-        if self._scope is None:
-            scope = resolve(
-                os.environ,
-                devices=len(self.parallel_devices or ()),
-                num_nodes=self.num_nodes,
-                num_replica_groups=self._num_replica_groups,
-                replica_name=self._replica_name,
-            )
-            if scope.device >= len(self.parallel_devices or ()):
-                raise ValueError(
-                    f"{ENV_DEVICE} is {scope.device}, but the Trainer has "
-                    f"{len(self.parallel_devices or ())} device(s)"
-                )
-            self._scope = scope
-            self._leader = scope.index == 0 and scope.restarts == 0
-            _act_as_leader(self._leader, scope)
-
     # ------------------------------------------------------------------ set-up
 
     def _configure_launcher(self) -> None:
@@ -241,32 +133,26 @@ class FTDDPMixin(_Base):
             return
         self._launcher = SupervisorLauncher(  # type: ignore[assignment]
             num_groups=self.scope.num_groups,
-            min_replicas=self._min_replicas,
-            timeout_s=self._timeout_s,
-            lighthouse=self._lighthouse,
-            max_restarts=self._max_restarts,
+            min_replicas=self._options.min_replicas,
+            timeout_s=self._options.timeout_s,
+            lighthouse=self._options.lighthouse,
+            max_restarts=self._options.max_restarts,
         )
 
     def setup_environment(self) -> None:
         if self.scope.num_groups > 1:
-            self._prepare_lock = _lock_machine()
+            self._prepare_lock = lock_machine(self._options.job_id or "")
         super().setup_environment()
         if self.scope.num_groups > 1 and self._trainer.state.fn == "fit":
             # Loggers open their files at their first use as rank zero, under a version number
             # that follows from the files there are: nobody is rank zero until all have chosen.
-            _act_as_leader(False, self.scope)
+            act_as_leader(False, self.scope)
             self._owes_hyperparameters = True
 
     def setup_distributed(self) -> None:
         """No default process group: the replica group is this process."""
         self._from("fabric.utilities.seed").reset_seed()
         self.set_world_ranks()
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Of the replica group. The first one after `prepare_data` lets the next process in."""
-        if self._prepare_lock is not None:
-            os.close(self._prepare_lock)
-            self._prepare_lock = None
 
     def setup(self, trainer: Any) -> None:
         if self._layer_sync is not None:
@@ -282,7 +168,10 @@ class FTDDPMixin(_Base):
         self._batches = Batches(
             self._at_boundary, self._from("fabric.utilities.data")._set_sampler_epoch
         )
-        self._manager = self._make_manager()
+        self._manager = make_manager(self._options, self.scope, self.root_device)
+        if self.scope.event_log:
+            self._sink = JsonlSink(Path(self.scope.event_log), name=self.scope.name)
+            self._manager.telemetry.add_sink(self._sink)
         self._driver = StepDriver(
             trainer,
             self._manager,
@@ -301,35 +190,12 @@ class FTDDPMixin(_Base):
     def _setup_model(self, model: Any) -> Any:
         from ft_core.ddp import DistributedDataParallel as FTDistributedDataParallel
 
-        if self._manager is None:
+        if self._manager is None or self._trainer.state.fn != "fit":
             return model
         return FTDistributedDataParallel(self._manager, model, **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
         """ft_core's wrapper has registered its own."""
-
-    def _make_manager(self) -> Manager:
-        manager = Manager(
-            _process_group(self.root_device, self._timeout_s),
-            min_replica_size=self._min_replicas,
-            use_async_quorum=False,
-            timeout=timedelta(seconds=self._timeout_s),
-            quorum_timeout=_seconds(self._quorum_timeout_s),
-            rank=0,
-            world_size=1,
-            lighthouse_addr=self._lighthouse,
-            replica_id=self.scope.name,
-            max_retries=self._max_retries,
-            job_id=self._job_id,
-            expected_replicas=self.scope.num_groups,
-            commit=self._commit,
-            heal_allow_objects=self._heal_allow_objects,
-            token=self._token,
-        )
-        if self.scope.event_log:
-            self._sink = JsonlSink(Path(self.scope.event_log), name=self.scope.name)
-            manager.telemetry.add_sink(self._sink)
-        return manager
 
     def _check_optimizers(self) -> None:
         if any(isinstance(o, torch.optim.LBFGS) for o in self.optimizers):
@@ -352,7 +218,7 @@ class FTDDPMixin(_Base):
         super().on_train_start()
         assert self._manager is not None
         trainer = self._trainer
-        start = healing.lineage_of_start(trainer, allow_objects=self._heal_allow_objects)
+        start = healing.lineage_of_start(trainer, allow_objects=self._options.heal_allow_objects)
         self._manager.load_state_dict(
             {"step": trainer.global_step, "batches_committed": 0, "lineage": start}
         )
@@ -410,9 +276,15 @@ class FTDDPMixin(_Base):
         """Membership may have changed: so may the leader."""
         assert self._manager is not None
         assert self._driver is not None
-        self._driver.participants = self._manager.num_participants()
-        self._leader = self._manager.participating_rank() == 0
-        _act_as_leader(self._leader, self.scope)
+        try:
+            self._driver.participants = self._manager.num_participants()
+            self._leader = self._manager.participating_rank() == 0
+        except QuorumUnavailable:
+            return  # the attempt has failed already; the next one tells
+        act_as_leader(self._leader, self.scope)
+        if self._owes_join_report:
+            self._owes_join_report = False
+            report_joined(os.environ, self.scope.index)
         if self._owes_hyperparameters:
             self._owes_hyperparameters = False
             if self._leader and self._trainer.enable_autolog_hparams:
@@ -435,7 +307,7 @@ class FTDDPMixin(_Base):
         self._shut_down()
 
     def teardown(self) -> None:
-        self.barrier()
+        self.release_machine()
         self._shut_down()
         # Unwrapped here: DDP's own teardown would recommend options that are refused.
         self.model = self.lightning_module
@@ -477,12 +349,6 @@ class FTDDPMixin(_Base):
         return importlib.import_module(f"{self._namespace}.{module}")
 
 
-def _act_as_leader(leader: bool, scope: Scope) -> None:
-    """Set the rank that Lightning's loggers and messages go by: 0 is who speaks."""
-    rank: Any = rank_zero_only
-    rank.rank = 0 if leader else max(scope.index, 1)
-
-
 def _once(result: Any) -> Callable[[], Any]:
     """A closure for the optimizer: the loss was computed already, and for one evaluation."""
     calls = 0
@@ -498,28 +364,3 @@ def _once(result: Any) -> Callable[[], Any]:
         return result
 
     return closure
-
-
-def _process_group(device: torch.device, timeout_s: float) -> Any:
-    from ft_core import process_group
-
-    if device.type == "cuda":
-        return process_group.ProcessGroupNCCL(timeout_s)  # type: ignore[attr-defined]
-    if device.type == "cpu":
-        return process_group.ProcessGroupGloo(timeout_s)
-    raise ValueError(f"ft_ddp trains on cpu and cuda, not on {device.type}")
-
-
-def _seconds(value: float | None) -> timedelta | None:
-    return None if value is None else timedelta(seconds=value)
-
-
-def _lock_machine() -> int:
-    """Let one process of this user at a time download or prepare data on this machine.
-
-    Returns a file descriptor that holds the lock; closing it (or dying) lets the next one in.
-    """
-    path = Path(tempfile.gettempdir()) / f"ft_lightning-{os.getuid()}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor

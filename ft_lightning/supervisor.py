@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -25,6 +25,7 @@ log = logging.getLogger("ft_lightning")
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 STOP_TIMEOUT_S = 30.0
+ENV_JOINED = "FT_LIGHTNING_JOINED"
 _PR_SET_PDEATHSIG = 1
 
 Environment = Callable[[int, int], dict[str, str]]
@@ -38,6 +39,8 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     restart_at: float | None = None
+    joined: bool = False
+    """Whether the process that runs (or ended last) has taken part in a quorum."""
     exit_code: int | None = None
     """Of the last process that ended; as Popen's: negative for a signal."""
 
@@ -97,12 +100,22 @@ class Policy:
         child.restart_at = now + pause_s
         return f"replica group {child.index} {how}; it is started again in {pause_s:g} s"
 
+    def too_late(self) -> list[Child]:
+        """Children that run for nothing: others have trained to the end, and these have not met
+        them, so that they would begin from nothing, alone."""
+        if not any(c.exit_code == 0 and not c.running and c.joined for c in self.children):
+            return []
+        for child in self.children:
+            child.restart_at = None
+        return [c for c in self.children if c.running and not c.joined]
+
     def due(self, now: float) -> list[Child]:
         """Children to start now."""
         due = [c for c in self.children if c.restart_at is not None and now >= c.restart_at]
         for child in due:
             child.restart_at = None
             child.restarts += 1
+            child.joined = False
         return due
 
     def next_due(self) -> float | None:
@@ -148,12 +161,15 @@ def supervise(
     children that have not ended `STOP_TIMEOUT_S` later are killed. Main thread only.
     """
     events: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
+    joined, tell_joined = os.pipe()
+    os.set_blocking(joined, False)
     policy = Policy(max_restarts, min_alive, [Child(i) for i in range(count)])
 
     def start(child: Child) -> None:
         # A group of their own: the terminal's Ctrl-C reaches them through us, and once.
+        env = {**environment(child.index, child.restarts), ENV_JOINED: str(tell_joined)}
         child.process = subprocess.Popen(
-            command, env=environment(child.index, child.restarts), cwd=cwd, process_group=0
+            command, env=env, cwd=cwd, process_group=0, pass_fds=(tell_joined,)
         )
         waiter = threading.Thread(
             target=_wait, args=(child.index, child.process, events), daemon=True
@@ -167,9 +183,11 @@ def supervise(
     try:
         for child in policy.children:
             start(child)
-        return _loop(policy, events, start)
+        return _loop(policy, events, start, joined)
     finally:
         _signal_all(policy, signal.SIGKILL)
+        os.close(joined)
+        os.close(tell_joined)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -178,6 +196,7 @@ def _loop(
     policy: Policy,
     events: queue.SimpleQueue[_Ended | _Signalled],
     start: Callable[[Child], None],
+    joined: int,
 ) -> int:
     stopped_by: int | None = None
     kill_at: float | None = None
@@ -205,7 +224,12 @@ def _loop(
         if stopped_by is not None:
             child.process, child.exit_code = None, event.exit_code
             continue
+        _read_joined(policy, joined)
         _say(policy.ended(child, event.exit_code, time.monotonic()))
+        for late in policy.too_late():
+            _say(f"replica group {late.index} comes too late: the training is over")
+            assert late.process is not None
+            late.process.kill()
         if policy.stuck():
             _say(f"fewer than min_replicas={policy.min_alive} replica groups are left: stopping")
             stopped_by, kill_at = signal.SIGTERM, time.monotonic() + STOP_TIMEOUT_S
@@ -215,6 +239,24 @@ def _loop(
     if stopped_by is not None:
         return policy.exit_code() or 128 + stopped_by
     return policy.exit_code()
+
+
+def report_joined(env: Mapping[str, str], index: int) -> None:
+    """Tell the supervisor, if there is one, that this process takes part in a quorum."""
+    if ENV_JOINED in env:
+        try:
+            os.write(int(env[ENV_JOINED]), b"%d\n" % index)
+        except OSError:  # it is gone, and this process will be at once
+            pass
+
+
+def _read_joined(policy: Policy, joined: int) -> None:
+    """A process tells before its first vote, so before any peer that met it can have finished."""
+    try:
+        for text in os.read(joined, 4096).split():
+            policy.children[int(text)].joined = True
+    except BlockingIOError:
+        pass
 
 
 def die_with(parent_pid: int) -> None:

@@ -427,7 +427,7 @@ class Room:
         if early is not None:
             return early
         situation = rules.Situation(
-            candidates=self._candidates(now),
+            candidates=self._candidates(held, now),
             min_replicas=self._min_replicas,
             expected_replicas=self._expected,
             previous=self._previous,
@@ -439,8 +439,8 @@ class Room:
         )
         return rules.decide(situation, now)
 
-    def _candidates(self, now: float) -> tuple[rules.Candidate, ...]:
-        """All seats, but for those that must heal and may only cost the others a step: newcomers
+    def _candidates(self, held: bool, now: float) -> tuple[rules.Candidate, ...]:
+        """All seats, but for those that would only cost the holders of the head a step: newcomers
         right after a discard (a peer in the midst of its step could not serve them) and those
         whose heals keep failing. They are kept for a later commit if it works without them."""
         head, known = self._history.head, set(self._previous) if self._after_discard else None
@@ -450,7 +450,7 @@ class Room:
             or ((known is None or seat.replica_id in known)
                 and self._patience.allows(seat.name, now))
         ]  # fmt: skip
-        chosen = kept if len(kept) >= self._min_replicas else self._seats
+        chosen = kept if held and len(kept) >= self._min_replicas else self._seats
         return tuple(
             rules.Candidate(s.replica_id, s.name, s.position, s.join.can_heal, s.arrival)
             for s in chosen

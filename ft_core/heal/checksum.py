@@ -50,13 +50,15 @@ def _dot(data: torch.Tensor, start: int, words: int) -> int:
     if words <= 0:
         return 0
     # Typed at any byte offset: x86-64 and arm64 both load unaligned words.
-    typed = torch.frombuffer(memoryview(data.numpy()), dtype=torch.int64, count=words, offset=start)
+    typed = torch.frombuffer(data.numpy().data, dtype=torch.int64, count=words, offset=start)
     return int(torch.dot(typed, _weights()[:words]))
 
 
 def checksum(data: torch.Tensor) -> bytes:
     """16 bytes for a contiguous one-dimensional uint8 CPU tensor. Any thread."""
-    assert data.dtype == torch.uint8 and data.dim() == 1 and data.is_contiguous()
+    assert data.dtype == torch.uint8
+    assert data.dim() == 1
+    assert data.is_contiguous()
     total = data.numel()
     mixer = hashlib.blake2b(total.to_bytes(8, "little"), digest_size=SUM_BYTES)
     with torch.inference_mode():

@@ -17,18 +17,17 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ft_core.heal import samehost, wire
 from ft_core.heal.errors import HealError
-from ft_core.heal.layout import Chunk
+from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
 from ft_core.heal.pack import Manifest
 from ft_core.heal.plan import TransferPlan
 from ft_core.heal.receive import Receiver, as_memory
-from ft_core.heal.server import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from ft_core.heal.sockets import reading_socket
 from ft_core.heal.types import HealKey, HealProgress, HealStats
 
 DEFAULT_CHUNK_BYTES = 2 << 20
 MAX_SOURCES = 1024
 _CONNECT_GRACE_S = 5.0  # a source not connected for so long is given up
 _MAX_FAILED_CONNECTS = 4  # and so is one that refuses the connection this often in a row
-_RECONNECT_MS = 100
 _PROGRESS_EVERY_S = 0.1
 _MESSAGES_A_TURN = 2
 _MONITORED = (
@@ -52,7 +51,7 @@ def fetch(
         raise ValueError("sources is empty; a heal needs at least one healthy member's address.")
     if len(sources) > MAX_SOURCES:
         raise ValueError(f"{len(sources)} sources are too many; name at most {MAX_SOURCES}.")
-    if type(chunk_bytes) is not int or not 64 << 10 <= chunk_bytes <= 64 << 20:
+    if type(chunk_bytes) is not int or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes is {chunk_bytes!r}; it must be from 64 KiB to 64 MiB.")
     _settle_allocator()
     run = _Fetch(key, into, deadline, allow_objects, token, chunk_bytes, same_host, progress)
@@ -131,16 +130,7 @@ class _Fetch:
         """Begin to connect to all sources and ask each for the version."""
         now = time.monotonic()
         for address in sources:
-            link_socket = self._context.socket(zmq.DEALER)
-            link_socket.setsockopt(zmq.LINGER, 0)
-            link_socket.setsockopt(zmq.MAXMSGSIZE, max(wire.MAX_MANIFEST_BYTES, self._chunk_bytes))
-            link_socket.setsockopt(zmq.RCVHWM, 64)
-            link_socket.setsockopt(zmq.SNDHWM, 256)
-            link_socket.setsockopt(zmq.RCVBUF, 4 << 20)
-            link_socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-            link_socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            link_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-            link_socket.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
+            link_socket = reading_socket(self._context, address, self._chunk_bytes)
             monitor = link_socket.get_monitor_socket(_MONITORED)
             link = _Link(address, link_socket, monitor, down_since=now)
             self._links.append(link)
@@ -331,7 +321,8 @@ class _Fetch:
         self._report(time.monotonic())
 
     def _on_chunk(self, link: _Link, reply: wire.ChunkReply) -> None:
-        assert self._plan is not None and self._receiver is not None
+        assert self._plan is not None
+        assert self._receiver is not None
         chunk = self._chunks[reply.index]
         if not link.socket.getsockopt(zmq.RCVMORE):
             raise wire.WireError("a chunk without its bytes")
@@ -353,7 +344,8 @@ class _Fetch:
 
     def _on_sum(self, link: _Link, reply: wire.SumReply) -> None:
         """The source says what the bytes should be; read them from its memory."""
-        assert self._plan is not None and self._receiver is not None
+        assert self._plan is not None
+        assert self._receiver is not None
         chunk = self._chunks[reply.index]
         if self._plan.is_done(reply.index):
             self._plan.received(link.address, reply.index, time.monotonic())

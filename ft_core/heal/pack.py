@@ -51,7 +51,7 @@ class TensorSpec:
         return count * self.dtype.itemsize
 
 
-def dtensor_type() -> type | None:
+def dtensor_type() -> Any:
     """torch's DTensor class if anything has loaded it; else there can be no such tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return getattr(module, "DTensor", None)
@@ -185,7 +185,7 @@ class Manifest:
         sharded = kind is not None and isinstance(leaf, kind)
         if (node[0] == "DT") != sharded or (sharded and list(leaf.shape) != node[2]):
             return
-        local = leaf.to_local() if sharded else leaf  # type: ignore[attr-defined]
+        local: torch.Tensor = getattr(leaf, "to_local")() if sharded else leaf  # noqa: B009
         spec = self.specs[index]
         if local.dtype != spec.dtype or tuple(local.shape) != spec.shape:
             return
@@ -200,7 +200,7 @@ class Manifest:
         plain = local.is_contiguous() and not local.is_conj() and not local.is_neg()
         if plain and places.direct[index] is None:
             places.direct[index] = local.detach()
-        elif places.direct[index] is None or places.direct[index].data_ptr() != local.data_ptr():  # type: ignore[union-attr]
+        elif (first := places.direct[index]) is None or first.data_ptr() != local.data_ptr():
             places.copied[id(node)] = local.detach()
 
     def build(

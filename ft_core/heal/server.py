@@ -11,37 +11,20 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
 from ft_core.heal import samehost, wire
-from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
+from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from ft_core.heal.readers import Reader
 from ft_core.heal.snapshot import Arena, Loan, Publication
+from ft_core.heal.sockets import QUEUED_REPLIES, bracketed, serving_socket
 from ft_core.heal.types import HealKey, ServerStats
 
 _log = logging.getLogger(__name__)
 _MAX_RETIRED = 64  # keys remembered, so that a late reader is told 'gone' and not left waiting
-_QUEUE_FRAMES = 128  # replies ZeroMQ queues for one reader before it counts as too slow
 _MAX_HOLD_S = 24 * 3600.0
-_REPUBLISH_GRACE_S = 2.0  # a reader of a retired version may be early for the next publish of it
-HEARTBEAT_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 30_000
-
-
-@dataclass(slots=True)
-class _Reader:
-    """One target's connection, by the identity that ROUTER gave it."""
-
-    key: HealKey
-    chunk_bytes: int
-    opened: float
-    expires: float
-    same_host: bool
-    publication: Publication | None = None  # None: it waits for one
-    chunks: list[Chunk] = field(default_factory=list)
-    missing: tuple[int, ...] | None = None  # None: all
 
 
 class HealServer:
@@ -69,7 +52,7 @@ class HealServer:
         self._lock = threading.Lock()  # guards the fields up to the blank line
         self._publication: Publication | None = None
         self._retired: OrderedDict[HealKey, str] = OrderedDict()
-        self._readers: dict[bytes, _Reader] = {}
+        self._readers: dict[bytes, Reader] = {}
         self._stats = ServerStats()
         self._expected_targets = 0
         self._finished_targets = 0
@@ -79,39 +62,19 @@ class HealServer:
         self._closed = False
         self._own_context = context is None
         self._context = zmq.Context(io_threads=1) if context is None else context
-        self._router = self._bind(host, port)
+        try:
+            self._router = serving_socket(self._context, host, port)
+        except ValueError:
+            if self._own_context:
+                self._context.term()
+            raise
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        name = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        self._address = f"tcp://{name}:{bound.rpartition(':')[2]}"
+        self._address = f"tcp://{bracketed(host)}:{bound.rpartition(':')[2]}"
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="ft-heal-server", daemon=True)
         self._thread.start()
-
-    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or vanished reader is an error here
-        router.setsockopt(zmq.SNDHWM, _QUEUE_FRAMES)
-        router.setsockopt(zmq.RCVHWM, _QUEUE_FRAMES)
-        router.setsockopt(zmq.SNDBUF, 4 << 20)
-        router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        router.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
-        name = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        try:
-            router.bind(f"tcp://{name}:{port or '*'}")
-        except zmq.ZMQError as error:
-            router.close()
-            if self._own_context:
-                self._context.term()
-            raise ValueError(
-                f"Cannot serve heals on {host}:{port}: {error}; choose an address of this machine "
-                "and a free port."
-            ) from error
-        return router
 
     @property
     def address(self) -> str:
@@ -185,7 +148,7 @@ class HealServer:
         if awaited > 0 or waiting:
             needed = set(publication.live)
         else:
-            needed = {segment for reader in readers for segment in _missing_segments(reader)}
+            needed = {segment for reader in readers for segment in reader.missing_segments()}
         if needed or awaited > 0:
             publication.freeze(needed)
         else:
@@ -265,19 +228,14 @@ class HealServer:
 
     def _next_wait_ms(self) -> int | None:
         with self._lock:
-            times = [r.expires for r in self._readers.values()]
-            times += [
-                r.opened + _REPUBLISH_GRACE_S
-                for r in self._readers.values()
-                if r.publication is None and r.key in self._retired
-            ]
+            times = (r.next_deadline(self._retired) for r in self._readers.values())
             soonest = min(times, default=None)
         if soonest is None:
             return None
         return max(0, int((soonest - time.monotonic()) * 1000) + 1)
 
     def _receive(self) -> None:
-        for _ in range(_QUEUE_FRAMES):  # then look at the wake-up socket again
+        for _ in range(QUEUED_REPLIES):  # then look at the wake-up socket again
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -323,7 +281,7 @@ class HealServer:
                 if len(self._readers) >= self._max_clients:
                     refusal = f"it serves {self._max_clients} readers already"
             if not refusal:
-                self._readers[identity] = _Reader(
+                self._readers[identity] = Reader(
                     HealKey(request.step, request.lineage),
                     request.chunk_bytes,
                     now,
@@ -351,9 +309,9 @@ class HealServer:
                 if current is not None and reader.publication is None and reader.key == current.key
             ]
             gone = [
-                (identity, self._gone_reason(reader, current, now))
+                (identity, reason)
                 for identity, reader in self._readers.items()
-                if self._gone_reason(reader, current, now)
+                if (reason := reader.gone_reason(current, self._retired, now))
             ]
             for identity, _ in gone:
                 del self._readers[identity]
@@ -363,24 +321,7 @@ class HealServer:
             assert current is not None
             self._start(identity, reader, current)
 
-    def _gone_reason(self, reader: _Reader, current: Publication | None, now: float) -> str:
-        """Why this reader cannot be served (any more), or nothing."""
-        if reader.publication is not None:
-            if reader.publication is current:
-                return ""
-        elif current is not None and reader.key == current.key:
-            return ""
-        elif current is None or current.key.step <= reader.key.step:
-            # It may be published yet, or again.
-            retired = reader.key in self._retired
-            if not retired or now < reader.opened + _REPUBLISH_GRACE_S:
-                return ""
-        reason = self._retired.get(reader.key)
-        if reason is None:
-            reason = f"the source is at {current.key}" if current is not None else "unknown"
-        return f"{reader.key} is gone: {reason}"
-
-    def _start(self, identity: bytes, reader: _Reader, current: Publication) -> None:
+    def _start(self, identity: bytes, reader: Reader, current: Publication) -> None:
         reader.chunks = current.layout.chunks(reader.chunk_bytes)
         reader.publication = current
         reply = wire.ManifestReply(
@@ -390,7 +331,7 @@ class HealServer:
         )  # fmt: skip
         self._send(identity, reply, current.manifest)
 
-    def _serve(self, identity: bytes, reader: _Reader, index: int, direct: bool) -> bool:
+    def _serve(self, identity: bytes, reader: Reader, index: int, direct: bool) -> bool:
         """Answer for one chunk. False if the reader cannot be answered at present."""
         publication, chunk = reader.publication, reader.chunks[index]
         assert publication is not None
@@ -440,14 +381,3 @@ class HealServer:
             if loan is not None:
                 loan.settle(tracker)
         return True
-
-
-def _missing_segments(reader: _Reader) -> set[int]:
-    """Segments of which this reader said it lacks something (all, if it said nothing yet)."""
-    if reader.missing is None:
-        return {chunk.segment for chunk in reader.chunks}
-    return {
-        chunk.segment
-        for lo, hi in zip(reader.missing[::2], reader.missing[1::2], strict=True)
-        for chunk in reader.chunks[lo:hi]
-    }

@@ -181,7 +181,8 @@ class Publication:
                 self._take_memory(keep)
             for segment in keep:
                 new, source = self._segments[segment], old[segment]
-                assert new is not None and source is not None
+                assert new is not None
+                assert source is not None
                 _copy_bytes(new, source)
             self.live.clear()
 
@@ -231,10 +232,10 @@ class Publication:
                 owner = next(b for b in self._buffers if _inside(b.data, data))
                 owner.idle()  # forget what is sent
                 owner.lent.append(loan)  # before `lock` is free: close may hand the buffer on
-                return memoryview(data.numpy()), loan
+                return data.numpy().data, loan
             staged = np.empty(chunk.nbytes, dtype=np.uint8)
             np.copyto(staged, data.numpy())
-        return memoryview(staged), loan
+        return staged.data, loan
 
     def complete(self) -> bool:
         """Whether every byte is there and independent of the trainer's memory."""

@@ -211,7 +211,7 @@ class TreeEncoder:
             ) from error
 
 
-def _encode_scalar(value: Any, kind: type) -> Node | None:  # noqa: PLR0911 (a table in code)
+def _encode_scalar(value: Any, kind: type) -> Node | None:
     if kind is complex:
         return ["c", value.real, value.imag]
     if isinstance(value, np.generic) and value.dtype.kind in NUMPY_KINDS:
@@ -238,7 +238,7 @@ def _encode_scalar(value: Any, kind: type) -> Node | None:  # noqa: PLR0911 (a t
         return ["r", value.start, value.stop, value.step]
     if kind is slice and all(
         type(v) in (int, type(None)) for v in (value.start, value.stop, value.step)
-    ):  # noqa: E501
+    ):
         return ["sl", value.start, value.stop, value.step]
     if isinstance(value, enum.Enum) and value.name is not None and _is_known_enum(kind):
         return ["e", kind.__module__, kind.__qualname__, value.name]
@@ -316,7 +316,7 @@ class TreeDecoder:
         return ordered
 
 
-def _decode_scalar(tag: str, rest: list[Node]) -> Any:  # noqa: PLR0911, PLR0912 (a table in code)
+def _decode_scalar(tag: str, rest: list[Node]) -> Any:
     if tag == "i":
         return int(rest[0], 16)
     if tag == "c":

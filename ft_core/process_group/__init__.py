@@ -1,14 +1,35 @@
-"""Process groups whose members can change while they live."""
+"""Process groups whose members can change while they live.
+
+`base` says what such a group promises, `mesh` how its members meet and are revoked, `gloo` and
+`nccl` hold what is particular to a backend, `wrappers` and `dummy` what tests and trainers need.
+"""
 
 from __future__ import annotations
 
 from ft_core.process_group.base import ProcessGroup
+from ft_core.process_group.dummy import ProcessGroupDummy
 from ft_core.process_group.errors import ProcessGroupError
 from ft_core.process_group.gloo import ProcessGroupGloo, native_reconfigure_available
+from ft_core.process_group.interfaces import choose_address, outgoing_address
+from ft_core.process_group.nccl import ProcessGroupNCCL
+from ft_core.process_group.wrappers import (
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    ManagedProcessGroup,
+    ProcessGroupWrapper,
+)
 
 __all__ = [
+    "ErrorSwallowingProcessGroupWrapper",
+    "FakeProcessGroupWrapper",
+    "ManagedProcessGroup",
     "ProcessGroup",
+    "ProcessGroupDummy",
     "ProcessGroupError",
     "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "ProcessGroupWrapper",
+    "choose_address",
     "native_reconfigure_available",
+    "outgoing_address",
 ]

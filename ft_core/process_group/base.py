@@ -85,7 +85,7 @@ class ProcessGroup(dist.ProcessGroup):
     pinned_quorum: int | None = None
 
     def pin(self, quorum_id: int | None) -> None:
-        """Refuse collectives under any other quorum, until the next call (None: under none).
+        """Refuse collectives under any other quorum, until the next call (None: allow all).
 
         The members may change between two collectives of one step; one that belongs to the old
         quorum must not meet those of the new one (Gloo aborts the process on a mismatch).
@@ -183,7 +183,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     # --- collectives (c10d's names and arguments)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
+    def allreduce(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:  # type: ignore[override]
         """Reduce in place over all members. `opts`: AllreduceOptions or a ReduceOp (SUM)."""
         options = opts
         if not isinstance(opts, AllreduceOptions):
@@ -197,7 +199,9 @@ class ProcessGroup(dist.ProcessGroup):
         options = AllreduceCoalescedOptions() if opts is None else opts
         return self._issue("allreduce_coalesced", _listed(tensors), options)
 
-    def broadcast(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
+    def broadcast(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:  # type: ignore[override]
         """Send from one member to all. `opts`: BroadcastOptions or the root's rank (0)."""
         options = opts
         if not isinstance(opts, BroadcastOptions):
@@ -229,7 +233,9 @@ class ProcessGroup(dist.ProcessGroup):
         options = AllgatherOptions() if opts is None else opts
         return self._issue("_allgather_base", output, input, options)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # type: ignore[override]
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Work:  # type: ignore[override]
         return self._allgather_base(output, input, opts)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Work:  # type: ignore[override]
@@ -252,10 +258,14 @@ class ProcessGroup(dist.ProcessGroup):
             "reduce_scatter", output_tensors, input_tensors, _reduce_scatter_options(opts)
         )
 
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # type: ignore[override]
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Work:  # type: ignore[override]
         return self._issue("_reduce_scatter_base", output, input, _reduce_scatter_options(opts))
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # type: ignore[override]
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Work:  # type: ignore[override]
         return self._reduce_scatter_base(output, input, opts)
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]

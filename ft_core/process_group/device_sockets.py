@@ -140,7 +140,13 @@ def _targets(epoll: int) -> Iterator[tuple[int, int]]:
 
 def _listener_in(descriptor: int, blob: bytes) -> tuple[int, tuple[str, int]] | None:
     """(inode, address) if the descriptor is a listening socket whose raw address is in `blob`."""
-    with socket.socket(fileno=os.dup(descriptor)) as candidate:
+    copy = os.dup(descriptor)
+    try:
+        candidate = socket.socket(fileno=copy)
+    except OSError:  # the number was reused since it was looked at, and is no socket any more
+        os.close(copy)
+        return None
+    with candidate:
         if candidate.family not in (socket.AF_INET, socket.AF_INET6):
             return None
         if not candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

@@ -24,9 +24,13 @@ class ProcessGroupDummy(ProcessGroup):
         self._rank = rank
         self._size = world
         self._error: Exception | None = None
-        self.quorum_id = -1
+        self._quorum_id = -1
         self.configure_count = 0
         self.collective_count = 0
+
+    @property
+    def quorum_id(self) -> int:
+        return self._quorum_id
 
     def address(self) -> bytes:
         return b"dummy/%x" % id(self)
@@ -34,7 +38,7 @@ class ProcessGroupDummy(ProcessGroup):
     def configure(
         self, quorum_id: int, rank: int, addresses: Sequence[bytes], timeout_s: float
     ) -> None:
-        self.quorum_id, self._rank, self._size = quorum_id, rank, len(addresses)
+        self._quorum_id, self._rank, self._size = quorum_id, rank, len(addresses)
         self._error = None
         self.configure_count += 1
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ft_core.process_group.communicator import Communicator
 from ft_core.process_group.device_sockets import DeviceSockets, pair_sequences, workers_asleep
 from ft_core.process_group.interfaces import choose_address
-from ft_core.process_group.meeting import Meeting, MeetingStore
-from ft_core.process_group.mesh import Communicator, MeshProcessGroup
+from ft_core.process_group.meeting import Meeting
+from ft_core.process_group.meeting_store import MeetingStore
+from ft_core.process_group.mesh import MeshProcessGroup
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0
@@ -41,7 +43,9 @@ class ProcessGroupGloo(MeshProcessGroup):
     ) -> None:
         super().__init__(timeout, hostname=hostname, interface=interface)
         if native and not native_reconfigure_available():
-            raise ValueError("this torch has no native reconfiguration (2.14 and later); drop native")
+            raise ValueError(
+                "this torch has no native reconfiguration (2.14 and later); drop native"
+            )
         self._native = native_reconfigure_available() if native is None else native
 
     def getBackendName(self) -> str:
@@ -111,7 +115,7 @@ class _GlooCommunicator(Communicator):
         self.backend = None
 
     def _options(self, timeout_s: float) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [
             dist.ProcessGroupGloo.create_device(hostname=self._host, lazy_init=False)
         ]

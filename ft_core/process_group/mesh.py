@@ -12,19 +12,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Work
 
-from ft_core.process_group.base import ProcessGroup
+from ft_core.process_group.base import ProcessGroup, outputs_of
+from ft_core.process_group.communicator import Builder, Communicator
 from ft_core.process_group.errors import ProcessGroupError
 from ft_core.process_group.interfaces import choose_address
 from ft_core.process_group.meeting import Doorbell, Meeting
 from ft_core.process_group.wire import Address
-from ft_core.process_group.work import BackendWork, FailedWork, PointToPointWork
+from ft_core.process_group.work import BackendWork, FailedWork, PointToPointWork, StreamWork
 
 _log = logging.getLogger(__name__)
 _INTERRUPT_EVERY_S = 0.005
@@ -33,66 +34,6 @@ _LET_GO_CHECK_S = 0.005
 _LET_GO_CHECKS = 3
 _LET_GO_WITHIN_S = 1.0
 _SHUTDOWN_S = 2.0
-
-
-class Communicator(ABC):
-    """A connected backend and the way to break it. One at a time belongs to a group."""
-
-    backend: Any  # c10d.Backend; set by connect()
-    tainted = False  # an operation stayed behind in the backend and holds one of its threads
-
-    @abstractmethod
-    def handle(self) -> bytes:
-        """What the other members need to reach it, b"" if nothing; any thread."""
-
-    @abstractmethod
-    def connect(self, meeting: Meeting, timeout_s: float) -> None:
-        """Connect all members of the meeting; blocks; may raise anything. Builder thread.
-
-        `timeout_s` is when the group interrupts; the backend's own timeout must come later.
-        """
-
-    @abstractmethod
-    def interrupt(self) -> None:
-        """End pending collectives, or a blocked `connect`, with an error. Any thread, any number
-        of times, quick. Afterwards the communicator can at most be connected again.
-
-        Some operations may stay behind in the backend until their timeout (`device_sockets` says
-        why).
-        """
-
-    @abstractmethod
-    def at_rest(self) -> bool:
-        """After an interrupt: whether what stayed behind is asleep and leaves its tensors alone."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give everything back; may block for tens of milliseconds. Called once."""
-
-    @property
-    @abstractmethod
-    def reconnectable(self) -> bool:
-        """Whether `connect` may be called again after a success and an interrupt."""
-
-
-class _Builder(threading.Thread):
-    """Connects one communicator."""
-
-    def __init__(self, communicator: Communicator, meeting: Meeting, timeout_s: float) -> None:
-        super().__init__(name="ft-pg-configure", daemon=True)
-        self.communicator = communicator
-        self.error: Exception | None = None
-        self.connected = threading.Event()  # or failed
-        self._meeting = meeting
-        self._timeout_s = timeout_s
-
-    def run(self) -> None:
-        try:
-            self.communicator.connect(self._meeting, self._timeout_s)
-        except Exception as error:
-            self.error = error
-        self.connected.set()
-        self._meeting.wake()
 
 
 class MeshProcessGroup(ProcessGroup):
@@ -228,13 +169,12 @@ class MeshProcessGroup(ProcessGroup):
                 failure = self.collective_failed(operation, quorum_id, cause)
                 failure.__cause__ = cause
                 return FailedWork(failure)
-            work: BackendWork
-            if operation in ("send", "recv"):
-                work = PointToPointWork(
-                    self, native, operation, quorum_id, args[0], self.timeout_s
-                )
-            else:
-                work = BackendWork(self, native, operation, quorum_id)
+            kind = BackendWork
+            if self._communicator.backend_futures:
+                kind = StreamWork
+            elif operation in ("send", "recv"):
+                kind = PointToPointWork
+            work = kind(self, native, operation, quorum_id, outputs_of(operation, args))
             self._in_flight.add(work)
             communicator = self._communicator
         work.watch()
@@ -261,8 +201,10 @@ class MeshProcessGroup(ProcessGroup):
         self.revoke(ProcessGroupError(text), quorum_id=quorum_id)
         with self._lock:
             first = dict([self._epitaph, (self._quorum_id, self._error)]).get(quorum_id)
-        if first is None or str(first) == text:
+        if first is None:
             return ProcessGroupError(text)
+        if f"of quorum {quorum_id} " in str(first):  # says so itself
+            return ProcessGroupError(str(first))
         return ProcessGroupError(f"{operation} of quorum {quorum_id} failed: {first}")
 
     # --- inside
@@ -270,6 +212,11 @@ class MeshProcessGroup(ProcessGroup):
     def _refusal(self, operation: str) -> ProcessGroupError:
         if self._quorum_id < 0:
             return ProcessGroupError(f"{operation} before the first configure()")
+        if self._open:
+            return ProcessGroupError(
+                f"{operation} belongs to quorum {self.pinned_quorum}, but the members are those of "
+                f"quorum {self._quorum_id} now"
+            )
         return ProcessGroupError(
             f"{operation} after quorum {self._quorum_id} was revoked: {self._error}"
         )
@@ -346,11 +293,12 @@ class MeshProcessGroup(ProcessGroup):
         communicator, outworn = previous, None
         if previous is None or not self._reusable(previous):
             communicator, outworn = self._new_communicator(self._rank, self._size), previous
-        assert communicator is not None and self._doorbell is not None
+        assert communicator is not None
+        assert self._doorbell is not None
         meeting = Meeting(
             self._doorbell, self._quorum_id, self._rank, addresses, communicator.handle()
         )
-        builder = _Builder(communicator, meeting, timeout_s)
+        builder = Builder(communicator, meeting, timeout_s)
         kept = False
         try:
             with self._lock:
@@ -390,7 +338,7 @@ class MeshProcessGroup(ProcessGroup):
             work.ended_within(_LET_GO_CHECK_S)
         return not communicator.tainted and not self._in_flight
 
-    def _wind_up(self, builder: _Builder) -> None:
+    def _wind_up(self, builder: Builder) -> None:
         """See the builder out of the backend, interrupting it until it is."""
         give_up_at = time.monotonic() + _INTERRUPT_FOR_S
         while builder.ident is not None and not builder.connected.is_set():

@@ -59,11 +59,11 @@ def unregister(group: ProcessGroup) -> None:
     for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
         table.pop(group, None)
     tag = world.pg_to_tag.pop(group, None)
-    for each in (tag, ""):
+    for each in (tag or "", ""):
         if group in world.tags_to_pg.get(each, []):
             world.tags_to_pg[each].remove(group)
     try:
-        torch._C._distributed_c10d._unregister_process_group(group_name)
+        torch._C._distributed_c10d._unregister_process_group(group_name)  # type: ignore[arg-type]
     except RuntimeError:  # destroy_process_group() was here before
         pass
     _forget(backend_name)

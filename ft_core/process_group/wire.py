@@ -73,10 +73,10 @@ class Hello:
     def decode(cls, body: bytes) -> Hello:
         if len(body) < _HELLO.size:
             raise WireError("a short hello")
-        magic, *fields = _HELLO.unpack_from(body)
+        magic, quorum_id, digest, rank, world_size, token = _HELLO.unpack_from(body)
         if magic != _MAGIC:
             raise WireError("a hello of another protocol")
-        return cls(*fields, handle=body[_HELLO.size :])
+        return cls(quorum_id, digest, rank, world_size, token, body[_HELLO.size :])
 
 
 def members_digest(addresses: Sequence[bytes]) -> bytes:

@@ -117,13 +117,20 @@ class BackendWork(TorchWork):
     """
 
     def __init__(
-        self, group: MeshProcessGroup, work: TorchWork, operation: str, quorum_id: int
+        self,
+        group: MeshProcessGroup,
+        work: TorchWork,
+        operation: str,
+        quorum_id: int,
+        outputs: Any,
     ) -> None:
         super().__init__()
         self.operation = operation
+        self._outputs = outputs
         self.quorum_id = quorum_id
         self._group = group
         self._work: TorchWork | None = work
+        self._native: TorchWork | None = None  # of a StreamWork, which needs it to the end
         self._value: Any = None
         self._error: Exception | None = None
         self._finished = False
@@ -137,8 +144,33 @@ class BackendWork(TorchWork):
     def watch(self) -> None:
         """Follow the backend's work; called once, by the issuing thread, holding no lock."""
         work = self._work
-        if work is not None:
-            work.get_future().add_done_callback(self._backend_done)
+        if work is None:
+            return
+        try:
+            future = work.get_future()
+        except RuntimeError:  # some of Gloo's works have none
+            self._watch_by_thread(None)
+        else:
+            future.add_done_callback(self._backend_done)
+
+    def _watch_by_thread(self, timeout: timedelta | None) -> None:
+        threading.Thread(
+            target=self._await_backend, args=(timeout,), name="ft-pg-work", daemon=True
+        ).start()
+
+    def _await_backend(self, timeout: timedelta | None) -> None:
+        work = self._work
+        if work is None:
+            return
+        try:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+        except Exception as error:
+            self._fail(error)
+        else:
+            self.resolve(self._outputs, None)
 
     def _backend_done(self, future: Future[Any]) -> None:
         try:
@@ -160,7 +192,9 @@ class BackendWork(TorchWork):
         except IndexError:
             return
         self._value, self._error = value, error
-        self._work = None  # lets go of the backend and, if nobody else holds them, the tensors
+        self._work = self._outputs = (
+            None  # lets go of the backend and, if nobody else holds them, the tensors
+        )
         self._finished = True
         self._group.work_ended(self)
         self._ended.release()
@@ -230,36 +264,45 @@ class BackendWork(TorchWork):
         return None
 
 
-class PointToPointWork(BackendWork):
-    """A send or a receive, which Gloo completes only inside `wait()` and for which it knows no
-    future. A thread waits for each one; sends are rare between replica groups."""
+class StreamWork(BackendWork):
+    """A collective on a CUDA stream: waiting and futures are the backend's own.
 
-    def __init__(
-        self,
-        group: MeshProcessGroup,
-        work: TorchWork,
-        operation: str,
-        quorum_id: int,
-        tensors: Any,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(group, work, operation, quorum_id)
-        self._tensors = tensors
-        self._timeout_s = timeout_s
+    They order streams instead of blocking the host, which a future made here could not. An abort
+    of the communicator ends them; so `resolve` only records how the work ended.
+    """
 
     def watch(self) -> None:
-        threading.Thread(target=self._await_backend, name="ft-pg-p2p", daemon=True).start()
+        self._native = self._work
+        super().watch()
 
-    def _await_backend(self) -> None:
-        work = self._work
-        if work is None:
-            return
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._error is not None:
+            raise self._error
+        assert self._native is not None
         try:
-            work.wait(timedelta(seconds=self._timeout_s))
+            return self._native.wait() if timeout is None else self._native.wait(timeout)
         except Exception as error:
             self._fail(error)
-        else:
-            self.resolve(self._tensors, None)
+            raise self._error or error from error
+
+    def get_future(self) -> Future[Any]:
+        assert self._native is not None
+        return self._native.get_future()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        assert self._native is not None
+        self._native.block_current_stream()
+
+
+class PointToPointWork(BackendWork):
+    """A send or a receive, which Gloo completes only inside `wait()`. A thread waits for each one;
+    they are rare between replica groups."""
+
+    def watch(self) -> None:
+        self._watch_by_thread(timedelta(seconds=self._group.timeout_s))
 
 
 _future_lock = threading.Lock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -35,6 +36,13 @@ class ProcessGroupWrapper(ProcessGroup):
 
     def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:
         self.group.revoke(reason, quorum_id=quorum_id)
+
+    def pin(self, quorum_id: int | None) -> None:
+        self.group.pin(quorum_id)
+
+    @property
+    def quorum_id(self) -> int:
+        return self.group.quorum_id
 
     def errored(self) -> Exception | None:
         return self.group.errored()
@@ -279,6 +287,13 @@ class _ManagedWork(TorchWork):
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    kind: str
+    error: Exception = field(default_factory=lambda: RuntimeError("injected"))
+    delay_s: float = 0.0
+
+
 class FakeProcessGroupWrapper(ProcessGroupWrapper):
     """Injects faults, for tests of what is built on a process group.
 
@@ -288,24 +303,24 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
         self._lock = threading.Lock()
-        self._faults: list[tuple[str, Any]] = []
+        self._faults: list[_Fault] = []
         self._configure_error: Exception | None = None
 
     def report_future_error(self, error: Exception) -> None:
         """The next collective is done, but its work and future end with `error`."""
-        self._plan("future", error)
+        self._plan(_Fault("future", error))
 
     def raise_next(self, error: Exception) -> None:
         """The next collective raises `error` at the call and is not issued."""
-        self._plan("raise", error)
+        self._plan(_Fault("raise", error))
 
     def fail_next(self, error: Exception) -> None:
         """The next collective returns a failed work and is not issued: peers wait for it."""
-        self._plan("fail", error)
+        self._plan(_Fault("fail", error))
 
     def delay_next(self, delay_s: float) -> None:
         """The next collective is issued `delay_s` later than called (the caller waits)."""
-        self._plan("delay", delay_s)
+        self._plan(_Fault("delay", delay_s=delay_s))
 
     def report_configure_error(self, error: Exception) -> None:
         """The next `configure` raises `error` and does nothing else."""
@@ -324,21 +339,21 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
     def getBackendName(self) -> str:
         return f"fake-{super().getBackendName()}"
 
-    def _plan(self, kind: str, what: Any) -> None:
+    def _plan(self, fault: _Fault) -> None:
         with self._lock:
-            self._faults.append((kind, what))
+            self._faults.append(fault)
 
     def _issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
         with self._lock:
-            kind, what = self._faults.pop(0) if self._faults else ("", None)
-        if kind == "raise":
-            raise what
-        if kind == "fail":
-            return FailedWork(what)
-        if kind == "delay":
-            time.sleep(what)
+            fault = self._faults.pop(0) if self._faults else _Fault("none")
+        if fault.kind == "raise":
+            raise fault.error
+        if fault.kind == "fail":
+            return FailedWork(fault.error)
+        if fault.kind == "delay":
+            time.sleep(fault.delay_s)
         work = super()._issue(operation, *args, **kwargs)
-        return _FailingWork(work, what) if kind == "future" else work
+        return _FailingWork(work, fault.error) if fault.kind == "future" else work
 
 
 class _FailingWork(_WorkAround):

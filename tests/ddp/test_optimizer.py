@@ -76,6 +76,14 @@ def test_zero_grad_twice_is_one_step_until_gradients_travel() -> None:
     assert parameter.grad is None
 
 
+def test_zero_grad_begins_a_step_when_another_ended_the_last() -> None:
+    manager, _, optimizer = new()
+    optimizer.zero_grad()
+    assert manager.should_commit()
+    optimizer.zero_grad()
+    assert manager.attempts == 2
+
+
 def test_incomplete_gradients_are_not_stepped_on() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401 - torch imports it in the middle of things; two threads at once would fail
+import torch._dynamo  # torch imports it in the middle of things: two threads at once fail
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP

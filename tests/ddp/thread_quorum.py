@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 - torch imports it in the middle of things; two threads at once would fail
+import torch._dynamo  # torch imports it in the middle of things: two threads at once fail
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
@@ -59,6 +59,7 @@ class ThreadManager:
         self._pinned_at: float | None = None
         self._pending: list[Future[Tensor]] = []
         self._session = None
+        self._outcome: object = None
 
     def register_schema(self, key: str, text: str) -> None:
         self.schema[key] = text
@@ -79,6 +80,9 @@ class ThreadManager:
     def participating_rank(self) -> int | None:
         able = self.quorum.participants
         return able.index(self.rank) if self.rank in able else None
+
+    def last_outcome(self) -> object:
+        return self._outcome
 
     def errored(self) -> Exception | None:
         return self._error
@@ -129,5 +133,6 @@ class ThreadManager:
         self._pinned_at = None
         committed = all(ballot)
         self.step += committed
+        self._outcome = (self.attempts, committed)
         self.telemetry.emit(COMMIT if committed else DISCARD)
         return committed

@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
-WAIT_S = 90.0
+WAIT_S = 150.0
 
 Line = dict[str, Any]
 
@@ -69,7 +69,10 @@ class Run:
     def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while not condition():
-            assert time.monotonic() < deadline, f"waited in vain for {what}:\n{self.output()}"
+            failed = any((p.poll() or 0) > 0 for p in self.processes)
+            assert not failed and time.monotonic() < deadline, (
+                f"waited in vain for {what}:\n{self.output()}"
+            )
             time.sleep(0.02)  # other processes' files announce nothing
 
     def until_step(self, name: int, step: int) -> None:
@@ -77,6 +80,15 @@ class Run:
             lambda: any(line["step"] >= step for line in self.lines(name)[-1:]),
             f"step {step} of replica {name}",
         )
+
+    def lives(self, name: int) -> list[int]:
+        """Process ids of replica `name`, in the order in which their training started."""
+        path = self.log / f"{name}.ready"
+        return [int(text) for text in path.read_text().split()] if path.exists() else []
+
+    def go(self) -> None:
+        """Let the replicas go on that hold (option `hold`)."""
+        (self.log / "go").touch()
 
     def wait(self, *processes: subprocess.Popen[bytes], code: int = 0) -> None:
         for process in processes:

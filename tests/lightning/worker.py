@@ -37,6 +37,7 @@ OPTIONS: dict[str, Any] = {
     "accumulate": 1,
     "step_delay_s": 0.0,
     "seed": 7,
+    "hold": None,  # at this global step wait until the file <log>/go is there
     "inject": {},  # {"<global step>": replica index}: this replica reports an error once
     "manual": False,
     "checkpoints": False,
@@ -57,10 +58,12 @@ class Model(LightningModule):
         self.automatic_optimization = not options["manual"]
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         self.injected: set[str] = set()
-        self.seen: list[float] = []
+        self.go = Path(options["log"]) / "go"
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         time.sleep(self.options["step_delay_s"])
+        while self.trainer.global_step == self.options["hold"] and not self.go.exists():
+            time.sleep(0.02)
         step = str(self.trainer.global_step)
         if self.options["inject"].get(step) == self.global_rank and step not in self.injected:
             self.injected.add(step)
@@ -107,6 +110,10 @@ class Recorder(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.average, self.steps = state["average"], state["steps"]
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        with self.path.with_suffix(".ready").open("a") as file:
+            file.write(f"{os.getpid()}\n")
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.started.append((trainer.current_epoch, batch_idx))

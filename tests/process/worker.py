@@ -15,6 +15,7 @@ Reports: {"kind": K, ...}: ready, began, at, step, event (telemetry), ended.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -134,9 +135,13 @@ class Worker:
 
     def run(self, options: RunOptions) -> None:
         """One life of a replica group (of one of its ranks)."""
+        from ft_core import group_server
         from ft_core.manager import Manager
         from ft_core.process_group import ProcessGroupGloo
 
+        # Ranks find each other by how many managers their processes have had; these processes are
+        # used again, in other groups, so that they must all count from the start of the run.
+        group_server._managers = itertools.count()
         model = Model(options)
         limit = timedelta(seconds=options.timeout_s)
 

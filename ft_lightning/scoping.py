@@ -1,0 +1,138 @@
+"""What a Trainer is told about ranks and the world, and how far its collectives reach.
+
+Everything that Lightning does collectively (barriers, broadcasts, `sync_dist`, decisions)
+stays inside the replica group, which is one process here: nothing of it can hang on a group that
+died. Only gradients, and the step's vote, go over the quorum. `trainer.world_size` and
+`trainer.global_rank` are nominal: the configured number of groups, and this group's number. How
+many take part right now is `trainer.strategy.num_participants`. Training data is sharded over the
+nominal world; validation, test and prediction data is not sharded: each group computes the same
+metrics, so that early stopping and plateau schedulers decide alike everywhere.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from ft_core.config import ENV_JOB
+from ft_lightning.options import Options
+from ft_lightning.scope import ENV_DEVICE, Scope, resolve
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class ScopedMixin(_Base):
+    """The part of the strategy that answers questions about ranks."""
+
+    _options: Options
+    _scope: Scope | None = None
+    _leader = False
+    _prepare_lock: int | None = None
+
+    @property
+    def scope(self) -> Scope:
+        """Who this process is. Known once the Trainer has been created."""
+        assert self._scope is not None, "the strategy is not attached to a Trainer yet"
+        return self._scope
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.scope.device if self._scope else 0]
+
+    @property
+    def global_rank(self) -> int:
+        """Nominal: the number of this replica group."""
+        return self._scope.index if self._scope else 0
+
+    @property
+    def world_size(self) -> int:
+        """Nominal: the configured number of replica groups."""
+        return self._scope.num_groups if self._scope else 1
+
+    @property
+    def local_rank(self) -> int:
+        """Within the replica group, which is one process."""
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        return 0
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this group is the leader: the first of those that take part in the step.
+
+        Before its first quorum a process cannot know. Group 0 of a fresh start then acts as the
+        leader on the screen; one that was restarted claims nothing.
+        """
+        return self._leader
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is not None and trainer.training:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": 1, "rank": 0}
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision  # of the replica group, which is one process
+
+    def set_world_ranks(self) -> None:
+        """Called by Lightning when the Trainer is made, and before a run."""
+        if self._scope is None:
+            scope = resolve(
+                os.environ,
+                devices=len(self.parallel_devices or ()),
+                num_nodes=self.num_nodes,
+                num_replica_groups=self._options.num_replica_groups,
+                replica_name=self._options.replica_name,
+            )
+            if scope.device >= len(self.parallel_devices or ()):
+                raise ValueError(
+                    f"{ENV_DEVICE} is {scope.device}, but the Trainer has "
+                    f"{len(self.parallel_devices or ())} device(s)"
+                )
+            self._scope = scope
+            self._leader = scope.index == 0 and scope.restarts == 0
+            act_as_leader(self._leader, scope)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Of the replica group. The first one after `prepare_data` lets the next process in."""
+        self.release_machine()
+
+    def release_machine(self) -> None:
+        """Let the next process of this machine prepare its data."""
+        if self._prepare_lock is not None:
+            os.close(self._prepare_lock)
+            self._prepare_lock = None
+
+
+def act_as_leader(leader: bool, scope: Scope) -> None:
+    """Set the rank that Lightning's loggers and messages go by: 0 is who speaks."""
+    rank: Any = rank_zero_only
+    rank.rank = 0 if leader else max(scope.index, 1)
+
+
+def lock_machine(job_id: str) -> int:
+    """Let one process of this script and user at a time prepare data on this machine.
+
+    Returns a file descriptor that holds the lock; closing it (or dying) lets the next one in.
+    """
+    job = f"{os.path.abspath(sys.argv[0])} {job_id} {os.environ.get(ENV_JOB, '')}"
+    digest = hashlib.blake2b(job.encode(), digest_size=6).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"ft_lightning-{os.getuid()}-{digest}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor

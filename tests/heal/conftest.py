@@ -1,0 +1,46 @@
+"""Fixtures of the heal tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from zmq.utils.garbage import gc as zero_copy_thread
+
+from ft_core.heal import HealServer
+from tests.heal.support import SourceProcess
+
+
+@pytest.fixture(autouse=True, scope="session")
+def pyzmq_thread() -> None:
+    """pyzmq starts one thread a process at the first zero-copy send and keeps it: not a leak."""
+    if zero_copy_thread.thread is None:
+        zero_copy_thread.start()
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., HealServer]]:
+    """Heal servers on loopback, closed at the end."""
+    servers: list[HealServer] = []
+
+    def make(**options: object) -> HealServer:
+        servers.append(HealServer(host="127.0.0.1", **options))  # type: ignore[arg-type]
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def make_source() -> Iterator[Callable[..., SourceProcess]]:
+    """Source processes, killed at the end."""
+    sources: list[SourceProcess] = []
+
+    def make(megabytes: int, **options: int) -> SourceProcess:
+        sources.append(SourceProcess(megabytes, **options))
+        return sources[-1]
+
+    yield make
+    for source in sources:
+        source.end()

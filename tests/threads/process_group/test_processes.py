@@ -1,0 +1,130 @@
+"""Members that are processes, one of which is killed in the middle of a collective."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ft_core.process_group import ProcessGroupError, ProcessGroupGloo
+from tests.threads.process_group.members import Calls, configure, gloo_groups, right_sum, sums
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).resolve().parents[3]
+CHILD = """
+import sys, torch
+from ft_core.process_group import ProcessGroupGloo
+group = ProcessGroupGloo(30.0, hostname="127.0.0.1")
+print(group.address().decode(), flush=True)
+addresses = sys.stdin.readline().split()
+group.configure(1, int(sys.stdin.readline()), [each.encode() for each in addresses], 30.0)
+print("configured", flush=True)
+for line in sys.stdin:
+    tensor = torch.ones(int(line))
+    group.allreduce([tensor]).wait()
+    print("reduced", tensor[0].item(), flush=True)
+"""
+
+
+class Child:
+    """A member in a process of its own, told what to do line by line."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        self.address = self.read().encode()
+
+    def tell(self, *words: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.flush()
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=10)
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    child = Child()
+    yield child
+    child.end()
+
+
+@pytest.fixture
+def mixed(child: Child) -> Iterator[list[ProcessGroupGloo]]:
+    """Ranks 0, 1 and 2 are threads here, rank 3 is the child; quorum 1 is configured."""
+    with gloo_groups(3, timeout_s=30.0) as groups:
+        addresses = [*(group.address() for group in groups), child.address]
+        child.tell(*(address.decode() for address in addresses))
+        child.tell(3)
+        Calls(lambda rank: groups[rank].configure(1, rank, addresses, 30.0), range(3)).values()
+        assert child.read() == "configured"
+        yield groups
+
+
+@pytest.mark.parametrize("elements", [10, 1 << 23], ids=["40 B", "32 MiB"])
+def test_survivors_of_a_kill_are_freed_and_go_on(
+    mixed: list[ProcessGroupGloo], child: Child, elements: int
+) -> None:
+    child.tell(elements)  # a whole collective first
+    tensors = [torch.ones(elements) for _ in mixed]
+    Calls(lambda rank: mixed[rank].allreduce([tensors[rank]]).wait(), range(3)).values()
+    assert child.read() == "reduced 4.0"
+    assert all(bool((tensor == 4).all()) for tensor in tensors)
+
+    issued = threading.Barrier(4)
+
+    def blocked(rank: int) -> float:
+        work = mixed[rank].allreduce([tensors[rank]])
+        issued.wait(10.0)
+        with pytest.raises(ProcessGroupError):
+            work.wait()
+        return time.monotonic()
+
+    calls = Calls(blocked, range(3))
+    issued.wait(10.0)
+    if elements > 10:
+        child.tell(elements)  # it joins in, and dies somewhere in the middle
+    child.process.send_signal(signal.SIGKILL)
+    child.process.wait(10)
+    noticed_at = time.monotonic()
+    for group in mixed:
+        group.revoke(RuntimeError("rank 3 was killed"))
+    for freed_at in calls.values().values():
+        assert freed_at - noticed_at < 2.0, "not freed, but timed out"
+
+    configure(mixed, 2)
+    assert sums(mixed, elements) == right_sum(3)
+
+
+def test_a_process_may_exit_without_shutdown() -> None:
+    code = (
+        "import torch\n"
+        "from ft_core.process_group import ProcessGroupGloo\n"
+        "group = ProcessGroupGloo(30.0, hostname='127.0.0.1')\n"
+        "group.configure(1, 0, [group.address()], 5.0)\n"
+        "group.allreduce([torch.ones(3)]).wait()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, timeout=60, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,180 @@
+"""Dummy, error-swallowing, managed and fault-injecting groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from ft_core.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    ManagedProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupError,
+    ProcessGroupGloo,
+)
+
+
+@pytest.fixture
+def alone() -> Iterator[ProcessGroupGloo]:
+    """A real Gloo group of one."""
+    group = ProcessGroupGloo(10.0, hostname="127.0.0.1")
+    group.configure(1, 0, [group.address()], 5.0)
+    yield group
+    group.shutdown()
+
+
+def test_dummy_soaks_up_everything() -> None:
+    group = ProcessGroupDummy(1, 3)
+    assert (group.rank(), group.size()) == (1, 3)
+    tensor = torch.arange(3.0)
+    work = group.allreduce([tensor])
+    assert work.wait()
+    assert work.get_future().wait()[0] is tensor
+    assert tensor.tolist() == [0.0, 1.0, 2.0]
+    group.barrier().wait()
+    group.broadcast(tensor, 2).wait()
+    assert group.collective_count == 3
+    group.configure(7, 0, [b"a", b"b"], 1.0)
+    assert (group.quorum_id, group.rank(), group.size()) == (7, 0, 2)
+    reason = RuntimeError("gone")
+    group.revoke(reason, quorum_id=6)
+    assert group.errored() is None
+    group.revoke(reason)
+    assert group.errored() is reason
+    with pytest.raises(ValueError, match="rank 2"):
+        ProcessGroupDummy(2, 2)
+
+
+def test_swallowing_hides_the_error_until_configure(alone: ProcessGroupGloo) -> None:
+    fake = FakeProcessGroupWrapper(alone)
+    group = ErrorSwallowingProcessGroupWrapper(fake)
+    tensor = torch.ones(2)
+    assert group.allreduce([tensor]).wait()
+    assert group.error() is None
+
+    boom = RuntimeError("boom")
+    fake.report_future_error(boom)
+    work = group.allreduce([tensor])
+    assert work.wait()
+    assert group.error() is boom
+
+    issued = []
+    fake._issue = lambda *args, **kwargs: issued.append(args)  # type: ignore[method-assign,assignment,return-value]
+    assert group.allreduce([tensor]).wait()
+    assert not issued, "after an error nothing may reach the group"
+    del fake._issue
+
+    group.configure(2, 0, [group.address()], 5.0)
+    assert group.error() is None
+    assert group.allreduce([tensor]).wait()
+
+
+def test_swallowing_through_a_future(alone: ProcessGroupGloo) -> None:
+    fake = FakeProcessGroupWrapper(alone)
+    group = ErrorSwallowingProcessGroupWrapper(fake)
+    fake.report_future_error(RuntimeError("boom"))
+    tensor = torch.ones(2)
+    assert group.allreduce([tensor]).get_future().wait()[0] is tensor
+    assert "boom" in str(group.error())
+
+
+def test_swallowing_a_revocation_and_a_raise(alone: ProcessGroupGloo) -> None:
+    fake = FakeProcessGroupWrapper(alone)
+    group = ErrorSwallowingProcessGroupWrapper(fake)
+    fake.raise_next(RuntimeError("at the call"))
+    assert group.allreduce([torch.ones(1)]).wait()
+    assert "at the call" in str(group.errored())
+    group.configure(2, 0, [group.address()], 5.0)
+    group.revoke(RuntimeError("gone"))
+    assert group.allreduce([torch.ones(1)]).wait()
+    assert "gone" in str(group.error())
+
+
+def test_faults_are_injected_once_and_in_order(alone: ProcessGroupGloo) -> None:
+    group = FakeProcessGroupWrapper(alone)
+    first, second = RuntimeError("first"), RuntimeError("second")
+    group.fail_next(first)
+    group.report_future_error(second)
+    group.delay_next(0.0)
+    with pytest.raises(RuntimeError, match="first"):
+        group.allreduce([torch.ones(1)]).wait()
+    work = group.allreduce([torch.ones(1)])
+    with pytest.raises(RuntimeError, match="second"):
+        work.wait()
+    assert work.exception() is second
+    with pytest.raises(RuntimeError, match="second"):
+        work.get_future().wait()
+    assert group.allreduce([torch.ones(1)]).wait()
+    assert group.allreduce([torch.ones(1)]).wait()
+    assert alone.errored() is None, "injected faults are not the group's"
+
+    group.report_configure_error(ProcessGroupError("no"))
+    with pytest.raises(ProcessGroupError, match="no"):
+        group.configure(2, 0, [group.address()], 5.0)
+    group.configure(2, 0, [group.address()], 5.0)
+
+
+class HalvingManager:
+    """A manager of two participants, the other of whom always has zeros. Fails if `error` is set."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.participants = 2
+
+    def allreduce(self, tensor: torch.Tensor) -> Future[torch.Tensor]:
+        future: Future[torch.Tensor] = Future()
+        if self.error is None:
+            tensor.div_(self.participants)
+            future.set_result(tensor)
+        else:
+            future.set_exception(self.error)
+        return future
+
+    def num_participants(self) -> int:
+        return self.participants
+
+    def participating_rank(self) -> int | None:
+        return None
+
+
+def test_managed_goes_through_the_manager() -> None:
+    manager = HalvingManager()
+    group = ManagedProcessGroup(manager)
+    assert (group.size(), group.rank()) == (2, 0)
+    tensor = torch.full((2,), 4.0)
+    assert group.allreduce(tensor, dist.ReduceOp.AVG).wait()
+    assert tensor.tolist() == [2.0, 2.0]
+    dist.all_reduce(tensor, group=group)  # a sum: the average times the participants
+    assert tensor.tolist() == [2.0, 2.0]
+    work = group.allreduce([tensor, torch.ones(1)])
+    assert work.get_future().wait()[0] is tensor
+    group.barrier().wait()
+    with pytest.raises(NotImplementedError):
+        group.allreduce(tensor, dist.ReduceOp.MAX)
+    with pytest.raises(NotImplementedError):
+        group.alltoall_base(tensor, tensor, [], [])
+    manager.error = RuntimeError("lost")
+    with pytest.raises(RuntimeError, match="lost"):
+        group.allreduce(tensor, dist.ReduceOp.AVG).wait()
+    group.shutdown()
+
+
+def test_managed_group_under_ddp() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    data = torch.randn(4, 3)
+    model(data).sum().backward()
+    expected = [parameter.grad.clone() / 2 for parameter in model.parameters()]
+    model.zero_grad()
+    manager = HalvingManager()
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        model, process_group=ManagedProcessGroup(manager), init_sync=False
+    )
+    ddp(data).sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient)
