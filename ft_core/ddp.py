@@ -55,7 +55,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         manager: averages each bucket over the participants while backward goes on.
         module: as torch's. All replica groups must have the same parameters: checked when they
             join.
-        kwargs: as torch's, but for these. `find_unused_parameters=True` is needed if a forward
+        kwargs: as torch's, but for these. `gradient_as_bucket_view` is True by default. `find_unused_parameters=True` is needed if a forward
             may leave out a parameter; which ones were used by anybody is then found out with one
             more small collective. `forward_sync_buffers` (or `broadcast_buffers`) False leaves
             buffers such as running statistics to each replica group; default True: they follow
@@ -75,6 +75,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         old_name = kwargs.pop("broadcast_buffers", None)
         if buffers_follow is None:
             buffers_follow = True if old_name is None else old_name
+        # A gradient is scaled in its bucket, one pass over memory that torch's own DDP has inside
+        # another; sharing memory with the buckets saves the pass back.
+        kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(
             module,
             process_group=_OneRankGroup(manager),
@@ -95,7 +98,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             ignored=set(self.parameters_to_ignore),
         )
         self._check = _CompletionCheck(manager)
-        _checks.setdefault(manager, []).append(self._check)
+        manager.register_vote_check(self._check.before_vote)
         # The reducer (C++) keeps the hook's state: a strong reference would be a cycle that the
         # garbage collector can't see.
         self.register_comm_hook(weakref.ref(self), _send_bucket)
@@ -188,14 +191,7 @@ class _CompletionCheck:
             )
 
 
-_checks: "weakref.WeakKeyDictionary[Manager, list[_CompletionCheck]]" = weakref.WeakKeyDictionary()
 _numbers: "weakref.WeakKeyDictionary[Manager, int]" = weakref.WeakKeyDictionary()
-
-
-def before_vote(manager: "Manager") -> None:
-    """Report gradients of this step that are incomplete. Called before `should_commit`."""
-    for check in _checks.get(manager, ()):
-        check.before_vote()
 
 
 def _next_number(manager: "Manager") -> int:

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -160,6 +161,7 @@ class Manager:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         elif load_state_dict is not None or state_dict is not None:
             raise ValueError("give both load_state_dict and state_dict, or neither")
+        self._vote_checks: list[Callable[[], Callable[[], None] | None]] = []
         self._schema: dict[str, str] = {"mean": "by samples"} if weighted else {}
         self._weighted = weighted
         self._samples: int | None = None
@@ -199,6 +201,14 @@ class Manager:
         `start_quorum`.
         """
         self._schema[key] = text
+
+    def register_vote_check(self, check: Callable[[], None]) -> None:
+        """Have `check` called (weakly held if it is a method) when a step ends, before its vote.
+
+        It calls `report_error` if the step must not be committed.
+        """
+        bound = hasattr(check, "__self__")
+        self._vote_checks.append(weakref.WeakMethod(check) if bound else lambda: check)
 
     def state_dict(self) -> dict[str, Any]:
         """The manager's own state: save and restore it with every checkpoint."""
@@ -285,6 +295,10 @@ class Manager:
         replica = session.replica
         if replica.attempt is Attempt.CLOSED:
             raise RuntimeError("should_commit must follow start_quorum")
+        for known in self._vote_checks:
+            check = known()
+            if check is not None:
+                check()
         self._drain()
         if self._error is None and (replica.attempt is Attempt.OPEN or replica.healing):
             self._enter(session, heal=True)
@@ -429,6 +443,14 @@ class Manager:
     def is_participating(self) -> bool:
         """Whether this group contributes to this step. Waits for the quorum."""
         return self.participating_rank() is not None
+
+    def is_healing(self) -> bool:
+        """Whether this group's state is still to be loaded (asynchronous quorum)."""
+        return self._session is not None and self._session.replica.healing
+
+    def collectives_began(self) -> bool:
+        """Whether this step has had a collective: it is bound to its quorum now."""
+        return self._pinned_at is not None
 
     def replica_rank(self) -> int:
         """Rank among the members of the quorum. Waits for the quorum."""
@@ -700,6 +722,7 @@ class Manager:
     def _abandon(self, session: Session) -> None:
         """The loop began a step and never ended it: it counts as a no."""
         self._drain()
+        self.telemetry.emit(DISCARD, step=self.current_step(), reason="never ended", seconds=0.0)
         session.control.call(
             lambda replica, now: replica.vote(False, now, reason="the loop started over")
             if replica.attempt is not Attempt.CLOSED

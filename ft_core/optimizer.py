@@ -13,7 +13,6 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer as TorchOptimizer
 
-from ft_core.ddp import before_vote
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager
@@ -77,7 +76,7 @@ class OptimizerWrapper(TorchOptimizer):
         Called again before any gradient was averaged it clears only; after that, the step that
         it interrupts is discarded.
         """
-        if not self._is_open() or _collectives_began(self.manager):
+        if not self._is_open() or self.manager.collectives_began():
             self.manager.start_quorum()
             self._open, self._outcome_before = True, self.manager.last_outcome()
         self.optim.zero_grad(set_to_none)
@@ -112,7 +111,6 @@ class OptimizerWrapper(TorchOptimizer):
         return self._open and self.manager.last_outcome() is self._outcome_before
 
     def _vote(self) -> bool:
-        before_vote(self.manager)
         self._open = False
         return self.manager.should_commit()
 
@@ -131,7 +129,7 @@ class OptimizerWrapper(TorchOptimizer):
     def _step_scaled(self, scaler: GradScaler) -> None:
         state = scaler._per_optimizer_states[id(self)]
         unscaled = state["stage"] is OptState.UNSCALED
-        if unscaled and _heal_pending(self.manager):
+        if unscaled and self.manager.is_healing():
             # Its scale is loaded with the vote; these gradients were divided by another.
             self.manager.report_error(
                 RuntimeError("gradients were unscaled before the scale was healed")
@@ -233,16 +231,6 @@ def _leave_scale_alone(scaler: GradScaler, found: dict[Any, Tensor]) -> None:
     state = scaler.state_dict()
     state["_growth_tracker"] -= 1
     scaler.load_state_dict(state)
-
-
-def _collectives_began(manager: Manager) -> bool:
-    return manager._pinned_at is not None
-
-
-def _heal_pending(manager: Manager) -> bool:
-    """Whether this member's state is to be loaded with the vote (asynchronous quorum)."""
-    session = manager._session
-    return session is not None and session.replica.healing
 
 
 def _describe(optim: TorchOptimizer) -> str:

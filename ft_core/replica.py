@@ -437,9 +437,13 @@ class Replica:
             return []
         if message.next_quorum is not None:
             return self._on_quorum(message.next_quorum, now)
-        if message.waiting:
-            self.stage = Stage.SEATED
-            self.reason = "waiting for the next quorum"
+        if not message.waiting:
+            return []
+        self.stage = Stage.SEATED
+        self.reason = "waiting for the next quorum"
+        if self.attempt is Attempt.PINNED:  # per-group commit: one step ahead of the decision
+            self.attempt, self.failure = Attempt.FAILED, "the quorum ended during the step"
+            return [Abort(message.quorum_id, self.failure)]
         return []
 
     def _on_late_decision(self, message: Decision, now: float) -> list[Effect]:

@@ -9,7 +9,6 @@ All costs are O(1) a vote and O(members) a decision.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from lighthouse.messages import PHASE_HEALING, PHASE_REDUCING, Member, Vote
@@ -28,6 +27,7 @@ class Ballot:
         gone: members that are dead, left or evicted, and why.
         revoked: why this step's collectives were called off; empty: they were not.
         revoker: the member that was the first to vote no or to go; empty: none.
+        hung: those of the gone that were evicted because they did not vote.
         stalled: a member's collective waited for longer than its timeout.
         deadline: when silent members are to be evicted.
     """
@@ -40,6 +40,7 @@ class Ballot:
     silent: set[str]
     votes: dict[str, Vote] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
+    hung: set[str] = field(default_factory=set)
     revoked: str = ""
     revoker: str = ""
     stalled: bool = False
@@ -135,13 +136,13 @@ class Ballot:
         vote = self.votes[replica_id]
         return vote.lineage != self.position.lineage or vote.phase == PHASE_HEALING
 
-    def failed_heals(self, blamed: Iterable[str]) -> set[str]:
-        """Members whose own failure to heal has cost the others this step."""
-        healing = self.healing()
-        if not healing or not self.revoked:
+    def costly(self) -> set[str]:
+        """Members that cost the others this step: by a hang, or by a heal that failed."""
+        if not self.revoked:
             return set()
-        guilty = healing.intersection(blamed) | healing.intersection(self.gone)
-        if self.revoker in healing and self.revoker in self.votes:
+        healing, guilty = self.healing(), set(self.blamed())
+        guilty.update(r for r in self.gone if r in healing or r in self.hung)
+        if self.revoker in healing and self.revoker in self.votes and not self.stalled:
             guilty.add(self.revoker)
         return guilty
 

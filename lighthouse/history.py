@@ -14,7 +14,7 @@ from lighthouse.seats import Seat, Seats
 
 REMEMBERED_DECISIONS = 1_024
 REMEMBERED_FAILURES = 1_024
-MAX_DOUBLINGS = 4
+MAX_DOUBLINGS = 6
 
 
 class History:
@@ -107,7 +107,7 @@ class History:
 
 
 class Patience:
-    """Growing pauses for replica groups whose heals fail: each failure costs their peers a step.
+    """Growing pauses for replica groups that hang or fail to heal: each time costs the others.
 
     By name, since a process that dies healing comes back under a new replica_id.
     """
@@ -117,16 +117,21 @@ class Patience:
         self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     def failed(self, name: str, now: float) -> None:
-        """A heal of `name` has failed."""
+        """`name` has cost its peers a step (again)."""
         count = self._failures.pop(name, (0, 0.0))[0] + 1
         pause_s = self._first_pause_s * 2 ** min(count - 1, MAX_DOUBLINGS)
         self._failures[name] = (count, now + pause_s)
         if len(self._failures) > REMEMBERED_FAILURES:
             self._failures.popitem(last=False)
 
-    def healed(self, name: str) -> None:
+    def succeeded(self, name: str) -> None:
+        """`name` has its part in a commit."""
         self._failures.pop(name, None)
 
+    def __bool__(self) -> bool:
+        """Whether anybody has failed lately."""
+        return bool(self._failures)
+
     def allows(self, name: str, now: float) -> bool:
-        """Whether `name` may try to heal (again)."""
+        """Whether `name` may try again."""
         return name not in self._failures or now >= self._failures[name][1]

@@ -54,8 +54,8 @@ __all__ = ["Effect", "Note", "Peer", "Remember", "Room", "Send"]
 
 EXPLAIN_EVERY_S = 1.0
 STEP_IN_PROGRESS = "waiting for the step in progress to end"
-HEAL_PAUSE_PART = 1 / 8
-"""Part of the heal timeout for which a failed heal keeps its replica group out at first."""
+PAUSE_PART = 1 / 8
+"""Part of the heal timeout for which a replica group that cost the others a step stays out."""
 
 
 class Room:
@@ -76,7 +76,7 @@ class Room:
         self._claims: dict[str, Claim] = {}
         self._live: Ballot | None = None
         self._history = History(remembered)
-        self._patience = Patience(HEAL_PAUSE_PART * config.timeouts.heal_timeout_s)
+        self._patience = Patience(PAUSE_PART * config.timeouts.heal_timeout_s)
         self._announcer = Announcer(key)
         self._min_replicas = config.min_replicas
         self._expected = config.expected_replicas
@@ -308,6 +308,7 @@ class Room:
         assert self._live is not None
         message = Expelled(self.key, self._live.quorum_id, f"evicted: {why}", hung)
         self._send(self._seats[replica_id].peer, message)
+        self._live.hung.add(replica_id)
         self._remove(replica_id, f"evicted: {why}", now, may_return=True)
 
     def _evaluate(self, now: float) -> None:
@@ -334,7 +335,7 @@ class Room:
                 self._history.missed.intersection_update(live.votes)
         elif live.reduced():
             self._history.discards += 1  # else nothing is lost
-        self._book_heals(live, decision, now)
+        self._book_costs(live, decision, now)
         self._update_positions(live, decision.committed, after)
         if decision.committed and live.undisturbed() and not self._admits(live, now):
             peers = [self._seats[r].peer for r in live.living()]
@@ -343,11 +344,12 @@ class Room:
             return
         self._end(live, decision, now)
 
-    def _book_heals(self, live: Ballot, decision: Decision, now: float) -> None:
-        if decision.committed:
-            for replica_id in live.healing() & live.yes():
-                self._patience.healed(live.names[replica_id])
-        for replica_id in live.failed_heals(live.blamed()):
+    def _book_costs(self, live: Ballot, decision: Decision, now: float) -> None:
+        """Who has cost the others this step is taken back later and later."""
+        if decision.committed and self._patience:
+            for replica_id in live.yes():
+                self._patience.succeeded(live.names[replica_id])
+        for replica_id in live.costly():
             self._patience.failed(live.names[replica_id], now)
 
     def _update_positions(self, live: Ballot, committed: bool, after: Position) -> None:
@@ -367,11 +369,13 @@ class Room:
 
     def _may_enter(self, seat: Seat, now: float) -> bool:
         head = self._history.head
+        if not self._patience.allows(seat.name, now):
+            return False
         if head is not None and (seat.position == head or seat.position.step > head.step):
             return True
         if seat.doubt is not None and not seat.settle:
             return True
-        return seat.join.can_heal and self._patience.allows(seat.name, now)
+        return seat.join.can_heal
 
     def _end(self, live: Ballot, decision: Decision, now: float) -> None:
         """The live quorum is over: tell its members, and form the next one."""
@@ -389,6 +393,8 @@ class Room:
             if replica_id in blamed:
                 why = "evicted: kept the others' collectives waiting"
                 self._send(seat.peer, Expelled(self.key, live.quorum_id, why, True))
+                if seat.position == self._history.head:
+                    self._history.missed.add(replica_id)
             else:
                 answered.append(seat)
             if replica_id in blamed or live.votes[replica_id].leaving:
@@ -440,15 +446,14 @@ class Room:
         return rules.decide(situation, now)
 
     def _candidates(self, held: bool, now: float) -> tuple[rules.Candidate, ...]:
-        """All seats, but for those that would only cost the holders of the head a step: newcomers
-        right after a discard (a peer in the midst of its step could not serve them) and those
-        whose heals keep failing. They are kept for a later commit if it works without them."""
+        """All seats, but for those that would only cost the holders of the head a step: who must
+        heal right after a discard (a peer in the midst of its step could not serve them), and who
+        keeps hanging or failing to heal. They wait for a later commit if it works without them."""
         head, known = self._history.head, set(self._previous) if self._after_discard else None
         kept = [
             seat for seat in self._seats
-            if seat.position == head
-            or ((known is None or seat.replica_id in known)
-                and self._patience.allows(seat.name, now))
+            if (seat.position == head or known is None or seat.replica_id in known)
+            and self._patience.allows(seat.name, now)
         ]  # fmt: skip
         chosen = kept if held and len(kept) >= self._min_replicas else self._seats
         return tuple(

@@ -137,8 +137,7 @@ def unpack(
     places = parsed.match(into)
     for target, source in zip(places.direct, tensors, strict=True):
         if target is not None and target is not source:
-            with torch.no_grad():
-                target.copy_(source)
+            byte_view(target).copy_(byte_view(source.contiguous()))
     return parsed.build(tensors, places, into, allow_objects=allow_objects)
 
 

@@ -67,7 +67,7 @@ def unpack_node(data: bytes | memoryview) -> Node:
             unicode_errors="surrogatepass",
             strict_map_key=False,
         )
-    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise HealError(f"A source sent a manifest that is not valid msgpack: {error}.") from error
 
 

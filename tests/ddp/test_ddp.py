@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel, before_vote
+from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
 from tests.ddp.thread_quorum import ThreadManager, ThreadQuorum
 
 BOTH = [DistributedDataParallel, PureDistributedDataParallel]
@@ -154,7 +154,7 @@ def test_a_backward_that_misses_parameters_is_not_committed() -> None:
     model = DistributedDataParallel(manager, Forked())
     manager.start_quorum()
     model(torch.randn(1, 2)).sum().backward()
-    before_vote(manager)  # type: ignore[arg-type]
+    manager.should_commit()
     assert "find_unused_parameters=True" in str(manager.errored())
 
 
@@ -165,7 +165,7 @@ def test_forward_without_backward_is_no_error() -> None:
     model(torch.randn(1, 8))
     model(torch.randn(1, 8)).sum().backward()
     model(torch.randn(1, 8))
-    before_vote(manager)  # type: ignore[arg-type]
+    manager.should_commit()
     assert manager.errored() is None
 
 

@@ -46,6 +46,7 @@ class ThreadManager:
     """One member: the part of Manager's surface that DDP and the optimizer stand on."""
 
     def __init__(self, quorum: ThreadQuorum, rank: int) -> None:
+        self.vote_checks: list[Callable[[], None]] = []
         self.quorum, self.rank = quorum, rank
         self.telemetry = Telemetry()
         self.schema: dict[str, str] = {}
@@ -63,6 +64,19 @@ class ThreadManager:
 
     def register_schema(self, key: str, text: str) -> None:
         self.schema[key] = text
+
+    def register_vote_check(self, check: Callable[[], None]) -> None:
+        self.vote_checks.append(check)
+
+    def is_healing(self) -> bool:
+        return self.scheduled_heal is not None
+
+    def collectives_began(self) -> bool:
+        return self._pinned_at is not None
+
+    def _run_vote_checks(self) -> None:
+        for check in self.vote_checks:
+            check()
 
     def register_state_dict_fn(
         self, key: str, load: Callable[[Any], None], save: Callable[[], Any]
@@ -118,6 +132,7 @@ class ThreadManager:
         return future
 
     def should_commit(self) -> bool:
+        self._run_vote_checks()
         quorum = self.quorum
         for future in self._pending:
             future.wait()

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 
 from ft_core.heal import HealError, UnsupportedObjectError, allow_enum, pack, unpack
+from ft_core.heal.pack import byte_view
 from ft_core.heal.tree import DTYPES
 from tests.heal.support import same
 
@@ -35,7 +36,15 @@ class Custom:
 
 def travel(tree: Any, into: Any = None, **options: bool) -> Any:
     manifest, tensors = pack(tree, **options)
-    return unpack(manifest, [t.clone() for t in tensors], into=into, **options)
+    return unpack(manifest, [copied(t) for t in tensors], into=into, **options)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """By bytes, as the transport does: not every dtype has a clone()."""
+    plain = tensor.contiguous()
+    target = torch.empty(plain.shape, dtype=plain.dtype)
+    byte_view(target).copy_(byte_view(plain))
+    return target
 
 
 floats = st.floats(allow_nan=True) | st.sampled_from([0.0, -0.0, float("inf")])
@@ -82,16 +91,15 @@ trees = st.recursive(
 @settings(max_examples=150, deadline=None)
 def test_any_tree_comes_back_equal(tree: Any) -> None:
     back = travel(tree)
-    if isinstance(tree, collections.deque):
-        tree, back = list(tree), list(back)
-    assert same(tree, back) or repr(tree) == repr(back)
+    assert same(tree, back)
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
 def test_every_dtype(name: str) -> None:
     dtype = DTYPES[name]
     try:
-        tensor = torch.arange(64, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
+        numbers = torch.arange(64, dtype=torch.uint8) % (2 if dtype is torch.bool else 64)
+        tensor = numbers.repeat(dtype.itemsize).view(dtype)
     except (RuntimeError, NotImplementedError):
         pytest.skip(f"this torch makes no tensors of {name}")
     back = travel({"x": tensor, "grid": tensor.reshape(8, 8)})

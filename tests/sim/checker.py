@@ -84,6 +84,7 @@ class Checker:
     heals: int = 0
     forks: int = 0
     expelled: int = 0
+    evicted: set[str] = field(default_factory=set)  # slower than the timeouts allow
 
     def require(self, ok: bool, what: str) -> None:
         if not ok:
@@ -101,6 +102,8 @@ class Checker:
         """A process received `message`."""
         if isinstance(message, Expelled):
             self.expelled += 1
+            if message.hung:
+                self.evicted.add(replica_id)
         if isinstance(message, Decision) and message.next_quorum is not None:
             message = message.next_quorum
         if isinstance(message, Quorum):
@@ -116,6 +119,7 @@ class Checker:
         before = self.ids.get(replica_id, 0)
         self.require(quorum_id > before, f"S1: {replica_id} in {quorum_id} after {before}")
         self.ids[replica_id] = quorum_id
+        self.evicted.discard(replica_id)
         names = tuple(m.replica_id for m in members)
         self.same_members(quorum_id, self.births[quorum_id].members, names)
         behind = frozenset(m.replica_id for m in members if m.healing)
@@ -189,6 +193,11 @@ class Checker:
         self.heals += 1
         self._holds(replica_id, position, state)
 
+    def spoiled(self, replica_id: str, position: Position, state: int) -> None:
+        """A process has begun to overwrite its state by one that it fetches."""
+        self.states.pop(position, None)  # the only position that names no state
+        self._holds(replica_id, position, state)
+
     def ended(self, replica_id: str) -> None:
         """The process is no more."""
         position = self.at.pop(replica_id, None)
@@ -218,6 +227,7 @@ class Checker:
                 continue
             birth = self.births[newer[0]]
             ignored = self._descendants(older[1]) & self.living() & birth.reachable
+            ignored -= self.evicted
             self.require(not ignored,
                          f"S2: {before} has children of quorums {older[0]} and {newer[0]}, "
                          f"though {sorted(ignored)} held the former")  # fmt: skip

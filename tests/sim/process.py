@@ -261,6 +261,7 @@ class Process:
             if source is None or source.paused or source.snapshot is None:
                 continue
             if source.snapshot[0] == key:
+                self._spoil(effect)
                 delay_s = self.habits.heal_s * (0.5 + self.rng.random())
                 self.clock.after(
                     delay_s, self._event, self._fetch_ends, effect, number, source.snapshot[1], ""
@@ -270,6 +271,14 @@ class Process:
             self._event(self._fetch_ends, effect, number, None, "no source serves this state")
             return
         self.clock.after(0.03, self._fetch, effect, number, give_up)
+
+    def _spoil(self, effect: FetchState) -> None:
+        """A loop that waits receives into its own state, which is no state from here on."""
+        replica = self.replica
+        if self.cluster.profile.heal_in_place and replica.loop_waits and not replica.healed:
+            replica.spoil()
+            self.state = -self.rng.getrandbits(40)
+            self.checker.spoiled(self.replica_id, (replica.step, replica.lineage), self.state)
 
     def _fetch_ends(self, effect: FetchState, number: int, state: int | None, error: str) -> None:
         if number != self.fetches:
@@ -392,7 +401,7 @@ class Process:
         for bucket in range(self.habits.buckets):
             sequence = self.plane.enter(self, view.quorum_id, view.step, part)
             self._pinned = key = (view.quorum_id, sequence)
-            clock.after(self.cluster.profile.timeouts.timeout_s, self._event, self._stall, key)
+            clock.after(self._patience_s(), self._event, self._stall, key)
             yield lambda: key in self.results or replica.attempt is not Attempt.PINNED
             total = self.results.pop(key, None)
             self._pinned = None
@@ -407,6 +416,12 @@ class Process:
     def checker_on_healing(self) -> bool:
         """Whether a member that the quorum counts as healing stays out of sums (it must)."""
         return self.cluster.profile.healing_stays_out
+
+    def _patience_s(self) -> float:
+        """How long a collective may wait: less where a peer has to heal first."""
+        limits, view = self.cluster.profile.timeouts, self.replica.view
+        healing = view is not None and any(m.healing for m in view.members)
+        return limits.heal_timeout_s if healing else limits.timeout_s
 
     def _stall(self, key: tuple[int, int]) -> None:
         """A collective waited for longer than its timeout."""

@@ -46,6 +46,7 @@ class Profile:
     checkpoint_every: int = 0
     restart_s: float = 0.5
     start_spread_s: float = 0.2
+    heal_in_place: bool = False
     healing_stays_out: bool = True
 
     @property
@@ -55,11 +56,12 @@ class Profile:
         In the worst case a hung member must first be evicted (step timeout, or the timeout of a
         collective that waits for it), the quorum that results loses another member that nobody
         noticed yet (revoke timeout), the lighthouse waits for members it knew (join timeout), and
-        a member heals that must back off from earlier failures.
+        a member heals; and one that failed often before pauses for up to 8 heal timeouts.
         """
         t = self.timeouts
         once = t.timeout_s + t.step_timeout_s + 2 * t.revoke_timeout_s + t.join_timeout_s
-        return 2 * once + 4 * t.heal_timeout_s + 20 * t.resend_s + 20 * self.forward_s
+        pause_s = 8 * t.heal_timeout_s
+        return 2 * once + 4 * t.heal_timeout_s + pause_s + 20 * t.resend_s + 20 * self.forward_s
 
 
 def profile_of(seed: int) -> Profile:
@@ -85,6 +87,7 @@ def profile_of(seed: int) -> Profile:
         journal=rng.random() < 0.5,
         obituaries=rng.choice((0.0, 0.5, 1.0)),
         checkpoint_every=rng.choice((0, 0, 0, 5)),
+        heal_in_place=rng.random() < 0.5,
         restart_s=rng.choice((0.05, 0.3, 1.0, 3.0)),
         start_spread_s=rng.choice((0.01, 0.2, 1.0)),
     )
@@ -105,9 +108,9 @@ def _network(rng: random.Random, timeouts: Timeouts) -> NetworkProfile:
 
 def _faults(rng: random.Random, profile: Profile) -> tuple[Fault, ...]:
     """A handful of kinds a run, so that runs differ in character."""
-    kinds = rng.sample(FAULTS, rng.randint(1, 5))
+    kinds = rng.sample(FAULTS, rng.randint(1, 6))
     faults = []
-    for _ in range(rng.randint(1, 9)):
+    for _ in range(rng.choice((3, 6, 12, 24))):
         kind = rng.choice(kinds)
         at_s = rng.uniform(0.0, profile.faulty_s)
         limit = profile.timeouts.heartbeat_timeout_s

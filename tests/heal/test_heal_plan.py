@@ -1,0 +1,174 @@
+"""TransferPlan under a virtual clock: who is asked for what, whatever sources do."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from ft_core.heal.plan import FIRST_STALL_S, WINDOW, TransferPlan
+
+
+@dataclass
+class World:
+    """Sources that answer after `service_s` a chunk, one chunk at a time; None never answers."""
+
+    plan: TransferPlan
+    service_s: dict[str, float | None]
+    now: float = 0.0
+    asked: dict[int, int] = field(default_factory=dict)
+    delivered: dict[str, int] = field(default_factory=dict)
+    _free_at: dict[str, float] = field(default_factory=dict)
+    _events: list[tuple[float, str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in self.service_s:
+            self.plan.add_source(name, self.now)
+
+    def run(self, until: float = 1e9) -> None:
+        while not self.plan.finished and self.now < until:
+            for name, chunk in self.plan.next_requests(self.now):
+                self.asked[chunk] = self.asked.get(chunk, 0) + 1
+                service_s = self.service_s[name]
+                if service_s is not None:
+                    start = max(self.now, self._free_at.get(name, 0.0))
+                    self._free_at[name] = start + service_s
+                    heapq.heappush(self._events, (start + service_s, name, chunk))
+            self.plan.check()
+            due = self.plan.next_deadline()
+            times = [
+                t for t in (due, self._events[0][0] if self._events else None) if t is not None
+            ]
+            if not times:
+                return
+            assert min(times) >= self.now or self._events
+            self.now = max(self.now, min(times))
+            while self._events and self._events[0][0] <= self.now:
+                _, name, chunk = heapq.heappop(self._events)
+                if self.plan.received(name, chunk, self.now):
+                    self.delivered[name] = self.delivered.get(name, 0) + 1
+
+    def wasted(self) -> int:
+        return sum(self.asked.values()) - len(self.asked)
+
+
+def test_two_equal_sources_share() -> None:
+    world = World(TransferPlan(200), {"a": 0.01, "b": 0.01})
+    world.run()
+    assert world.plan.finished
+    assert world.now == pytest.approx(1.0, rel=0.1)
+    assert abs(world.delivered["a"] - world.delivered["b"]) <= 2 * WINDOW
+    assert world.wasted() <= WINDOW
+
+
+def test_a_source_ten_times_slower_costs_its_share_only() -> None:
+    world = World(TransferPlan(300), {"fast": 0.01, "slow": 0.1})
+    world.run()
+    ideal = 300 / (100 + 10)
+    assert world.now < 1.2 * ideal
+    assert world.delivered["slow"] >= 15
+
+
+def test_a_silent_source_costs_one_stall() -> None:
+    world = World(TransferPlan(300), {"alive": 0.01, "dead": None})
+    world.run()
+    assert world.plan.finished
+    assert world.now < 3.0 + FIRST_STALL_S
+    assert world.plan.stalled("dead") or world.delivered == {"alive": 300}
+
+
+def test_a_dropped_source_costs_what_it_owed() -> None:
+    plan = TransferPlan(100)
+    world = World(plan, {"a": 0.01, "b": 0.01})
+    world.run(until=0.2)
+    plan.drop_source("b")
+    world.service_s.pop("b")
+    world._events = [event for event in world._events if event[1] != "b"]
+    world.run()
+    assert plan.finished
+    assert world.wasted() <= 2 * WINDOW
+
+
+def test_a_lost_request_is_made_again_even_of_the_only_source() -> None:
+    plan = TransferPlan(4)
+    world = World(plan, {"only": None})
+    world.run(until=FIRST_STALL_S)
+    assert not plan.finished
+    world.service_s["only"] = 0.01
+    world.run()
+    assert plan.finished
+    assert world.now < 4 * FIRST_STALL_S
+
+
+def test_a_source_that_joins_late_takes_half() -> None:
+    plan = TransferPlan(200)
+    world = World(plan, {"a": 0.01})
+    world.run(until=0.1)
+    world.service_s["b"] = 0.01
+    plan.add_source("b", world.now)
+    world.run()
+    assert world.delivered["b"] > 80
+
+
+def test_corrupted_goes_to_another_source_and_twice_is_the_end() -> None:
+    plan = TransferPlan(1)
+    plan.add_source("a", 0.0)
+    assert plan.next_requests(0.0) == [("a", 0)]
+    assert plan.corrupted("a", 0, 0.1) is None
+    plan.add_source("b", 0.1)
+    assert plan.next_requests(0.1) == [("b", 0)]
+    assert plan.corrupted("b", 0, 0.2) == ["a", "b"]
+
+
+def test_corrupted_by_the_only_source_is_asked_there_again() -> None:
+    plan = TransferPlan(1)
+    plan.add_source("a", 0.0)
+    plan.next_requests(0.0)
+    plan.corrupted("a", 0, 0.1)
+    assert plan.next_requests(0.1) == [("a", 0)]
+    assert plan.received("a", 0, 0.2)
+    assert plan.finished
+
+
+def test_missing_is_short() -> None:
+    plan = TransferPlan(100)
+    plan.add_source("a", 0.0)
+    assert plan.missing(4) == [(0, 100)]
+    for chunk in range(0, 100, 2):
+        plan.received("a", chunk, 0.0)
+    assert len(plan.missing(4)) == 4
+    listed = {c for lo, hi in plan.missing(4) for c in range(lo, hi)}
+    assert set(range(1, 100, 2)) <= listed
+
+
+def test_nothing_to_transfer() -> None:
+    plan = TransferPlan(0)
+    plan.add_source("a", 0.0)
+    assert plan.finished
+    assert plan.next_requests(0.0) == []
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_worlds_finish(seed: int) -> None:
+    """Sources come, go, stall, send corrupted or unasked chunks; one good one is enough."""
+    rng = random.Random(seed)
+    plan = TransferPlan(rng.randint(1, 120), window=rng.randint(1, 10))
+    world = World(plan, {"good": rng.choice([0.001, 0.05])})
+    for step in range(rng.randint(0, 12)):
+        name = f"s{step}"
+        world.service_s[name] = rng.choice([None, 0.001, 0.01, 0.3])
+        plan.add_source(name, world.now)
+        world.run(until=world.now + rng.random() * 0.3)
+        if rng.random() < 0.5 and len(world.service_s) > 1:
+            gone = rng.choice([n for n in world.service_s if n != "good"])
+            plan.drop_source(gone)
+            del world.service_s[gone]
+            world._events = [event for event in world._events if event[1] != gone]
+            heapq.heapify(world._events)
+        if rng.random() < 0.3:
+            plan.corrupted("good", rng.randrange(plan._count), world.now)
+        plan.check()
+    world.run(until=world.now + 1000)
+    assert plan.finished
