@@ -12,7 +12,6 @@ import argparse
 import mmap
 import os
 import queue
-import signal
 import statistics
 import subprocess
 import sys
@@ -48,7 +47,7 @@ def victim(address: str, gib: float, watched: bool) -> None:
     while not any(isinstance(m, Quorum) for m in connection.receive()):
         connection.sockets[0].poll(1000)
     print("ready", flush=True)
-    signal.pause()
+    sys.stdin.read()  # ends, too, if whoever measures is gone
 
 
 def measure(gib: float, watched: bool) -> tuple[float, str]:
@@ -60,7 +59,7 @@ def measure(gib: float, watched: bool) -> tuple[float, str]:
     ) as server:
         command = [sys.executable, __file__, "--victim", server.address(), "--gib", str(gib)]
         command += ["--watched"] if watched else []
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
             killed_at = time.perf_counter()

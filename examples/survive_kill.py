@@ -172,7 +172,7 @@ class Demo:
                 life.events.append(event)
                 self._look_at(life, process, event)
         returncode = process.wait()
-        life.ended_s = time.time()
+        life.ended_s = self._run.kill_s if life.killed else time.time()
         if returncode == 0:
             life.result = json.loads(self._result_path(life.group).read_text(encoding="utf-8"))
         life.returncode = returncode
@@ -193,9 +193,10 @@ class Demo:
         if kind == "commit":
             due = event["step"] >= self._options.kill_at and self._run.kill_s is None
             if due and life.group == self._victim:
+                time.sleep(self._options.step_delay / 2)  # into the middle of the next step
                 self._run.victim, self._run.kill_s, life.killed = life.group, time.time(), True
                 process.kill()
-                say(f"SIGKILL to {who} after step {event['step']}", "bold red")
+                say(f"SIGKILL to {who} within step {event['step'] + 1}", "bold red")
             elif event["step"] % 100 == 0:
                 loss = life.last("loss")
                 with_loss = f", loss {loss['loss']:.4f}" if loss else ""

@@ -12,6 +12,7 @@ HEAL_TEXT = "#9a6700"
 LANE = 0.62
 SHORTEST_LABELLED_S = 1.5
 ZOOM_BEFORE_S, ZOOM_AFTER_S = 0.4, 0.8
+LONGEST_SHOWN_S = 3.0  # what is longer is seen in the first panel
 
 
 def draw(run: Run, path: Path) -> None:
@@ -62,7 +63,8 @@ def _draw_whole(panel: Any, run: Run, origin: float) -> None:
                 x = life.ended_s - origin
                 panel.plot(x, lane, "x", color=DISCARDED, markersize=11, markeredgewidth=3,
                            zorder=5)  # fmt: skip
-                _text(panel, x, lane, "   SIGKILL, restarted at once", DISCARDED, va="center")
+                label = " SIGKILL, restarted at once"
+                _text(panel, x, lane + LANE / 2, label, DISCARDED, va="top")
     panel.set_xlim(-0.01 * (end - origin), (end - origin) * 1.01)
     panel.set_title("The run: commits of each replica group", loc="left", color=INK)
 
@@ -113,7 +115,7 @@ def _draw_zoom(panel: Any, run: Run, origin: float, moment_s: float, title: str)
     latest = moment_s
     for lane, group in enumerate(run.groups()):
         gap = gap_around(run, group, moment_s)
-        if gap is None or gap.until_s - moment_s > ZOOM_AFTER_S * 4:
+        if gap is None or gap.until_s - gap.from_s > LONGEST_SHOWN_S:
             continue
         latest = max(latest, gap.until_s)
         a, b = gap.from_s - origin, gap.until_s - origin

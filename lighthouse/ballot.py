@@ -23,6 +23,7 @@ class Ballot:
         quorum_id, position, members: the live quorum and the state that its step starts from.
         names: what people call the members, by replica_id.
         silent: living members that have not voted on this step.
+        since: when the step began.
         votes: by replica_id.
         gone: members that are dead, left or evicted, and why.
         revoked: why this step's collectives were called off; empty: they were not.
@@ -38,6 +39,7 @@ class Ballot:
     names: dict[str, str]
     ids: frozenset[str]
     silent: set[str]
+    since: float
     votes: dict[str, Vote] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
     hung: set[str] = field(default_factory=set)
@@ -48,11 +50,16 @@ class Ballot:
 
     @classmethod
     def open(
-        cls, quorum_id: int, position: Position, members: tuple[Member, ...], names: dict[str, str]
+        cls,
+        quorum_id: int,
+        position: Position,
+        members: tuple[Member, ...],
+        names: dict[str, str],
+        now: float,
     ) -> Ballot:
         """The ballot on the first step of a new quorum."""
         ids = frozenset(names)
-        return cls(quorum_id, position, members, names, ids, set(ids))
+        return cls(quorum_id, position, members, names, ids, set(ids), now)
 
     # ------------------------------------------------------------------ changes
 
@@ -77,10 +84,10 @@ class Ballot:
         limit = now + limit_s
         self.deadline = limit if self.deadline is None else min(self.deadline, limit)
 
-    def turn(self, after: Position) -> None:
+    def turn(self, after: Position, now: float) -> None:
         """The step is committed and the quorum goes on with the next one."""
         assert not self.revoked and not self.gone and not self.silent
-        self.position, self.votes, self.deadline = after, {}, None
+        self.position, self.votes, self.deadline, self.since = after, {}, None, now
         self.silent = set(self.ids)
         self.members = healed(self.members)
 

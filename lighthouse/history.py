@@ -14,7 +14,7 @@ from lighthouse.seats import Seat, Seats
 
 REMEMBERED_DECISIONS = 1_024
 REMEMBERED_FAILURES = 1_024
-MAX_DOUBLINGS = 6
+MAX_DOUBLINGS = 16
 
 
 class History:
@@ -112,15 +112,18 @@ class Patience:
     By name, since a process that dies healing comes back under a new replica_id.
     """
 
-    def __init__(self, first_pause_s: float) -> None:
-        self._first_pause_s = first_pause_s
+    def __init__(self, shortest_s: float, longest_s: float) -> None:
+        self._shortest_s, self._longest_s = shortest_s, longest_s
         self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
-    def failed(self, name: str, now: float) -> None:
-        """`name` has cost its peers a step (again)."""
+    def failed(self, name: str, cost_s: float, now: float) -> None:
+        """`name` has cost its peers a step that began `cost_s` ago.
+
+        The pause is at least twice as long as what it cost, and doubles from time to time.
+        """
         count = self._failures.pop(name, (0, 0.0))[0] + 1
-        pause_s = self._first_pause_s * 2 ** min(count - 1, MAX_DOUBLINGS)
-        self._failures[name] = (count, now + pause_s)
+        pause_s = max(self._shortest_s, 2 * cost_s) * 2 ** min(count - 1, MAX_DOUBLINGS)
+        self._failures[name] = (count, now + min(pause_s, self._longest_s))
         if len(self._failures) > REMEMBERED_FAILURES:
             self._failures.popitem(last=False)
 

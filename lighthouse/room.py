@@ -54,8 +54,8 @@ __all__ = ["Effect", "Note", "Peer", "Remember", "Room", "Send"]
 
 EXPLAIN_EVERY_S = 1.0
 STEP_IN_PROGRESS = "waiting for the step in progress to end"
-PAUSE_PART = 1 / 8
-"""Part of the heal timeout for which a replica group that cost the others a step stays out."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 8
+"""In heal timeouts: how long a replica group stays out that keeps costing the others a step."""
 
 
 class Room:
@@ -76,7 +76,8 @@ class Room:
         self._claims: dict[str, Claim] = {}
         self._live: Ballot | None = None
         self._history = History(remembered)
-        self._patience = Patience(PAUSE_PART * config.timeouts.heal_timeout_s)
+        longest_s = LONGEST_PAUSE * config.timeouts.heal_timeout_s
+        self._patience = Patience(SHORTEST_PAUSE * config.timeouts.heal_timeout_s, longest_s)
         self._announcer = Announcer(key)
         self._min_replicas = config.min_replicas
         self._expected = config.expected_replicas
@@ -339,7 +340,7 @@ class Room:
         self._update_positions(live, decision.committed, after)
         if decision.committed and live.undisturbed() and not self._admits(live, now):
             peers = [self._seats[r].peer for r in live.living()]
-            live.turn(after)
+            live.turn(after, now)
             self._send_all(peers, decision)
             return
         self._end(live, decision, now)
@@ -350,7 +351,7 @@ class Room:
             for replica_id in live.yes():
                 self._patience.succeeded(live.names[replica_id])
         for replica_id in live.costly():
-            self._patience.failed(live.names[replica_id], now)
+            self._patience.failed(live.names[replica_id], now - live.since, now)
 
     def _update_positions(self, live: Ballot, committed: bool, after: Position) -> None:
         for replica_id in live.living():
@@ -417,7 +418,7 @@ class Room:
         if verdict.choice is None:
             self._explain(verdict.reason, now)
             return
-        self._install(verdict.choice, verdict.reason)
+        self._install(verdict.choice, verdict.reason, now)
         if announce:
             self._announce(skip=set())
 
@@ -461,7 +462,7 @@ class Room:
             for s in chosen
         )
 
-    def _install(self, choice: rules.Choice, reason: str) -> None:
+    def _install(self, choice: rules.Choice, reason: str, now: float) -> None:
         quorum_id = self._next_id
         self._next_id += 1
         members, names = [], {}
@@ -470,7 +471,7 @@ class Room:
             healing = replica_id in choice.healing
             members.append(Member(replica_id, len(join.addresses), join.addresses, healing))
             names[replica_id] = join.name
-        self._live = Ballot.open(quorum_id, choice.position, tuple(members), names)
+        self._live = Ballot.open(quorum_id, choice.position, tuple(members), names, now)
         self._history.start(choice.position)
         self._reason = reason
         text = f"quorum {quorum_id}: {_short_list(list(names.values()))} at step "

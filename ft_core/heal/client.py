@@ -28,7 +28,6 @@ DEFAULT_CHUNK_BYTES = 2 << 20
 MAX_SOURCES = 1024
 _CONNECT_GRACE_S = 5.0  # a source not connected for so long is given up
 _MAX_FAILED_CONNECTS = 4  # and so is one that refuses the connection this often in a row
-_PROGRESS_EVERY_S = 0.1
 _MESSAGES_A_TURN = 2
 _MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
@@ -44,8 +43,8 @@ def fetch(
 
     `into` is this rank's own tree: tensors of equal dtype and shape at the same place are received
     in place and are the leaves of the result; after a HealError their contents are undefined. A
-    version not published yet is waited for until `deadline` (time.monotonic). An exception raised
-    by `progress` ends the fetch. Raises HealError, which names every source and its reason.
+    version not published yet is waited for until `deadline` (time.monotonic). `progress` is called
+    at the first answer and after every chunk; an exception that it raises ends the fetch. Raises HealError, which names every source and its reason.
     """
     if not sources:
         raise ValueError("sources is empty; a heal needs at least one healthy member's address.")
@@ -82,6 +81,7 @@ class _Link:
     down_since: float = 0.0
     failed_connects: int = 0
     ready: bool = False  # it serves our version, and the plan may use it
+    served: bool = False  # it was ready once; what a lost connection still holds is welcome
     direct: bool = False  # read its memory instead of the socket
     pid: int = 0
     addresses: tuple[int, ...] = ()
@@ -112,7 +112,6 @@ class _Fetch:
         self._chunk_bytes = chunk_bytes
         self._host = samehost.host_identity() if same_host else b""
         self._progress = progress
-        self._next_progress = 0.0
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._links: list[_Link] = []
@@ -168,7 +167,6 @@ class _Fetch:
                 if link.socket in ready and not link.failure:
                     self._read(link)
         assert self._receiver is not None
-        self._report(time.monotonic(), last=True)
         tree = self._receiver.finish(allow_objects=self._allow_objects)
         return tree, HealStats(
             bytes=self._done_bytes,
@@ -288,7 +286,7 @@ class _Fetch:
         elif isinstance(reply, wire.Gone | wire.Refused):
             refused = isinstance(reply, wire.Refused)
             self._give_up(link, f"{'it refused: ' if refused else ''}{reply.reason[:500]}")
-        elif not link.ready or reply.index >= len(self._chunks) or reply.index < 0:
+        elif not link.served or reply.index >= len(self._chunks) or reply.index < 0:
             raise wire.WireError("a chunk that was not asked for")
         elif isinstance(reply, wire.ChunkReply):
             self._on_chunk(link, reply)
@@ -313,12 +311,12 @@ class _Fetch:
         if reply.layout_digest != self._layout_digest:
             self._give_up(link, "its tensors differ in shape or dtype under the same version")
             return
-        link.ready = True
+        link.ready = link.served = True
         link.pid, link.addresses = reply.pid, reply.addresses
         segments = len({chunk.segment for chunk in self._chunks} | {0})
         link.direct = link.pid > 0 and len(link.addresses) == segments
         self._plan.add_source(link.address, time.monotonic())
-        self._report(time.monotonic())
+        self._report()
 
     def _on_chunk(self, link: _Link, reply: wire.ChunkReply) -> None:
         assert self._plan is not None
@@ -367,15 +365,12 @@ class _Fetch:
 
     def _good(self, link: _Link, index: int, chunk: Chunk) -> None:
         assert self._plan is not None
-        now = time.monotonic()
-        if self._plan.received(link.address, index, now):
+        if self._plan.received(link.address, index, time.monotonic()):
             self._done_bytes += chunk.nbytes
             link.received_bytes += chunk.nbytes
-            self._report(now)
+            self._report()
 
-    def _report(self, now: float, *, last: bool = False) -> None:
-        if self._progress is None or (now < self._next_progress and not last):
-            return
-        self._next_progress = now + _PROGRESS_EVERY_S
-        ready = sum(link.ready for link in self._links)
-        self._progress(HealProgress(self._key, self._done_bytes, self._total_bytes, ready))
+    def _report(self) -> None:
+        if self._progress is not None:
+            ready = sum(link.ready for link in self._links)
+            self._progress(HealProgress(self._key, self._done_bytes, self._total_bytes, ready))

@@ -167,7 +167,7 @@ class MeshProcessGroup(ProcessGroup):
                 raise
             except Exception as cause:
                 failure = self.collective_failed(operation, quorum_id, cause)
-                failure.__cause__ = cause
+                failure.__cause__ = cause.with_traceback(None)
                 return FailedWork(failure)
             kind = BackendWork
             if self._communicator.backend_futures:

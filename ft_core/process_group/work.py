@@ -35,6 +35,19 @@ def failed_future(error: Exception) -> Future[Any]:
     return start.then(raise_error)
 
 
+def copy_of(error: Exception) -> Exception:
+    """A `ProcessGroupError` to raise in the place of a kept one.
+
+    Raising the kept one would tie the raising frames, and so their tensors, to it and to the work
+    in a cycle that only the garbage collector ends.
+    """
+    if type(error) is not ProcessGroupError:
+        return error
+    copy = ProcessGroupError(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
 class CompletedWork(TorchWork):
     """A collective that is done; `value` is what its future holds."""
 
@@ -80,7 +93,7 @@ class FailedWork(TorchWork):
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        raise self._error
+        raise copy_of(self._error)
 
     def get_future(self) -> Future[Any]:
         if self._future is None:
@@ -88,7 +101,7 @@ class FailedWork(TorchWork):
         return self._future
 
     def result(self) -> Any:
-        raise self._error
+        raise copy_of(self._error)
 
     def is_completed(self) -> bool:
         return True
@@ -100,10 +113,10 @@ class FailedWork(TorchWork):
         return self._error
 
     def synchronize(self) -> None:
-        raise self._error
+        raise copy_of(self._error)
 
     def block_current_stream(self) -> None:
-        raise self._error
+        raise copy_of(self._error)
 
 
 class BackendWork(TorchWork):
@@ -182,7 +195,7 @@ class BackendWork(TorchWork):
 
     def _fail(self, error: Exception) -> None:
         failure = self._group.collective_failed(self.operation, self.quorum_id, error)
-        failure.__cause__ = error
+        failure.__cause__ = error.with_traceback(None)
         self.resolve(None, failure)
 
     def resolve(self, value: Any, error: Exception | None) -> None:
@@ -212,7 +225,7 @@ class BackendWork(TorchWork):
             )
         self._ended.release()
         if self._error is not None:
-            raise self._error
+            raise copy_of(self._error)
         return True
 
     def ended_within(self, seconds: float) -> bool:
@@ -241,7 +254,7 @@ class BackendWork(TorchWork):
     def _unpack(self, gate: Future[Any]) -> Any:
         # Raising here, unlike set_exception(), makes the future fail for C++ readers too.
         if self._error is not None:
-            raise self._error
+            raise copy_of(self._error)
         return self._value
 
     def result(self) -> Any:

@@ -16,6 +16,7 @@ import zmq
 
 from ft_core.heal import HealError, HealKey, HealProgress, HealServer, fetch, wire
 from ft_core.heal.client import DEFAULT_CHUNK_BYTES
+from ft_core.heal.plan import WINDOW
 from tests.heal.support import KEY, FaultyLink, same, soon, state
 
 MakeServer = Callable[..., HealServer]
@@ -161,7 +162,8 @@ def test_one_source_retires_and_the_others_finish(make_server: MakeServer) -> No
         [first.address, second.address], KEY, deadline=soon(), same_host=False, progress=retire
     )
     assert same(back, tree)
-    assert list(stats.failed_sources) == [first.address]
+    assert set(stats.failed_sources) <= {first.address}  # the news may come after the last chunk
+    assert stats.source_bytes[first.address] <= 2 * WINDOW * DEFAULT_CHUNK_BYTES
 
 
 def test_the_deadline_names_every_source(make_server: MakeServer) -> None:

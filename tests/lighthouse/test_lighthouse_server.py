@@ -404,7 +404,7 @@ def _kill_a_process(player: PlayerFactory, server: LighthouseServer, how: str) -
     script = Path(__file__).with_name("support.py")
     command = [sys.executable, "-m", "tests.lighthouse.support", server.address(), "b", "2", how]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, cwd=script.parent.parent.parent
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=script.parent.parent.parent
     ) as process:
         try:
             a = player("a")

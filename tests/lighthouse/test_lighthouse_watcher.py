@@ -38,7 +38,9 @@ def test_a_killed_process_gets_an_obituary(
         relay, entry = _Relay.start(server.address(), context)
         with relay:
             command = [sys.executable, "-m", "tests.lighthouse.support", entry, "b", "1", "watch"]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPO) as process:
+            with subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPO
+            ) as process:
                 try:
                     assert process.stdout is not None
                     assert process.stdout.readline() == b"ready\n"

@@ -40,6 +40,7 @@ class Run:
         if index is not None:
             env = {"REPLICA_GROUP_ID": str(index), "NUM_REPLICA_GROUPS": str(groups), **env}
             env["TORCHFT_LIGHTHOUSE"] = self.lighthouse
+            env["FT_JOB_ID"] = str(self.log)  # one lighthouse serves several runs
         path = self.log / f"output.{len(self.processes)}"
         with path.open("wb") as output:
             process = subprocess.Popen(
@@ -70,9 +71,8 @@ class Run:
         deadline = time.monotonic() + WAIT_S
         while not condition():
             failed = any((p.poll() or 0) > 0 for p in self.processes)
-            assert not failed and time.monotonic() < deadline, (
-                f"waited in vain for {what}:\n{self.output()}"
-            )
+            if failed or time.monotonic() > deadline:
+                raise AssertionError(f"waited in vain for {what}:\n{self.output()}")
             time.sleep(0.02)  # other processes' files announce nothing
 
     def until_step(self, name: int, step: int) -> None:

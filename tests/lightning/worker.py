@@ -102,14 +102,15 @@ class Recorder(Callback):
         self.path = Path(options["log"]) / f"{name}.steps"
         self.average: Tensor | None = None
         self.steps = 0
-        self.last_step = -1
+        self.last_step = 0
         self.started: list[tuple[int, int]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": self.average, "steps": self.steps}
+        return {"average": self.average, "steps": self.steps, "last_step": self.last_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.average, self.steps = state["average"], state["steps"]
+        self.last_step = state["last_step"]
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         with self.path.with_suffix(".ready").open("a") as file:

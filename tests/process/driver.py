@@ -47,7 +47,9 @@ class Worker:
         self._seen = 0
         self._over = False
         self._changed = threading.Condition()
-        self._reader = threading.Thread(target=self._read, name=f"{SHARED_THREADS}reader", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, name=f"{SHARED_THREADS}reader", daemon=True
+        )
         self._reader.start()
 
     @property

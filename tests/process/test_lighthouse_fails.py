@@ -157,3 +157,16 @@ def test_lighthouse_is_stopped_for_a_while(
         worker.mark()
         worker.await_commits(5)
     job.finish()
+
+
+def test_lighthouse_stays_away(make_job: JobFactory, lighthouse_process: StartLighthouse) -> None:
+    """Who waits for a quorum and who waits for an answer both end with a sentence that helps."""
+    lighthouse = lighthouse_process(0)
+    job = make_job(lighthouse.address, timeout_s=3.0)
+    at_start, voting = job.start_all(2)
+    align(at_start, voting)
+    voting.go()
+    lighthouse.process.kill()
+    at_start.go()
+    errors = {at_start.await_end().partition(":")[0], voting.await_end().partition(":")[0]}
+    assert errors <= {"LighthouseUnavailable", "StepInDoubt"}

@@ -12,7 +12,9 @@ import time
 
 import pytest
 
-from lighthouse import LighthouseServer
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+from tests.process.conftest import JobFactory
 from tests.process.driver import Job, Pool, Worker, align, await_voted, frozen
 
 PHASES = ("begin", "forward", "allreduce", "reducing", "vote", "voting")
@@ -148,3 +150,21 @@ def test_killed_again_and_again(job: Job, pool: Pool) -> None:
         survivor.mark()
         survivor.await_commits(3)
     job.finish()
+
+
+def test_a_hung_loop_is_evicted(make_job: JobFactory) -> None:
+    """Its process beats, but does not vote: at the step's deadline the others go on without it,
+    and it joins again when its loop goes on."""
+    limit_s = 4.0
+    timeouts = Timeouts.derive(limit_s, heartbeat_timeout_s=0.9, revoke_timeout_s=2.0)
+    with LighthouseServer(config=LighthouseConfig(timeouts=timeouts)) as lighthouse:
+        job = make_job(lighthouse.address(), timeout_s=limit_s)
+        *others, hung = job.start_all(3)
+        hung.hold("forward")
+        hung.await_at("forward")
+        for other in others:
+            other.mark()
+        last = [other.await_commits(3)["step"] for other in others]
+        hung.go()
+        hung.await_commit(after_step=max(last))
+        job.finish()

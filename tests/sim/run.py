@@ -25,6 +25,7 @@ class Result:
     heals: int
     forks: int
     recovered_s: float
+    woken: bool  # a quorum whose members all hung had to be woken
 
 
 def run(
@@ -63,7 +64,8 @@ def _run(cluster: Cluster, profile: Profile) -> Result:
     wanted = {p.replica_id: p.commits + COMMITS_WANTED for p in core}
     cluster.log(f"faults stop; core {sorted(wanted)}")
     done = _live(cluster, core, wanted, began + profile.recovery_s)
-    if not done and _wake_lost_rooms(cluster):
+    woken = not done and _wake_lost_rooms(cluster)
+    if woken:
         done = _live(cluster, core, wanted, clock.now + profile.recovery_s)
     if not done:
         behind = sorted(p.replica_id for p in core if p.commits < wanted[p.replica_id])
@@ -81,6 +83,7 @@ def _run(cluster: Cluster, profile: Profile) -> Result:
         heals=sum(c.heals for c in checkers),
         forks=sum(c.forks for c in checkers),
         recovered_s=clock.now - began,
+        woken=woken,
     )
 
 

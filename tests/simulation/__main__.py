@@ -51,7 +51,8 @@ def _many(first: int, end: int, keep_going: bool) -> int:
                 break
             continue
         commits, events = commits + result.commits, events + result.events
-        worst = max(worst, (result.recovered_s, seed))
+        if not result.woken:
+            worst = max(worst, (result.recovered_s, seed))
     seconds = time.perf_counter() - began
     print(f"{end - first} seeds, {failed} failed, {commits} commits, {events} events, "
           f"{seconds:.1f} s; slowest recovery {worst[0]:.1f} s (seed {worst[1]})")  # fmt: skip

@@ -1,0 +1,30 @@
+"""The tables in docs that are made from the code are fresh, and links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PACKAGES = "lighthouse|ft_core|ft_lightning|ft_accelerate|tests|docs|examples|benchmarks"
+
+
+def test_tables_are_fresh() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "make_tables.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, f"run python docs/make_tables.py: {done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    files = re.findall(rf"`((?:{PACKAGES})/[\w/.]+)`", text)
+    missing += [file for file in files if not (ROOT / file).exists()]
+    assert not missing
