@@ -9,7 +9,8 @@ and the target in a process of its own:
     heal, same host  ours as it is by default between processes of one machine
 
 Speed is state size over the time from the call to the tree in place: best and median of the
-repeats, the first of which pays for page faults and is given apart. Memory is the peak resident
+repeats, the first of which pays for page faults and is given apart. CPU is the processor time of
+all processes a GB, repeats only, and the figure to trust on a busy machine. Memory is the peak resident
 size over that of the imports, as a multiple of the state; each side holds its own state already,
 so 1.0 is the least. `publish` is how long the source's training thread is held up, the first time
 and when memory is reused.
@@ -18,6 +19,7 @@ and when memory is reused.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -184,11 +186,17 @@ def run_target(kind: str, mib: int, addresses: list[Any]) -> None:
 class Child:
     """This file in another role, talked to in JSON lines."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, quiet: bool = False) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__, *arguments], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if quiet else None,
         )  # fmt: skip
+
+    def cpu_s(self) -> float:
+        """Processor time of all its threads so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def go(self) -> None:
         assert self._process.stdin is not None
@@ -225,22 +233,28 @@ class Child:
 
 def measure(source: str, target: str, count: int, mib: int, repeats: int) -> dict[str, Any]:
     children: list[Child] = []
+    quiet = source.startswith("torchft")  # it logs every request
     try:
         children += [
-            Child("--role", "source", "--kind", source, "--mib", str(mib)) for _ in range(count)
+            Child("--role", "source", "--kind", source, "--mib", str(mib), quiet=quiet)
+            for _ in range(count)
         ]
         ready = [child.read() for child in children]
         addresses = json.dumps([answer["address"] for answer in ready])
         client = Child("--role", "target", "--kind", target, "--mib", str(mib),
-                       "--addresses", addresses)  # fmt: skip
+                       "--addresses", addresses, quiet=quiet)  # fmt: skip
         children.append(client)
         client.read()
         seconds = []
-        for _ in range(repeats + 1):
+        cpu_s = 0.0
+        for number in range(repeats + 1):
+            if number == 1:
+                cpu_s = -sum(child.cpu_s() for child in children)
             if source == "tcp":
                 children[0].go()
             client.go()
             seconds.append(float(client.read()["seconds"]))
+        cpu_s += sum(child.cpu_s() for child in children)
         target_peak = children.pop().end()
         source_peak = max(children.pop().end() for _ in range(count))
     finally:
@@ -252,6 +266,7 @@ def measure(source: str, target: str, count: int, mib: int, repeats: int) -> dic
         "first_gb_s": size_gb / seconds[0],
         "best_gb_s": size_gb / min(seconds[1:]),
         "median_gb_s": size_gb / statistics.median(seconds[1:]),
+        "cpu_s_per_gb": cpu_s / repeats / size_gb,
         "source_peak": source_peak,
         "target_peak": target_peak,
         "publish_first_s": publish[0] if publish else None,
@@ -274,8 +289,9 @@ CASES = {
 
 def row(name: str, figures: dict[str, Any] | None) -> list[str]:
     if figures is None:
-        return [name, "not installed", "", "", "", "", ""]
-    speeds = [f"{figures[key]:.2f}" for key in ("best_gb_s", "median_gb_s", "first_gb_s")]
+        return [name, "not installed", "", "", "", "", "", ""]
+    keys = ("best_gb_s", "median_gb_s", "first_gb_s", "cpu_s_per_gb")
+    speeds = [f"{figures[key]:.2f}" for key in keys]
     memory = [f"{figures[key]:.2f}" for key in ("source_peak", "target_peak")]
     first, again = figures["publish_first_s"], figures["publish_again_s"]
     publish = "" if first is None else f"{first * 1e3:.0f} / {again * 1e3:.1f}"
@@ -305,7 +321,7 @@ def main() -> None:
         figures[name] = (
             measure(source, target, count, options.mib, options.repeats) if installed else None
         )
-    columns = ["transport", "GB/s best", "median", "first", "source RSS", "target RSS",
+    columns = ["transport", "GB/s best", "median", "first", "CPU s/GB", "source RSS", "target RSS",
                "publish ms, first / again"]  # fmt: skip
     title = f"Heal of a state of {options.mib} MiB over loopback"
     report(title, columns, [row(*item) for item in figures.items()], figures, options.json)

@@ -1,20 +1,22 @@
 """How long a process group takes to get other members, and how soon a revocation frees everyone.
 
-    python -m benchmarks.reconfigure [--ranks 2 4 8] [--repeats 30] [--json FILE]
+    python -m benchmarks.reconfigure [--ranks 2 3 4] [--repeats 30] [--json FILE]
 
-Members are threads of this process, each with a Gloo group of its own on the loopback interface.
+Members are processes on this machine, on the loopback interface; give them as many cores as ranks.
 Configure: from the moment all members may begin until the last one can issue collectives, for
 torch's native reconfiguration, for a group rebuilt on our meeting, and for what a plain job does:
 `ProcessGroupGloo` on a TCPStore, kept or new. Revoke: from the first `revoke()` until the last
 `wait()` has raised, blocked on a member that does not come (40 B) or in full transfer (64 MiB).
+"store kept" is a store client that lives on; "store new" also connects one, as a restart does.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,113 +32,129 @@ from ft_core.process_group import (
 
 TIMEOUT_S = 30.0
 MIB = 1 << 20
+LEAD_S = 0.03
+TRANSFER_LEAD_S = 0.08  # the tensor is made and the ring is turning by then
 
 
-def together(action: Callable[[int], Any], count: int) -> float:
-    """Run `action(rank)` in threads that begin at once; seconds until the last one is done."""
-    begin, end, errors = threading.Barrier(count + 1), threading.Barrier(count + 1), []
+class Member:
+    """One rank, in its own process: does at an agreed moment what the parent orders."""
 
-    def run(rank: int) -> None:
-        begin.wait()
-        try:
-            action(rank)
-        except Exception as error:
-            errors.append(error)
-        end.wait(2 * TIMEOUT_S)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    begin.wait()
-    began = time.perf_counter()
-    end.wait(2 * TIMEOUT_S)
-    took_s = time.perf_counter() - began
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return took_s
-
-
-class Ours:
-    """The groups of `count` members, with or without native reconfiguration."""
-
-    def __init__(self, count: int, native: bool) -> None:
-        self.groups = [
-            ProcessGroupGloo(TIMEOUT_S, hostname="127.0.0.1", native=native) for _ in range(count)
-        ]
-        self.addresses = [group.address() for group in self.groups]
+    def __init__(self, kind: str, rank: int, count: int, orders: Any) -> None:
+        self.kind, self.rank, self.count, self.orders = kind, rank, count, orders
         self.quorum_id = 0
+        self.plain: Any = None
+        self.store: Any = None
+        self.group: ProcessGroupGloo | None = None
+        if kind in ("native", "rebuild"):
+            self.group = ProcessGroupGloo(TIMEOUT_S, hostname="127.0.0.1", native=kind == "native")
 
-    def configure(self) -> float:
+    def serve(self) -> None:
+        self.orders.send(self.group.address() if self.group else b"")
+        self.addresses = self.orders.recv()
+        while (order := self.orders.recv()) is not None:
+            name, *arguments = order
+            self.orders.send(getattr(self, name)(*arguments))
+        if self.group is not None:
+            self.group.shutdown()
+
+    def configure(self, begin_at: float) -> float:
+        assert self.group is not None
         self.quorum_id += 1
-        return together(
-            lambda rank: self.groups[rank].configure(
-                self.quorum_id, rank, self.addresses, TIMEOUT_S
-            ),
-            len(self.groups),
-        )
+        sleep_until(begin_at)
+        self.group.configure(self.quorum_id, self.rank, self.addresses, TIMEOUT_S)
+        return time.monotonic()
 
-    def revoke(self, elements: int, missing: int) -> float:
-        """Seconds from the first revocation to the last free member."""
-        count = len(self.groups) - missing
-        issued = threading.Barrier(count + 1)
-        tensors = [torch.ones(elements) for _ in range(count)]
-        freed_at = [0.0] * count
+    def build(self, begin_at: float, port: int, keep_store: bool) -> float:
+        """What a plain job does."""
+        self.plain = None
+        self.quorum_id += 1
+        if not keep_store:
+            self.store = None
+        sleep_until(begin_at)
+        if self.store is None:
+            self.store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=TIMEOUT_S)
+        prefixed = dist.PrefixStore(f"quorum/{self.quorum_id}", self.store)
+        self.plain = dist.ProcessGroupGloo(prefixed, self.rank, self.count, options)
+        return time.monotonic()
 
-        def blocked(rank: int) -> None:
-            work = self.groups[rank].allreduce([tensors[rank]])
-            issued.wait()
+    def revoke(self, begin_at: float, elements: int) -> float:
+        """When this rank was free, revoked at `begin_at`; with `elements` 0 it does not come."""
+        assert self.group is not None
+        if elements == 0:
+            sleep_until(begin_at)
+            self.group.revoke(RuntimeError("benchmark"))
+            return begin_at
+        tensor = torch.ones(elements)
+        freed: list[float] = []
+        work = self.group.allreduce([tensor])
+
+        def wait() -> None:
             try:
                 work.wait()
             except ProcessGroupError:
-                freed_at[rank] = time.perf_counter()
+                pass
+            freed.append(time.monotonic())
 
-        threads = [threading.Thread(target=blocked, args=(rank,)) for rank in range(count)]
-        for thread in threads:
-            thread.start()
-        issued.wait()
-        time.sleep(0.01)  # let them run into it
-        began = time.perf_counter()
-        for group in self.groups:
-            group.revoke(RuntimeError("benchmark"))
-        for thread in threads:
-            thread.join()
-        return max(freed_at) - began
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        sleep_until(begin_at)
+        self.group.revoke(RuntimeError("benchmark"))
+        waiter.join()
+        return freed[0]
+
+
+def sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+def member(kind: str, rank: int, count: int, orders: Any) -> None:
+    torch.set_num_threads(1)
+    Member(kind, rank, count, orders).serve()
+
+
+class Crew:
+    """The members of one measurement, as processes."""
+
+    def __init__(self, kind: str, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=member, args=(kind, rank, count, theirs))
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        addresses = [pipe.recv() for pipe in self.pipes]
+        for pipe in self.pipes:
+            pipe.send(addresses)
+
+    def order(self, lead_s: float, *words: Any, absent: int = -1) -> float:
+        """All do it at one moment, `lead_s` from now; seconds from then until the last is done."""
+        begin_at = time.monotonic() + lead_s
+        name, *rest = words
+        for rank, pipe in enumerate(self.pipes):
+            pipe.send((name, begin_at, *((0,) if rank == absent else rest)))
+        return float(max(pipe.recv() for pipe in self.pipes) - begin_at)
 
     def close(self) -> None:
-        for group in self.groups:
-            group.shutdown()
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(TIMEOUT_S)
+            process.close()
 
 
-def plain_s(count: int, repeats: int, new_store: bool) -> list[float]:
+def plain_s(count: int, repeats: int, keep_store: bool) -> list[float]:
     """A fresh Gloo group on a TCPStore, as `init_process_group` makes it."""
-    took = []
-    stores: list[dist.TCPStore] = []
-    for repeat in range(repeats):
-        groups: list[Any] = [None] * count
-        if new_store or not stores:
-            stores = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
-            if not new_store:
-                stores += [client(stores[0].port) for _ in range(count - 1)]
-
-        def build(
-            rank: int, repeat: int = repeat, stores: Sequence[Any] = stores, groups: Any = groups
-        ) -> None:
-            store = stores[rank] if rank < len(stores) else client(stores[0].port)
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            options._timeout = timedelta(seconds=TIMEOUT_S)
-            prefixed = dist.PrefixStore(f"quorum/{repeat}", store)
-            groups[rank] = dist.ProcessGroupGloo(prefixed, rank, count, options)
-
-        took.append(together(build, count))
-        groups.clear()
-    return took
-
-
-def client(port: int) -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    crew = Crew("plain", count)
+    try:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        return [crew.order(LEAD_S, "build", store.port, keep_store) for _ in range(repeats)]
+    finally:
+        crew.close()
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
@@ -144,34 +162,32 @@ def milliseconds(seconds: Sequence[float]) -> str:
     return f"{statistics.median(ordered) * 1e3:.1f} ({ordered[-1] * 1e3:.0f})"
 
 
-def measure(count: int, repeats: int, native: bool) -> dict[str, list[float]]:
-    ours = Ours(count, native)
+def measure(kind: str, count: int, repeats: int) -> dict[str, list[float]]:
+    crew = Crew(kind, count)
     try:
-        ours.configure()  # the first one also makes the sockets
+        crew.order(LEAD_S, "configure")  # the first one also makes the sockets
         figures: dict[str, list[float]] = {"configure_s": [], "blocked_s": [], "transfer_s": []}
         for repeat in range(repeats):
-            figures["configure_s"].append(ours.configure())
-            figures["blocked_s"].append(ours.revoke(10, missing=1))
+            figures["configure_s"].append(crew.order(LEAD_S, "configure"))
+            figures["blocked_s"].append(crew.order(LEAD_S, "revoke", 10, absent=count - 1))
             if repeat < max(1, repeats // 5):
-                ours.configure()
-                figures["transfer_s"].append(ours.revoke(16 * MIB, missing=0))
+                crew.order(LEAD_S, "configure")
+                figures["transfer_s"].append(crew.order(TRANSFER_LEAD_S, "revoke", 16 * MIB))
     finally:
-        ours.close()
+        crew.close()
     return figures
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 6, 8])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--repeats", type=int, default=30)
     options = parser.parse_args()
-    kinds = {"native": True, "rebuild": False}
-    if not native_reconfigure_available():
-        del kinds["native"]
+    kinds = ["native", "rebuild"] if native_reconfigure_available() else ["rebuild"]
     configures, revokes, figures = [], [], []
     for count in options.ranks:
-        row = {kind: measure(count, options.repeats, native) for kind, native in kinds.items()}
-        kept, new = (plain_s(count, options.repeats, new_store) for new_store in (False, True))
+        row = {kind: measure(kind, count, options.repeats) for kind in kinds}
+        kept, new = (plain_s(count, options.repeats, keep) for keep in (True, False))
         entry: dict[str, Any] = {"ranks": count, "plain_kept_s": kept, "plain_new_s": new}
         figures.append({**entry, **row})
         ours = [milliseconds(row[kind]["configure_s"]) for kind in kinds]

@@ -181,6 +181,8 @@ def worker(
     if dist.is_initialized():
         dist.destroy_process_group()
     results.put((rank, found))
+    results.close()
+    results.join_thread()
     barrier.wait()
     os._exit(0)  # torchft's threads would hold the process
 
@@ -207,6 +209,7 @@ def main() -> None:
     parser = arguments(__doc__.split("\n\n")[1])
     parser.add_argument("--blocks", type=int, default=9, help="blocks of steps for each")
     options = parser.parse_args()
+    os.environ.setdefault("RUST_LOG", "error")  # torchft's; several lines a step otherwise
     modes = ["plain", "ours"] + (["torchft"] if torchft_version() else [])
     context = mp.get_context("spawn")
     stop, ports, servers = context.Event(), {"ddp": free_port()}, []

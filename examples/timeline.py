@@ -102,7 +102,9 @@ def _ticks(
 def _memberships(life: Life) -> list[tuple[float, float, int]]:
     """(from, until, number of members) of each quorum that the process was in."""
     quorums = life.of_kind("quorum")
-    end = life.ended_s or (life.events[-1]["t"] if life.events else life.started_s)
+    end = life.events[-1]["t"] if life.events else life.started_s
+    if life.killed and life.ended_s is not None:
+        end = life.ended_s
     starts = [event["t"] for event in quorums]
     stops = [*starts[1:], end]
     return [(a, b, len(q["members"])) for a, b, q in zip(starts, stops, quorums, strict=True)]

@@ -30,6 +30,7 @@ from lighthouse.messages import (
     PHASE_IDLE,
     PHASE_OPEN,
     PHASE_REDUCING,
+    TORN,
     Beat,
     Decision,
     Expelled,
@@ -44,7 +45,6 @@ from lighthouse.messages import (
     Revoke,
     Vote,
     Waiting,
-    TORN,
     apply_delta,
     next_lineage,
 )

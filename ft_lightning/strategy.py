@@ -240,6 +240,9 @@ class FTDDPMixin(ScopedMixin):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._driver is not None
+        assert self.model is not None
+        # Lightning puts the wrapper into eval mode for validation and only what is inside back.
+        self.model.training = True
         return self._driver.training_step(args, super().training_step)
 
     def optimizer_step(

@@ -10,7 +10,8 @@ R2  They go on from the newest position among them: the highest step; at equal s
     All others are behind and heal (R3). A torn state (partly overwritten) is nobody's position:
     its holder heals, and where all are torn they wait for one that is whole.
 R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
-R4  If a candidate holds the room's head, nobody holds anything newer: form at once.
+R4  If a candidate holds the room's head, nobody of the last quorum holds anything newer: form at
+    once.
 R5  Members of an earlier quorum may hold a newer state than any candidate (the lighthouse was
     restarted, or all of them are away). While one of those is missing, wait, but no longer than
     the join timeout: a state that nobody brings back is lost, and the rest goes on.
@@ -138,7 +139,7 @@ def decide(situation: Situation, now: float) -> Verdict:
         refused = len(situation.candidates) - len(able)
         extra = f"; {refused} behind and not allowed to heal" if refused else ""
         return Verdict(None, f"waiting for {short} of min_replicas={situation.min_replicas}{extra}")
-    waiting_for = _stragglers(situation, able, position)
+    waiting_for = _stragglers(situation, able)
     expires = situation.since + situation.join_timeout_s
     if waiting_for and now < expires:
         return Verdict(None, waiting_for, expires)
@@ -187,9 +188,9 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts if p)
 
 
-def _stragglers(situation: Situation, able: Sequence[Candidate], position: Position) -> str:
+def _stragglers(situation: Situation, able: Sequence[Candidate]) -> str:
     """Why to wait although `min_replicas` are there; empty: no reason (R4, R5, R6)."""
-    if position == situation.head:
+    if any(c.position == situation.head for c in able):
         return ""  # R4
     if situation.missed:
         return _missing(len(situation.missed))

@@ -16,12 +16,11 @@ Rules held here, each checked by `check()` or by the simulator:
   carries the lineage that its sender really holds, so that one still behind stays behind (S3).
 
 `ballot.py` holds the live quorum, `seats.py` who is here, `history.py` what is remembered,
-`announce.py` how a quorum is told.
+`forming.py` what the next quorum is made of, `announce.py` how all of it is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from lighthouse import quorum as rules
@@ -30,18 +29,16 @@ from lighthouse.ballot import Ballot
 from lighthouse.config import LighthouseConfig
 from lighthouse.describe import mismatch, status_of
 from lighthouse.effects import Effect, Note, Peer, Remember, Send
-from lighthouse.history import History, Patience
+from lighthouse.forming import Forming
+from lighthouse.history import History
 from lighthouse.messages import (
-    NO_QUORUM,
     TORN,
     Beat,
     Decision,
-    Expelled,
     Join,
     Leave,
     Member,
     Refused,
-    Reply,
     Revoke,
     RoomKey,
     Vote,
@@ -51,12 +48,6 @@ from lighthouse.quorum import Position
 from lighthouse.seats import Claim, Seat, Seats
 
 __all__ = ["Effect", "Note", "Peer", "Remember", "Room", "Send"]
-
-EXPLAIN_EVERY_S = 1.0
-STEP_IN_PROGRESS = "waiting for the step in progress to end"
-SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 8
-"""In heal timeouts: how long a replica group stays out that keeps costing the others a step."""
-
 
 class Room:
     """See the module's docstring. Not thread-safe: one owner."""
@@ -76,20 +67,10 @@ class Room:
         self._claims: dict[str, Claim] = {}
         self._live: Ballot | None = None
         self._history = History(remembered)
-        longest_s = LONGEST_PAUSE * config.timeouts.heal_timeout_s
-        self._patience = Patience(SHORTEST_PAUSE * config.timeouts.heal_timeout_s, longest_s)
-        self._announcer = Announcer(key)
-        self._min_replicas = config.min_replicas
-        self._expected = config.expected_replicas
+        self._forming = Forming(config, self._seats, self._history)
+        self._voice = Announcer(key)
         self._group_commit = False
-        self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
-        self._has_past = bool(remembered)  # R6 is for a room's very first quorum
-        self._after_discard = False
-        self._since = 0.0
-        self._wake_at: float | None = None
-        self._reason = "nobody waits"
-        self._told_at = float("-inf")
-        self._effects: list[Effect] = []
+        self._wake_at: float | None = None  # when to look again whether a quorum may form
 
     # ------------------------------------------------------------------ events
 
@@ -103,13 +84,13 @@ class Room:
             self._on_beat(peer, message)
         else:
             self._on_leave(message, now)
-        return self._drain()
+        return self._voice.drain()
 
     def lost(self, replica_id: str, cause: str, now: float) -> list[Effect]:
         """The process of `replica_id` is dead or unreachable."""
         self._claims.pop(replica_id, None)
         self._remove(replica_id, cause, now, may_return=True)
-        return self._drain()
+        return self._voice.drain()
 
     def expire(self, now: float) -> list[Effect]:
         """Time has reached `deadline()`."""
@@ -119,10 +100,10 @@ class Room:
         for replica_id, claim in list(self._claims.items()):
             if now >= claim.expires:
                 del self._claims[replica_id]
-                self._send(claim.peer, Refused(self.key, _duplicate_name(claim.join.name)))
+                self._voice.send(claim.peer, Refused(self.key, _duplicate_name(claim.join.name)))
         if self._live is None and self._wake_at is not None and now >= self._wake_at:
-            self._form(now)
-        return self._drain()
+            self._form_and_tell(now)
+        return self._voice.drain()
 
     def deadline(self) -> float | None:
         """When `expire` wants to be called, or None."""
@@ -151,18 +132,18 @@ class Room:
             if join.quorum_id != live.quorum_id:
                 # Its request crossed our answer, or our answer was lost: repeat it.
                 self._seats.move(seat, peer)
-                self._send(peer, self._announcer.full(live, seat, self._reason))
+                self._voice.send(peer, self._voice.full(live, seat))
                 return
             # It was told something that made it give up this quorum: take it at its word.
             self._remove(join.replica_id, "started over", now, may_return=True)
             seat = None
         if seat is not None and seat.join == join:  # repeated: it has heard nothing yet
             self._seats.move(seat, peer)
-            self._explain_to(seat)
+            self._voice.explain_to(seat, self._live)
             return
         refusal = self._refusal(join)
         if refusal:
-            self._send(peer, Refused(self.key, refusal))
+            self._voice.send(peer, Refused(self.key, refusal))
         elif self._seats.other_holder(join.name, join.replica_id):
             self._claim(peer, join, now)
         else:
@@ -173,24 +154,19 @@ class Room:
         expires = now + 2 * self._timeouts.heartbeat_timeout_s
         claim = self._claims.setdefault(join.replica_id, Claim(join, peer, expires))
         claim.join, claim.peer = join, peer
-        self._send(peer, Waiting(self.key, f"the name {join.name!r} is still in use"))
+        self._voice.send(peer, Waiting(self.key, f"the name {join.name!r} is still in use"))
 
     def _seat(self, peer: Peer, join: Join, now: float) -> None:
         if self.empty and self._live is None:
-            self._since = now
+            self._forming.since = now
         seat = self._seats.put(join, peer)
-        self._history.missed.discard(join.replica_id)
-        if not self._previous:
-            missing = (r for r in join.last_members if r not in self._seats)
-            self._history.missed.update(missing)
-        self._has_past = self._has_past or join.quorum_id != NO_QUORUM
-        self._min_replicas = max(self._min_replicas, join.min_replicas)
-        self._expected = max(self._expected, join.expected_replicas)
+        self._forming.joined(join)
         self._group_commit = self._group_commit or join.group_commit
         if self._live is None:
-            self._form(now)
-        if self._live is None or not self._live.has(seat.replica_id):
-            self._explain_to(seat)
+            self._form_and_tell(now)
+        waits = self._live is None or not self._live.has(seat.replica_id)
+        if waits and self._voice.is_news(seat, self._live):
+            self._voice.explain_to(seat, self._live)
 
     def _on_vote(self, peer: Peer, vote: Vote, now: float) -> None:
         live = self._live
@@ -200,11 +176,11 @@ class Room:
             return
         if seat is None or not live.has(vote.replica_id):
             why = live.gone.get(vote.replica_id, "not a member of this quorum")
-            self._expel(peer, vote.quorum_id, why)
+            self._voice.expel(peer, vote.quorum_id, why)
             return
         self._seats.move(seat, peer)
         if not _is_plausible(vote, live, seat):
-            self._expel(peer, vote.quorum_id, "its state is not what the quorum takes it for")
+            self._voice.expel(peer, vote.quorum_id, "its state is not what the quorum takes it for")
             self._remove(vote.replica_id, "diverged", now, may_return=False)
             return
         seat.doubt, seat.settle, seat.control = None, "", b""
@@ -220,7 +196,7 @@ class Room:
         """A vote on something already decided: its answer was lost, so repeat it."""
         decision = self._history.decision(vote.quorum_id, vote.step)
         if decision is None or seat is None:
-            self._expel(peer, vote.quorum_id, "this quorum is not known here")
+            self._voice.expel(peer, vote.quorum_id, "this quorum is not known here")
             return
         self._seats.move(seat, peer)
         if not vote.ok:  # per-group commit: others may have committed, this one has not
@@ -228,27 +204,27 @@ class Room:
         live = self._live
         if live is not None and live.has(vote.replica_id):
             if live.quorum_id == vote.quorum_id:
-                self._send(peer, decision)
+                self._voice.send(peer, decision)
             else:
-                full = self._announcer.full(live, seat, self._reason)
-                self._send(peer, replace(decision, next_quorum=full))
+                full = self._voice.full(live, seat)
+                self._voice.send(peer, replace(decision, next_quorum=full))
         else:
-            self._send(peer, replace(decision, waiting=True))
+            self._voice.send(peer, replace(decision, waiting=True))
 
     def _on_beat(self, peer: Peer, beat: Beat) -> None:
         live, seat = self._live, self._seats.get(beat.replica_id)
         if seat is None:
             if beat.replica_id not in self._claims:
-                self._expel(peer, beat.quorum_id, "not known here")
+                self._voice.expel(peer, beat.quorum_id, "not known here")
             return
         self._seats.move(seat, peer)
         if live is None or not live.has(beat.replica_id):
-            if seat.told != self._waiting_reason():
-                self._explain_to(seat)
+            if self._voice.is_news(seat, live):
+                self._voice.explain_to(seat, self._live)
         elif beat.quorum_id != live.quorum_id:
-            self._send(peer, self._announcer.full(live, seat, self._reason))
+            self._voice.send(peer, self._voice.full(live, seat))
         elif live.revoked and beat.replica_id in live.silent:
-            self._send(peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked))
+            self._voice.send(peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked))
 
     def _on_leave(self, leave: Leave, now: float) -> None:
         self._claims.pop(leave.replica_id, None)
@@ -263,9 +239,9 @@ class Room:
             return
         reason = f"{live.names[replica_id]}: {reason}"
         live.revoke(replica_id, reason, now, self._timeouts.revoke_timeout_s)
-        self._note(f"step {live.position.step} revoked: {reason}")
+        self._voice.emit(Note(self.key, f"step {live.position.step} revoked: {reason}"))
         message = Revoke(self.key, live.quorum_id, live.position.step, reason)
-        self._send_all((self._seats[r].peer for r in sorted(live.silent)), message)
+        self._voice.send_all((self._seats[r].peer for r in sorted(live.silent)), message)
 
     def _remove(self, replica_id: str, cause: str, now: float, *, may_return: bool) -> None:
         """`replica_id` is no longer here, for whatever reason."""
@@ -307,8 +283,8 @@ class Room:
 
     def _evict(self, replica_id: str, why: str, now: float, *, hung: bool) -> None:
         assert self._live is not None
-        message = Expelled(self.key, self._live.quorum_id, f"evicted: {why}", hung)
-        self._send(self._seats[replica_id].peer, message)
+        peer = self._seats[replica_id].peer
+        self._voice.expel(peer, self._live.quorum_id, f"evicted: {why}", hung=hung)
         self._live.hung.add(replica_id)
         self._remove(replica_id, f"evicted: {why}", now, may_return=True)
 
@@ -336,22 +312,14 @@ class Room:
                 self._history.missed.intersection_update(live.votes)
         elif live.reduced():
             self._history.discards += 1  # else nothing is lost
-        self._book_costs(live, decision, now)
+        self._forming.decided(live, decision.committed, now)
         self._update_positions(live, decision.committed, after)
-        if decision.committed and live.undisturbed() and not self._admits(live, now):
+        if decision.committed and live.undisturbed() and not self._forming.admits(live, now):
             peers = [self._seats[r].peer for r in live.living()]
             live.turn(after, now)
-            self._send_all(peers, decision)
+            self._voice.send_all(peers, decision)
             return
         self._end(live, decision, now)
-
-    def _book_costs(self, live: Ballot, decision: Decision, now: float) -> None:
-        """Who has cost the others this step is taken back later and later."""
-        if decision.committed and self._patience:
-            for replica_id in live.yes():
-                self._patience.succeeded(live.names[replica_id])
-        for replica_id in live.costly():
-            self._patience.failed(live.names[replica_id], now - live.since, now)
 
     def _update_positions(self, live: Ballot, committed: bool, after: Position) -> None:
         for replica_id in live.living():
@@ -362,105 +330,55 @@ class Room:
                 seat.position = Position(0, vote.lineage)
             # else it is behind: still, or (per-group commit) from now on
 
-    def _admits(self, live: Ballot, now: float) -> bool:
-        """Whether somebody waits who could be in a next quorum."""
-        if len(self._seats) == len(live.members):
-            return False
-        return any(self._may_enter(seat, now) for seat in self._seats if seat.replica_id not in live.ids)
-
-    def _may_enter(self, seat: Seat, now: float) -> bool:
-        head = self._history.head
-        if not self._patience.allows(seat.name, now):
-            return False
-        if head is not None and (seat.position == head or seat.position.step > head.step):
-            return True
-        if seat.doubt is not None and not seat.settle:
-            return True
-        return seat.join.can_heal
-
     def _end(self, live: Ballot, decision: Decision, now: float) -> None:
         """The live quorum is over: tell its members, and form the next one."""
         living, yes = live.living(), live.yes()
         blamed = set(live.blamed())
         self._live = None
-        self._after_discard = not decision.committed
-        self._previous = tuple(m.replica_id for m in live.members)
-        self._announcer.ended(live)
-        self._since = now
-        answered = []
+        self._forming.ended(live, decision.committed, now)
+        self._voice.ended(live)
+        answered, told = [], set(living)
         for replica_id in living:
             seat = self._seats[replica_id]
             seat.base_id = live.quorum_id
             if replica_id in blamed:
                 why = "evicted: kept the others' collectives waiting"
-                self._send(seat.peer, Expelled(self.key, live.quorum_id, why, True))
+                self._voice.expel(seat.peer, live.quorum_id, why, hung=True)
                 if seat.position == self._history.head:
                     self._history.missed.add(replica_id)
             else:
                 answered.append(seat)
             if replica_id in blamed or live.votes[replica_id].leaving:
                 self._seats.take(replica_id)
-        self._form(now, announce=False)
-        self._answer(decision, answered, yes)
-        self._announce(skip=set(living))
+        self._form(now)
+        self._voice.answer(decision, answered, yes, self._live)
+        if self._live is not None:
+            self._voice.announce(self._live, (s for s in self._seats if s.replica_id not in told))
+        else:
+            for seat in answered:
+                seat.told = ""  # its next beat is answered with the reason
 
     # ------------------------------------------------------------------ forming
 
-    def _form(self, now: float, *, announce: bool = True) -> None:
-        """Form the next quorum if the rules allow; tell those who wait why not otherwise."""
+    def _form(self, now: float) -> bool:
+        """Form the next quorum if the rules allow (the caller announces it); else say why not."""
         assert self._live is None
-        verdict = self._verdict(now)
+        verdict = self._forming.verdict(now)
         if verdict.choice is not None and self._history.settle(self._seats):
-            verdict = self._verdict(now)
+            verdict = self._forming.verdict(now)
             if verdict.choice is None:
                 self._history.unsettle(self._seats)
         self._wake_at = verdict.wake_at
         if verdict.choice is None:
-            self._explain(verdict.reason, now)
-            return
+            self._voice.explain(verdict.reason, self._seats, now)
+            return False
         self._install(verdict.choice, verdict.reason, now)
-        if announce:
-            self._announce(skip=set())
+        return True
 
-    def _verdict(self, now: float) -> rules.Verdict:
-        missed, head = self._history.missed, self._history.head
-        held = head is not None and any(seat.position == head for seat in self._seats)
-        waits_for = 0 if held else len(missed)
-        expires = self._since + self._timeouts.join_timeout_s
-        early = rules.too_early(
-            len(self._seats), self._min_replicas, self._expected,
-            not self._previous and not self._has_past, expires, now, waits_for,
-        )  # fmt: skip
-        if early is not None:
-            return early
-        situation = rules.Situation(
-            candidates=self._candidates(held, now),
-            min_replicas=self._min_replicas,
-            expected_replicas=self._expected,
-            previous=self._previous,
-            missed=frozenset(missed),
-            head=head,
-            since=self._since,
-            join_timeout_s=self._timeouts.join_timeout_s,
-            has_past=self._has_past,
-        )
-        return rules.decide(situation, now)
-
-    def _candidates(self, held: bool, now: float) -> tuple[rules.Candidate, ...]:
-        """All seats, but for those that would only cost the holders of the head a step: who must
-        heal right after a discard (a peer in the midst of its step could not serve them), and who
-        keeps hanging or failing to heal. They wait for a later commit if it works without them."""
-        head, known = self._history.head, set(self._previous) if self._after_discard else None
-        kept = [
-            seat for seat in self._seats
-            if (seat.position == head or known is None or seat.replica_id in known)
-            and self._patience.allows(seat.name, now)
-        ]  # fmt: skip
-        chosen = kept if held and len(kept) >= self._min_replicas else self._seats
-        return tuple(
-            rules.Candidate(s.replica_id, s.name, s.position, s.join.can_heal, s.arrival)
-            for s in chosen
-        )
+    def _form_and_tell(self, now: float) -> None:
+        if self._form(now):
+            assert self._live is not None
+            self._voice.announce(self._live, self._seats)
 
     def _install(self, choice: rules.Choice, reason: str, now: float) -> None:
         quorum_id = self._next_id
@@ -473,84 +391,14 @@ class Room:
             names[replica_id] = join.name
         self._live = Ballot.open(quorum_id, choice.position, tuple(members), names, now)
         self._history.start(choice.position)
-        self._reason = reason
+        self._voice.reason = reason
         text = f"quorum {quorum_id}: {_short_list(list(names.values()))} at step "
         text += str(choice.position.step)
         if choice.healing:
             behind = [names[r] for r in choice.members if r in choice.healing]
             text += f"; healing {_short_list(behind)}"
-        self._effects.append(Note(self.key, text, quorum=True))
-        self._effects.append(Remember(self.key, quorum_id, choice.members))
-
-    # ------------------------------------------------------------------ telling
-
-    def _answer(self, decision: Decision, voters: list[Seat], yes: set[str]) -> None:
-        """The decision and what comes next, in as few distinct messages as possible."""
-        live = self._live
-        members = [s for s in voters if live is not None and live.has(s.replica_id)]
-        quorums = self._announcer.each(live, members, self._reason) if live is not None else {}
-        groups: dict[tuple[int, bool], tuple[Decision, list[Peer]]] = {}
-        for seat in voters:
-            following = quorums.get(seat.replica_id)
-            committed = decision.committed and seat.replica_id in yes
-            key = (id(following), committed)
-            if key not in groups:
-                own = replace(
-                    decision, committed=committed, next_quorum=following, waiting=following is None
-                )
-                groups[key] = (own, [])
-            groups[key][1].append(seat.peer)
-        for own, peers in groups.values():
-            self._send_all(peers, own)
-
-    def _announce(self, skip: set[str]) -> None:
-        """Send the live quorum to its members (but `skip`)."""
-        live = self._live
-        if live is None:
-            return
-        told = [self._seats[m.replica_id] for m in live.members if m.replica_id not in skip]
-        groups: dict[int, list[Peer]] = {}
-        quorums = self._announcer.each(live, told, self._reason)
-        for seat in told:
-            groups.setdefault(id(quorums[seat.replica_id]), []).append(seat.peer)
-        by_id = {id(quorum): quorum for quorum in quorums.values()}
-        for number, peers in groups.items():
-            self._send_all(peers, by_id[number])
-
-    def _explain(self, reason: str, now: float) -> None:
-        """Tell all why there is no quorum, once a second at most: later ones learn it by beats."""
-        changed, self._reason = reason != self._reason, reason
-        if changed and now >= self._told_at + EXPLAIN_EVERY_S:
-            self._told_at = now
-            self._note(reason)
-            for seat in self._seats:
-                seat.told = reason
-            self._send_all((seat.peer for seat in self._seats), Waiting(self.key, reason))
-
-    def _waiting_reason(self) -> str:
-        return self._reason if self._live is None else STEP_IN_PROGRESS
-
-    def _explain_to(self, seat: Seat) -> None:
-        seat.told = self._waiting_reason()
-        self._send(seat.peer, Waiting(self.key, seat.told))
-
-    def _expel(self, peer: Peer, quorum_id: int, why: str) -> None:
-        self._send(peer, Expelled(self.key, quorum_id, why))
-
-    def _send(self, peer: Peer, message: Reply) -> None:
-        self._effects.append(Send((peer,), message))
-
-    def _send_all(self, peers: Iterable[Peer], message: Reply) -> None:
-        targets = tuple(peers)
-        if targets:
-            self._effects.append(Send(targets, message))
-
-    def _note(self, text: str) -> None:
-        self._effects.append(Note(self.key, text))
-
-    def _drain(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
-        return effects
+        self._voice.emit(Note(self.key, text, quorum=True))
+        self._voice.emit(Remember(self.key, quorum_id, choice.members))
 
     # ------------------------------------------------------------------ looking in
 
@@ -589,7 +437,7 @@ class Room:
     def status(self) -> dict[str, object]:
         """For people and dashboards; plain JSON types."""
         return status_of(
-            self.key, self._live, self._seats, self._history, self._reason
+            self.key, self._live, self._seats, self._history, self._voice.reason
         )
 
 

@@ -248,9 +248,13 @@ def _inside(buffer: torch.Tensor, data: torch.Tensor) -> bool:
 
 def _copy_bytes(target: torch.Tensor, tensor: torch.Tensor) -> None:
     """Fill `target` (uint8, contiguous) with the bytes of `tensor`, row-major."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        # One plain memcpy: torch's copy_ with its threads was measured 1.2 times as fast on an
+        # idle machine, and many times slower on a busy one, where its threads wait for each other.
+        np.copyto(target.numpy(), byte_view(tensor).numpy())
+        return
     with torch.no_grad():
         if tensor.is_contiguous():
             target.copy_(byte_view(tensor), non_blocking=True)
         else:
-            view = target.view(tensor.dtype) if tensor.dtype != torch.uint8 else target
-            view.view(tensor.shape).copy_(tensor, non_blocking=True)
+            target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)

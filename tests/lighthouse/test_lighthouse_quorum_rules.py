@@ -114,7 +114,7 @@ def twin(s: Situation, now: float) -> list[str] | None:
     if len(chosen) < s.min_replicas:  # R1
         return None
     timed_out = now >= s.since + s.join_timeout_s
-    if position != s.head and not timed_out:  # else R4
+    if not any(c.position == s.head for c in chosen) and not timed_out:  # else R4
         if s.missed:  # R5
             return None
         if not s.previous and not s.has_past:  # R6

@@ -31,12 +31,15 @@ class Small(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 def trainer(strategy):
-    return L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=3, logger=False,
+    return L.Trainer(use_distributed_sampler=False, strategy=strategy, accelerator="cpu", devices=1, max_steps=3, logger=False,
                      enable_checkpointing=False, enable_progress_bar=False,
                      enable_model_summary=False)
 
-loader = DataLoader(TensorDataset(torch.randn(16, 2)), 4, shuffle=True)
+dataset = TensorDataset(torch.randn(16, 2))
+loader = DataLoader(dataset, batch_sampler=torch.utils.data.BatchSampler(
+    torch.utils.data.DistributedSampler(dataset, 1, 0), 4, False))
 import ft_lightning
+open_files = []
 for strategy in ("FT_DDP", ft_lightning.FTDDPStrategy(min_replicas=1, timeout_s=20)):
     t = trainer(strategy)
     assert type(t.strategy).__module__ == "{home}", type(t.strategy)
@@ -50,6 +53,11 @@ for strategy in ("FT_DDP", ft_lightning.FTDDPStrategy(min_replicas=1, timeout_s=
     assert not any("FT" in type(c).__name__ or "_AtEpochStart" == type(c).__name__
                    for c in t.callbacks)
     assert not torch.distributed.is_initialized()
+    assert type(loader.batch_sampler) is torch.utils.data.BatchSampler, "the sampler was not released"
+    assert "_ft_skip" not in vars(loader.batch_sampler)
+    assert t.strategy.model is t.lightning_module
+    open_files.append(len(os.listdir("/proc/self/fd")))
+assert open_files[0] == open_files[1], open_files
 print("threads", sorted(x.name for x in threading.enumerate()))
 print("done")
 """

@@ -57,6 +57,7 @@ def test_equals_stock_ddp_bit_for_bit_and_retries_discarded_steps(
             assert run.end(index)["world_size"] == 2
             assert run.end(index)["rank"] == index
         assert run.end(0)["leader"] != run.end(1)["leader"]
+        assert run.end(0)["val_loss"] == run.end(1)["val_loss"]  # not sharded, unlike stock's
 
 
 def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path) -> None:

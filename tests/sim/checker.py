@@ -73,6 +73,7 @@ class Checker:
     at: dict[str, Position] = field(default_factory=dict)
     children: dict[Position, dict[Position, int]] = field(default_factory=dict)
     holders: dict[Position, set[str]] = field(default_factory=dict)
+    noes: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     yes: dict[tuple[int, int], set[str]] = field(default_factory=dict)
     ballots: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     told: dict[tuple[int, int], dict[str, bool]] = field(default_factory=dict)
@@ -83,7 +84,7 @@ class Checker:
     discards: int = 0
     heals: int = 0
     forks: int = 0
-    expelled: int = 0
+    expelled: set[str] = field(default_factory=set)
     evicted: set[str] = field(default_factory=set)  # slower than the timeouts allow
 
     def require(self, ok: bool, what: str) -> None:
@@ -101,7 +102,7 @@ class Checker:
     def heard(self, replica_id: str, message: Reply) -> None:
         """A process received `message`."""
         if isinstance(message, Expelled):
-            self.expelled += 1
+            self.expelled.add(replica_id)
             if message.hung:
                 self.evicted.add(replica_id)
         if isinstance(message, Decision) and message.next_quorum is not None:
@@ -120,6 +121,7 @@ class Checker:
         self.require(quorum_id > before, f"S1: {replica_id} in {quorum_id} after {before}")
         self.ids[replica_id] = quorum_id
         self.evicted.discard(replica_id)
+        self.expelled.discard(replica_id)
         names = tuple(m.replica_id for m in members)
         self.same_members(quorum_id, self.births[quorum_id].members, names)
         behind = frozenset(m.replica_id for m in members if m.healing)
@@ -146,6 +148,9 @@ class Checker:
     def _first_step(self, quorum_id: int, step: int) -> int:
         return self.first_steps.setdefault(quorum_id, step)
 
+    def votes_no(self, replica_id: str, quorum_id: int, step: int) -> None:
+        self.noes.setdefault((quorum_id, step), {})[replica_id] = self.now()
+
     def votes_yes(self, replica_id: str, quorum_id: int, step: int) -> None:
         self.yes.setdefault((quorum_id, step), set()).add(replica_id)
         self.ballots.setdefault((quorum_id, step), (self.now(), self.life()))
@@ -171,6 +176,7 @@ class Checker:
         self.require(outcome.participants == len(total.parts),
                      f"S4: {outcome.participants} participants, {len(total.parts)} parts")  # fmt: skip
         self.require(replica_id in self.yes.get((quorum_id, step), ()), "committed without a yes")
+        self._unanimous(quorum_id, step)
         self._fork(replica_id, quorum_id, before, after)
         self._holds(replica_id, after, state)
         self._told(replica_id, quorum_id, step, committed=True)
@@ -232,6 +238,15 @@ class Checker:
                          f"S2: {before} has children of quorums {older[0]} and {newer[0]}, "
                          f"though {sorted(ignored)} held the former")  # fmt: skip
         children[after] = quorum_id
+
+    def _unanimous(self, quorum_id: int, step: int) -> None:
+        """S6: a step is committed against nobody's no, but for those that had been removed."""
+        if self.group_commit or self.lossy:
+            return
+        for replica_id, voted_at in self.noes.get((quorum_id, step), {}).items():
+            removed = replica_id in self.expelled or replica_id in self.cut_since(voted_at)
+            against = replica_id in self.living() and not removed
+            self.require(not against, f"S6: {quorum_id}/{step} committed against {replica_id}")
 
     def _descendants(self, position: Position) -> set[str]:
         """Processes whose state comes from `position`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from lighthouse.messages import Reply, Request
 from tests.sim.clock import Clock
@@ -40,8 +41,17 @@ class NetworkProfile:
 class Link:
     """One process's connection to the lighthouse, over all its reconnects."""
 
-    __slots__ = ("blocked", "connection", "name", "outbox", "owner", "peer", "state",
-                 "up_at", "down_at")  # fmt: skip
+    __slots__ = (
+        "blocked",
+        "connection",
+        "down_at",
+        "name",
+        "outbox",
+        "owner",
+        "peer",
+        "state",
+        "up_at",
+    )  # fmt: skip
 
     def __init__(self, name: str, owner: Endpoint) -> None:
         self.name = name
@@ -54,7 +64,7 @@ class Link:
         self.up_at = self.down_at = 0.0
 
 
-class Endpoint:
+class Endpoint(Protocol):
     """What a process must offer to a link."""
 
     alive: bool

@@ -24,7 +24,7 @@ from ft_core.replica import (
     Told,
     Transmit,
 )
-from lighthouse.messages import Join, Reply, RoomKey
+from lighthouse.messages import Join, Reply, RoomKey, Vote
 from tests.sim.checker import state_after
 from tests.sim.network import Link
 from tests.sim.plane import Contribution, Sum
@@ -201,6 +201,9 @@ class Process:
             if cluster.tracing:
                 cluster.log(f"{self.replica_id} -> {cluster.short(effect)}")
             if isinstance(effect, Transmit):
+                if isinstance(effect.message, Vote) and not effect.message.ok:
+                    vote = effect.message
+                    self.checker.votes_no(self.replica_id, vote.quorum_id, vote.step)
                 cluster.network.send_up(self.link, effect.message)
             elif isinstance(effect, Configure):
                 self._configure(effect)

@@ -34,7 +34,7 @@ class Profile:
     min_replicas: int = 1
     expected_replicas: int = 0
     timeouts: Timeouts = field(default_factory=lambda: Timeouts.derive(6.0))
-    network: NetworkProfile = NetworkProfile()
+    network: NetworkProfile = field(default_factory=NetworkProfile)
     faulty_s: float = 10.0
     faults: tuple[Fault, ...] = ()
     forward_s: float = 0.1

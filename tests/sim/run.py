@@ -125,7 +125,7 @@ def _calm(cluster: Cluster) -> list[Process]:
     cluster.start_lighthouse()
     for process in list(cluster.running.values()):
         _recover(cluster, process)
-    crowd = {room: 0 for room in cluster.rooms}
+    crowd = dict.fromkeys(cluster.rooms, 0)
     core = [p for p in cluster.running.values() if not p.left and not p.replica.leaving]
     for process in core:
         crowd[process.room] += not process.habits.hung

@@ -178,7 +178,7 @@ def tasks() -> int:
 
 def settled(count: Any, at_most: int) -> int:
     """Wait for a count to come down, as long as a forgotten operation of Gloo may last."""
-    end = time.monotonic() + OPERATION_S + 5.0
+    end = time.monotonic() + 2 * OPERATION_S + 5.0
     while count() > at_most and time.monotonic() < end:
         time.sleep(0.01)
     return int(count())

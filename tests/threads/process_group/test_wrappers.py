@@ -16,6 +16,7 @@ from ft_core.process_group import (
     ProcessGroupDummy,
     ProcessGroupError,
     ProcessGroupGloo,
+    ProcessGroupNCCL,
 )
 
 
@@ -119,8 +120,8 @@ def test_faults_are_injected_once_and_in_order(alone: ProcessGroupGloo) -> None:
     group.configure(2, 0, [group.address()], 5.0)
 
 
-class HalvingManager:
-    """A manager of two participants, the other of whom always has zeros. Fails if `error` is set."""
+class LonelyManager:
+    """A manager whose other participants always have zeros. Fails if `error` is set."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -143,7 +144,7 @@ class HalvingManager:
 
 
 def test_managed_goes_through_the_manager() -> None:
-    manager = HalvingManager()
+    manager = LonelyManager()
     group = ManagedProcessGroup(manager)
     assert (group.size(), group.rank()) == (2, 0)
     tensor = torch.full((2,), 4.0)
@@ -164,17 +165,23 @@ def test_managed_goes_through_the_manager() -> None:
     group.shutdown()
 
 
-def test_managed_group_under_ddp() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    data = torch.randn(4, 3)
-    model(data).sum().backward()
-    expected = [parameter.grad.clone() / 2 for parameter in model.parameters()]
-    model.zero_grad()
-    manager = HalvingManager()
+def test_managed_group_under_ddp_while_participants_change() -> None:
+    model = torch.nn.Linear(3, 1, bias=False)
+    manager = LonelyManager()
     ddp = torch.nn.parallel.DistributedDataParallel(
         model, process_group=ManagedProcessGroup(manager), init_sync=False
     )
-    ddp(data).sum().backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        assert torch.allclose(parameter.grad, gradient)
+    for participants in (2, 2, 4, 1, 3):
+        manager.participants = participants
+        model.zero_grad()
+        ddp(torch.ones(2, 3)).sum().backward()
+        gradient = model.weight.grad
+        assert gradient is not None
+        assert torch.allclose(gradient, torch.full((1, 3), 2.0 / participants))
+
+
+def test_nccl_is_refused_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(RuntimeError, match="use Gloo"):
+        ProcessGroupNCCL()

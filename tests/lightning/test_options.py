@@ -1,0 +1,48 @@
+"""Options that cannot work are refused in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft_lightning.options import Options, refuse_ddp_options
+
+FINE: dict[str, Any] = {
+    "min_replicas": 1,
+    "num_replica_groups": None,
+    "lighthouse": None,
+    "timeout_s": 60.0,
+    "quorum_timeout_s": None,
+    "replica_name": None,
+    "commit": "quorum",
+    "max_retries": None,
+    "max_restarts": 10,
+    "heal_allow_objects": False,
+    "token": "",
+    "job_id": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"min_replicas": 0}, "min_replicas must be at least 1"),
+        ({"min_replicas": 3, "num_replica_groups": 2}, "must be at least min_replicas"),
+        ({"timeout_s": 0.0}, "timeout_s must be positive"),
+        ({"quorum_timeout_s": -1.0}, "quorum_timeout_s must be positive"),
+        ({"commit": "mine"}, "commit must be"),
+        ({"max_restarts": -1}, "max_restarts must not be negative"),
+    ],
+)
+def test_wrong_options(wrong: dict[str, Any], says: str) -> None:
+    Options(**FINE)
+    with pytest.raises(ValueError, match=says):
+        Options(**{**FINE, **wrong})
+
+
+@pytest.mark.parametrize("name", ["ddp_comm_hook", "model_averaging_period", "start_method"])
+def test_options_of_stock_ddp_that_do_not_fit(name: str) -> None:
+    refuse_ddp_options({"find_unused_parameters": True, name: None})
+    with pytest.raises(ValueError, match=f"takes no {name}"):
+        refuse_ddp_options({name: object()})

@@ -1,0 +1,305 @@
+"""Text scenarios: a file of commands, each followed by everything the machine answers.
+
+Lines of a file: `# comment`, empty, `command words key=value flag`, and (indented by four spaces)
+the expected answers. The first command is `room ...` or `replica ...`. Lineages are shown as the
+name given to them first, else as L1, L2, ... in order of appearance, so that files stay readable;
+`lineage=L1` means the same, `lineage=head` the room's newest (the default of votes). `play` returns the file as it should be: a test compares, and
+`python -m tests.scenario --write` rewrites (then read the difference!).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ft_core.replica import Replica, Transmit
+from lighthouse.config import LighthouseConfig, Timeouts
+from lighthouse.messages import (
+    Beat,
+    Decision,
+    Expelled,
+    InDoubt,
+    Join,
+    Leave,
+    Member,
+    Obituary,
+    Quorum,
+    Refused,
+    Revoke,
+    RoomKey,
+    Vote,
+    Waiting,
+)
+from lighthouse.state import Lighthouse, Note, Remember, Send
+
+ROOM = RoomKey("job", "room")
+HIDDEN = ("room", "addresses", "schema_text", "name", "group_world_size")
+
+
+@dataclass(slots=True)
+class Words:
+    """One command, taken apart."""
+
+    name: str
+    plain: list[str]
+    given: dict[str, str]
+
+    def flag(self, name: str) -> bool:
+        return name in self.plain
+
+    def number(self, name: str, default: int = 0) -> int:
+        return int(self.given.get(name, default))
+
+
+def read(line: str) -> Words:
+    plain, given = [], {}
+    for word in shlex.split(line):
+        key, equals, value = word.partition("=")
+        if equals:
+            given[key] = value
+        else:
+            plain.append(word)
+    return Words(plain[0], plain[1:], given)
+
+
+@dataclass(slots=True)
+class Names:
+    """Short names for lineages."""
+
+    by_hash: dict[str, str] = field(default_factory=dict)
+
+    def shorten(self, text: str) -> str:
+        def name(match: re.Match[str]) -> str:
+            return self.by_hash.setdefault(match.group(), f"L{len(self.by_hash) + 1}")
+
+        return re.sub(r"\b[0-9a-f]{16}\b", name, text)
+
+    def resolve(self, text: str) -> str:
+        return next((long for long, short in self.by_hash.items() if short == text), text)
+
+
+def show(value: Any) -> str:
+    """A message, effect or field on one line; what is empty is left out."""
+    if isinstance(value, Transmit):
+        return show(value.message)
+    if isinstance(value, Member):
+        return value.replica_id + "*" * value.healing
+    if isinstance(value, tuple):
+        return "[" + " ".join(show(item) for item in value) + "]"
+    if isinstance(value, bytes):
+        return value.decode()
+    if not hasattr(value, "__dataclass_fields__"):
+        return repr(value) if isinstance(value, str) and " " in value else str(value)
+    parts = []
+    for spec in fields(value):
+        inner = getattr(value, spec.name)
+        if spec.name in HIDDEN or inner in ("", (), b"", None, False) or spec.default == inner:
+            continue
+        parts.append(spec.name if inner is True else f"{spec.name}={show(inner)}")
+    return f"{type(value).__name__}({', '.join(parts)})"
+
+
+class RoomStage:
+    """A lighthouse with one room. Replica groups are named by one word, which is also their id."""
+
+    def __init__(self, words: Words, names: Names) -> None:
+        self.now, self.names = 0.0, names
+        self.config = LighthouseConfig(
+            min_replicas=words.number("min", 1),
+            expected_replicas=words.number("expected"),
+            timeouts=Timeouts.derive(float(words.given.get("timeout_s", "6"))),
+        )
+        self.journal: dict[RoomKey, tuple[int, tuple[str, ...]]] = {}
+        self.machine = Lighthouse(self.config, 1)
+
+    def do(self, words: Words) -> list[str]:
+        effects: list[Any] = []
+        machine, who = self.machine, words.plain[0] if words.plain else ""
+        peer = who.encode()
+        if words.name == "at":
+            self.now = float(who)
+            wanted = machine.deadline()
+            effects = machine.expire(self.now) if wanted is not None and wanted <= self.now else []
+        elif words.name == "restart":
+            first = words.number("first", 1_000)
+            self.machine = Lighthouse(self.config, first, self.journal if who else None)
+        elif words.name == "lost":
+            effects = machine.disconnected(peer, self.now)
+        elif words.name == "obituary":
+            effects = machine.handle(b"watcher", Obituary(ROOM, who, "killed"), self.now)
+        elif words.name == "deadline":
+            return [f"deadline {machine.deadline()}"]
+        else:
+            message = getattr(self, f"_{words.name}")(who, words)
+            effects = machine.handle(peer, message, self.now)
+        self.machine.check()
+        return [line for effect in effects if (line := self._line(effect))]
+
+    def _line(self, effect: Any) -> str:
+        if isinstance(effect, Send):
+            peers = " ".join(peer.decode() for peer in effect.peers)
+            return f"{peers} <- {show(effect.message)}"
+        if isinstance(effect, Remember):
+            self.journal[effect.room] = (effect.quorum_id, effect.members)
+            return ""
+        assert isinstance(effect, Note)
+        return f"log: {effect.text}"
+
+    def _join(self, who: str, words: Words) -> Join:
+        given, doubt = words.given, None
+        lineage = self.names.resolve(given.get("lineage", "root"))
+        if lineage == "head":
+            lineage = self._head()
+        if "doubt" in given:
+            quorum_id, step = (int(part) for part in given["doubt"].split("/"))
+            doubt = InDoubt(quorum_id, step, _after(lineage, quorum_id, step))
+        last = tuple(given["last"].split(",")) if "last" in given else ()
+        return Join(
+            ROOM, given.get("name", who), who, words.number("step"), lineage, (who.encode(),),
+            quorum_id=words.number("quorum"), last_members=last, in_doubt=doubt,
+            min_replicas=words.number("min"), can_heal=not words.flag("no_heal"),
+            group_commit=words.flag("group_commit"), schema=given.get("schema", ""),
+            schema_text=given.get("schema", ""),
+        )  # fmt: skip
+
+    def _head(self) -> str:
+        """Lineage of the room's head: what an up-to-date member holds."""
+        rooms: Any = self.machine.status()["rooms"]
+        return str(rooms[0]["lineage"]) if rooms else "root"
+
+    def _vote(self, who: str, words: Words) -> Vote:
+        quorum_id, step = (int(part) for part in words.plain[1].split("/"))
+        given = words.given
+        lineage = self.names.resolve(given.get("lineage", "head"))
+        if lineage == "head":
+            lineage = self._head()
+        return Vote(
+            ROOM, who, quorum_id, step, lineage, words.flag("yes"),
+            given.get("reason", ""), given.get("phase", "reducing"), words.flag("stalled"),
+            words.flag("leaving"), given.get("control", "").encode(),
+        )  # fmt: skip
+
+    def _beat(self, who: str, words: Words) -> Beat:
+        return Beat(ROOM, who, words.number("quorum"), words.number("step"))
+
+    def _leave(self, who: str, words: Words) -> Leave:
+        return Leave(ROOM, who, words.given.get("reason", ""))
+
+
+class ReplicaStage:
+    """One replica machine, called `a`."""
+
+    def __init__(self, words: Words, names: Names) -> None:
+        self.now, self.names = 0.0, names
+        join = Join(ROOM, "a", "a", words.number("step"), words.given.get("lineage", "root"),
+                    (b"a",), group_commit=words.flag("group_commit"))  # fmt: skip
+        self.machine = Replica(join, resend_s=1.0, revoke_grace_s=0.5)
+
+    def do(self, words: Words) -> list[str]:
+        machine, now = self.machine, self.now
+        name, plain = words.name, words.plain
+        effects: list[Any] = []
+        if name == "at":
+            self.now = float(plain[0])
+            wanted = machine.deadline()
+            effects = machine.expire(self.now) if wanted is not None and wanted <= self.now else []
+        elif name == "begin":
+            effects = machine.begin(now, heal_in_step=words.flag("heal_in_step"))
+        elif name in ("entered", "pin", "load", "spoil", "leave_after_step"):
+            getattr(machine, name)()
+        elif name == "fail":
+            effects = machine.fail(plain[0], now, stalled=words.flag("stalled"))
+        elif name == "vote":
+            control = words.given.get("control", "").encode()
+            effects = machine.vote(words.flag("yes"), now, control=control)
+        elif name == "leave":
+            effects = machine.leave("shutdown")
+        elif name == "configured":
+            effects = machine.configured(int(plain[0]), words.given.get("error", ""), now)
+        elif name == "fetched":
+            lineage = self.names.resolve(plain[1])
+            effects = machine.fetched(int(plain[0]), lineage, words.given.get("error", ""), now)
+        elif name in ("connected", "disconnected"):
+            effects = getattr(machine, name)(now)
+        elif name == "published":
+            machine.published = (machine.step, machine.lineage)
+        else:
+            effects = machine.received(getattr(self, f"_{name}")(words), now)
+        machine.check()
+        return [show(effect) for effect in effects] + [self._state()]
+
+    def _state(self) -> str:
+        machine = self.machine
+        text = f"{machine.stage.value}/{machine.attempt.value} {machine.step}/{machine.lineage}"
+        for shown in ("ready", "healing", "may_vote", "state_fetched"):
+            text += f" {shown}" * getattr(machine, shown)
+        if machine.targets:
+            text += f" targets={show(machine.targets)}"
+        if machine.outcome is not None:
+            text += f" {show(machine.outcome)}"
+        return f"= {text}"
+
+    def _quorum(self, words: Words) -> Quorum:
+        given = words.given
+        names = given.get("changed", "").split()
+        changed = tuple(
+            Member(n.rstrip("*"), 1, (n.rstrip("*").encode(),), n.endswith("*")) for n in names
+        )
+        return Quorum(
+            ROOM, int(words.plain[0]), words.number("step"),
+            self.names.resolve(given.get("lineage", "root")), words.number("base"),
+            tuple(given.get("removed", "").split()), changed, "test", given.get("settle", ""),
+            given.get("control", "").encode(),
+        )  # fmt: skip
+
+    def _decision(self, words: Words) -> Decision:
+        quorum_id, step = (int(part) for part in words.plain[0].split("/"))
+        following = None
+        if "next" in words.given:
+            words.plain[0] = words.given["next"]
+            words.given["step"] = words.given.get("next_step", str(step))
+            following = self._quorum(words)
+        return Decision(
+            ROOM, quorum_id, step, words.flag("commit"), "test", following,
+            words.flag("waiting"), words.given.get("control", "").encode(),
+        )  # fmt: skip
+
+    def _revoke(self, words: Words) -> Revoke:
+        quorum_id, step = (int(part) for part in words.plain[0].split("/"))
+        return Revoke(ROOM, quorum_id, step, "a peer died")
+
+    def _expelled(self, words: Words) -> Expelled:
+        return Expelled(ROOM, int(words.plain[0]), "evicted", words.flag("hung"))
+
+    def _waiting(self, words: Words) -> Waiting:
+        return Waiting(ROOM, "not enough")
+
+    def _refused(self, words: Words) -> Refused:
+        return Refused(ROOM, "wrong model")
+
+
+def _after(lineage: str, quorum_id: int, step: int) -> str:
+    from lighthouse.messages import next_lineage
+
+    return next_lineage(lineage, quorum_id, step)
+
+
+def play(text: str) -> str:
+    """`text` with the answers that the machine gives now."""
+    names = Names()
+    stage: RoomStage | ReplicaStage | None = None
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("    "):
+            continue
+        lines.append(line)
+        if not line.strip() or line.startswith("#"):
+            continue
+        words = read(line)
+        if stage is None:
+            stage = {"room": RoomStage, "replica": ReplicaStage}[words.name](words, names)
+            continue
+        lines += ["    " + names.shorten(answer) for answer in stage.do(words)]
+    return "\n".join(lines) + "\n"

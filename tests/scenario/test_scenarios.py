@@ -1,0 +1,23 @@
+"""Every text scenario, with everything the machine says in it. See `language.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.scenario.language import play
+
+FILES = sorted(Path(__file__).parent.glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_scenario(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert play(text) == text
+
+
+def test_a_wrong_answer_is_noticed() -> None:
+    text = FILES[0].read_text(encoding="utf-8")
+    assert play(text.replace("    ", "    not ", 1)) == play(text)
+    assert play(text.replace("    ", "    not ", 1)) != text.replace("    ", "    not ", 1)

@@ -1,0 +1,269 @@
+"""The simulator's own parts: what they promise to the runs built on them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from lighthouse.messages import Beat, Decision, Reply, Request, RoomKey
+from tests.sim.checker import Checker, Violation
+from tests.sim.clock import Clock
+from tests.sim.cluster import Cluster
+from tests.sim.network import Link, Network, NetworkProfile
+from tests.sim.plane import Contribution, Plane
+from tests.sim.process import Process
+from tests.sim.profile import FAULTS, Fault, Profile, profile_of
+from tests.sim.run import run
+
+ROOM = RoomKey("job", "room")
+
+
+class Ear:
+    """A process that only listens."""
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.heard: list[Any] = []
+
+    def link_up(self) -> None:
+        self.heard.append("up")
+
+    def link_down(self) -> None:
+        self.heard.append("down")
+
+    def hear(self, message: Reply) -> None:
+        self.heard.append(message)
+
+
+def make(profile: NetworkProfile) -> tuple[Clock, Network, Link, Ear, list[Request], list[bytes]]:
+    clock, ear = Clock(), Ear()
+    network = Network(clock, random.Random(1), profile)
+    said: list[Request] = []
+    lost: list[bytes] = []
+    network.to_lighthouse = lambda peer, message: said.append(message)
+    network.lighthouse_lost = lost.append
+    link = Link("a", ear)
+    network.lighthouse_started()
+    network.attach(link)
+    clock.run_until(1.0)
+    return clock, network, link, ear, said, lost
+
+
+def beat(step: int) -> Beat:
+    return Beat(ROOM, "a", 1, step)
+
+
+def test_the_clock_runs_calls_in_order_of_time_then_of_scheduling() -> None:
+    clock, seen = Clock(), []
+    clock.at(2.0, seen.append, "late")
+    clock.at(1.0, seen.append, "first")
+    clock.at(1.0, seen.append, "second")
+    clock.run_until(1.5)
+    assert seen == ["first", "second"]
+    assert clock.now == 1.5
+
+
+def test_one_connection_keeps_the_order() -> None:
+    clock, network, link, _, said, _ = make(NetworkProfile(jitter_s=0.5))
+    for step in range(50):
+        network.send_up(link, beat(step))
+    clock.run_until(10.0)
+    assert said == [beat(step) for step in range(50)]
+
+
+def test_harsh_mode_loses_repeats_and_reorders() -> None:
+    clock, network, link, _, said, _ = make(NetworkProfile(loss=0.2, repeat=0.2, reorder=0.2))
+    for step in range(200):
+        network.send_up(link, beat(step))
+    clock.run_until(10.0)
+    steps = [m.step for m in said if isinstance(m, Beat)]
+    assert set(steps) < set(range(200))
+    assert len(steps) > len(set(steps))
+    assert steps != sorted(steps)
+
+
+def test_a_broken_connection_takes_what_is_on_its_way_and_keeps_what_is_sent_later() -> None:
+    clock, network, link, ear, said, lost = make(NetworkProfile())
+    network.send_up(link, beat(1))
+    network.break_link(link, lighthouse_s=0.3, process_s=0.1)
+    network.send_up(link, beat(2))  # nobody has noticed yet
+    clock.run_until(1.1)  # the process has, and is not connected again yet
+    network.send_up(link, beat(3))
+    clock.run_until(3.0)
+    assert said == [beat(3)]
+    assert ear.heard == ["up", "down", "up"]
+    assert lost == [b"a#1"]
+
+
+def test_a_partition_lasts_until_it_is_lifted() -> None:
+    clock, network, link, ear, said, lost = make(NetworkProfile())
+    network.block(link)
+    clock.run_until(5.0)
+    network.send_up(link, beat(1))
+    network.send_down(b"a#1", Decision(ROOM, 1, 1, True))
+    clock.run_until(9.0)
+    assert (said, ear.heard) == ([], ["up", "down"])
+    network.unblock(link)
+    clock.run_until(10.0)
+    assert (said, ear.heard) == ([beat(1)], ["up", "down", "up"])
+    assert lost == [b"a#1"]
+
+
+# ---------------------------------------------------------------- plane
+
+
+class Worker:
+    def __init__(self, replica_id: str) -> None:
+        self.replica_id = replica_id
+        self.made: list[str] = []
+        self.results: list[Any] = []
+
+    def group_made(self, quorum_id: int, error: str) -> None:
+        self.made.append(error)
+
+    def reduced(self, quorum_id: int, sequence: int, total: Any) -> None:
+        self.results.append(total)
+
+
+def three_workers() -> tuple[Clock, Plane, list[Any], Checker]:
+    clock = Clock()
+    everybody = frozenset("abc")
+    checker = Checker(
+        now=lambda: clock.now, unreachable=frozenset, living=lambda: everybody,
+        cut_since=lambda since: frozenset(), life=lambda: 1,
+    )  # fmt: skip
+    checker.announced(1, ("a", "b", "c"))
+    checker.healing[1] = frozenset()
+    plane = Plane(clock, random.Random(1), checker)
+    return clock, plane, [Worker(name) for name in "abc"], checker
+
+
+def part(name: str) -> Contribution:
+    return Contribution(name, 7, ord(name))
+
+
+def test_a_group_needs_all_its_members() -> None:
+    clock, plane, workers, _ = three_workers()
+    for worker in workers[:2]:
+        plane.configure(worker, 1, ("a", "b", "c"))
+    clock.run_until(1.0)
+    assert not workers[0].made
+    plane.configure(workers[2], 1, ("a", "b", "c"))
+    clock.run_until(2.0)
+    assert [w.made for w in workers] == [[""], [""], [""]]
+
+
+def test_all_who_finish_an_all_reduce_hold_the_same_sum() -> None:
+    clock, plane, workers, _ = three_workers()
+    for worker in workers:
+        plane.configure(worker, 1, ("a", "b", "c"))
+    clock.run_until(1.0)
+    for worker in workers:
+        plane.enter(worker, 1, 0, part(worker.replica_id))
+    clock.run_until(2.0)
+    sums = [w.results for w in workers]
+    assert sums[0] == sums[1] == sums[2]
+    assert sums[0][0].parts == {part("a"), part("b"), part("c")}
+
+
+def test_a_member_that_goes_breaks_the_operation_for_those_not_done() -> None:
+    clock, plane, workers, _ = three_workers()
+    for worker in workers:
+        plane.configure(worker, 1, ("a", "b", "c"))
+    clock.run_until(1.0)
+    for worker in workers[:2]:
+        plane.enter(worker, 1, 0, part(worker.replica_id))
+    plane.leave("c", 1)
+    clock.run_until(2.0)
+    assert all(result is None for w in workers for result in w.results)
+
+
+def test_collectives_of_two_steps_never_meet() -> None:
+    clock, plane, workers, _ = three_workers()
+    for worker in workers:
+        plane.configure(worker, 1, ("a", "b", "c"))
+    clock.run_until(1.0)
+    plane.enter(workers[0], 1, 0, part("a"))
+    plane.enter(workers[1], 1, 0, part("b"))
+    with pytest.raises(Violation, match="mismatched"):
+        plane.enter(workers[2], 1, 1, part("c"))
+
+
+# ---------------------------------------------------------------- checker
+
+
+def test_two_member_lists_of_one_id_are_a_violation() -> None:
+    *_, checker = three_workers()
+    with pytest.raises(Violation, match="S1"):
+        checker.same_members(1, ("a", "b"), ("a", "c"))
+    with pytest.raises(Violation, match="S1"):
+        checker.announced(1, ("a", "b"))
+
+
+def test_two_states_at_one_position_are_a_violation() -> None:
+    *_, checker = three_workers()
+    checker.born("a", (0, "root"), 1)
+    with pytest.raises(Violation, match="S3"):
+        checker.born("b", (0, "root"), 2)
+
+
+def test_a_healing_contributor_is_a_violation() -> None:
+    clock, plane, workers, checker = three_workers()
+    checker.healing[1] = frozenset("c")
+    for worker in workers:
+        plane.configure(worker, 1, ("a", "b", "c"))
+    clock.run_until(1.0)
+    plane.enter(workers[0], 1, 0, part("a"))
+    plane.enter(workers[1], 1, 0, part("b"))
+    with pytest.raises(Violation, match="S4"):
+        plane.enter(workers[2], 1, 0, part("c"))
+
+
+# ---------------------------------------------------------------- runs
+
+
+def test_a_paused_process_finds_what_it_missed() -> None:
+    cluster = Cluster("pause", Profile(slots=("a",)))
+    cluster.start_lighthouse()
+    cluster.spawn("a")
+    cluster.clock.run_until(3.0)
+    process = cluster.process_in("a")
+    assert isinstance(process, Process)
+    process.pause()
+    before = process.commits
+    cluster.clock.run_until(4.0)
+    assert process.commits == before
+    process.resume()
+    cluster.clock.run_until(6.0)
+    assert process.commits > before + 5
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_each_fault_alone_is_survived(kind: str) -> None:
+    faults = (Fault(2.0, kind, "a", 1.0), Fault(3.0, kind, "b", 1.0))
+    result = run(f"only {kind}", Profile(faults=faults, faulty_s=6.0))
+    assert result.commits > 30
+    assert not result.woken
+
+
+def test_seeds_cover_every_fault_and_mode() -> None:
+    profiles = [profile_of(seed) for seed in range(300)]
+    assert {fault.kind for p in profiles for fault in p.faults} == set(FAULTS)
+    assert any(p.network.harsh for p in profiles)
+    assert any(p.group_commit for p in profiles)
+    assert any(p.asynchronous for p in profiles)
+    assert any(p.rooms > 1 for p in profiles)
+
+
+def test_a_room_that_can_not_commit_breaks_the_liveness_promise() -> None:
+    profile = Profile(slots=("a", "b"), min_replicas=2, faulty_s=3.0)
+
+    class Deaf(Cluster):
+        def _request(self, peer: bytes, message: Request) -> None:
+            if self.clock.now < 1.0:
+                super()._request(peer, message)
+
+    with pytest.raises(Violation, match="L1"):
+        run("deaf", profile, cluster_type=Deaf)
