@@ -146,7 +146,7 @@ def target_torchft(addresses: list[Any], state: State, *, chunks: int) -> Callab
 
 
 def run_source(kind: str, mib: int) -> None:
-    import torch  # noqa: F401 (the imports' memory does not count)
+    import torch  # noqa: F401
 
     if kind.startswith("torchft"):
         import torchft  # noqa: F401

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import arguments, report  # noqa: E402
+from common import arguments, report
 
 
 def resident_mib(pid: int) -> float:

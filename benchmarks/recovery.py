@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import arguments, report, torchft_version  # noqa: E402
+import itertools
+
+from common import arguments, report, torchft_version
 
 STEP_S = 0.05
 NUMEL = 85_000
@@ -269,7 +271,7 @@ def experiment(case: Case, trials: int) -> dict[str, Any]:
 
 
 def _gap_list(commits: list[float], start: float, end: float) -> list[float]:
-    return [b - a for a, b in zip(commits, commits[1:], strict=False) if start <= b and a <= end]
+    return [b - a for a, b in itertools.pairwise(commits) if start <= b and a <= end]
 
 
 def _gaps(commits: list[float], start: float, end: float) -> float:

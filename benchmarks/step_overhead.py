@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import arguments, median_ms, report, torchft_version  # noqa: E402
+from common import arguments, median_ms, report, torchft_version
 
 SIZES = {"9 k": (64, 84, 40), "301 k": (256, 512, 330), "4.35 M": (1024, 2048, 1100)}
 BATCH = 16
@@ -76,7 +76,7 @@ class Ours:
         self.manager = Manager(
             ProcessGroupGloo(timeout=timedelta(seconds=30)),
             load_state_dict=lambda state: None,
-            state_dict=lambda: {},
+            state_dict=dict,
             min_replica_size=2,
             use_async_quorum=False,
             lighthouse_addr=ports["ours"],
@@ -121,7 +121,7 @@ class Torchft:
         self.manager = Manager(
             pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
             load_state_dict=lambda state: None,
-            state_dict=lambda: {},
+            state_dict=dict,
             min_replica_size=2,
             lighthouse_addr=ports["torchft"],
             replica_id=f"bench_{rank}",

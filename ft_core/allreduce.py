@@ -51,9 +51,7 @@ def prepare(tensor: Tensor, op: str, *, participating: bool, scale: float) -> No
     """
     if not participating:
         fill_neutral(tensor, op)
-    elif op == "avg" and scale != 1.0 and tensor.is_floating_point():
-        tensor.mul_(scale)
-    elif op == "avg" and tensor.is_complex():
+    elif op == "avg" and scale != 1.0 and (tensor.is_floating_point() or tensor.is_complex()):
         tensor.mul_(scale)
 
 

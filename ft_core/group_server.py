@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +33,7 @@ from lighthouse.sockets import ACCEPTED, DISCONNECTED, close, open_router, read_
 
 log = logging.getLogger("ft_core")
 
-_managers = itertools.count()
+_managers: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,16 +213,18 @@ class GroupLink:
 # ---------------------------------------------------------------- the rendezvous
 
 
-def announce_leader(store_addr: str, store_port: int, leader: Leader, timeout_s: float) -> None:
+def announce_leader(
+    store_addr: str, store_port: int, job: str, leader: Leader, timeout_s: float
+) -> None:
     """Rank 0: let the other ranks find the leader. Raises ValueError, or as the store does."""
     store = _store(store_addr, store_port, timeout_s)
-    store.set(_key(), msgpack.packb([leader.address, leader.replica_id]))
+    store.set(_key(job), msgpack.packb([leader.address, leader.replica_id]))
 
 
-def find_leader(store_addr: str, store_port: int, timeout_s: float) -> Leader:
+def find_leader(store_addr: str, store_port: int, job: str, timeout_s: float) -> Leader:
     """Other ranks: wait for the leader. Raises ValueError, or as the store does."""
     store = _store(store_addr, store_port, timeout_s)
-    address, replica_id = msgpack.unpackb(store.get(_key()))
+    address, replica_id = msgpack.unpackb(store.get(_key(job)))
     return Leader(address, replica_id)
 
 
@@ -237,8 +240,9 @@ def _store(store_addr: str, store_port: int, timeout_s: float) -> Any:
     return dist.TCPStore(store_addr, store_port, None, False, timeout)
 
 
-def _key() -> str:
-    """One key a manager and life: a second manager in the same processes must not find the first,
-    nor a restarted group what its predecessor left in torchelastic's store."""
+def _key(job: str) -> str:
+    """One key a manager of `job` and life: a second manager in the same processes must not find
+    the first one's leader, nor a restarted group what its predecessor left in torchelastic's
+    store. All ranks create their managers of one job in the same order."""
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"ft_core/leader/{life}/{next(_managers)}"
+    return f"ft_core/leader/{life}/{job}/{next(_managers[job])}"

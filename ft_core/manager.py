@@ -371,7 +371,8 @@ class Manager:
                 finished.value()
                 finish(tensor, op, part.participants)
             except Exception as error:
-                self.report_error(error)
+                # A future wraps errors into its own, with a stack; the group has the plain one.
+                self.report_error(self._pg.errored() or error)
             return tensor
 
         result = future.then(done)

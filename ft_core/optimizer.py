@@ -13,7 +13,6 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer as TorchOptimizer
 
-
 if TYPE_CHECKING:
     from ft_core.manager import Manager
 

@@ -59,6 +59,7 @@ class DataPlane:
         into: Callable[[], Any],
     ) -> None:
         self.process_group = process_group
+        process_group.advertise(host)
         self._server = HealServer(host=host, token=token)
         self._token, self._allow_objects = token, allow_objects
         self._group_rank = group_rank

@@ -183,7 +183,7 @@ class Session:
                 self.lighthouse, identity=identity, timeouts=limits, context=self._context
             )
             return link, options.replica_id
-        store = (options.store_addr, options.store_port)
+        store, job = (options.store_addr, options.store_port), options.job_id
         if options.group_rank == 0:
             self._group = GroupServer(
                 options.group_world_size,
@@ -193,9 +193,9 @@ class Session:
                 timeouts=limits,
             )
             leader = Leader(self._group.address, options.replica_id)
-            announce_leader(*store, leader, limits.connect_timeout_s)
+            announce_leader(*store, job, leader, limits.connect_timeout_s)
         else:
-            leader = find_leader(*store, limits.connect_timeout_s)
+            leader = find_leader(*store, job, limits.connect_timeout_s)
         return GroupLink(leader, options.group_rank, limits, self._context), leader.replica_id
 
     @property

@@ -10,7 +10,7 @@ from lighthouse import quorum as rules
 from lighthouse.ballot import Ballot
 from lighthouse.config import LighthouseConfig
 from lighthouse.history import History, Patience
-from lighthouse.messages import NO_QUORUM, Join
+from lighthouse.messages import Join
 from lighthouse.seats import Seat, Seats
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 8
@@ -27,7 +27,6 @@ class Forming:
         self._min_replicas = config.min_replicas
         self._expected = config.expected_replicas
         self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
-        self._has_past = bool(history.missed)  # R6 is for a room's very first quorum
         self._after_discard = False
         self._patience = Patience(
             SHORTEST_PAUSE * limits.heal_timeout_s, LONGEST_PAUSE * limits.heal_timeout_s
@@ -42,7 +41,6 @@ class Forming:
         missed.discard(join.replica_id)
         if not self._previous:
             missed.update(r for r in join.last_members if r not in self._seats)
-        self._has_past = self._has_past or join.quorum_id != NO_QUORUM
         self._min_replicas = max(self._min_replicas, join.min_replicas)
         self._expected = max(self._expected, join.expected_replicas)
 
@@ -86,7 +84,7 @@ class Forming:
             len(self._seats),
             self._min_replicas,
             self._expected,
-            not self._previous and not self._has_past,
+            self._seats.veterans == 0,
             self.since + self._join_timeout_s,
             now,
             0 if held else len(missed),
@@ -102,7 +100,7 @@ class Forming:
             head=head,
             since=self.since,
             join_timeout_s=self._join_timeout_s,
-            has_past=self._has_past,
+            has_past=self._seats.veterans > 0,
         )
         return rules.decide(situation, now)
 

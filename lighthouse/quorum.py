@@ -8,14 +8,15 @@ R1  Fewer than `min_replicas` candidates: wait.
 R2  They go on from the newest position among them: the highest step; at equal step the room's
     own head, else the position that most candidates hold, else that of the first by order.
     All others are behind and heal (R3). A torn state (partly overwritten) is nobody's position:
-    its holder heals, and where all are torn they wait for one that is whole.
+    its holder heals, and where all are torn they wait for one that is whole, up to the join
+    timeout; then they are sent away to start again.
 R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
 R4  If a candidate holds the room's head, nobody of the last quorum holds anything newer: form at
     once.
 R5  Members of an earlier quorum may hold a newer state than any candidate (the lighthouse was
     restarted, or all of them are away). While one of those is missing, wait, but no longer than
     the join timeout: a state that nobody brings back is lost, and the rest goes on.
-R6  The first quorum of a room without a past waits for `expected_replicas`, or, where nobody said how many
+R6  Where no candidate has been in a quorum of the room yet, the next one waits for `expected_replicas`, or, where nobody said how many
     will come, for stragglers; in both cases no longer than the join timeout.
 R7  Ranks: members of the last quorum keep their order, newcomers follow in natural order of
     their names when a room starts, in order of arrival later.
@@ -63,7 +64,7 @@ class Situation:
         head: position of the last commit that this lighthouse knows.
         since: when waiting began (the first candidate arrived, or the last quorum ended).
         join_timeout_s: see `Timeouts`.
-        has_past: somebody was in a quorum of this room before this lighthouse knew it.
+        has_past: some candidate has been in a quorum of this room before.
     """
 
     candidates: tuple[Candidate, ...]
@@ -88,11 +89,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A choice or none, why, and when time alone may change the answer."""
+    """A choice or none, why, and when time alone may change the answer.
+
+    `hopeless`: it can't, nor can any of those who wait: they must start again.
+    """
 
     choice: Choice | None
     reason: str
     wake_at: float | None = None
+    hopeless: bool = False
 
 
 def too_early(
@@ -106,8 +111,8 @@ def too_early(
 ) -> Verdict | None:
     """R1, R5 and R6 by numbers alone, in constant time; None: ask `decide`.
 
-    Spares a room that fills up with N replica groups N looks at all of them. `first`: no quorum
-    was formed or is remembered yet. `expires`: when the join timeout ends. `missed`: members of
+    Spares a room that fills up with N replica groups N looks at all of them. `first`: nobody here
+    has been in a quorum yet. `expires`: when the join timeout ends. `missed`: members of
     an earlier quorum to wait for (R5), 0 if R4 applies.
     """
     if count < min_replicas:
@@ -130,9 +135,10 @@ def decide(situation: Situation, now: float) -> Verdict:
     if not situation.candidates:
         return Verdict(None, "nobody waits")
     position = newest(situation.candidates, situation.head)
+    expires = situation.since + situation.join_timeout_s
     if position is None:
-        return Verdict(None, "all who wait hold a state that was partly overwritten: waiting for "
-                             "a replica group with a whole one")  # fmt: skip
+        wake_at = expires if now < expires else None
+        return Verdict(None, _TORN, wake_at, hopeless=wake_at is None)
     able = [c for c in situation.candidates if c.can_heal or c.position == position]
     short = situation.min_replicas - len(able)
     if short > 0:
@@ -140,7 +146,6 @@ def decide(situation: Situation, now: float) -> Verdict:
         extra = f"; {refused} behind and not allowed to heal" if refused else ""
         return Verdict(None, f"waiting for {short} of min_replicas={situation.min_replicas}{extra}")
     waiting_for = _stragglers(situation, able)
-    expires = situation.since + situation.join_timeout_s
     if waiting_for and now < expires:
         return Verdict(None, waiting_for, expires)
     choice = Choice(
@@ -194,7 +199,7 @@ def _stragglers(situation: Situation, able: Sequence[Candidate]) -> str:
         return ""  # R4
     if situation.missed:
         return _missing(len(situation.missed))
-    if situation.previous or situation.has_past:
+    if situation.has_past:
         return ""  # all members of the last quorum are here, or left for good
     if situation.expected_replicas:
         short = situation.expected_replicas - len(able)
@@ -202,6 +207,12 @@ def _stragglers(situation: Situation, able: Sequence[Candidate]) -> str:
             return f"waiting for {short} of {situation.expected_replicas} expected replica groups"
         return ""
     return "waiting for stragglers until the join timeout"
+
+
+_TORN = (
+    "the state of all who wait was partly overwritten by a heal whose source is gone: start the "
+    "replica groups again, from a checkpoint where there is one"
+)
 
 
 def _missing(count: int) -> str:

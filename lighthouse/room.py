@@ -164,6 +164,8 @@ class Room:
         self._group_commit = self._group_commit or join.group_commit
         if self._live is None:
             self._form_and_tell(now)
+        if seat.replica_id not in self._seats:
+            return  # sent away
         waits = self._live is None or not self._live.has(seat.replica_id)
         if waits and self._voice.is_news(seat, self._live):
             self._voice.explain_to(seat, self._live)
@@ -369,11 +371,20 @@ class Room:
             if verdict.choice is None:
                 self._history.unsettle(self._seats)
         self._wake_at = verdict.wake_at
+        if verdict.hopeless:
+            self._send_away(verdict.reason)
+            return False
         if verdict.choice is None:
             self._voice.explain(verdict.reason, self._seats, now)
             return False
         self._install(verdict.choice, verdict.reason, now)
         return True
+
+    def _send_away(self, reason: str) -> None:
+        """Nothing can come of those who wait."""
+        for seat in list(self._seats):
+            self._voice.send(seat.peer, Refused(self.key, reason))
+            self._seats.take(seat.replica_id)
 
     def _form_and_tell(self, now: float) -> None:
         if self._form(now):
@@ -385,7 +396,9 @@ class Room:
         self._next_id += 1
         members, names = [], {}
         for replica_id in choice.members:
-            join = self._seats[replica_id].join
+            seat = self._seats[replica_id]
+            self._seats.promote(seat)
+            join = seat.join
             healing = replica_id in choice.healing
             members.append(Member(replica_id, len(join.addresses), join.addresses, healing))
             names[replica_id] = join.name

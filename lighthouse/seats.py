@@ -20,7 +20,7 @@ class Seat:
 
     `doubt`: its step in doubt, until it votes again; `settle`, `control`: what became of that.
     `base_id`: the last quorum whose member list it surely holds. `told`: why it waits, as it
-    heard it last.
+    heard it last. `veteran`: it has been in a quorum of this room.
     """
 
     join: Join
@@ -32,6 +32,7 @@ class Seat:
     control: bytes = b""
     base_id: int = NO_QUORUM
     told: str = ""
+    veteran: bool = False
 
     @property
     def replica_id(self) -> str:
@@ -59,6 +60,8 @@ class Seats:
         self._by_name: dict[str, str] = {}
         self._by_peer: dict[Peer, set[str]] = {}
         self._arrivals = 0
+        self.veterans = 0
+        """How many of them have been in a quorum of this room."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -93,7 +96,14 @@ class Seats:
         self._by_id[join.replica_id] = seat
         self._by_name[join.name] = join.replica_id
         self._by_peer.setdefault(peer, set()).add(join.replica_id)
+        if join.quorum_id != NO_QUORUM:
+            self.promote(seat)
         return seat
+
+    def promote(self, seat: Seat) -> None:
+        """`seat` has been in a quorum."""
+        self.veterans += not seat.veteran
+        seat.veteran = True
 
     def take(self, replica_id: str) -> Seat | None:
         """Remove a seat and return it."""
@@ -101,6 +111,7 @@ class Seats:
         if seat is not None:
             del self._by_name[seat.join.name]
             self._forget_peer(seat)
+            self.veterans -= seat.veteran
         return seat
 
     def move(self, seat: Seat, peer: Peer) -> None:
@@ -128,6 +139,7 @@ class Seats:
         """Assert every invariant."""
         assert self._by_name == {s.join.name: r for r, s in self._by_id.items()}
         assert sum(len(ids) for ids in self._by_peer.values()) == len(self._by_id)
+        assert self.veterans == sum(seat.veteran for seat in self)
         for replica_id, seat in self._by_id.items():
             assert seat.replica_id == replica_id
             assert replica_id in self._by_peer[seat.peer]

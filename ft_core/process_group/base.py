@@ -82,6 +82,9 @@ class ProcessGroup(dist.ProcessGroup):
         be repeated. With `quorum_id`, does nothing if that quorum is not the current one any more.
         """
 
+    def advertise(self, host: str) -> None:
+        """Use the address `host` unless the constructor was given one; before `address`."""
+
     pinned_quorum: int | None = None
 
     def pin(self, quorum_id: int | None) -> None:

@@ -76,6 +76,11 @@ class MeshProcessGroup(ProcessGroup):
         """Of the last `configure`; -1 before the first."""
         return self._quorum_id
 
+    def advertise(self, host: str) -> None:
+        with self._lock:
+            if self._hostname is None and self._interface is None and self._doorbell is None:
+                self._hostname = host
+
     def address(self) -> bytes:
         with self._lock:
             if self._shut_down:

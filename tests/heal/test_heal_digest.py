@@ -92,7 +92,7 @@ def test_pairs_of_sign_bits_are_seen() -> None:
     """Two flips of the top bit of a word cancel out in a plain weighted sum."""
     flat = torch.zeros(64 << 10, dtype=torch.uint8)
     sums = {checksum(flat)}
-    pairs = [(a, b) for a in range(7, 800, 8) for b in range(7, a, 8)]
+    pairs = [(a, b) for a in range(7, 400, 8) for b in range(7, a, 8)]
     sums |= {_changed(flat, *pair) for pair in pairs}
     assert len(sums) == len(pairs) + 1
 

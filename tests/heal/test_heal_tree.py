@@ -13,9 +13,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 
-from ft_core.heal import HealError, UnsupportedObjectError, allow_enum, pack, unpack
+from ft_core.heal import HealError, UnsupportedObjectError, allow_enum, digest, pack, unpack
 from ft_core.heal.pack import byte_view
 from ft_core.heal.tree import DTYPES
 from tests.heal.support import same
@@ -269,7 +270,11 @@ class TestInto:
     """Receiving into the target's own tree."""
 
     def test_equal_tensors_are_filled_in_place(self) -> None:
-        mine = {"w": torch.zeros(2, 3), "n": [torch.zeros(4, dtype=torch.int64)], "x": 1}
+        mine: dict[str, Any] = {
+            "w": torch.zeros(2, 3),
+            "n": [torch.zeros(4, dtype=torch.int64)],
+            "x": 1,
+        }
         back = travel({"w": torch.ones(2, 3), "n": [torch.arange(4)], "x": 2}, into=mine)
         assert back["w"] is mine["w"]
         assert back["n"][0] is mine["n"][0]
@@ -278,7 +283,11 @@ class TestInto:
         assert back["x"] == 2
 
     def test_other_shapes_and_dtypes_get_memory_of_their_own(self) -> None:
-        mine = {"w": torch.zeros(3), "v": torch.zeros(2, dtype=torch.float64), "u": 5}
+        mine: dict[str, Any] = {
+            "w": torch.zeros(3),
+            "v": torch.zeros(2, dtype=torch.float64),
+            "u": 5,
+        }
         back = travel({"w": torch.ones(2), "v": torch.ones(2), "u": torch.ones(1)}, into=mine)
         assert torch.equal(back["w"], torch.ones(2))
         assert back["v"].dtype == torch.float32
@@ -304,7 +313,7 @@ class TestInto:
 
     def test_tied_there_but_not_here(self) -> None:
         shared = torch.arange(3.0)
-        mine = {"a": torch.zeros(3), "b": torch.zeros(3)}
+        mine: dict[str, Any] = {"a": torch.zeros(3), "b": torch.zeros(3)}
         back = travel({"a": shared, "b": shared}, into=mine)
         assert back["a"] is mine["a"]
         assert back["b"] is mine["b"]
@@ -316,6 +325,25 @@ class TestInto:
         assert back["p"] is mine
         assert torch.equal(mine.detach(), torch.ones(3))
         assert mine.requires_grad
+
+    def test_sharded_tensors_travel_by_their_local_part(self) -> None:
+        from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            theirs = DTensor.from_local(torch.arange(6.0), mesh, [Replicate()])
+            mine = DTensor.from_local(torch.zeros(6), mesh, [Replicate()])
+            back = travel({"w": theirs}, into={"w": mine})
+            assert back["w"] is mine
+            assert torch.equal(mine.to_local(), torch.arange(6.0))
+            assert digest({"w": mine}) == digest({"w": theirs})
+            with pytest.raises(HealError, match=r"global shape \[6\]; pass into="):
+                travel({"w": theirs})
+            with pytest.raises(HealError, match="pass into="):
+                travel({"w": theirs}, into={"w": torch.zeros(6)})
+        finally:
+            dist.destroy_process_group()
 
     def test_pickles_do_not_run_while_places_are_matched(self) -> None:
         manifest, tensors = pack({"c": Custom(1), "w": torch.ones(1)}, allow_objects=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 import msgpack
 import pytest
@@ -23,10 +25,8 @@ MESSAGES = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.kind)
 def test_round_trip(message: wire.Request | wire.Reply) -> None:
-    is_request = isinstance(message, wire.Request)
-    good, bad = wire.decode_request, wire.decode_reply
-    if not is_request:
-        good, bad = bad, good
+    decoders: list[Callable[[bytes], object]] = [wire.decode_request, wire.decode_reply]
+    good, bad = decoders if isinstance(message, wire.Request) else decoders[::-1]
     assert good(wire.encode(message)) == message
     with pytest.raises(wire.WireError, match="unknown kind"):
         bad(wire.encode(message))

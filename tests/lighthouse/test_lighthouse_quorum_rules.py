@@ -117,7 +117,7 @@ def twin(s: Situation, now: float) -> list[str] | None:
     if not any(c.position == s.head for c in chosen) and not timed_out:  # else R4
         if s.missed:  # R5
             return None
-        if not s.previous and not s.has_past:  # R6
+        if not s.has_past:  # R6
             if s.expected_replicas == 0 or len(chosen) < s.expected_replicas:
                 return None
     return twin_ranks(chosen, s.previous)
@@ -163,8 +163,8 @@ def test_the_short_cut_never_contradicts_the_rules(case: tuple[Situation, float]
     situation, now = case
     healthy = tuple(replace(c, can_heal=True) for c in situation.candidates)
     situation = replace(situation, candidates=healthy)
-    first = not situation.previous and not situation.has_past
-    if first:  # as in a room: no quorum was formed yet
+    first = not situation.has_past
+    if first:  # as in a room: nobody here holds what a quorum made
         situation = replace(situation, head=None)
     held = any(c.position == situation.head for c in healthy)
     missed = 0 if held else len(situation.missed)

@@ -15,7 +15,6 @@ Reports: {"kind": K, ...}: ready, began, at, step, event (telemetry), ended.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import signal
@@ -141,7 +140,7 @@ class Worker:
 
         # Ranks find each other by how many managers their processes have had; these processes are
         # used again, in other groups, so that they must all count from the start of the run.
-        group_server._managers = itertools.count()
+        group_server._managers.clear()
         model = Model(options)
         limit = timedelta(seconds=options.timeout_s)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ft_core.replica import Replica, Transmit
+from ft_core.replica import Replica, Stage, Transmit
 from lighthouse.config import LighthouseConfig
 from lighthouse.messages import Join, Obituary, Request, RoomKey
 from lighthouse.state import Effect, Lighthouse, Note, Remember, Send, first_quorum_id
@@ -82,6 +82,7 @@ class Cluster:
         start = self.checkpoints.get(slot, START)
         process = Process(self, slot, self.room_of(slot), self._lives[slot], habits, start)
         self.running[process.replica_id] = process
+        self.cut(process, self.clock.now)  # nobody can have heard of it yet
         self.log(f"{process.replica_id} starts at step {start[0][0]}")
         process.start()
 
@@ -107,6 +108,8 @@ class Cluster:
             process.alive = False
             self._end(process)
             self.network.break_link(process.link, lighthouse_s=0.002, process_s=0.0)
+            if process.replica.stage is Stage.REFUSED:  # a supervisor starts it again
+                self.clock.after(self.profile.restart_s, self.spawn, process.slot)
 
     def _end(self, process: Process) -> None:
         self.running.pop(process.replica_id, None)

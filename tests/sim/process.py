@@ -405,7 +405,7 @@ class Process:
             sequence = self.plane.enter(self, view.quorum_id, view.step, part)
             self._pinned = key = (view.quorum_id, sequence)
             clock.after(self._patience_s(), self._event, self._stall, key)
-            yield lambda: key in self.results or replica.attempt is not Attempt.PINNED
+            yield lambda key=key: key in self.results or replica.attempt is not Attempt.PINNED
             total = self.results.pop(key, None)
             self._pinned = None
             if total is None or replica.attempt is not Attempt.PINNED:

@@ -90,19 +90,24 @@ def _run(cluster: Cluster, profile: Profile) -> Result:
 def _live(
     cluster: Cluster, core: list[Process], wanted: dict[str, int], until: float
 ) -> bool:
-    """Run until every process of the core has its commits."""
-    left = list(core)
+    """Run until every process of the core, or what was started in its place, has its commits."""
+    left = [process.slot for process in core]
 
     def done() -> bool:
-        while left and left[-1].commits >= wanted[left[-1].replica_id]:
+        while left:
+            process = cluster.process_in(left[-1])
+            if process is None:
+                return False
+            if process.commits < wanted.get(process.replica_id, COMMITS_WANTED):
+                return False
             left.pop()
-        return not left
+        return True
 
     return done() or cluster.clock.run_until(until, done)
 
 
 def _wake_lost_rooms(cluster: Cluster) -> bool:
-    """Un-hang quorums all of whose members hang; whether there was one.
+    """Un-hang quorums all of whose members that hold the state hang; whether there was one.
 
     The bound does not cover them: nobody can tell a loop that hangs from one that computes for
     long, and evicting the last holders of a state on suspicion would throw the state away.
@@ -110,7 +115,7 @@ def _wake_lost_rooms(cluster: Cluster) -> bool:
     found = False
     assert cluster.lighthouse is not None
     for room in cluster.lighthouse.status()["rooms"]:  # type: ignore[attr-defined]
-        living = [m["replica_id"] for m in room["members"] if not m["gone"]]
+        living = [m["replica_id"] for m in room["members"] if not m["gone"] and not m["healing"]]
         processes = [cluster.running[r] for r in living if r in cluster.running]
         if processes and all(p.habits.hung for p in processes):
             found = True
