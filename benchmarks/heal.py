@@ -207,7 +207,7 @@ class Child:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a child ended: {self._process.args}")
+            raise RuntimeError(f"a child ended: {self._process.args!r}")
         values: dict[str, Any] = json.loads(line)
         return values
 

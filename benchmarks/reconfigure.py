@@ -89,13 +89,15 @@ class Member:
             return begin_at
         tensor = torch.ones(elements)
         freed: list[float] = []
-        work = self.group.allreduce([tensor])
+        # Several, so that the revocation comes in the middle of a transfer and not after it.
+        works = [self.group.allreduce([tensor]) for _ in range(8 if elements > MIB else 1)]
 
         def wait() -> None:
-            try:
-                work.wait()
-            except ProcessGroupError:
-                pass
+            for work in works:
+                try:
+                    work.wait()
+                except ProcessGroupError:
+                    pass
             freed.append(time.monotonic())
 
         waiter = threading.Thread(target=wait)

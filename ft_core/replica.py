@@ -468,9 +468,7 @@ class Replica:
             return []
         self._settle(message)
         self.stage = Stage.MEMBER
-        self.view = View(
-            message.quorum_id, message.step, message.lineage, members, message.reason
-        )
+        self.view = View(message.quorum_id, message.step, message.lineage, members, message.reason)
         self.reason = message.reason
         self._vote = self._unanswered = None
         self._revoked, self._grace_at = False, None

@@ -27,6 +27,7 @@ class Forming:
         self._min_replicas = config.min_replicas
         self._expected = config.expected_replicas
         self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
+        self._heard_of: set[int] = set()  # quorums before this lighthouse, told by their members
         self._after_discard = False
         self._patience = Patience(
             SHORTEST_PAUSE * limits.heal_timeout_s, LONGEST_PAUSE * limits.heal_timeout_s
@@ -39,7 +40,8 @@ class Forming:
         """A replica group has sat down."""
         missed = self._history.missed
         missed.discard(join.replica_id)
-        if not self._previous:
+        if not self._previous and join.quorum_id not in self._heard_of:
+            self._heard_of.add(join.quorum_id)  # its other members bring the same list
             missed.update(r for r in join.last_members if r not in self._seats)
         self._min_replicas = max(self._min_replicas, join.min_replicas)
         self._expected = max(self._expected, join.expected_replicas)
@@ -55,6 +57,7 @@ class Forming:
     def ended(self, live: Ballot, committed: bool, now: float) -> None:
         """The quorum of `live` is over."""
         self._previous = tuple(member.replica_id for member in live.members)
+        self._heard_of.clear()
         self._after_discard = not committed
         self.since = now
 

@@ -49,6 +49,7 @@ from lighthouse.seats import Claim, Seat, Seats
 
 __all__ = ["Effect", "Note", "Peer", "Remember", "Room", "Send"]
 
+
 class Room:
     """See the module's docstring. Not thread-safe: one owner."""
 
@@ -226,7 +227,9 @@ class Room:
         elif beat.quorum_id != live.quorum_id:
             self._voice.send(peer, self._voice.full(live, seat))
         elif live.revoked and beat.replica_id in live.silent:
-            self._voice.send(peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked))
+            self._voice.send(
+                peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked)
+            )
 
     def _on_leave(self, leave: Leave, now: float) -> None:
         self._claims.pop(leave.replica_id, None)
@@ -250,7 +253,8 @@ class Room:
         seat = self._seats.get(replica_id)
         if seat is None:
             return
-        if may_return and seat.position == self._history.head:
+        head = self._history.head
+        if may_return and (seat.position == head or (head is None and seat.veteran)):
             self._history.missed.add(replica_id)
         live = self._live
         if live is not None and live.has(replica_id):
@@ -449,9 +453,7 @@ class Room:
 
     def status(self) -> dict[str, object]:
         """For people and dashboards; plain JSON types."""
-        return status_of(
-            self.key, self._live, self._seats, self._history, self._voice.reason
-        )
+        return status_of(self.key, self._live, self._seats, self._history, self._voice.reason)
 
 
 def _is_plausible(vote: Vote, live: Ballot, seat: Seat) -> bool:

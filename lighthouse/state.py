@@ -69,7 +69,9 @@ class Lighthouse:
         del self._rooms[left]
         return True
 
-    def disconnected(self, peer: Peer, now: float, cause: str = "connection closed") -> list[Effect]:
+    def disconnected(
+        self, peer: Peer, now: float, cause: str = "connection closed"
+    ) -> list[Effect]:
         """The connection of `peer` is gone: whoever spoke through it is dead or unreachable."""
         effects: list[Effect] = []
         for room in self._rooms.values():

@@ -299,7 +299,7 @@ def play(text: str) -> str:
             continue
         words = read(line)
         if stage is None:
-            stage = {"room": RoomStage, "replica": ReplicaStage}[words.name](words, names)
+            stage = RoomStage(words, names) if words.name == "room" else ReplicaStage(words, names)
             continue
         lines += ["    " + names.shorten(answer) for answer in stage.do(words)]
     return "\n".join(lines) + "\n"

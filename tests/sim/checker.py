@@ -2,7 +2,8 @@
 
 Promises (numbers of docs/protocol.md, "What is promised"):
 S1  All that configure a quorum_id see one member list; a process's and a room's ids only grow.
-S2  Of one parent state one child is committed: a second one (a fork) only by a quorum at whose
+S2  At most one quorum of a room is live: a step is decided before the next quorum forms, and no
+    later decision is made under an earlier id. Of one parent state one child is committed: a second one (a fork) only by a quorum at whose
     birth every living process that holds the first child was out of the lighthouse's reach.
     So no two disjoint quorums commit a step side by side: whoever could hold the newer state was
     lost, not ignored.
@@ -269,4 +270,6 @@ class Checker:
         living = self.living() - excused
         yes = sorted(r for r, c in told.items() if c and r in living)
         no = sorted(r for r, c in told.items() if not c and r in living)
-        self.require(not (yes and no), f"S6: {quorum_id}/{step}: commit for {yes}, discard for {no}")
+        self.require(
+            not (yes and no), f"S6: {quorum_id}/{step}: commit for {yes}, discard for {no}"
+        )

@@ -226,7 +226,12 @@ class Cluster:
         shown = []
         for name in type(inner).__dataclass_fields__:
             value = getattr(inner, name)
-            if name in ("room", "addresses", "schema", "schema_text") or value in ("", (), None, b""):
+            if name in ("room", "addresses", "schema", "schema_text") or value in (
+                "",
+                (),
+                None,
+                b"",
+            ):
                 continue
             if name in ("members", "changed", "sources"):
                 value = "[" + " ".join(m.replica_id + "*" * m.healing for m in value) + "]"

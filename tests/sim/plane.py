@@ -102,9 +102,7 @@ class Plane:
                 delay_s = self._rng.random() * 0.04
                 self._clock.after(delay_s, process.reduced, group.quorum_id, sequence, None)
 
-    def enter(
-        self, process: Process, quorum_id: int, step: int, part: Contribution | None
-    ) -> int:
+    def enter(self, process: Process, quorum_id: int, step: int, part: Contribution | None) -> int:
         """Start the next operation of this member; the answer comes through `process.reduced`."""
         group = self._groups[quorum_id]
         mine = process.replica_id

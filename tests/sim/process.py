@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ft_core.replica import (
@@ -398,14 +399,14 @@ class Process:
         assert view is not None
         mine = next(m for m in view.members if m.replica_id == self.replica_id)
         part = None
-        if not (mine.healing and self.checker_on_healing()):
+        if not (mine.healing and self._stays_out()):
             part = Contribution(self.replica_id, computed_on, self.rng.getrandbits(40))
         total: Sum | None = None
         for bucket in range(self.habits.buckets):
             sequence = self.plane.enter(self, view.quorum_id, view.step, part)
             self._pinned = key = (view.quorum_id, sequence)
             clock.after(self._patience_s(), self._event, self._stall, key)
-            yield lambda key=key: key in self.results or replica.attempt is not Attempt.PINNED
+            yield partial(self._collective_over, key)
             total = self.results.pop(key, None)
             self._pinned = None
             if total is None or replica.attempt is not Attempt.PINNED:
@@ -416,7 +417,10 @@ class Process:
                     return None
         return total
 
-    def checker_on_healing(self) -> bool:
+    def _collective_over(self, key: tuple[int, int]) -> bool:
+        return key in self.results or self.replica.attempt is not Attempt.PINNED
+
+    def _stays_out(self) -> bool:
         """Whether a member that the quorum counts as healing stays out of sums (it must)."""
         return self.cluster.profile.healing_stays_out
 

@@ -87,9 +87,7 @@ def _run(cluster: Cluster, profile: Profile) -> Result:
     )
 
 
-def _live(
-    cluster: Cluster, core: list[Process], wanted: dict[str, int], until: float
-) -> bool:
+def _live(cluster: Cluster, core: list[Process], wanted: dict[str, int], until: float) -> bool:
     """Run until every process of the core, or what was started in its place, has its commits."""
     left = [process.slot for process in core]
 

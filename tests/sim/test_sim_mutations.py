@@ -17,7 +17,7 @@ import lighthouse.state as state_module
 from ft_core.replica import Attempt, Outcome, Replica
 from lighthouse.ballot import Ballot
 from lighthouse.history import History
-from lighthouse.messages import Join, Member, Quorum, Vote
+from lighthouse.messages import Join, Member, Quorum, Vote, next_lineage
 from lighthouse.room import Room
 from tests.sim.cluster import Cluster
 from tests.sim.profile import Profile, profile_of
@@ -132,7 +132,7 @@ def lets_flags_of_healing_travel(patch: Patch) -> None:
 
 def _advance_without_healing(self: Replica, view: replica_module.View) -> None:
     self.step = view.step + 1
-    self.lineage = replica_module.next_lineage(view.lineage, view.quorum_id, view.step)
+    self.lineage = next_lineage(view.lineage, view.quorum_id, view.step)
     self.view = replace(view, step=self.step, lineage=self.lineage)
 
 
@@ -159,12 +159,12 @@ def shows_everyone_its_own_control(patch: Patch) -> None:
 
 
 def names_a_lineage_by_step_alone(patch: Patch) -> None:
-    def next_lineage(lineage: str, quorum_id: int, step: int) -> str:
+    def by_step(lineage: str, quorum_id: int, step: int) -> str:
         return f"step-{step}"
 
-    patch.setattr(replica_module, "next_lineage", next_lineage)
-    patch.setattr(history_module, "next_lineage", next_lineage)
-    patch.setattr("tests.sim.checker.next_lineage", next_lineage)
+    patch.setattr(replica_module, "next_lineage", by_step)
+    patch.setattr(history_module, "next_lineage", by_step)
+    patch.setattr("tests.sim.checker.next_lineage", by_step)
 
 
 CASES: list[tuple[Callable[[Patch], None], str]] = [

@@ -56,7 +56,8 @@ def beat(step: int) -> Beat:
 
 
 def test_the_clock_runs_calls_in_order_of_time_then_of_scheduling() -> None:
-    clock, seen = Clock(), []
+    clock = Clock()
+    seen: list[str] = []
     clock.at(2.0, seen.append, "late")
     clock.at(1.0, seen.append, "first")
     clock.at(1.0, seen.append, "second")

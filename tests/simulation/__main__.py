@@ -46,7 +46,10 @@ def _many(first: int, end: int, keep_going: bool) -> int:
         except Exception as error:  # a broken machine may fail in any way
             failed += 1
             where = traceback.extract_tb(error.__traceback__)[-1]
-            print(f"seed {seed}: {type(error).__name__} {error} [{where.name}:{where.lineno}]", flush=True)
+            print(
+                f"seed {seed}: {type(error).__name__} {error} [{where.name}:{where.lineno}]",
+                flush=True,
+            )
             if not keep_going:
                 break
             continue

@@ -1,0 +1,121 @@
+"""The replica's machine under nonsense: whatever is received, in whatever order, it stays sane."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ft_core.replica import Attempt, Configure, Effect, Replica, Stage, Transmit
+from lighthouse.messages import (
+    Decision,
+    Expelled,
+    Join,
+    Member,
+    Quorum,
+    Refused,
+    Reply,
+    Revoke,
+    RoomKey,
+    Vote,
+    Waiting,
+    next_lineage,
+)
+
+KEY = RoomKey("job", "room")
+
+
+def member(name: str, healing: bool = False) -> Member:
+    return Member(name, 1, (name.encode(),), healing)
+
+
+def any_reply(rng: random.Random, replica: Replica) -> Reply:
+    quorum_id, step = rng.randrange(1, 12), rng.randrange(4)
+    if replica.view is not None and rng.random() < 0.7:
+        quorum_id, step = replica.view.quorum_id, replica.view.step
+    kind = rng.randrange(12)
+    if kind < 4:
+        names = rng.sample("abc", rng.randrange(1, 4))
+        own = replica.lineage if rng.random() < 0.7 else "x"
+        settle = rng.choice(["", "", "commit", "discard"])
+        return Quorum(
+            KEY, quorum_id + rng.randrange(3), step, own, rng.choice([0, 0, quorum_id]),
+            tuple(rng.sample("bc", rng.randrange(2))),
+            tuple(member(n, rng.random() < 0.3) for n in names), "any", settle,
+        )  # fmt: skip
+    if kind < 8:
+        decision = Decision(KEY, quorum_id, step, rng.random() < 0.6)
+        if rng.random() < 0.3:
+            return replace(decision, waiting=True)
+        if rng.random() < 0.4:
+            after = next_lineage(replica.lineage, quorum_id, step)
+            both = (member("a"), member("b"))
+            following = Quorum(KEY, quorum_id + 1, step + 1, after, 0, (), both)
+            return replace(decision, next_quorum=following)
+        return decision
+    if kind == 8:
+        return Revoke(KEY, quorum_id, step, "any")
+    if kind == 9:
+        return Expelled(KEY, quorum_id, "any", rng.random() < 0.3)
+    return Waiting(KEY, f"reason {step}") if kind == 10 else Refused(KEY, "any")
+
+
+def act(rng: random.Random, replica: Replica, now: float) -> list[Effect]:
+    """One thing that a shell may do in this state."""
+    attempt = replica.attempt
+    kind = rng.randrange(9)
+    if attempt in (Attempt.CLOSED, Attempt.OPEN) and kind == 0:
+        return replica.begin(now, heal_in_step=rng.random() < 0.3)
+    if attempt is Attempt.OPEN and kind == 1:
+        replica.entered()
+    elif attempt is Attempt.OPEN and replica.ready and kind == 2:
+        replica.pin()
+    elif attempt is not Attempt.CLOSED and kind == 3:
+        return replica.vote(replica.may_vote and rng.random() < 0.8, now)
+    elif kind == 4:
+        return replica.fail("any", now, stalled=rng.random() < 0.2)
+    elif kind == 5 and replica.view is not None:
+        return replica.configured(replica.view.quorum_id, rng.choice(["", "", "broken"]), now)
+    elif kind == 6 and replica.view is not None:
+        error = rng.choice(["", "", "gone"])
+        return replica.fetched(replica.view.step, replica.view.lineage, error, now)
+    elif kind == 7 and replica.healing and replica.state_fetched:
+        replica.load()
+    elif kind == 8:
+        return replica.connected(now) if rng.random() < 0.5 else replica.disconnected(now)
+    return []
+
+
+@pytest.mark.parametrize("group_commit", [False, True])
+def test_nothing_that_is_received_breaks_an_invariant(group_commit: bool) -> None:
+    outcomes = 0
+    for seed in range(600):
+        rng = random.Random(seed)
+        template = Join(KEY, "a", "a", 0, "root", (b"a",), group_commit=group_commit)
+        replica = Replica(template, resend_s=1.0, revoke_grace_s=0.5)
+        now, last_configured = 0.0, 0
+        votes: dict[tuple[int, int], bool] = {}
+        for _ in range(80):
+            now += rng.choice([0.0, 0.1, 1.0])
+            before = replica.outcome
+            wanted = replica.deadline()
+            if wanted is not None and wanted <= now:
+                effects = replica.expire(now)
+            elif rng.random() < 0.5:
+                effects = act(rng, replica, now)
+            else:
+                effects = replica.received(any_reply(rng, replica), now)
+            replica.check()
+            outcomes += replica.outcome is not None and replica.outcome is not before
+            for effect in effects:
+                if isinstance(effect, Configure):
+                    assert effect.quorum_id > last_configured, "quorum ids only grow"
+                    last_configured = effect.quorum_id
+                if isinstance(effect, Transmit) and isinstance(effect.message, Vote):
+                    vote = effect.message
+                    key = (vote.quorum_id, vote.step)
+                    assert votes.setdefault(key, vote.ok) == vote.ok, "voted both ways"
+            if replica.stage in (Stage.REFUSED, Stage.LEFT):
+                break
+    assert outcomes > 300

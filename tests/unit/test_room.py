@@ -1,0 +1,239 @@
+"""The lighthouse's machine: costs, memory, and nonsense from peers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lighthouse import codec
+from lighthouse.config import LighthouseConfig, Timeouts
+from lighthouse.effects import Effect, Send
+from lighthouse.history import MAX_DOUBLINGS, REMEMBERED_DECISIONS, History, Patience
+from lighthouse.messages import (
+    PHASES,
+    TORN,
+    Beat,
+    Decision,
+    InDoubt,
+    Join,
+    Leave,
+    Member,
+    Obituary,
+    Quorum,
+    Request,
+    RoomKey,
+    Vote,
+    apply_delta,
+    member_delta,
+    next_lineage,
+)
+from lighthouse.quorum import Position
+from lighthouse.room import Room
+from lighthouse.seats import Seats
+from lighthouse.state import Lighthouse, first_quorum_id
+
+KEY = RoomKey("job", "room")
+LIMITS = Timeouts.derive(6.0)
+
+
+def join(who: str, **given: object) -> Join:
+    return replace(Join(KEY, who, who, 0, "root", (who.encode(),)), **given)  # type: ignore[arg-type]
+
+
+def full_room(count: int) -> tuple[Room, list[str]]:
+    room = Room(KEY, LighthouseConfig(expected_replicas=count, timeouts=LIMITS), 1)
+    names = [f"r{i}" for i in range(count)]
+    for name in names:
+        room.handle(name.encode(), join(name), 0.0)
+    return room, names
+
+
+def vote_all(room: Room, names: list[str], quorum_id: int, step: int, lineage: str) -> list[Effect]:
+    effects: list[Effect] = []
+    for name in names:
+        vote = Vote(KEY, name, quorum_id, step, lineage, True)
+        effects = room.handle(name.encode(), vote, 1.0)
+    return effects
+
+
+def sends(effects: list[Effect]) -> list[Send]:
+    return [effect for effect in effects if isinstance(effect, Send)]
+
+
+def test_the_steady_state_is_one_message_of_constant_size() -> None:
+    sizes = set()
+    for count in (3, 300):
+        room, names = full_room(count)
+        answers = sends(vote_all(room, names, 1, 0, "root"))
+        assert len(answers) == 1
+        assert len(answers[0].peers) == count
+        sizes.add(len(codec.encode(answers[0].message)))
+    assert len(sizes) == 1
+
+
+def test_a_quorum_change_is_few_messages_whatever_the_size() -> None:
+    room, names = full_room(300)
+    room.handle(b"new", join("new"), 0.5)
+    answers = sends(vote_all(room, names, 1, 0, "root"))
+    assert len(answers) == 2  # the difference for the old members, the list for the new one
+    assert len(codec.encode(answers[0].message)) < 400
+
+
+def test_many_deaths_at_once_are_one_revoke() -> None:
+    room, names = full_room(100)
+    effects: list[Effect] = []
+    for name in names[:50]:
+        effects += room.lost(name, "power cut", 1.0)
+    assert len(sends(effects)) == 1
+    room.check()
+
+
+def test_ids_of_a_later_start_are_higher() -> None:
+    assert first_quorum_id(1_700_000_000_001) > first_quorum_id(1_700_000_000_000) + 900
+
+
+def test_a_full_lighthouse_refuses_but_reuses_rooms_that_all_have_left() -> None:
+    machine = Lighthouse(LighthouseConfig(max_rooms=1, timeouts=LIMITS), 1)
+    machine.handle(b"a", join("a"), 0.0)
+    other = join("b", room=RoomKey("job", "other"))
+    assert "full" in str(machine.handle(b"b", other, 0.0))
+    machine.disconnected(b"a", 1.0)
+    machine.handle(b"b", other, 1.0)
+    machine.check()
+    assert str(machine.status()).count("room_id") == 1
+
+
+# ---------------------------------------------------------------- differences
+
+
+def members(draw: st.DrawFn) -> tuple[Member, ...]:
+    names = draw(st.lists(st.sampled_from("abcdef"), unique=True))
+    return tuple(
+        Member(n, 1, (draw(st.sampled_from([b"x", b"y"])),), draw(st.booleans())) for n in names
+    )
+
+
+@st.composite
+def lists(draw: st.DrawFn) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
+    return members(draw), members(draw)
+
+
+@given(lists(), st.randoms())
+def test_a_difference_leads_to_the_new_list_whatever_the_receiver_thinks_of_healing(
+    case: tuple[tuple[Member, ...], tuple[Member, ...]], rng: random.Random
+) -> None:
+    old, new = case
+    delta = member_delta(old, new)
+    if delta is None:
+        return
+    removed, changed = delta
+    receiver = tuple(replace(m, healing=rng.random() < 0.5) for m in old)
+    message = Quorum(KEY, 2, 0, "root", 1, removed, changed)
+    assert apply_delta(receiver, message) == new
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_pauses_grow_from_what_a_failure_cost_and_end_with_a_success() -> None:
+    patience = Patience(shortest_s=1.0, longest_s=20.0)
+    patience.failed("a", 0.0, now=0.0)
+    assert not patience.allows("a", 0.9)
+    assert patience.allows("a", 1.0)
+    patience.failed("a", 0.0, now=1.0)
+    assert not patience.allows("a", 2.9)
+    patience.failed("b", 4.0, now=0.0)
+    assert not patience.allows("b", 7.9)
+    assert patience.allows("b", 8.0)
+    for _ in range(MAX_DOUBLINGS + 2):
+        patience.failed("b", 4.0, now=0.0)
+    assert patience.allows("b", 20.0)
+    patience.succeeded("a")
+    assert patience.allows("a", 1.0)
+
+
+def test_history_is_bounded() -> None:
+    history = History(())
+    position = Position(0, "root")
+    history.start(position)
+    for step in range(2 * REMEMBERED_DECISIONS):
+        position = history.decided(Decision(KEY, 1, step, True), position)
+    assert history.decision(1, 0) is None
+    assert history.decision(1, 2 * REMEMBERED_DECISIONS - 1) is not None
+    assert history.commits == 2 * REMEMBERED_DECISIONS
+
+
+def test_a_seat_keeps_its_place_and_moves_with_its_connection() -> None:
+    seats = Seats()
+    seats.put(join("a"), b"one")
+    first = seats["a"].arrival
+    seats.put(join("b"), b"two")
+    seats.put(join("a", step=3), b"three")
+    assert seats["a"].arrival == first
+    assert seats.of_peer(b"one") == []
+    assert seats.of_peer(b"three") == ["a"]
+    seats.move(seats["b"], b"three")
+    assert seats.of_peer(b"three") == ["a", "b"]
+    seats.check()
+    with pytest.raises(AssertionError, match="two seats of one name"):
+        seats.put(join("c", name="a"), b"four")
+
+
+# ---------------------------------------------------------------- nonsense
+
+
+def any_request(rng: random.Random, ids: list[int], lineages: list[str]) -> Request:
+    """Well-formed, but said at any time by anybody about anything."""
+    who, step = rng.choice("abcd"), rng.randrange(4)
+    quorum_id, lineage = rng.choice(ids), rng.choice(lineages)
+    kind = rng.randrange(10)
+    if kind < 3:
+        doubt = InDoubt(quorum_id, step, next_lineage(lineage, quorum_id, step))
+        return join(
+            who, step=step, lineage=lineage, quorum_id=rng.choice([0, *ids]),
+            name=rng.choice([who, "a"]), in_doubt=rng.choice([None, doubt]),
+            last_members=tuple(rng.sample("abcd", rng.randrange(4))),
+            can_heal=rng.random() < 0.8, group_commit=rng.random() < 0.05,
+        )  # fmt: skip
+    if kind < 8:
+        return Vote(
+            KEY, who, quorum_id, step, lineage, rng.random() < 0.7, "", rng.choice(PHASES),
+            rng.random() < 0.1, rng.random() < 0.1,
+        )  # fmt: skip
+    if kind == 8:
+        return Beat(KEY, who, quorum_id, step)
+    return rng.choice([Leave(KEY, who), Obituary(KEY, who)])
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_nothing_that_peers_say_breaks_an_invariant(block: int) -> None:
+    quorums = 0
+    for seed in range(block * 250, block * 250 + 250):
+        rng = random.Random(seed)
+        config = LighthouseConfig(min_replicas=rng.choice([1, 2]), timeouts=LIMITS)
+        machine, now, highest = Lighthouse(config, 1), 0.0, 0
+        ids, lineages = [1], ["root", TORN + "a"]
+        for _ in range(60):
+            now += rng.choice([0.0, 0.01, 0.3, 3.0])
+            wanted = machine.deadline()
+            effects = machine.expire(now) if wanted is not None and wanted <= now else []
+            if rng.random() < 0.05:
+                effects += machine.disconnected(rng.choice("abcd").encode(), now)
+            request = any_request(rng, ids, lineages)
+            effects += machine.handle(rng.choice("abcd").encode(), request, now)
+            machine.check()
+            after = machine.deadline()
+            assert after is None or after > now or wanted != after, "a deadline that does not move"
+            for send in sends(effects):
+                told = send.message
+                if isinstance(told, Decision) and told.next_quorum is not None:
+                    told = told.next_quorum
+                if isinstance(told, Quorum):
+                    quorums += told.quorum_id > highest
+                    highest = max(highest, told.quorum_id)
+                    ids, lineages = [*ids[-2:], told.quorum_id], [*lineages[-3:], told.lineage]
+    assert quorums > 250
