@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
+from torch.utils._pytree import tree_leaves
 
 from ft_core.allreduce import finish, op_name, prepare, wire_op
 from ft_core.errors import (
@@ -42,6 +43,8 @@ log = logging.getLogger("ft_core")
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
+SERVED_LIVE_BYTES = 1024 * 1024
+"""Tensors from this size on are served to healing peers without a copy (`ft_core.heal`)."""
 
 
 class Manager:
@@ -172,6 +175,7 @@ class Manager:
         self._error: Exception | None = None
         self._part: Participation | None = None
         self._pending: list[Future[Any]] = []
+        self._served: list[tuple[Tensor, int]] = []
         self._pinned_at: float | None = None
         self._began_at = 0.0
         self._quorum_deadline: float | None = None
@@ -299,6 +303,7 @@ class Manager:
             check = known()
             if check is not None:
                 check()
+        self._check_served()
         self._drain()
         if self._error is None and (replica.attempt is Attempt.OPEN or replica.healing):
             self._enter(session, heal=True)
@@ -559,12 +564,28 @@ class Manager:
         replica = session.replica
         step, lineage = replica.step, replica.lineage
         tree = {"user": self._user_state(), "batches_committed": self._batches_committed}
-        session.plane.publish(step, lineage, tree)
+        session.plane.publish(step, lineage, tree, len(replica.targets))
+        self._served = [
+            (leaf, leaf._version) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)
+            and leaf.nbytes >= SERVED_LIVE_BYTES
+        ]  # fmt: skip
 
         def mark(machine: Replica, now: float) -> None:
             machine.published = (step, lineage)
 
         session.control.call(mark)
+
+    def _check_served(self) -> None:
+        """A peer may be reading this state: it must be what it was when the step began."""
+        served, self._served = self._served, []
+        if any(tensor._version != version for tensor, version in served):
+            self.report_error(
+                RuntimeError(
+                    "a tensor of the state was changed before should_commit while a peer healed "
+                    "from it: change the state after should_commit only, or return a copy of that "
+                    "tensor from state_dict"
+                )
+            )
 
     def _load(self, session: Session) -> None:
         """Put the fetched state in place."""
@@ -702,6 +723,8 @@ class Manager:
         self._last_outcome = outcome
         self._pinned_at = None
         if outcome.committed:
+            if session.replica.published is not None:
+                session.plane.freeze()  # the optimizer is next; targets have voted, so it is free
             participants = part.participants if part is not None else outcome.participants
             self._batches_committed += participants
             self._discards_in_a_row = 0

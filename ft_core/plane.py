@@ -155,11 +155,20 @@ class DataPlane:
         self._state = None
         return tree
 
-    def publish(self, step: int, lineage: str, tree: Any) -> None:
-        """Serve a snapshot of `tree` as the state (step, lineage). Blocks for the copy only."""
+    def publish(self, step: int, lineage: str, tree: Any, targets: int) -> None:
+        """Serve `tree` as the state (step, lineage) to so many targets; returns at once.
+
+        Large tensors are served as they are: the step that follows must not change them before
+        `freeze` was called. Small ones are copied.
+        """
         start = time.perf_counter()
-        self._server.publish(HealKey(step, lineage), tree)
+        key = HealKey(step, lineage)
+        self._server.publish(key, tree, copy=False, expected_targets=targets)
         self._telemetry.emit(SERVE, step=step, seconds=time.perf_counter() - start)
+
+    def freeze(self) -> None:
+        """The state is about to change: copy what targets have not got yet (mostly nothing)."""
+        self._server.freeze()
 
     def retire(self) -> None:
         """Stop serving."""

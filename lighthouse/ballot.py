@@ -132,14 +132,22 @@ class Ballot:
         )  # fmt: skip
 
     def blamed(self) -> list[str]:
-        """After a stall: living members that were not reducing while another waited for them."""
+        """After a stall: living members that were not reducing while another waited for them.
+
+        Nobody, if that were all who hold the state and stay: one that computes for long looks
+        like one that hangs, and evicting the last holder would throw the state away.
+        """
         if not self.stalled:
             return []
-        return [r for r in self.living()
+        living = self.living()
+        idle = [r for r in living
                 if not self.votes[r].ok and self.votes[r].phase != PHASE_REDUCING]  # fmt: skip
+        busy = set(living).difference(idle)
+        kept = any(not self.is_behind(r) and not self.votes[r].leaving for r in busy)
+        return idle if kept else []
 
     def is_behind(self, replica_id: str) -> bool:
-        """Whether a living member that voted no does not stand at the quorum's position (yet)."""
+        """Whether a living member does not stand at the quorum's position (yet)."""
         vote = self.votes[replica_id]
         return vote.lineage != self.position.lineage or vote.phase == PHASE_HEALING
 

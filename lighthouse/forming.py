@@ -39,7 +39,9 @@ class Forming:
     def joined(self, join: Join) -> None:
         """A replica group has sat down."""
         missed = self._history.missed
-        missed.discard(join.replica_id)
+        if join.replica_id in missed:
+            missed.discard(join.replica_id)
+            self._seats.promote(self._seats[join.replica_id])
         if not self._previous and join.quorum_id not in self._heard_of:
             self._heard_of.add(join.quorum_id)  # its other members bring the same list
             missed.update(r for r in join.last_members if r not in self._seats)

@@ -160,6 +160,7 @@ class Room:
     def _seat(self, peer: Peer, join: Join, now: float) -> None:
         if self.empty and self._live is None:
             self._forming.since = now
+        self._claims.pop(join.replica_id, None)
         seat = self._seats.put(join, peer)
         self._forming.joined(join)
         self._group_commit = self._group_commit or join.group_commit
@@ -420,7 +421,12 @@ class Room:
     # ------------------------------------------------------------------ looking in
 
     def _refusal(self, join: Join) -> str:
-        if join.replica_id not in self._seats and (
+        known = self._seats.get(join.replica_id)
+        if known is not None and known.name != join.name:
+            return (
+                f"{known.name!r} can't become {join.name!r}: start it again under a new replica_id"
+            )
+        if known is None and (
             len(self._seats) + len(self._claims) >= self._config.max_replicas_per_room
         ):
             return f"the room is full ({len(self._seats)} replica groups)"

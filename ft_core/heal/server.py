@@ -19,7 +19,7 @@ from ft_core.heal import samehost, wire
 from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from ft_core.heal.readers import Reader
 from ft_core.heal.snapshot import Arena, Loan, Publication
-from ft_core.heal.sockets import QUEUED_REPLIES, bracketed, serving_socket
+from ft_core.heal.sockets import QUEUED_REPLIES, bracketed, serving_socket, settle_allocator
 from ft_core.heal.types import HealKey, ServerStats
 
 _log = logging.getLogger(__name__)
@@ -117,6 +117,8 @@ class HealServer:
                 self._finished_targets = 0
             return
         self.retire(f"the source published {key}")
+        if not copy:
+            settle_allocator()
         publication = Publication(
             key, tree, self._arena, copy=copy, allow_objects=self._allow_objects
         )

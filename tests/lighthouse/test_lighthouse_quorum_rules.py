@@ -153,7 +153,8 @@ def test_time_alone_changes_the_answer_only_when_announced(case: tuple[Situation
     assert verdict.choice is None
     before = verdict.wake_at - 1e-6
     assert decide(situation, before) == verdict
-    assert decide(situation, verdict.wake_at).choice is not None
+    after = decide(situation, verdict.wake_at)
+    assert after.choice is not None or after.hopeless
 
 
 @settings(max_examples=1_000)

@@ -113,6 +113,34 @@ def test_joiner_heals_and_contributes_nothing_in_its_first_step():
         assert a.manager.current_step() == b.manager.current_step()
 
 
+def test_a_state_that_changes_while_it_is_served_is_not_committed():
+    """Large tensors are served live: a write to one before the vote would tear the heal."""
+    big = [torch.full((600_000,), float(i)) for i in range(2)]
+    with lighthouse() as server:
+        a, b = pair(server)
+        for index, replica in enumerate((a, b)):
+            replica.manager.register_state_dict_fn(
+                "big", lambda s, i=index: big[i].copy_(s["t"]), lambda i=index: {"t": big[i]}
+            )
+
+        def script(replica, index):
+            replica.manager.start_quorum()  # r1 heals from r0
+            replica.manager.allreduce(torch.ones(8)).wait()
+            if index == 0:
+                big[0].add_(1.0)  # too early
+            first = replica.manager.should_commit()
+            reason = replica.manager.last_outcome().reason
+            if index == 0:
+                big[0].sub_(1.0)
+            replica.run_to(1)
+            replica.close()
+            return first, reason
+
+        (first, reason), (second, _) = both(a, b, script)
+        assert (first, second) == (False, False)
+        assert "changed before should_commit" in reason
+
+
 @pytest.mark.parametrize("use_async_quorum", [False, True])
 def test_different_starts_take_the_first_ones_state(use_async_quorum):
     with lighthouse() as server:

@@ -58,12 +58,17 @@ def any_reply(rng: random.Random, replica: Replica) -> Reply:
         return Revoke(KEY, quorum_id, step, "any")
     if kind == 9:
         return Expelled(KEY, quorum_id, "any", rng.random() < 0.3)
-    return Waiting(KEY, f"reason {step}") if kind == 10 else Refused(KEY, "any")
+    return Refused(KEY, "any") if rng.random() < 0.05 else Waiting(KEY, f"reason {step}")
 
 
 def act(rng: random.Random, replica: Replica, now: float) -> list[Effect]:
     """One thing that a shell may do in this state."""
     attempt = replica.attempt
+    if rng.random() < 0.3:  # what a loop would do next
+        if attempt is Attempt.CLOSED:
+            return replica.begin(now)
+        if replica.may_vote or attempt is Attempt.FAILED:
+            return replica.vote(replica.may_vote, now)
     kind = rng.randrange(9)
     if attempt in (Attempt.CLOSED, Attempt.OPEN) and kind == 0:
         return replica.begin(now, heal_in_step=rng.random() < 0.3)
