@@ -24,6 +24,7 @@ class Forming:
         limits = config.timeouts
         self._seats, self._history = seats, history
         self._join_timeout_s = limits.join_timeout_s
+        self._torn_timeout_s = limits.timeout_s  # a source's replacement needs time to start
         self._min_replicas = config.min_replicas
         self._expected = config.expected_replicas
         self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
@@ -105,6 +106,7 @@ class Forming:
             head=head,
             since=self.since,
             join_timeout_s=self._join_timeout_s,
+            torn_timeout_s=self._torn_timeout_s,
             has_past=self._seats.veterans > 0,
         )
         return rules.decide(situation, now)

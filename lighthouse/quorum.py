@@ -8,8 +8,8 @@ R1  Fewer than `min_replicas` candidates: wait.
 R2  They go on from the newest position among them: the highest step; at equal step the room's
     own head, else the position that most candidates hold, else that of the first by order.
     All others are behind and heal (R3). A torn state (partly overwritten) is nobody's position:
-    its holder heals, and where all are torn they wait for one that is whole, up to the join
-    timeout; then they are sent away to start again.
+    its holder heals, and where all are torn they wait for one that is whole, up to
+    `torn_timeout_s`; then they are sent away to start again.
 R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
 R4  If a candidate holds the room's head, nobody of the last quorum holds anything newer: form at
     once.
@@ -64,6 +64,7 @@ class Situation:
         head: position of the last commit that this lighthouse knows.
         since: when waiting began (the first candidate arrived, or the last quorum ended).
         join_timeout_s: see `Timeouts`.
+        torn_timeout_s: how long those wait that all hold torn states.
         has_past: some candidate has been in a quorum of this room before.
     """
 
@@ -75,6 +76,7 @@ class Situation:
     head: Position | None = None
     since: float = 0.0
     join_timeout_s: float = 5.0
+    torn_timeout_s: float = 60.0
     has_past: bool = False
 
 
@@ -135,9 +137,9 @@ def decide(situation: Situation, now: float) -> Verdict:
     if not situation.candidates:
         return Verdict(None, "nobody waits")
     position = newest(situation.candidates, situation.head)
-    expires = situation.since + situation.join_timeout_s
     if position is None:
-        wake_at = expires if now < expires else None
+        give_up = situation.since + situation.torn_timeout_s
+        wake_at = give_up if now < give_up else None
         return Verdict(None, _TORN, wake_at, hopeless=wake_at is None)
     able = [c for c in situation.candidates if c.can_heal or c.position == position]
     short = situation.min_replicas - len(able)
@@ -146,6 +148,7 @@ def decide(situation: Situation, now: float) -> Verdict:
         extra = f"; {refused} behind and not allowed to heal" if refused else ""
         return Verdict(None, f"waiting for {short} of min_replicas={situation.min_replicas}{extra}")
     waiting_for = _stragglers(situation, able)
+    expires = situation.since + situation.join_timeout_s
     if waiting_for and now < expires:
         return Verdict(None, waiting_for, expires)
     choice = Choice(

@@ -98,9 +98,7 @@ class Checker:
         """The lighthouse formed a quorum."""
         self.require(quorum_id > self.last_id, f"S1: quorum {quorum_id} after {self.last_id}")
         self.last_id = quorum_id
-        self.births[quorum_id] = Birth(
-            members, self.living() - self.unreachable() - self.evicted
-        )
+        self.births[quorum_id] = Birth(members, self.living() - self.unreachable() - self.evicted)
 
     def heard(self, replica_id: str, message: Reply) -> None:
         """A process received `message`."""
