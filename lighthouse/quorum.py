@@ -16,8 +16,9 @@ R4  If a candidate holds the room's head, nobody of the last quorum holds anythi
 R5  Members of an earlier quorum may hold a newer state than any candidate (the lighthouse was
     restarted, or all of them are away). While one of those is missing, wait, but no longer than
     the join timeout: a state that nobody brings back is lost, and the rest goes on.
-R6  Where no candidate has been in a quorum of the room yet, the next one waits for `expected_replicas`, or, where nobody said how many
-    will come, for stragglers; in both cases no longer than the join timeout.
+R6  Where no candidate has been in a quorum of the room yet, the next one waits for
+    `expected_replicas`, or, where nobody said how many will come, for stragglers; in both cases
+    no longer than the join timeout.
 R7  Ranks: members of the last quorum keep their order, newcomers follow in natural order of
     their names when a room starts, in order of arrival later.
 """

@@ -206,7 +206,7 @@ def any_request(rng: random.Random, ids: list[int], lineages: list[str]) -> Requ
         )  # fmt: skip
     if kind == 8:
         return Beat(KEY, who, quorum_id, step)
-    return rng.choice([Leave(KEY, who), Obituary(KEY, who)])
+    return Leave(KEY, who) if rng.random() < 0.5 else Obituary(KEY, who)
 
 
 @pytest.mark.parametrize("block", range(4))
