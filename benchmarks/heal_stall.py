@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,8 @@ def trial(mib: int, asynchronous: bool) -> dict[str, float]:
         survivor = replicas[0]
         two = [e["t"] for e in survivor.commits(2)]
         three = [e["t"] for e in survivor.commits(3)]
-        usual_two = statistics.median(b - a for a, b in zip(two[1:], two[2:], strict=False))
-        usual_three = statistics.median(b - a for a, b in zip(three, three[1:], strict=False))
+        usual_two = statistics.median(b - a for a, b in pairwise(two[1:]))
+        usual_three = statistics.median(b - a for a, b in pairwise(three))
         joining = three[0] - max(t for t in two if t < three[0])
         served = [e["seconds"] for e in survivor.events if e["kind"] == "serve"]
         healed = [e for e in replicas[2].events if e["kind"] == "heal_done"]

@@ -1,10 +1,14 @@
-"""Scaling and neutral elements around an all-reduce (S4). No process group in here."""
+"""What goes round an all-reduce: scaling, neutral elements (S4), futures. No process group."""
 
 from __future__ import annotations
+
+import threading
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.futures import Future
 
 _NAMES = {
     ReduceOp.SUM: "sum",
@@ -70,3 +74,27 @@ def wire_op(op: str) -> ReduceOp.RedOpType:
         "max": ReduceOp.MAX,
         "product": ReduceOp.PRODUCT,
     }[op]
+
+
+def options_for(op: str) -> Any:
+    """torch's options of an all-reduce for `op`."""
+    options = torch.distributed.AllreduceOptions()
+    options.reduceOp = wire_op(op)
+    return options
+
+
+def completed(tensor: Tensor) -> Future[Tensor]:
+    """A future that is done."""
+    future: Future[Tensor] = Future()
+    future.set_result(tensor)
+    return future
+
+
+class Once:
+    """Lets one caller through. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def first(self) -> bool:
+        return self._lock.acquire(blocking=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
-from ft_core.allreduce import finish, op_name, prepare, wire_op
+from ft_core.allreduce import Once, completed, finish, op_name, options_for, prepare
 from ft_core.errors import (
     GroupBroken,
     QuorumUnavailable,
@@ -316,9 +315,7 @@ class Manager:
         deadline = time.monotonic() + wait_s.total_seconds()
 
         def vote(machine: Replica, now: float) -> list[Effect]:
-            # A pinned attempt has its collectives behind it: it may vote on a revoked quorum.
-            bound = machine.attempt is Attempt.PINNED or machine.ready
-            if ok and machine.attempt is not Attempt.FAILED and (machine.healing or not bound):
+            if ok and machine.attempt is not Attempt.FAILED and not machine.may_vote:
                 return machine.vote(False, now, reason="lost the quorum before the vote")
             return machine.vote(ok, now, reason=reason)
 
@@ -362,14 +359,14 @@ class Manager:
         op = op_name(reduce_op)
         part = self._part if self._pinned_at is not None else self._pin()
         if self._error is not None or part is None:
-            return _completed(tensor)
+            return completed(tensor)
         try:
             prepare(tensor, op, participating=part.rank is not None, scale=self._scale)
-            work = self._pg.allreduce([tensor], _allreduce_options(op))
+            work = self._pg.allreduce([tensor], options_for(op))
             future = work.get_future()
         except Exception as error:  # whatever the backend raises: the step is lost, not the run
             self.report_error(error)
-            return _completed(tensor)
+            return completed(tensor)
 
         def done(finished: Future[Any]) -> Tensor:
             try:
@@ -402,7 +399,7 @@ class Manager:
     ) -> Future[T]:
         """`fut`, but an error (or its lateness) is reported and `default` takes its place."""
         result: Future[T] = Future()
-        settled = _Once()
+        settled = Once()
 
         def finish_with(value: T, error: Exception | None) -> None:
             if settled.first():
@@ -771,16 +768,6 @@ class Manager:
         return self._session
 
 
-class _Once:
-    """Lets one caller through."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def first(self) -> bool:
-        return self._lock.acquire(blocking=False)
-
-
 def _answered(replica: Replica) -> bool:
     return replica.outcome is not None or replica.stage is Stage.REFUSED
 
@@ -800,18 +787,6 @@ def _was_behind(replica: Replica) -> bool:
     if view is None or replica.healing:
         return True
     return any(m.healing for m in view.members if m.replica_id == replica.replica_id)
-
-
-def _completed(tensor: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
-    future.set_result(tensor)
-    return future
-
-
-def _allreduce_options(op: str) -> Any:
-    options = torch.distributed.AllreduceOptions()
-    options.reduceOp = wire_op(op)
-    return options
 
 
 __all__ = ["Manager", "WorldSizeMode"]
