@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 
 from ft_core.heal import HealError, HealKey, HealServer, HealStats, fetch
-from ft_core.process_group import ProcessGroup
+from ft_core.process_group import ProcessGroup, ProcessGroupError
 from ft_core.replica import Abort, Configure, FetchState
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
 from lighthouse.messages import Member
@@ -113,12 +113,14 @@ class DataPlane:
             and time.monotonic() < give_up
         ):
             time.sleep(0)  # the plane thread is microseconds away from entering configure
-        self.process_group.revoke(RuntimeError(effect.reason), quorum_id=effect.quorum_id)
+        self.process_group.revoke(
+            ProcessGroupError(effect.reason), quorum_id=effect.quorum_id
+        )
 
     def interrupt(self) -> None:
         """Any thread: end a configure and all collectives, for good."""
         self._aborted = sys.maxsize
-        self.process_group.revoke(RuntimeError("shut down"))
+        self.process_group.revoke(ProcessGroupError("shut down"))
 
     def fetch(self, effect: FetchState) -> None:
         """A thread of its own. Blocks until the state is here or cannot be had."""
