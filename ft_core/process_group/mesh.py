@@ -9,12 +9,15 @@ wait for. None of these threads outlives what it does.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import Work
@@ -64,6 +67,9 @@ class MeshProcessGroup(ProcessGroup):
         self._in_flight: set[BackendWork] = set()  # single operations on it are atomic
         self._background: list[threading.Thread] = []
         self._shut_down = False
+        # A backend that is alive when the interpreter ends can abort the process.
+        self._exit_hook = partial(_shut_down_at_exit, weakref.ref(self))
+        atexit.register(self._exit_hook)
 
     @abstractmethod
     def _new_communicator(self, rank: int, world_size: int) -> Communicator:
@@ -136,6 +142,7 @@ class MeshProcessGroup(ProcessGroup):
             if self._shut_down:
                 return
             self._shut_down = True
+        atexit.unregister(self._exit_hook)
         self.unregister()
         self.revoke(ProcessGroupError("the process group was shut down"))
         with self._configure_lock:
@@ -382,3 +389,9 @@ class MeshProcessGroup(ProcessGroup):
                     else ProcessGroupError(f"configure of quorum {self._quorum_id} failed: {error}")
                 )
             return self._error
+
+
+def _shut_down_at_exit(group: weakref.ref[MeshProcessGroup]) -> None:
+    alive = group()
+    if alive is not None:
+        alive.shutdown()
