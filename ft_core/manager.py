@@ -233,10 +233,10 @@ class Manager:
         self._batches_committed = int(state_dict["batches_committed"])
 
     def allow_state_dict_read(self) -> None:
-        """Kept for torchft scripts: peers read a snapshot, so there is nothing to allow."""
+        """Kept for torchft scripts: reads need no permission (`should_commit` checks them)."""
 
     def disallow_state_dict_read(self) -> None:
-        """Kept for torchft scripts: peers read a snapshot, so there is nothing to forbid."""
+        """Kept for torchft scripts: reads need no permission (`should_commit` checks them)."""
 
     # ------------------------------------------------------------------ the step
 
