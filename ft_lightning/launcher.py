@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ft_core.supervisor import die_with, supervise
 from ft_lightning.scope import child_environment
-from ft_lightning.supervisor import die_with, supervise
 
 
 class SupervisorLauncher:
@@ -71,6 +71,7 @@ class SupervisorLauncher:
                 count=self._num_groups,
                 min_alive=self._min_replicas,
                 max_restarts=self._max_restarts,
+                speaker="ft_lightning",
             )
         finally:
             if server is not None:

@@ -15,6 +15,7 @@ import torch
 
 from ft_core.errors import QuorumUnavailable
 from ft_core.manager import Manager
+from ft_core.supervisor import report_joined
 from ft_core.telemetry import JsonlSink
 from ft_lightning import healing, position
 from ft_lightning.batches import Batches
@@ -24,7 +25,6 @@ from ft_lightning.registration import DESCRIPTION, NAME
 from ft_lightning.scope import Role
 from ft_lightning.scoping import ScopedMixin, act_as_leader, lock_machine
 from ft_lightning.step import StepDriver
-from ft_lightning.supervisor import report_joined
 
 
 class FTDDPMixin(ScopedMixin):

@@ -8,7 +8,6 @@ until an event or the next restart is due. Children end with the supervisor (`di
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import queue
 import signal
@@ -18,14 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
-
-log = logging.getLogger("ft_lightning")
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 STOP_TIMEOUT_S = 30.0
-ENV_JOINED = "FT_LIGHTNING_JOINED"
+ENV_JOINED = "FT_SUPERVISOR_JOINED"
 _PR_SET_PDEATHSIG = 1
 
 Environment = Callable[[int, int], dict[str, str]]
@@ -154,12 +152,15 @@ def supervise(
     min_alive: int,
     max_restarts: int,
     cwd: str | None = None,
+    speaker: str = "ft",
 ) -> int:
     """Run `count` processes of `command` until all have ended; returns this process's exit code.
 
     `environment(index, restarts)` gives a child's environment. SIGINT and SIGTERM are passed on;
-    children that have not ended `STOP_TIMEOUT_S` later are killed. Main thread only.
+    children that have not ended `STOP_TIMEOUT_S` later are killed. What happens is told on stderr,
+    a line an event, under the name `speaker`. Main thread only.
     """
+    say = partial(_say, speaker)
     events: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
     joined, tell_joined = os.pipe()
     os.set_blocking(joined, False)
@@ -183,7 +184,7 @@ def supervise(
     try:
         for child in policy.children:
             start(child)
-        return _loop(policy, events, start, joined)
+        return _loop(policy, events, start, joined, say)
     finally:
         _signal_all(policy, signal.SIGKILL)
         os.close(joined)
@@ -197,6 +198,7 @@ def _loop(
     events: queue.SimpleQueue[_Ended | _Signalled],
     start: Callable[[Child], None],
     joined: int,
+    say: Callable[[str], None],
 ) -> int:
     stopped_by: int | None = None
     kill_at: float | None = None
@@ -225,13 +227,13 @@ def _loop(
             child.process, child.exit_code = None, event.exit_code
             continue
         _read_joined(policy, joined)
-        _say(policy.ended(child, event.exit_code, time.monotonic()))
+        say(policy.ended(child, event.exit_code, time.monotonic()))
         for late in policy.too_late():
-            _say(f"replica group {late.index} comes too late: the training is over")
+            say(f"replica group {late.index} comes too late: the training is over")
             assert late.process is not None
             late.process.kill()
         if policy.stuck():
-            _say(f"fewer than min_replicas={policy.min_alive} replica groups are left: stopping")
+            say(f"fewer than min_replicas={policy.min_alive} replica groups are left: stopping")
             stopped_by, kill_at = signal.SIGTERM, time.monotonic() + STOP_TIMEOUT_S
             _signal_all(policy, signal.SIGTERM)
             for other in policy.children:
@@ -292,5 +294,5 @@ def _how(exit_code: int) -> str:
     return f"failed with exit code {exit_code}"
 
 
-def _say(text: str) -> None:
-    print(f"ft_lightning: {text}", file=sys.stderr, flush=True)
+def _say(speaker: str, text: str) -> None:
+    print(f"{speaker}: {text}", file=sys.stderr, flush=True)
