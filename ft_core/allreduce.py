@@ -51,7 +51,8 @@ def prepare(tensor: Tensor, op: str, *, participating: bool, scale: float) -> No
 
     For a mean every contribution is scaled before the sum, as torch's own DDP does: the same
     rounding (bit for bit the same result as DDP of as many processes), less danger of overflow
-    in half precision, and nothing left to do when the sum arrives.
+    in half precision, and nothing left to do when the sum arrives. `scale`: what is left of that
+    scaling to do.
     """
     if not participating:
         fill_neutral(tensor, op)

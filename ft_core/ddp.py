@@ -8,8 +8,12 @@ bucket small. That is the layout which torch ends up with for models that use th
 order, and unlike `find_unused_parameters=True` (which also stops the regrouping) it costs nothing
 a step.
 
-No `from __future__ import annotations` here: torch compares a hook's annotations with its types.
+Communication. The reducer sees a process group of ours (`_Reduction`), not a communication hook:
+with a hook it copies gradients into their bucket and leaves the division to the hook, which costs
+another pass over memory; without one it divides while it copies, by the size of the group.
 """
+
+from __future__ import annotations
 
 import hashlib
 import logging
@@ -67,7 +71,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     tells, and `should_commit` says no.
     """
 
-    def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
+    def __init__(self, manager: Manager, module: nn.Module, **kwargs: Any) -> None:
         for name, why in _REFUSED.items():
             if kwargs.pop(name, None) not in (None, False):
                 raise ValueError(f"{name} is not available with fault tolerance: {why}")
@@ -75,12 +79,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         old_name = kwargs.pop("broadcast_buffers", None)
         if buffers_follow is None:
             buffers_follow = True if old_name is None else old_name
-        # A gradient is scaled in its bucket, one pass over memory that torch's own DDP has inside
-        # another; sharing memory with the buckets saves the pass back.
+        # Sharing memory with the buckets saves the pass over memory that copies gradients back.
         kwargs.setdefault("gradient_as_bucket_view", True)
+        reduction = _Reduction(manager)
         super().__init__(
             module,
-            process_group=_OneRankGroup(manager),
+            process_group=reduction,
             init_sync=False,
             forward_sync_buffers=False,
             **kwargs,
@@ -97,19 +101,21 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             key=f"{key}.buffers",
             ignored=set(self.parameters_to_ignore),
         )
-        self._check = _CompletionCheck(manager)
-        manager.register_vote_check(self._check.before_vote)
-        # The reducer (C++) keeps the hook's state: a strong reference would be a cycle that the
-        # garbage collector can't see.
-        self.register_comm_hook(weakref.ref(self), _send_bucket)
+        reduction.begin_with(self._trained_values(), self._shared)
+        manager.register_vote_check(reduction.before_vote)
+        self._reduction = reduction
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled():
             self._shared.begin()
-        output = super().forward(*inputs, **kwargs)
-        if self.require_backward_grad_sync and not self.find_unused_parameters:
-            self._check.forward_returned(output)
-        return output
+        return super().forward(*inputs, **kwargs)
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Refused: a hook would reduce in the place of the manager."""
+        raise NotImplementedError(
+            "communication hooks are not available with fault tolerance: the manager reduces "
+            "gradients; change them before (parameter hooks) or after (the optimizer's pre-hook)"
+        )
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a replica group that runs out of data leaves the quorum instead."""
@@ -126,6 +132,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return parameters, sparse  # torch reverses the buckets itself in this mode
         return parameters[::-1], sparse
 
+    def _trained_values(self) -> int:
+        """Values in all buckets together."""
+        ignored = set(self.parameters_to_ignore)
+        parameters = {p for n, p in self.module.named_parameters() if n not in ignored}
+        return sum(p.numel() for p in parameters if p.requires_grad)
+
     def _freeze_buckets(self) -> None:
         """Regroup now and never again. See the module's docstring."""
         self.reducer._push_all_rebuilt_params()
@@ -137,52 +149,33 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._has_rebuilt_buckets = True
 
 
-def _send_bucket(
-    state: "weakref.ref[DistributedDataParallel]", bucket: dist.GradBucket
-) -> Future[Tensor]:
-    """Communication hook: starts the allreduce and returns. Autograd's thread; never raises."""
-    tensor = bucket.buffer()
-    ddp = state()
-    assert ddp is not None  # it runs backward
-    manager = ddp._manager
-    try:
-        future = manager.allreduce(tensor)
-        if bucket.is_last():
-            ddp._check.all_sent()
-            ddp._shared.send()
-        return future
-    except Exception as error:  # in backward it would end the process; the vote tells it as well
-        manager.report_error(error)
-        return _completed(tensor)
+class _Reduction(dist.ProcessGroup):
+    """The group that torch's reducer sees. Its size is what gradients are divided by.
 
+    Sees backward passes that left out a bucket, before the step is voted on; torch sees them in
+    the next forward only, when the optimizer has stepped on gradients of which some were averaged
+    and some not.
 
-class _CompletionCheck:
-    """Sees backward passes that left out a bucket, before the step is voted on.
-
-    torch sees them in the next forward only, when the optimizer has stepped on gradients of which
-    some were averaged and some not.
+    Thread: autograd's for `getSize` and `allreduce`, which never raise: in backward that would end
+    the process, and the vote tells it as well.
     """
 
-    def __init__(self, manager: "Manager") -> None:
+    def __init__(self, manager: Manager) -> None:
+        super().__init__(0, 1)
         self._manager = manager
-        self._unfinished = False
+        self._shared: SharedBuffers | None = None
+        self._values = self._unsent = 0
+        self._divisor = 1
 
-    def forward_returned(self, output: Any) -> None:
-        """A forward that is to be synchronized; its backward begins at one of `output`."""
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._backward_began)
-                return
-
-    def _backward_began(self, gradient: Tensor) -> None:
-        self._unfinished = True
-
-    def all_sent(self) -> None:
-        self._unfinished = False
+    def begin_with(self, values: int, shared: SharedBuffers) -> None:
+        """Backward passes begin: each is to send so many values, then the buffers."""
+        self._values = values
+        self._shared = shared
 
     def before_vote(self) -> None:
-        if self._unfinished:
-            self._unfinished = False
+        """Report a backward that has begun and not reached all parameters."""
+        unsent, self._unsent = self._unsent, 0
+        if unsent:
             self._manager.report_error(
                 RuntimeError(
                     "backward did not reach all parameters, so that gradients are missing: pass "
@@ -190,11 +183,39 @@ class _CompletionCheck:
                 )
             )
 
+    def getBackendName(self) -> str:
+        return "ft-reduction"
 
-_numbers: "weakref.WeakKeyDictionary[Manager, int]" = weakref.WeakKeyDictionary()
+    def getSize(self) -> int:
+        """Asked once a backward, with its first gradient."""
+        if self._shared is not None:
+            self._unsent = self._values
+            self._divisor = self._manager.mean_divisor()
+        return self._divisor
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """A bucket of gradients, or (integers) how often each parameter was used."""
+        tensor = tensors[0]
+        try:
+            if not tensor.is_floating_point():
+                return _work(self._manager.allreduce(tensor, reduce_op=ReduceOp.SUM))
+            future = self._manager.allreduce(tensor, divided_by=self._divisor)
+            self._unsent -= tensor.numel()
+            if self._unsent == 0 and self._shared is not None:
+                self._shared.send()
+        except Exception as error:
+            self._manager.report_error(error)
+            future = _completed(tensor)
+        return _work(future)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return _work(_completed(tensors[0]))
 
 
-def _next_number(manager: "Manager") -> int:
+_numbers: weakref.WeakKeyDictionary[Manager, int] = weakref.WeakKeyDictionary()
+
+
+def _next_number(manager: Manager) -> int:
     """0, 1, ... for the modules of one manager, in the order of their construction."""
     number = _numbers.get(manager, 0)
     _numbers[manager] = number + 1
@@ -211,7 +232,7 @@ class PureDistributedDataParallel(nn.Module):
     Buffers follow the first participant, as in `DistributedDataParallel`.
     """
 
-    def __init__(self, manager: "Manager", module: nn.Module) -> None:
+    def __init__(self, manager: Manager, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self._manager = manager
@@ -275,32 +296,6 @@ class PureDistributedDataParallel(nn.Module):
             self._manager.report_error(error)
 
 
-class _OneRankGroup(dist.ProcessGroup):
-    """The group that torch's reducer sees: one rank, so that nothing is left for it to do.
-
-    Its allreduce is called for one thing: which parameters anybody has used
-    (`find_unused_parameters`); that is a question to all participants.
-    """
-
-    def __init__(self, manager: "Manager") -> None:
-        super().__init__(0, 1)
-        self._manager = manager
-
-    def getBackendName(self) -> str:
-        return "ft-one-rank"
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        try:
-            future = self._manager.allreduce(tensors[0], reduce_op=ReduceOp.SUM)
-        except Exception as error:  # see _send_bucket
-            self._manager.report_error(error)
-            future = _completed(tensors[0])
-        return _work(future)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return _work(_completed(tensors[0]))
-
-
 def _work(future: Future[Tensor]) -> dist.Work:
     work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)
     return work
@@ -310,21 +305,6 @@ def _completed(tensor: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future()
     future.set_result(tensor)
     return future
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Tensors in what a forward returned: a tensor, or containers of some, to any depth."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
-    elif hasattr(output, "__dataclass_fields__"):
-        for name in output.__dataclass_fields__:
-            yield from _tensors(getattr(output, name, None))
 
 
 def describe(module: nn.Module) -> str:

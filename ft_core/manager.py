@@ -167,7 +167,7 @@ class Manager:
         self._schema: dict[str, str] = {"mean": "by samples"} if weighted else {}
         self._weighted = weighted
         self._samples: int | None = None
-        self._scale = 1.0
+        self._weight = 1.0
         self._start = (0, "")
         self._batches_committed = 0
         self._session: Session | None = None
@@ -283,11 +283,14 @@ class Manager:
         """Wait until collectives may start. Raises as `start_quorum` does."""
         self._enter(self._need_session(), heal=not self._async)
 
-    def should_commit(self, timeout: timedelta | None = None) -> bool:
+    def should_commit(self, timeout: timedelta | None = None, *, control: bytes = b"") -> bool:
         """End the step: wait for its collectives, vote, and say whether to step the optimizer.
 
         All ranks of the group must call it, once a step. False: drop the gradients; the step was
         not counted, and `last_outcome` says why. `timeout`: how long to wait for the answer.
+        `control`: up to 1,024 bytes that travel with a yes; when the step is committed, all
+        members find those of the lowest-ranked one in `last_outcome().control` (empty under
+        per-group commit).
 
         Raises:
             StepInDoubt: the lighthouse stayed away past the timeout.
@@ -317,7 +320,7 @@ class Manager:
         def vote(machine: Replica, now: float) -> list[Effect]:
             if ok and machine.attempt is not Attempt.FAILED and not machine.may_vote:
                 return machine.vote(False, now, reason="lost the quorum before the vote")
-            return machine.vote(ok, now, reason=reason)
+            return machine.vote(ok, now, reason=reason, control=control)
 
         session.control.call_and_wait(vote, _answered, deadline)
         outcome = replica.outcome
@@ -345,14 +348,17 @@ class Manager:
         tensor: Tensor,
         should_quantize: bool = False,
         reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
+        *,
+        divided_by: int = 1,
     ) -> Future[Tensor]:
         """Reduce `tensor` (any shape, contiguous) in place over the participants.
 
         Returns a future of the same tensor. It never fails: an error is kept (`errored`), the
         tensor's contents are then undefined, all later calls of the step return at once, and the
         step is not committed. Non-participants contribute what is neutral under `reduce_op` and
-        receive the result. AVG scales before the sum, like DDP. Several calls may be in flight;
-        all members must make the same calls in the same order.
+        receive the result. AVG scales before the sum, like DDP; `divided_by` says that part of it
+        is done (`mean_divisor`). Several calls may be in flight; all members must make the same
+        calls in the same order.
         """
         if should_quantize:
             raise ValueError("should_quantize is not available yet: call without it")
@@ -361,7 +367,9 @@ class Manager:
         if self._error is not None or part is None:
             return completed(tensor)
         try:
-            prepare(tensor, op, participating=part.rank is not None, scale=self._scale)
+            # Integers first: equal ones give exactly 1.
+            scale = self._weight * (divided_by / (1 if self._weighted else part.participants))
+            prepare(tensor, op, participating=part.rank is not None, scale=scale)
             work = self._pg.allreduce([tensor], options_for(op))
             future = work.get_future()
         except Exception as error:  # whatever the backend raises: the step is lost, not the run
@@ -380,6 +388,15 @@ class Manager:
         result = future.then(done)
         self._pending.append(result)
         return result
+
+    def mean_divisor(self) -> int:
+        """What a tensor may be divided by on its way, for `allreduce(divided_by=)` to do no more.
+
+        The number of participants as far as it is known now; 1 if it is not, or if means are
+        weighted. Never waits; any thread.
+        """
+        part = self._part
+        return 1 if part is None or self._weighted else part.participants
 
     def report_error(self, e: Exception) -> None:
         """The gradients of this step are no good: drop it, and tell the others now. Any thread."""
@@ -482,6 +499,19 @@ class Manager:
         return self._options.name
 
     # ------------------------------------------------------------------ leaving
+
+    def forget_state(self, reason: str) -> None:
+        """This group's state is not what the quorum takes it for: leave the quorum, as one that
+        holds no state; the next `start_quorum` joins again and heals.
+
+        After a decision, or in place of one (the open attempt is discarded). For groups of one
+        rank. The members lose at most the step that they are in.
+        """
+        assert self._options.group_world_size == 1
+        self._drain()
+        self._part, self._pinned_at = None, None
+        session = self._need_session()
+        session.control.call(lambda replica, now: replica.give_up(reason))
 
     def leave_after_step(self) -> None:
         """The next committed or discarded step is this group's last (graceful leave)."""
@@ -637,20 +667,19 @@ class Manager:
 
     def _weigh(self, part: Participation) -> bool:
         """Find the factor of this member's contribution to the step's means; False: step failed."""
-        self._scale = 1.0 / part.participants
         if not self._weighted:
             return True
         if self._samples is None:
             self.report_error(RuntimeError("weighted=True needs set_samples in every step"))
             return False
         total = torch.tensor([float(self._samples)], dtype=torch.float64)
-        self._scale = 1.0
+        self._weight = 1.0
         self.allreduce(total, reduce_op=ReduceOp.SUM).wait()
         if self._error is None and total.item() <= 0:
             self.report_error(RuntimeError("no participant has any samples in this step"))
         if self._error is not None:
             return False
-        self._scale = self._samples / total.item()
+        self._weight = self._samples / total.item()
         return True
 
     def _try_pin(self, replica: Replica, now: float) -> None:

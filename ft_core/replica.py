@@ -314,6 +314,24 @@ class Replica:
             self._close(Outcome(self.step, False, f"left: {reason}"))
         return [] if was_out else [Transmit(Leave(self._template.room, self.replica_id, reason))]
 
+    def give_up(self, reason: str) -> list[Effect]:
+        """The own state is not what the quorum takes it for: leave, and hold none; the next
+        `begin` joins, and heals."""
+        if self.stage in (Stage.LEFT, Stage.REFUSED):
+            return []
+        effects: list[Effect] = [Told(f"gives its state up: {reason}")]
+        if self.stage is Stage.MEMBER and self.view is not None:
+            effects.append(Abort(self.view.quorum_id, reason))
+        if self.stage is not Stage.OUT:
+            effects.append(Transmit(Leave(self._template.room, self.replica_id, reason[:500])))
+        self.stage, self.reason, self.healed, self._revoked = Stage.OUT, reason, False, True
+        self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
+        self._resend_at = self._grace_at = self._vote = self._unanswered = None
+        self._fetching = self._fetched = self.published = None
+        if self.attempt is not Attempt.CLOSED:
+            self._close(Outcome(self.step, False, reason))
+        return effects
+
     def leave_after_step(self) -> None:
         """Let the next vote say that it is the last one."""
         self._leaving = True
@@ -455,7 +473,7 @@ class Replica:
         return self._cast(view, now)
 
     def _on_quorum(self, message: Quorum, now: float) -> list[Effect]:
-        if self.stage in (Stage.LEFT, Stage.REFUSED):
+        if self.stage in (Stage.OUT, Stage.LEFT, Stage.REFUSED):
             return []
         old = self.view
         if old is not None and message.quorum_id <= old.quorum_id:

@@ -62,6 +62,26 @@ def test_gradients_are_the_mean_of_the_members(wrapper: Any, as_view: bool) -> N
         torch.testing.assert_close(result, gradients(alone))
 
 
+@pytest.mark.parametrize("known", [1, 2, 4])
+def test_a_mean_is_right_if_the_quorum_was_not_known_when_backward_began(known: int) -> None:
+    """Gradients are divided while they are copied, by the number of participants known then."""
+    quorum = ThreadQuorum(3, silent=(1,))
+    quorum.known_participants = known
+    data = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
+    alone = layers()
+
+    def step(manager: ThreadManager) -> list[Tensor | None]:
+        model = DistributedDataParallel(manager, copy.deepcopy(alone))
+        manager.start_quorum()
+        model(data[manager.rank]).square().mean().backward()
+        return gradients(model.module)
+
+    results = quorum.run(step)
+    sum(alone(data[i]).square().mean() / 2 for i in (0, 2)).backward()  # type: ignore[union-attr]
+    for result in results:
+        torch.testing.assert_close(result, gradients(alone))
+
+
 def test_several_buckets_are_in_flight_before_backward_ends() -> None:
     """The first bucket is sent while earlier layers have no gradients yet."""
     quorum = ThreadQuorum(1)
@@ -321,6 +341,12 @@ def test_two_modules_of_one_manager_have_schemas_of_their_own() -> None:
 def test_what_cannot_work_is_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(option))} is not available"):
         DistributedDataParallel(ThreadQuorum(1).members[0], layers(), **option)
+
+
+def test_communication_hooks_are_refused() -> None:
+    model = DistributedDataParallel(ThreadQuorum(1).members[0], layers())
+    with pytest.raises(NotImplementedError, match="the manager reduces"):
+        model.register_comm_hook(None, lambda state, bucket: None)
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -26,6 +26,8 @@ class ThreadQuorum:
         self.size = size
         self.silent = silent
         """Ranks that contribute nothing."""
+        self.known_participants = 0
+        """How many members think that there are when backward begins; 0: as many as there are."""
         self.lock = threading.Lock()
         self.open: dict[tuple[int, int], list[tuple[Tensor, Future[Tensor]] | None]] = {}
         self.ballots: dict[int, list[bool]] = {}
@@ -104,12 +106,19 @@ class ThreadManager:
     def report_error(self, e: Exception) -> None:
         self._error = self._error or e
 
+    def mean_divisor(self) -> int:
+        return self.quorum.known_participants or len(self.quorum.participants)
+
     def allreduce(
-        self, tensor: Tensor, reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG
+        self,
+        tensor: Tensor,
+        reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
+        *,
+        divided_by: int = 1,
     ) -> Future[Tensor]:
         quorum = self.quorum
         if reduce_op == ReduceOp.AVG:
-            tensor.mul_(1 / len(quorum.participants))
+            tensor.mul_(divided_by / len(quorum.participants))
         if self.rank in quorum.silent:
             tensor.zero_()
         key = (self.attempts, len(self.sizes))

@@ -1,0 +1,112 @@
+"""Which fragment is sent, and when it is applied: the clock of LocalSGD and (Streaming) DiLoCo. PURE.
+
+Theory. A *window* is `sync_every` (H) inner steps. In a window every one of the P fragments has one
+outer step: the window is cut into P *slots*, and slot i is fragment i's. In a slot of L inner steps
+the fragment is *launched* (its pseudo-gradient is computed and sent) after inner step L - tau, and
+*applied* (waited for, voted on, stepped) after inner step L, so that its communication has tau inner
+steps to hide behind (Streaming DiLoCo, arXiv 2501.18512, section 2.3). P = 1 and tau = 0 is DiLoCo
+(arXiv 2311.08105, algorithm 1), with parameters in the place of pseudo-gradients LocalSGD (arXiv
+1805.09767, algorithm 1, synchronization indices H, 2H, ...).
+
+One outer step is one step of the manager, so the fragment follows from the number of committed
+steps alone: step modulo P. That number is part of what members agree on. A member that joins knows
+whose turn it is without being told, and all members send the same fragments in the same order
+whatever happened to them before. A discarded outer step did not advance the number: its fragment
+is next again.
+
+No clock, tensor or process group in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Event(Enum):
+    """What happens after an inner step."""
+
+    LAUNCH = "launch"
+    APPLY = "apply"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The clock. Raises ValueError when the numbers contradict each other.
+
+    Attributes:
+        sync_every: inner steps in a window (H).
+        fragments: how many fragments (P), each with one outer step a window.
+        delay: inner steps between launch and apply (tau).
+    """
+
+    sync_every: int
+    fragments: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sync_every < 1:
+            raise ValueError(f"sync_every must be at least 1, got {self.sync_every}")
+        if self.fragments < 1:
+            raise ValueError(f"fragments must be at least 1, got {self.fragments}")
+        if self.sync_every < self.fragments:
+            raise ValueError(
+                f"sync_every={self.sync_every} leaves no inner step to each of {self.fragments} "
+                "fragments: use fewer fragments, or a larger sync_every"
+            )
+        if self.delay < 0:
+            raise ValueError(f"fragment_sync_delay must not be negative, got {self.delay}")
+        if self.delay >= self.shortest_slot:
+            raise ValueError(
+                f"fragment_sync_delay={self.delay} must be smaller than the {self.shortest_slot} "
+                f"inner steps between two outer steps (sync_every={self.sync_every} over "
+                f"{self.fragments} fragments): use a smaller delay, or a larger sync_every"
+            )
+
+    @property
+    def shortest_slot(self) -> int:
+        """Inner steps of the shortest slot: the window need not divide evenly."""
+        return self.sync_every // self.fragments
+
+    def fragment_of(self, step: int) -> int:
+        """Which fragment the outer step number `step` (committed steps so far) is for."""
+        return step % self.fragments
+
+    def slot_steps(self, fragment: int) -> int:
+        """Inner steps of this fragment's slot. All slots together are one window."""
+        h, p = self.sync_every, self.fragments
+        return (fragment + 1) * h // p - fragment * h // p
+
+    def due(self, step: int, local_step: int) -> tuple[Event, ...]:
+        """What happens after inner step `local_step` (1, 2, ... in the slot) of outer step `step`.
+
+        A slot that runs over (its launch came late) launches and applies at its next inner step.
+        """
+        length = self.slot_steps(self.fragment_of(step))
+        if local_step >= length:
+            return (Event.APPLY,) if self.delay else (Event.LAUNCH, Event.APPLY)
+        if self.delay and local_step == length - self.delay:
+            return (Event.LAUNCH,)
+        return ()
+
+
+def trace(
+    schedule: Schedule,
+    inner_steps: int,
+    *,
+    start: int = 0,
+    commits: Callable[[int], bool] = lambda attempt: True,
+) -> Iterator[tuple[int, Event, int]]:
+    """(inner step from 1, event, fragment) for a member that starts a slot at outer step `start`.
+
+    `commits(n)`: whether attempt n (0, 1, ...) at an outer step is committed.
+    """
+    step, local_step, attempt = start, 0, 0
+    for inner in range(1, inner_steps + 1):
+        local_step += 1
+        for event in schedule.due(step, local_step):
+            yield inner, event, schedule.fragment_of(step)
+            if event is Event.APPLY:
+                step, local_step = step + commits(attempt), 0
+                attempt += 1

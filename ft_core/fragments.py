@@ -1,0 +1,244 @@
+"""What travels: fragments of a model, and their tensors laid out as buckets.
+
+A *fragment* is a part of the model's trainable parameters with outer steps of its own. Each
+parameter is in exactly one; tied parameters count once; frozen ones are in none, since they never
+change. Persistent buffers (running statistics) travel with the last fragment: once a window.
+
+A fragment's tensors are laid out in one flat tensor a dtype, in order; *buckets* are consecutive
+pieces of it. So whatever the sizes, every element is in exactly one bucket: a bucket may hold many
+tensors, and a tensor may span many buckets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+DEFAULT_BUCKET_BYTES = 32 << 20
+FragmentSpec = int | Sequence[nn.Module | Sequence[str]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """`names` and `parameters` in the same order; `index` among the fragments."""
+
+    index: int
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the local parts."""
+        return sum(local_part(p).numel() for p in self.parameters)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The tensor's memory in this process: a DTensor's local shard (detached), else itself."""
+    from torch.distributed.tensor import DTensor
+
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def like(local: Tensor, model: Tensor) -> Tensor:
+    """`local` as what `model` is: a DTensor of the same mesh and placements, or a plain tensor."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(model, DTensor):
+        return local
+    return DTensor.from_local(
+        local, model.device_mesh, model.placements, run_check=False,
+        shape=model.shape, stride=model.stride(),
+    )  # fmt: skip
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name, tied ones once. Raises ValueError if there is none."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise ValueError(
+            "the model has no trainable parameter: there is nothing to synchronize, set "
+            "requires_grad before"
+        )
+    return found
+
+
+def split(model: nn.Module, spec: FragmentSpec) -> list[Fragment]:
+    """Cut the model's trainable parameters into fragments.
+
+    `spec`: None, one fragment; a number, so many of about equal size, in order of registration; or
+    a list with a module, or the names of parameters, for each. Raises ValueError if a number can't
+    be had, or a list misses or repeats parameters.
+    """
+    parameters = trainable(model)
+    if spec is None:
+        spec = 1
+    if isinstance(spec, int):
+        groups = _balanced(parameters, spec)
+    else:
+        groups = _listed(parameters, model, spec)
+    return [
+        Fragment(index, tuple(names), tuple(parameters[name] for name in names))
+        for index, names in enumerate(groups)
+    ]
+
+
+def _balanced(parameters: dict[str, nn.Parameter], count: int) -> list[list[str]]:
+    if not 1 <= count <= len(parameters):
+        raise ValueError(
+            f"fragments={count} is not possible: the model has {len(parameters)} trainable "
+            "parameters, use a number from 1 to that"
+        )
+    total = sum(p.numel() for p in parameters.values())
+    groups: list[list[str]] = [[]]
+    done = 0
+    for position, (name, parameter) in enumerate(parameters.items()):
+        left = len(parameters) - position  # this one included
+        missing = count - len(groups)
+        middle = done + parameter.numel() / 2
+        if groups[-1] and missing and (left == missing or middle >= total * len(groups) / count):
+            groups.append([])
+        groups[-1].append(name)
+        done += parameter.numel()
+    return groups
+
+
+def _listed(
+    parameters: dict[str, nn.Parameter], model: nn.Module, spec: Sequence[nn.Module | Sequence[str]]
+) -> list[list[str]]:
+    if isinstance(spec, str) or not isinstance(spec, Iterable) or not list(spec):
+        raise ValueError(
+            f"fragments must be a number, or a list of modules or of lists of parameter names, "
+            f"got {spec!r}"
+        )
+    aliases = _aliases(model)
+    owner: dict[str, int] = {}
+    groups: list[list[str]] = []
+    for index, part in enumerate(spec):
+        names = _names_of(part, index, parameters, aliases)
+        groups.append(names)
+        for name in names:
+            if name in owner:
+                raise ValueError(
+                    f"parameter {name!r} is in fragments {owner[name]} and {index}: put it in one "
+                    "of them"
+                )
+            owner[name] = index
+    missing = [name for name in parameters if name not in owner]
+    if missing:
+        raise ValueError(
+            f"fragments miss {len(missing)} parameters, such as {missing[0]!r}: put each trainable "
+            "parameter in one"
+        )
+    return groups
+
+
+def _names_of(
+    part: nn.Module | Sequence[str],
+    index: int,
+    parameters: dict[str, nn.Parameter],
+    aliases: dict[str, str],
+) -> list[str]:
+    """First names of the trainable parameters that `part` stands for."""
+    if isinstance(part, nn.Module):
+        by_id = {id(p): name for name, p in parameters.items()}
+        mine = [p for p in part.parameters() if p.requires_grad]
+        foreign = [p for p in mine if id(p) not in by_id]
+        if foreign:
+            raise ValueError(f"fragment {index} is a module that is not a part of the model")
+        names = [by_id[id(p)] for p in mine]
+    else:
+        names = []
+        for name in [part] if isinstance(part, str) else part:
+            first = aliases.get(name, "")
+            if first not in parameters:
+                why = "is frozen" if first else "is not a parameter of the model"
+                raise ValueError(f"fragment {index} names {name!r}, which {why}: leave it out")
+            names.append(first)
+    if not names:
+        raise ValueError(f"fragment {index} has no trainable parameter: leave it out")
+    return names
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Each name of each parameter -> the first name of the same parameter (tied ones have more)."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(p), name)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
+    """(owner, attribute, full name) of each buffer that a state dict holds, in order."""
+    found: list[tuple[nn.Module, str, str]] = []
+    seen: set[int] = set()
+    for prefix, owner in model.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name in owner._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            found.append((owner, name, f"{prefix}.{name}" if prefix else name))
+    return found
+
+
+def describe(fragments: Sequence[Fragment], model: nn.Module) -> str:
+    """What must be equal in all members, in a line: fragments, names, shapes, dtypes."""
+    lines = [
+        f"{f.index} {name} {tuple(p.shape)} {tuple(local_part(p).shape)} {p.dtype}"
+        for f in fragments
+        for name, p in zip(f.names, f.parameters, strict=True)
+    ]
+    lines += [
+        f"buffer {name} {tuple(getattr(owner, attribute).shape)} {getattr(owner, attribute).dtype}"
+        for owner, attribute, name in persistent_buffers(model)
+    ]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
+    sizes = "+".join(str(f.numel) for f in fragments[:8]) + ("+..." if len(fragments) > 8 else "")
+    return f"{len(fragments)} fragments of {sizes} values ({digest})"
+
+
+class Flat:
+    """Tensors laid out in one flat tensor a dtype, with views of their shapes, and buckets.
+
+    `device`: where it lives; None: where each tensor is. Complex tensors are laid out as pairs of
+    reals.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], bucket_bytes: int, device: torch.device | None = None
+    ) -> None:
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        places: list[tuple[tuple[torch.dtype, torch.device], int, int]] = []
+        for tensor in tensors:
+            real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+            key = (real, device or tensor.device)
+            count = tensor.numel() * (2 if tensor.is_complex() else 1)
+            places.append((key, sizes.get(key, 0), count))
+            sizes[key] = sizes.get(key, 0) + count
+        self.parts = {
+            key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()
+        }
+        self.views: list[Tensor] = []
+        for tensor, (key, start, count) in zip(tensors, places, strict=True):
+            piece = self.parts[key][start : start + count]
+            if tensor.is_complex():
+                piece = torch.view_as_complex(piece.view(-1, 2))
+            self.views.append(piece.view(tensor.shape))
+        self._bucket_bytes = bucket_bytes
+
+    def buckets(self) -> list[Tensor]:
+        """Flat tensors of at most `bucket_bytes` (one element at least), in order; they are views."""
+        found = []
+        for part in self.parts.values():
+            size = max(1, self._bucket_bytes // part.element_size())
+            found += [b for b in part.split(size) if b.numel()]
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
