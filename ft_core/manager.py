@@ -32,11 +32,14 @@ from ft_core.errors import (
 )
 from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
+from ft_core.process_group.work import finish_with
+from ft_core.quantized import CollectiveQueue, check_quantizable, queue_of, reduce_in_turn
 from ft_core.replica import Attempt, Effect, Outcome, Replica, Stage
 from ft_core.session import Session, SessionOptions
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 from ft_core.world import Participation, WorldSizeMode, participation
 from lighthouse.errors import JoinRefused
+from lighthouse.messages import Member
 
 log = logging.getLogger("ft_core")
 T = TypeVar("T")
@@ -173,6 +176,8 @@ class Manager:
         self._session: Session | None = None
         self._error: Exception | None = None
         self._part: Participation | None = None
+        self._part_of: tuple[tuple[Member, ...], tuple[int, bool], Participation | None]
+        self._part_of = ((), (0, False), None)
         self._pending: list[Future[Any]] = []
         self._served: list[tuple[Tensor, int]] = []
         self._pinned_at: float | None = None
@@ -181,6 +186,7 @@ class Manager:
         self._discards_in_a_row = 0
         self._last_outcome: Outcome | None = None
         self._closed = False
+        self._queue: CollectiveQueue | None = None
         self.telemetry = Telemetry()
 
     # ------------------------------------------------------------------ state
@@ -271,8 +277,8 @@ class Manager:
         self._samples = None
         self._pending.clear()
         self._began_at = time.monotonic()
-        in_step = self._async
-        session.control.call(lambda replica, now: replica.begin(now, heal_in_step=in_step))
+        if self._begin(session):
+            return
         wait_s = timeout.total_seconds() if timeout is not None else self._quorum_timeout_s
         self._quorum_deadline = None if wait_s is None else self._began_at + wait_s
         if self._async and session.replica.stage is not Stage.MEMBER:
@@ -358,11 +364,12 @@ class Manager:
         step is not committed. Non-participants contribute what is neutral under `reduce_op` and
         receive the result. AVG scales before the sum, like DDP; `divided_by` says that part of it
         is done (`mean_divisor`). Several calls may be in flight; all members must make the same
-        calls in the same order.
+        calls in the same order. `should_quantize`: floating values travel as int8 with a scale for
+        each block (SUM and AVG only); all members get the same bits.
         """
-        if should_quantize:
-            raise ValueError("should_quantize is not available yet: call without it")
         op = op_name(reduce_op)
+        if should_quantize:
+            check_quantizable(tensor, op)
         part = self._part if self._pinned_at is not None else self._pin()
         if self._error is not None or part is None:
             return completed(tensor)
@@ -370,22 +377,25 @@ class Manager:
             # Integers first: equal ones give exactly 1.
             scale = self._weight * (divided_by / (1 if self._weighted else part.participants))
             prepare(tensor, op, participating=part.rank is not None, scale=scale)
+            if should_quantize or queue_of(self).busy:
+                return reduce_in_turn(self, tensor, op, part, quantize=should_quantize)
             work = self._pg.allreduce([tensor], options_for(op))
-            future = work.get_future()
         except Exception as error:  # whatever the backend raises: the step is lost, not the run
             self.report_error(error)
             return completed(tensor)
 
-        def done(finished: Future[Any]) -> Tensor:
+        def end(error: Exception | None) -> Tensor:
             try:
-                finished.value()
-                finish(tensor, op, part.participants)
-            except Exception as error:
+                if error is None:
+                    finish(tensor, op, part.participants)
+            except Exception as caught:
+                error = caught
+            if error is not None:
                 # A future wraps errors into its own, with a stack; the group has the plain one.
                 self.report_error(self._pg.errored() or error)
             return tensor
 
-        result = future.then(done)
+        result = finish_with(work, end)
         self._pending.append(result)
         return result
 
@@ -561,6 +571,19 @@ class Manager:
         session.await_lighthouse()
         return session
 
+    def _begin(self, session: Session) -> bool:
+        """Open an attempt; True if there is nothing to wait for, to serve or to heal."""
+
+        def begin(replica: Replica, now: float) -> list[Effect]:
+            effects = replica.begin(now, heal_in_step=self._async)
+            if replica.ready and replica.healed and not replica.targets and not replica.published:
+                replica.entered()
+                self._update_part(replica, now)
+            return effects
+
+        session.control.call(begin)
+        return self._part is not None
+
     def _enter(self, session: Session, *, heal: bool) -> None:
         """Wait until this attempt may reduce (or has failed); serve and heal at its boundary."""
         replica = session.replica
@@ -705,13 +728,15 @@ class Manager:
     def _participation(self, replica: Replica) -> Participation:
         view = replica.view
         assert view is not None
-        return participation(
-            view,
-            replica.replica_id,
-            self._mode,
-            self._min_replica_size,
-            healing=_was_behind(replica),
-        )
+        behind = _was_behind(replica)
+        members, known, part = self._part_of
+        # One tuple of members serves from step to step: nothing to count in the steady state.
+        if part is None or members is not view.members or known != (view.quorum_id, behind):
+            part = participation(
+                view, replica.replica_id, self._mode, self._min_replica_size, healing=behind
+            )
+            self._part_of = (view.members, (view.quorum_id, behind), part)
+        return part
 
     def _known_part(self) -> Participation:
         session = self._need_session()

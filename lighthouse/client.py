@@ -53,7 +53,7 @@ class Connection:
         """Queue `message`; False if the queue is full (send it again later). Never blocks."""
         self._encoder.begin()
         try:
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            self._socket.send(self._encoder.encode(message), sockets.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -67,12 +67,12 @@ class Connection:
         messages: list[Message] = []
         receive, option = self._socket.recv, self._socket.getsockopt
         # Asking first is a microsecond; an exception where nothing is there costs several.
-        while int(option(zmq.EVENTS)) & zmq.POLLIN:
+        while option(sockets.EVENTS) & sockets.POLLIN:
             try:
-                frame = receive(zmq.NOBLOCK)
+                frame = receive(sockets.NOBLOCK)
             except zmq.Again:
                 return messages
-            if option(zmq.RCVMORE):
+            if option(sockets.RCVMORE):
                 self.malformed += 1
                 self._drop_rest()
                 continue

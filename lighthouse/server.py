@@ -42,7 +42,7 @@ SHARE_FROM_BYTES = 4_096
 SHUTDOWN_LINGER_MS = 200
 
 # As plain numbers: combining zmq's flags takes longer than some calls that they go into.
-_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK = sockets.NOBLOCK
 _MORE = int(zmq.SNDMORE) | _NOBLOCK
 _SRCFD = int(zmq.SRCFD)
 _REQUESTS: tuple[type, ...] = get_args(Request)

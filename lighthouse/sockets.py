@@ -26,6 +26,10 @@ ACCEPTED = int(zmq.EVENT_ACCEPTED)
 HANDSHAKE_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 
+# Plain integers: arithmetic on pyzmq's enumerations costs as much as asking the socket.
+EVENTS, RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
+POLLIN, NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
+
 _MONITOR_FRAME = struct.Struct("=Hi")
 
 
@@ -81,7 +85,7 @@ def open_dealer(
 
 def read_monitor(monitor: zmq.Socket[bytes]) -> tuple[int, int] | None:
     """(event, file descriptor) of the next monitor event; None if there is none."""
-    if not int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+    if not int(monitor.getsockopt(EVENTS)) & POLLIN:
         return None  # cheaper than the exception
     try:
         frames = monitor.recv_multipart(zmq.NOBLOCK)

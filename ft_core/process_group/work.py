@@ -8,9 +8,11 @@ raise at the call are mistakes in the arguments (`TypeError`, `ValueError`).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
@@ -46,6 +48,26 @@ def copy_of(error: Exception) -> Exception:
     copy = ProcessGroupError(*error.args)
     copy.__cause__ = error.__cause__
     return copy
+
+
+def finish_with(work: TorchWork, end: Callable[[Exception | None], Tensor]) -> Future[Tensor]:
+    """A future of what `end(error)` returns when `work` has ended, which must not raise.
+
+    `end` runs in the backend's thread, or in this one if the work has ended; on CUDA, when the
+    collective is in its stream.
+    """
+    if isinstance(work, BackendWork) and not isinstance(work, StreamWork):
+        return work.finish_with(end)
+
+    def done(finished: Future[Any]) -> Tensor:
+        error = None
+        try:
+            finished.value()
+        except Exception as caught:
+            error = caught
+        return end(error)
+
+    return work.get_future().then(done)
 
 
 class CompletedWork(TorchWork):
@@ -153,6 +175,7 @@ class BackendWork(TorchWork):
         self._future: Future[Any] | None = None
         self._gate: Future[Any] | None = None
         self._gate_ticket = [None]
+        self._endings: list[tuple[Callable[[Exception | None], Tensor], Future[Tensor]]] = []
 
     def watch(self) -> None:
         """Follow the backend's work; called once, by the issuing thread, holding no lock."""
@@ -213,6 +236,23 @@ class BackendWork(TorchWork):
         self._ended.release()
         if self._gate is not None:
             self._open_gate(self._gate)
+        self._run_endings()
+
+    def finish_with(self, end: Callable[[Exception | None], Tensor]) -> Future[Tensor]:
+        """See the function of this name; one future instead of the three of `get_future().then`."""
+        future: Future[Tensor] = Future()
+        self._endings.append((end, future))
+        if self._finished:
+            self._run_endings()
+        return future
+
+    def _run_endings(self) -> None:
+        while True:
+            try:
+                end, future = self._endings.pop()  # atomic: each is run once
+            except IndexError:
+                return
+            future.set_result(end(self._error))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the end. `timeout` bounds this wait only: after it, the collective goes on."""
