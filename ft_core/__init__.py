@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ft_core.data import DistributedSampler
     from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
+    from ft_core.diloco import DiLoCo
     from ft_core.errors import (
         FaultToleranceError,
         GroupBroken,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         StepInDoubt,
         TooManyDiscards,
     )
+    from ft_core.local_sgd import LocalSGD
     from ft_core.manager import Manager
     from ft_core.optimizer import Optimizer, OptimizerWrapper
     from ft_core.process_group import (
@@ -38,11 +40,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DiLoCo": "ft_core.diloco",
     "DistributedDataParallel": "ft_core.ddp",
     "DistributedSampler": "ft_core.data",
     "ErrorSwallowingProcessGroupWrapper": "ft_core.process_group",
     "FaultToleranceError": "ft_core.errors",
     "GroupBroken": "ft_core.errors",
+    "LocalSGD": "ft_core.local_sgd",
     "ManagedProcessGroup": "ft_core.process_group",
     "Manager": "ft_core.manager",
     "Optimizer": "ft_core.optimizer",
@@ -59,11 +63,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "DiLoCo",
     "DistributedDataParallel",
     "DistributedSampler",
     "ErrorSwallowingProcessGroupWrapper",
     "FaultToleranceError",
     "GroupBroken",
+    "LocalSGD",
     "ManagedProcessGroup",
     "Manager",
     "Optimizer",

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
+SCENARIOS = Path(__file__).with_name("scenarios.py")
 WAIT_S = 150.0
 
 Line = dict[str, Any]
@@ -23,8 +25,11 @@ Line = dict[str, Any]
 class Run:
     """Trainers of one test; `log` is the folder that they write to."""
 
+    script = WORKER
+
     def __init__(self, log: Path, lighthouse: str, **options: Any) -> None:
         self.log, self.lighthouse = log, lighthouse
+        self.worker = options.pop("worker", WORKER)
         self.options = {"log": str(log), **options}
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -44,7 +49,7 @@ class Run:
         path = self.log / f"output.{len(self.processes)}"
         with path.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, str(WORKER), json.dumps(self.options)],
+                [sys.executable, str(self.script), json.dumps(self.options)],
                 env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -127,6 +132,28 @@ def running(log: Path, lighthouse: str = "", **options: Any) -> Iterator[Run]:
         yield run
     finally:
         run.close()
+
+
+class Scenarios(Run):
+    """Several fits in each process, see `scenarios.py`."""
+
+    script = SCENARIOS
+
+    def run(self, groups: int) -> None:
+        """All of them, on so many processes, under "ft_ddp" or what `strategy` says."""
+        if self.options.get("strategy", "ft_ddp") == "ft_ddp":
+            self.wait(*[self.start(index, groups) for index in range(groups)])
+            return
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(groups)}
+        self.wait(
+            *[self.start(LOCAL_RANK=str(index), **world) for index in range(groups)]
+        )
+
+    def result(self, rank: int, name: str) -> Line:
+        result: Line = json.loads((self.log / f"{rank}.{name}").read_text())
+        return result
 
 
 MUST_AGREE = (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -90,16 +92,151 @@ def test_by_name_and_by_object(namespace: str, home: str, other: str, ours_first
     assert "threads ['MainThread']" in done.stdout
 
 
+def run(*command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**clean, "PYTHONPATH": str(ROOT), **env},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def test_import_loads_nothing_and_changes_nothing() -> None:
     script = """
 import os, sys
 before, path = dict(os.environ), list(sys.meta_path)
 import ft_lightning
-heavy = [m for m in ("torch", "lightning", "pytorch_lightning", "zmq", "ft_core") if m in sys.modules]
+heavy = [m for m in ("torch", "lightning", "pytorch_lightning", "zmq", "lighthouse") if m in sys.modules]
 assert not heavy, heavy
 assert dict(os.environ) == before
 assert len(sys.meta_path) == len(path) + 1
 ft_lightning.install()
 assert len(sys.meta_path) == len(path) + 1, "installed twice"
 """
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60)
+    done = run("-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- without an import
+
+REGISTERED = """
+import sys, {first}
+from importlib import import_module
+known = {{}}
+for module, registry in (("{first}.strategies", "{registry}"),):
+    known = getattr(import_module(module), registry)
+assert "ft_ddp" in known.available_strategies()
+assert not any(m.startswith("ft_lightning.s") for m in sys.modules), "loaded before it was asked for"
+{use}
+assert type(strategy).__module__ == "{home}", type(strategy)
+"""
+TRAINER = """
+from {first} import Trainer
+strategy = Trainer(strategy="ft_ddp", accelerator="cpu", devices=1, logger=False).strategy
+"""
+FABRIC = """
+from {first} import Fabric
+strategy = Fabric(strategy="ft_ddp", accelerator="cpu", devices=1).strategy
+"""
+NAMESPACES = [
+    ("lightning.pytorch", "StrategyRegistry", TRAINER, "ft_lightning.pytorch"),
+    ("pytorch_lightning", "StrategyRegistry", TRAINER, "ft_lightning.pl"),
+    ("lightning.fabric", "STRATEGY_REGISTRY", FABRIC, "ft_lightning.fabric"),
+    ("lightning_fabric", "STRATEGY_REGISTRY", FABRIC, "ft_lightning.fabric_lf"),
+]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder which Python takes for an installation: it holds this project's entry points."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"]["torch.backends"]
+    folder = tmp_path_factory.mktemp("installed") / f"{project['name']}-0.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n"
+    )
+    (folder / "entry_points.txt").write_text(
+        "[torch.backends]\n" + "".join(f"{k} = {v}\n" for k, v in points.items())
+    )
+    return folder.parent
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("first", "registry", "use", "home"), NAMESPACES)
+def test_four_registries_know_the_name_without_an_import(
+    installed: Path, first: str, registry: str, use: str, home: str
+) -> None:
+    script = REGISTERED.format(
+        first=first, registry=registry, home=home, use=use.format(first=first)
+    )
+    done = run("-c", script, PYTHONPATH=f"{ROOT}:{installed}")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+TORCH = """
+import sys, time, torch
+print("hook" if any(type(f).__module__ == "ft_core.import_hook" for f in sys.meta_path) else "none")
+print([m for m in sys.modules if m.startswith(("lightning", "pytorch_lightning", "zmq", "lighthouse"))])
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("value", ["", "0"])
+def test_autoload_is_cheap_and_can_be_switched_off(installed: Path, value: str) -> None:
+    only = installed.with_name(f"only{value or 1}")
+    shutil.copytree(installed, only)
+    (points,) = only.glob("*/entry_points.txt")
+    points.write_text("[torch.backends]\nft_lightning = ft_lightning_autoload:autoload\n")
+    done = run("-c", TORCH, PYTHONPATH=f"{ROOT}:{only}", FT_LIGHTNING_AUTOLOAD=value)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[:2] == ["none" if value == "0" else "hook", "[]"]
+
+
+def test_autoload_of_a_broken_installation_does_not_break_torch(tmp_path: Path) -> None:
+    """ft_core is gone: torch would end in RuntimeError if anything got out."""
+    (tmp_path / "ft_core.py").write_text("raise ImportError('gone')\n")
+    script = "import ft_lightning_autoload as a; a.autoload(); print('alive')"
+    done = run("-c", script, PYTHONPATH=f"{tmp_path}:{ROOT}", cwd=tmp_path)
+    assert done.stdout == "alive\n", done.stderr
+    assert "is not registered" in done.stderr
+
+
+# ---------------------------------------------------------------- python -m ft_lightning
+
+MAIN = """
+import sys
+from lightning.pytorch import Trainer
+import helper
+assert "ft_ddp" in sys.modules["lightning.pytorch.strategies"].StrategyRegistry
+from ft_lightning.launcher import script_command
+print(sys.argv[1:], __name__, script_command(2)[1:])
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_by_python_m(tmp_path: Path, how: str) -> None:
+    """As python itself would run it, and children will be run in the same way."""
+    (tmp_path / "program.py").write_text(MAIN)
+    (tmp_path / "helper.py").write_text("")
+    what = ["program.py"] if how == "script" else ["-m", "program"]
+    done = run("-m", "ft_lightning", *what, "--lr", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    again = [str(tmp_path / "program.py")] if how == "script" else ["-m", "program"]
+    command = ["-m", "ft_lightning", *again, "--lr", "1"]
+    assert done.stdout.strip() == f"['--lr', '1'] __main__ {command}"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [([], "usage: "), (["-x"], "usage: "), (["nothing.py"], "no file 'nothing.py'")],
+)
+def test_python_m_says_what_it_wants(words: list[str], says: str) -> None:
+    done = run("-m", "ft_lightning", *words)
+    assert done.returncode == 2
+    assert says in done.stderr

@@ -111,7 +111,6 @@ def test_accumulation_repeats_discarded_windows_and_heals_at_a_window(
     assert compare(*lines) > 10
     healed = [line for line in lines[1] if line["pid"] == again.pid]
     assert healed[0]["step"] > 8
-    assert all(line["step"] == line["manager_step"] for line in lines[0])
 
 
 def test_sigterm_leaves_without_a_discard(tmp_path: Path, lighthouse: str) -> None:

@@ -1,0 +1,154 @@
+"""A script of transformers' Trainer as users write them: nothing in it knows of fault tolerance.
+
+But for one callback of the test, which kills the process at a named place in its first life:
+TRAINER_KILL="group:event:count", such as "1:on_step_end:12"; and for the report that it leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+
+class Sources(Dataset[Any]):
+    """The standard library's own text, byte by byte: windows of `length` bytes of some modules."""
+
+    def __init__(self, modules: list[str], size: int, length: int = 32) -> None:
+        home = Path(os.__file__).parent
+        text = b"".join((home / f"{name}.py").read_bytes() for name in modules)
+        step = (len(text) - length) // size
+        self.windows = [list(text[i * step : i * step + length]) for i in range(size)]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        # Some windows end early: a mean over tokens must weigh what each process has.
+        ids = torch.tensor(self.windows[index])
+        labels = ids.clone()
+        labels[len(ids) - index % 8 :] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+class Kill(TrainerCallback):
+    """End this process by SIGKILL, once, at the n-th call of one event."""
+
+    def __init__(self) -> None:
+        group, self.event, count = (os.environ.get("TRAINER_KILL") or "-1::0").split(":")
+        me = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "-2")
+        first = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS", "0") == "0"
+        self.left = int(count) if me == group and first else -1
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_") and name == object.__getattribute__(self, "event"):
+            return self.count
+        return object.__getattribute__(self, name)
+
+    def count(self, *args: Any, **kwargs: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--max_steps", type=int, default=-1)
+    parser.add_argument("--save_steps", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--patience", type=int, default=0)
+    parser.add_argument("--scheduler", default="cosine")
+    options = parser.parse_args()
+    out = Path(options.out)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    save = options.save_steps or 10_000
+    arguments = TrainingArguments(
+        output_dir=str(out / "checkpoints"),
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=options.epochs,
+        max_steps=options.max_steps,
+        learning_rate=3e-3,
+        lr_scheduler_type=options.scheduler,
+        warmup_steps=5,
+        logging_steps=5,
+        eval_strategy="epoch",
+        save_strategy="best" if options.patience else "steps",
+        save_steps=save,
+        load_best_model_at_end=bool(options.patience),
+        metric_for_best_model="eval_loss",
+        seed=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    callbacks: list[TrainerCallback] = [Kill()]
+    if options.patience:
+        callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=Sources(["argparse", "ast", "abc"], 200),
+        eval_dataset=Sources(["bisect", "calendar"], 24),
+        callbacks=callbacks,
+    )
+    result = trainer.train(resume_from_checkpoint=options.resume or None)
+    report(trainer, result.training_loss, out)
+
+
+def report(trainer: Trainer, training_loss: float, out: Path) -> None:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(trainer.accelerator.unwrap_model(trainer.model).state_dict().items()):
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    moments = hashlib.sha256()
+    for group in trainer.optimizer.state_dict()["state"].values():
+        for tensor in group.values():
+            moments.update(torch.as_tensor(tensor).cpu().contiguous().numpy().tobytes())
+    timing = ("runtime", "_per_second", "total_flos")
+    found = {
+        "weights": digest.hexdigest()[:16],
+        "optimizer": moments.hexdigest()[:16],
+        "global_step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
+        "max_steps": trainer.state.max_steps,
+        "lr": trainer.optimizer.param_groups[0]["lr"],
+        "ticks": trainer.lr_scheduler.state_dict().get("last_epoch"),
+        "training_loss": training_loss,
+        "best": trainer.state.best_metric,
+        "logs": [
+            {k: v for k, v in entry.items() if not any(t in k for t in timing)}
+            for entry in trainer.state.log_history
+        ],
+        "checkpoints": sorted(p.name for p in (out / "checkpoints").glob("checkpoint-*")),
+        "world": [trainer.args.world_size, trainer.args.process_index],
+    }
+    index = trainer.args.process_index
+    (out / f"report-{index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,562 @@
+"""Real fits, several in one process: what of Lightning's holds under a quorum, and as under `ddp`.
+
+    REPLICA_GROUP_ID=0 NUM_REPLICA_GROUPS=2 TORCHFT_LIGHTHOUSE=... \
+        python tests/lightning/scenarios.py '{"log": "/dir", "run": ["accumulate", ...]}'
+
+Importing Lightning takes longer than all of these. Each scenario is a function of a `Place` that
+returns what must be equal (over replicas, or to stock `ddp` in as many processes); it is written to
+`<log>/<rank>.<scenario>`. With `"strategy": "ddp"` the same scenarios run under stock Lightning.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ft_lightning
+from tests.lightning.worker import digest
+
+SAMPLES, BATCH = 96, 4
+BATCHES = SAMPLES // BATCH // 2  # of one of two replicas
+
+Result = dict[str, Any]
+
+
+@dataclass
+class Place:
+    """Where a scenario runs. `inject`: {step: rank}: this rank's attempt at this vote fails."""
+
+    log: Path
+    strategy: str
+    rank: int
+    inject: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def tolerant(self) -> bool:
+        return self.strategy == "ft_ddp"
+
+    def trainer(self, *callbacks: Callback, unused: bool = False, **options: Any) -> Trainer:
+        strategy: Any = self.strategy
+        if not self.tolerant and unused:
+            strategy = "ddp_find_unused_parameters_true"
+        known: dict[str, Any] = {
+            "max_epochs": 2,
+            "logger": False,
+            "enable_checkpointing": False,
+            **options,
+        }
+        return Trainer(
+            accelerator="cpu",
+            strategy=strategy,
+            devices=1 if self.tolerant else int(os.environ["WORLD_SIZE"]),
+            callbacks=list(callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            **known,
+        )
+
+
+class Net(LightningModule):
+    """Classifies noise. Reports an error for `place.inject`, once each."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place = place
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        self.votes = 0
+        self.events: list[str] = []
+
+    def on_train_start(self) -> None:
+        if self.place.tolerant:
+            telemetry = self.trainer.strategy.manager.telemetry
+            telemetry.add_sink(lambda event: self.events.append(event.kind))
+
+    def inject(self) -> None:
+        """Call once a vote, before its gradients."""
+        if not self.place.tolerant:
+            return
+        manager = self.trainer.strategy.manager
+        step = manager.current_step()
+        if self.place.inject.get(step) == self.place.rank:
+            del self.place.inject[step]
+            manager.report_error(RuntimeError("injected"))
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.inject()
+        loss = self.loss(batch)
+        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Trace(Callback):
+    """What must be equal after each batch."""
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+        self.lrs: list[float] = []
+        self.steps: list[int] = []
+        self.logged: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.digests.append(digest(module))
+        self.lrs.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.steps.append(trainer.global_step)
+        value = trainer.callback_metrics.get("train_step")
+        if value is not None:
+            self.logged.append(float(value))
+
+    def result(self, trainer: Trainer) -> Result:
+        return {
+            "digests": self.digests,
+            "lrs": self.lrs,
+            "steps": self.steps,
+            "logged": self.logged,
+            "epoch": trainer.current_epoch,
+            "metrics": {k: float(v) for k, v in sorted(trainer.callback_metrics.items())},
+        }
+
+
+def data(samples: int = SAMPLES, seed: int = 3) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(samples, 8, generator=generator)
+    return TensorDataset(images, torch.randint(0, 3, (samples,), generator=generator))
+
+
+def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return DataLoader(data(), BATCH, shuffle=True), DataLoader(data(32, 5), 16)
+
+
+def fit(trainer: Trainer, module: LightningModule, **options: Any) -> None:
+    train, val = loaders()
+    trainer.fit(module, train, val, **options)
+
+
+# ---------------------------------------------------------------------- as stock does
+
+
+def accumulate(place: Place) -> Result:
+    """Windows, clipping, schedulers of each kind, early stopping, validation."""
+
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            kinds = torch.optim.lr_scheduler
+            return [optimizer], [
+                {"scheduler": kinds.StepLR(optimizer, 2, 0.9), "interval": "step"},
+                {"scheduler": kinds.ExponentialLR(optimizer, 0.9), "interval": "epoch"},
+                {
+                    "scheduler": kinds.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0),
+                    "monitor": "val",
+                },
+            ]
+
+    trace = Trace()
+    stopping = EarlyStopping("val", patience=2, min_delta=10.0)
+    trainer = place.trainer(
+        trace, stopping, max_epochs=9, accumulate_grad_batches=5, gradient_clip_val=0.5
+    )
+    fit(trainer, Scheduled(place))
+    return {**trace.result(trainer), "stopped": stopping.stopped_epoch}
+
+
+def bf16(place: Place) -> Result:
+    trace = Trace()
+    trainer = place.trainer(trace, precision="bf16-mixed")
+    fit(trainer, Net(place))
+    return trace.result(trainer)
+
+
+def fp16(place: Place) -> Result:
+    """With a loss scale that overflows at first: such steps are committed, and change nothing."""
+    trace = Trace()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=5)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    trainer = place.trainer(trace, plugins=[plugin], gradient_clip_val=0.5)
+    fit(trainer, Net(place))
+    return {**trace.result(trainer), "scale": scaler.get_scale()}
+
+
+class Gan(Net):
+    """Two optimizers, a scheduler stepped by hand, toggling; two votes a batch."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.automatic_optimization = False
+        self.generator = nn.Linear(4, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        noise = batch[0][:, :4]
+        self.toggle_optimizer(first)
+        self.inject()
+        loss = self.net(self.generator(noise)).square().mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.lr_schedulers().step()
+        self.untoggle_optimizer(first)
+        with second.toggle_model():
+            self.inject()
+            fake = self.net(self.generator(noise).detach()).square().mean()
+            second.zero_grad()
+            self.manual_backward(self.loss(batch) - 0.1 * fake)
+            second.step()
+        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.Adam(self.generator.parameters(), lr=0.01)
+        second = torch.optim.SGD(self.net.parameters(), lr=0.02, momentum=0.5)
+        return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.97)]
+
+
+def gan(place: Place) -> Result:
+    trace = Trace()
+    trainer = place.trainer(trace, unused=True)
+    module = Gan(place)
+    fit(trainer, module)
+    assert all(p.requires_grad for p in module.parameters())
+    return trace.result(trainer)
+
+
+def every_second_step(place: Place) -> Result:
+    """A user's `optimizer_step` that only computes gradients in every other batch."""
+
+    class Overriding(Net):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:  # type: ignore[override]
+            if batch_idx % 2:
+                optimizer.step(closure=closure)
+            else:
+                closure()
+
+    trace = Trace()
+    trainer = place.trainer(trace)
+    fit(trainer, Overriding(place))
+    return trace.result(trainer)
+
+
+# ---------------------------------------------------------------------- better than stock
+
+
+def nothing_on_one(place: Place) -> Result:
+    """`training_step` returns None, on one replica, on another one, on both."""
+    left_out = {2: (1,), 5: (0,), 8: (0, 1)}
+
+    class Skipping(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if place.rank in left_out.get(batch_idx, ()) else loss
+
+    trace = Trace()
+    trainer = place.trainer(trace)
+    fit(trainer, Skipping(place))
+    return trace.result(trainer)
+
+
+def scopes(place: Place) -> Result:
+    """What the collective calls give, in a step and out of it."""
+    seen: dict[str, Any] = {}
+
+    class Calling(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            mine = torch.tensor([float(place.rank + 1), 2.0])
+            strategy = self.trainer.strategy
+            if batch_idx == 1:
+                seen["gathered"] = self.all_gather(mine).tolist()
+                for op in ("mean", "sum", "max", "min"):
+                    seen[op] = strategy.reduce(mine.clone(), reduce_op=op).tolist()
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            mine = torch.tensor([float(place.rank + 1)])
+            strategy = self.trainer.strategy
+            seen["alone"] = [
+                self.all_gather(mine).shape == (1, 1),
+                float(strategy.reduce(mine.clone())) == place.rank + 1,
+                strategy.broadcast(place.rank) == place.rank,
+            ]
+            strategy.barrier("nobody waits")
+
+    trainer = place.trainer(max_epochs=1)
+    fit(trainer, Calling(place))
+    return {**seen, "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()}}
+
+
+def stops(place: Place) -> Result:
+    """Wishes to stop that replicas have at different times, or for different reasons."""
+    found: dict[str, Any] = {}
+
+    class Wishing(Net):
+        def __init__(self, where: str, who: int) -> None:
+            super().__init__(place)
+            self.where, self.who = where, who
+
+        def wish(self, where: str, now: bool) -> None:
+            if where == self.where and now and place.rank == self.who:
+                self.trainer.should_stop = True
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.wish("step", batch_idx == 3)
+            self.log("shard", float(place.rank), sync_dist=False, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.wish("batch end", batch_idx == 3)
+
+        def on_validation_end(self) -> None:
+            self.wish("validation", True)
+
+    leader = 0
+    cases = {
+        "step": ("step", leader, []),
+        "batch end": ("batch end", leader, []),
+        "follower": ("step", 1, []),
+        "local metric": (
+            "",
+            leader,
+            [EarlyStopping("shard", stopping_threshold=0.5, mode="min", check_on_train_epoch_end=True)],
+        ),
+        "clock": ("", leader, [Timer(duration={"seconds": 0.0 if place.rank == 0 else 60.0})]),
+    }  # fmt: skip
+    for name, (where, who, callbacks) in cases.items():
+        trace = Trace()
+        trainer = place.trainer(trace, *callbacks, max_epochs=3)
+        fit(trainer, Wishing(where, who))
+        found[name] = [trainer.global_step, trainer.current_epoch, trace.digests[-1]]
+    return found
+
+
+def clocks(place: Place) -> Result:
+    """Validation by the clock, with clocks that differ: at the same steps everywhere."""
+    at: list[int] = []
+
+    class Timed(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            time.sleep(0.03)
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_end(self) -> None:
+            at.append(self.trainer.global_step)
+
+    trainer = place.trainer(
+        val_check_interval={"seconds": 0.15 if place.rank == 0 else 0.05},
+        check_val_every_n_epoch=1,
+    )
+    fit(trainer, Timed(place))
+    return {"at": at}
+
+
+def plateau_by_step(place: Place) -> Result:
+    """A plateau scheduler that looks at each replica's own loss, each step."""
+
+    class Plateau(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("own", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+            config = {"scheduler": plateau, "monitor": "own", "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+    trace = Trace()
+    trainer = place.trainer(trace)
+    module = Plateau(place)
+    fit(trainer, module)
+    return {**trace.result(trainer), "heals": module.events.count("heal_done")}
+
+
+def differing_rate(place: Place) -> Result:
+    """One replica's learning rate goes wrong: it is never stepped with."""
+
+    class Changing(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if place.rank == 1 and self.trainer.global_step == 4 and not self.votes:
+                self.votes = 1
+                self.trainer.optimizers[0].param_groups[0]["lr"] = 123.0
+
+    trace = Trace()
+    trainer = place.trainer(trace)
+    module = Changing(place)
+    fit(trainer, module)
+    heals = module.events.count("heal_done")
+    return {**trace.result(trainer), "healed": heals == place.rank}
+
+
+def leftovers(place: Place) -> Result:
+    """What a fit leaves behind: nothing."""
+
+    class Failing(Net):
+        def on_train_epoch_end(self) -> None:
+            raise RuntimeError("a user's error")
+
+    def kept(trainer: Trainer) -> list[Any]:
+        return [
+            type(trainer), *map(type, trainer.callbacks), sorted(vars(trainer.fit_loop.epoch_loop)),
+        ]  # fmt: skip
+
+    environment, threads = dict(os.environ), set(threading.enumerate())
+    sockets = _sockets()
+    found: dict[str, Any] = {}
+    for kind in (Net, Failing):
+        trainer = place.trainer(EarlyStopping("val"), max_epochs=1)
+        train, val = loaders()
+        before, sampler = kept(trainer), type(train.batch_sampler)
+        module = kind(place)
+        try:
+            trainer.fit(module, train, val)
+        except RuntimeError as error:
+            assert "a user's error" in str(error)
+        assert kept(trainer) == before
+        assert type(train.batch_sampler) is sampler
+        assert trainer.strategy.model is module
+        new = set(threading.enumerate()) - threads
+        found[kind.__name__] = [
+            sorted(t.name for t in new if t.is_alive()), _sockets() - sockets,
+            sorted(set(os.environ) ^ set(environment)),
+        ]  # fmt: skip
+    return found
+
+
+def _sockets() -> int:
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue  # the folder's own
+    return sum(link.startswith("socket:") for link in links)
+
+
+def refusals(place: Place) -> Result:
+    """What cannot work is said in a sentence, before anything is trained."""
+
+    class Lbfgs(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    said = {}
+    for name, module in {"lbfgs": Lbfgs(place)}.items():
+        try:
+            fit(place.trainer(), module)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+class FullDisk(TorchCheckpointIO):
+    """Fails from its second save on, until told otherwise."""
+
+    def __init__(self) -> None:
+        self.saves, self.works = 0, False
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.saves += 1
+        if self.saves > 1 and not self.works:
+            Path(path).write_bytes(b"half a file")
+            raise OSError(28, "No space left on device")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def failing_saves(place: Place) -> Result:
+    """A disk that fills up ends nothing, and costs no file that was there."""
+    folder = place.log / "full"
+    disk = FullDisk()
+    saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=1, filename="{step}")
+    trace = Trace()
+    trainer = place.trainer(trace, saving, plugins=[disk], enable_checkpointing=True)
+    fit(trainer, Net(place))
+    (place.log / f"full.{place.rank}").touch()
+    while not (place.log / "full.0").exists() or not (place.log / "full.1").exists():
+        time.sleep(0.01)
+    files = sorted(path.name for path in folder.iterdir())
+    return {**trace.result(trainer), "files": files}
+
+
+def resume(place: Place) -> Result:
+    """Two groups save; one of them goes on alone from there, as one group."""
+    folder = place.log / "resume"
+    saving = ModelCheckpoint(folder, save_last=True, every_n_epochs=1)
+    trainer = place.trainer(saving, enable_checkpointing=True)
+    fit(trainer, Net(place))
+    saved = trainer.strategy.manager.current_step()
+    if place.rank:
+        return {}
+    groups = os.environ.pop("NUM_REPLICA_GROUPS")
+    job = os.environ["FT_JOB_ID"]
+    os.environ.update(NUM_REPLICA_GROUPS="1", FT_JOB_ID=f"{job} alone")
+    try:
+        trace = Trace()
+        saving = ModelCheckpoint(folder, save_last=True)
+        trainer = place.trainer(trace, saving, enable_checkpointing=True, max_epochs=3)
+        module = Net(place)
+        fit(trainer, module, ckpt_path="last")
+    finally:
+        os.environ.update(NUM_REPLICA_GROUPS=groups, FT_JOB_ID=job)
+    manager = trainer.strategy.manager
+    return {
+        **trace.result(trainer),
+        "from": saved,
+        "to": manager.current_step(),
+        "batches": manager.batches_committed(),
+    }
+
+
+SCENARIOS: dict[str, Callable[[Place], Result]] = {
+    f.__name__: f
+    for f in (
+        accumulate, bf16, fp16, gan, every_second_step, nothing_on_one, scopes, stops, clocks,
+        plateau_by_step, differing_rate, leftovers, refusals, failing_saves, resume,
+    )
+}  # fmt: skip
+
+
+def main(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("REPLICA_GROUP_ID", "") or os.environ["LOCAL_RANK"])
+    log = Path(options["log"])
+    world = os.environ.get("WORLD_SIZE")
+    for name in options["run"]:
+        kind, _, variant = name.partition(":")
+        seed_everything(11, verbose=False)
+        inject = {int(k): v for k, v in options.get("inject", {}).get(name, {}).items()}
+        place = Place(log, options.get("strategy", "ft_ddp"), rank, inject)
+        os.environ["FT_JOB_ID"] = f"{log} {name}"
+        if world is not None:
+            os.environ["WORLD_SIZE"] = world  # stock Lightning takes it away
+        result = SCENARIOS[kind](place)
+        assert not place.inject, f"{name}: never came to {place.inject}" if variant else ""
+        (log / f"{rank}.{name}").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
+    assert ft_lightning
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,85 @@
+"""Real Trainers under "ft_diloco" and "ft_local_sgd": killed, healed, equal at every outer step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+from tests.lightning import harness
+from tests.lightning.harness import Line, Run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+BATCHES = 19  # of one of two replicas in an epoch
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    config = LighthouseConfig(
+        timeouts=Timeouts.derive(heartbeat_timeout_s=5.0, join_timeout_s=120.0)
+    )
+    with LighthouseServer(config=config) as server:
+        yield server.address()
+
+
+@pytest.fixture(autouse=True)
+def worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "WORKER", Path(__file__).with_name("diloco_worker.py"))
+
+
+@contextlib.contextmanager
+def running(log: Path, lighthouse: str = "", **options: object) -> Iterator[Run]:
+    with harness.running(log, lighthouse, **options) as run:
+        yield run
+
+
+MUST_AGREE = ("digest", "step", "epoch", "batches", "last", "lr", "schedulers", "val_losses")
+
+
+def compare(a: list[Line], b: list[Line]) -> int:
+    """Assert that two replicas agree at every outer step that both logged; how many those are."""
+    by_step = {line["outer_step"]: line for line in a if line["committed"]}
+    common = [(by_step[x["outer_step"]], x) for x in b if x["committed"]
+              and x["outer_step"] in by_step]  # fmt: skip
+    for mine, other in common:
+        for key in MUST_AGREE:
+            assert mine[key] == other[key], (
+                f"outer step {mine['outer_step']}: {key} is {mine[key]!r} and {other[key]!r}"
+            )
+    return len(common)
+
+
+def test_killed_and_healed(tmp_path: Path, lighthouse: str) -> None:
+    options = {"sync_every": 5, "outer_lr": 0.5, "outer_momentum": 0.8, "min_replicas": 1}
+    epochs = 6
+    with running(
+        tmp_path, lighthouse, strategy_options=options, max_epochs=epochs, hold=33,
+        die=[1, 13], step_delay_s=0.01,
+    ) as run:  # fmt: skip
+        zero, one = run.start(0), run.start(1)
+        run.until(lambda: one.poll() is not None, "the death of replica 1")
+        again = run.start(1)
+        run.until(lambda: len(run.lives(1)) == 2, "the second life of replica 1")
+        run.go()
+        run.wait(zero, again)
+    lines, ends = [run.lines(i) for i in (0, 1)], [run.end(i) for i in (0, 1)]
+    assert compare(*lines) >= 10
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert ends[0]["val_losses"] == ends[1]["val_losses"]
+    assert len(set(ends[0]["val_losses"])) == epochs
+    assert ends[0]["step"] == ends[1]["step"] == epochs * BATCHES
+    # The survivor has lost nothing: no inner step is trained twice, no outer step is discarded.
+    assert ends[0]["inner_steps"] == epochs * BATCHES
+    assert all(line["committed"] for line in lines[0])
+    assert [line["step"] for line in lines[0]] == list(range(5, epochs * BATCHES + 1, 5))
+    healed = [line for line in lines[1] if line["pid"] == again.pid]
+    assert healed[0]["step"] > 33
+    assert {line["participants"] for line in lines[0]} == {1, 2}
+    assert sum(end["leader"] for end in ends) == 1
