@@ -1,0 +1,42 @@
+"""Fault-tolerant training for Accelerate and transformers' Trainer, by configuration alone.
+
+    accelerate config                      # asks whether to train fault-tolerantly
+    accelerate launch train.py             # the same script as before
+
+or, in code, `Accelerator(kwargs_handlers=[FaultToleranceKwargs(min_replicas=2)])`.
+
+Names are loaded when they are first used: importing the package loads neither torch nor
+Accelerate. Map: options (what can be set, and the environment that carries it) - autoload (what
+the package does by being installed) - config, questions, launch, cli, run (how it is switched on)
+- install (what happens in the training process).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ft_accelerate.handler import FaultToleranceKwargs
+    from ft_accelerate.options import FaultTolerancePlugin
+
+_HOMES = {
+    "FaultToleranceKwargs": "ft_accelerate.handler",
+    "FaultTolerancePlugin": "ft_accelerate.options",
+}
+
+__all__ = ["FaultToleranceKwargs", "FaultTolerancePlugin"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ft_accelerate' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

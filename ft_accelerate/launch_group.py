@@ -1,0 +1,108 @@
+"""The processes of one replica group on this machine: `python -m ft_accelerate.launch_group N ...`.
+
+They live and die together: when one ends badly the others are killed, and this process ends as it
+did (the same exit code, or the same signal), so that the supervisor above can tell a crash from a
+kill. It starts nothing again; the supervisor does. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from ft_accelerate.options import Supervision
+from ft_core.supervisor import ENV_JOINED, die_with
+
+STOP_TIMEOUT_S = 20.0
+"""Less than the supervisor's, which would kill us and so the ranks."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """`argv`: the number of processes, then their command. Main thread only."""
+    env = dict(os.environ)
+    supervision = Supervision.from_env(env)
+    if supervision.pid:
+        die_with(supervision.pid)
+    code = run_group(list(argv[1:]), env, size=int(argv[0]), supervision=supervision)
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def rank_environment(
+    env: Mapping[str, str], *, rank: int, size: int, port: int, supervision: Supervision
+) -> dict[str, str]:
+    """What rank `rank` of a group of `size` is told: its place in the group, and its parent."""
+    return {
+        **env,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **supervision.to_env(),
+    }
+
+
+def free_port() -> int:
+    """A port nobody listens at now."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_group(
+    command: Sequence[str], env: Mapping[str, str], *, size: int, supervision: Supervision
+) -> int:
+    """Run the group to its end; the exit code of the first rank that failed, as Popen's, or 0."""
+    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    told = Supervision(pid=os.getpid(), restarts=supervision.restarts, child=supervision.child)
+    port = free_port()
+    pipes = (int(env[ENV_JOINED]),) if ENV_JOINED in env else ()
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def send_all(number: int) -> None:
+        for process in ranks:
+            process.send_signal(number)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        send_all(number)
+        late = threading.Timer(STOP_TIMEOUT_S, send_all, (signal.SIGKILL,))
+        late.daemon = True
+        late.start()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    for rank in range(size):
+        process = subprocess.Popen(
+            command,
+            env=rank_environment(env, rank=rank, size=size, port=port, supervision=told),
+            pass_fds=pipes,
+        )
+        ranks.append(process)
+        threading.Thread(
+            target=lambda r=rank, p=process: ended.put((r, p.wait())), daemon=True
+        ).start()
+    first_failure = 0
+    for _ in range(size):
+        _, code = ended.get()
+        if code and not first_failure:
+            first_failure = code
+            send_all(signal.SIGKILL)
+    return first_failure
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""The one runtime of this process, made when Accelerate first asks who is there."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ft_accelerate.options import FaultTolerancePlugin, Supervision, is_enabled, switch_on
+from ft_accelerate.runtime import Runtime
+
+_runtime: Runtime | None = None
+
+
+def current() -> Runtime:
+    """Raises RuntimeError where fault tolerance is off."""
+    if _runtime is None:
+        raise RuntimeError("fault tolerance is not switched on in this process")
+    return _runtime
+
+
+def active() -> Runtime | None:
+    """The runtime, or None where fault tolerance is off."""
+    return _runtime
+
+
+def activate() -> Runtime | None:
+    """Make the runtime if the environment says so; the same one ever after."""
+    global _runtime
+    if _runtime is None and is_enabled():
+        _runtime = _make(FaultTolerancePlugin.from_env())
+    return _runtime
+
+
+def activate_with(plugin: FaultTolerancePlugin, *, state_exists: bool) -> Runtime:
+    """Make the runtime with these options. Raises ValueError if it is too late for that."""
+    global _runtime
+    if _runtime is not None:
+        if _runtime.options.to_env() != plugin.to_env():
+            raise ValueError(
+                "fault tolerance runs with other options than this FaultToleranceKwargs: pass the "
+                "same to each Accelerator, or use the environment"
+            )
+        return _runtime
+    if state_exists:
+        raise ValueError(
+            "PartialState was used before Accelerator(kwargs_handlers=[FaultToleranceKwargs()]): "
+            "create the Accelerator first, or switch fault tolerance on in the configuration"
+        )
+    switch_on()
+    _runtime = _make(plugin)
+    return _runtime
+
+
+def forget() -> None:
+    """Leave the quorum; the next Accelerator starts anew (tests)."""
+    global _runtime
+    if _runtime is not None:
+        _runtime.close()
+        _runtime = None
+
+
+def _make(plugin: FaultTolerancePlugin) -> Runtime:
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    if world > 1 or plugin.group_size > 1:
+        raise ValueError(
+            f"a replica group of {max(world, plugin.group_size)} processes can't be trained "
+            "fault-tolerantly under Accelerate yet: start one process a group (group_size=1)"
+        )
+    return Runtime(plugin, Supervision.from_env())
+
+
+def as_one_process() -> None:
+    """Let Accelerate find a group of one process where no launcher has said so."""
+    for name, value in (
+        ("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"),
+    ):  # fmt: skip
+        os.environ.setdefault(name, value)
+
+
+def uses(name: str) -> bool:
+    """Whether Accelerate's switch `ACCELERATE_USE_<name>` is on."""
+    return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
+
+
+__all__: list[Any] = [
+    "activate", "activate_with", "active", "as_one_process", "current", "forget", "uses",
+]  # fmt: skip
