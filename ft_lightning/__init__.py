@@ -12,7 +12,8 @@ is imported already.
 
 Map: scope (who is who) - strategy (Lightning's view) - step (quorum, vote, retry) - healing (a
 checkpoint that travels) - position (loop counters) - batches (data at the right place) -
-launcher and supervisor (one process a replica group) - registration (names).
+launcher and supervisor (one process a replica group) - registration (names) - diloco (strategies
+whose replica groups talk every so many steps), diloco_driver, diloco_state.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from typing import TYPE_CHECKING, Any
 from ft_lightning.registration import install
 
 if TYPE_CHECKING:
-    from ft_lightning.pytorch import FTDDPStrategy
+    from ft_lightning.pytorch import FTDDPStrategy, FTDiLoCoStrategy, FTLocalSGDStrategy
 
-__all__ = ["FTDDPStrategy"]
+__all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTLocalSGDStrategy"]
 
 # The purpose of this import, and all that it does: the name must be there before a Trainer is.
 install()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "FTDDPStrategy":
+    if name in __all__:
         import importlib
 
         from ft_lightning.registration import preferred_module
 
-        return importlib.import_module(preferred_module()).FTDDPStrategy
+        return getattr(importlib.import_module(preferred_module()), name)
     raise AttributeError(f"module 'ft_lightning' has no attribute {name!r}")

@@ -24,7 +24,7 @@ from ft_lightning import position
 log = logging.getLogger("ft_lightning")
 
 
-def _adopt(instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
+def adopt(instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
     """Give `instance` a subclass of its class with `methods(class)` in it.
 
     One base and no slots: Python lets an instance change its class only if the layout stays.
@@ -34,12 +34,12 @@ def _adopt(instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
     instance.__class__ = type(cls.__name__, (cls,), {**namespace, **methods(cls)})
 
 
-def _adopted(instance: Any) -> bool:
+def adopted(instance: Any) -> bool:
     return "_ft_original" in vars(type(instance))
 
 
-def _release(instance: Any, *attributes: str) -> None:
-    if _adopted(instance):
+def release(instance: Any, *attributes: str) -> None:
+    if adopted(instance):
         instance.__class__ = type(instance)._ft_original
         for name in attributes:
             vars(instance).pop(name, None)
@@ -88,8 +88,8 @@ class Batches:
     def adopt_loader(self, loader: object) -> None:
         """Make a training data loader's position choosable."""
         sampler = self._index_sampler(loader)
-        if sampler is not None and not _adopted(sampler):
-            _adopt(sampler, _skipping)
+        if sampler is not None and not adopted(sampler):
+            adopt(sampler, _skipping)
             self._samplers.append(sampler)
 
     def adopt_fetcher(self, fetcher: Any) -> None:
@@ -99,8 +99,8 @@ class Batches:
                 "ft_ddp does not support training_step(self, dataloader_iter): a discarded step "
                 "is tried again with the same batch; take (self, batch, batch_idx)"
             )
-        if not _adopted(fetcher):
-            _adopt(fetcher, _announcing(self._at_boundary))
+        if not adopted(fetcher):
+            adopt(fetcher, _announcing(self._at_boundary))
             self._fetchers.append(fetcher)
 
     def jump(self, trainer: Any) -> None:
@@ -131,9 +131,9 @@ class Batches:
     def release(self) -> None:
         """Give fetchers and samplers their own classes back."""
         for sampler in self._samplers:
-            _release(sampler, "_ft_skip")
+            release(sampler, "_ft_skip")
         for fetcher in self._fetchers:
-            _release(fetcher)
+            release(fetcher)
         self._samplers.clear()
         self._fetchers.clear()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ft_core.heal import digest
-from ft_lightning import position
+from ft_lightning import leader, position
 
 log = logging.getLogger("ft_lightning")
 
@@ -34,10 +34,10 @@ def lineage_of_start(trainer: Any, *, allow_objects: bool) -> str:
     return f"start-{digest(state, allow_objects=allow_objects)}"
 
 
-def dump(trainer: Any, *, batches: int) -> dict[str, Any]:
+def dump(trainer: Any, *, batches: int, updates: int = 0) -> dict[str, Any]:
     """The state as of the boundary at which the current step began. The loop's thread only.
 
-    Tensors are the live ones: the caller copies. `batches` as in `position.capture`.
+    Tensors are the live ones: the caller copies. `batches`, `updates`: as in `position.capture`.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for owner in (trainer.lightning_module, trainer.datamodule):
@@ -45,12 +45,17 @@ def dump(trainer: Any, *, batches: int) -> dict[str, Any]:
             # The target has its own; they may hold anything, and restoring does not read them.
             for key in ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_TYPE"):
                 checkpoint.pop(getattr(owner, key, key), None)
-    checkpoint["loops"] = {"fit_loop": position.capture(trainer, batches=batches)}
+    checkpoint["loops"] = {"fit_loop": position.capture(trainer, batches=batches, updates=updates)}
     metrics = {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for name, value in trainer.callback_metrics.items()
     }
-    return {"checkpoint": checkpoint, "should_stop": trainer.should_stop, "metrics": metrics}
+    return {
+        "checkpoint": checkpoint,
+        "should_stop": trainer.should_stop,
+        "metrics": metrics,
+        "logs": leader.directories(trainer),
+    }
 
 
 def places(trainer: Any) -> dict[str, Any]:
@@ -86,6 +91,7 @@ def restore(trainer: Any, state: dict[str, Any]) -> int:
         connector._loaded_checkpoint = {}
     position.settle(trainer)
     trainer.should_stop = state["should_stop"]
+    leader.adopt_directories(trainer, state["logs"])
     trainer.callback_metrics.update(state["metrics"])
     log.info(
         "healed: epoch %s, batch %s, global step %s",

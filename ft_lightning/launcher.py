@@ -16,6 +16,9 @@ from typing import Any
 from ft_core.supervisor import die_with, supervise
 from ft_lightning.scope import child_environment
 
+through_main = False
+"""Whether this process was started by `python -m ft_lightning`: then children are, too."""
+
 
 class SupervisorLauncher:
     """What the Trainer calls instead of its run. Quacks like Lightning's `_Launcher`.
@@ -117,11 +120,12 @@ def script_command(num_groups: int) -> list[str]:
             "into a script, or start the processes yourself with REPLICA_GROUP_ID, "
             "NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE set"
         )
+    python = [sys.executable, *(["-m", "ft_lightning"] if through_main else [])]
     if spec is None:
-        return [sys.executable, path, *sys.argv[1:]]
+        return [*python, path, *sys.argv[1:]]
     name = spec.name.removesuffix(".__main__")
     assert importlib.util.find_spec(name) is not None
-    return [sys.executable, "-m", name, *sys.argv[1:]]
+    return [*python, "-m", name, *sys.argv[1:]]
 
 
 def die_with_supervisor(supervisor_pid: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 BATCHES = "epoch_loop.batch_progress"
 STEPS = "epoch_loop.automatic_optimization.optim_progress"
+UPDATES = "epoch_loop.manual_optimization.optim_step_progress"
 PARTS = ("total", "current")
 
 
@@ -25,6 +26,7 @@ def check(trainer: Any) -> None:
         for part in PARTS:
             _ = state[BATCHES][part]["ready"], state[BATCHES][part]["started"]
             _ = state[STEPS]["optimizer"]["step"][part]["ready"]
+            _ = state[UPDATES][part]["ready"], state[UPDATES][part]["completed"]
             _ = state["epoch_progress"][part]["processed"]
         loop = trainer.fit_loop.epoch_loop
         _ = loop._batches_that_stepped, loop._should_accumulate, trainer.fit_loop._combined_loader
@@ -36,16 +38,21 @@ def check(trainer: Any) -> None:
         ) from error
 
 
-def capture(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
+def capture(trainer: Any, *, batches: int = 0, updates: int = 0) -> dict[str, Any]:
     """The fit loop's state as of the boundary at which the current step began. Plain values.
 
     `batches`: of the step under way, if the Trainer is inside the optimizer's step of the last of
-    them; 0 at the boundary.
+    them; 0 at the boundary. `updates`: optimizer steps since then that are counted already
+    (manual optimization).
     """
     state: dict[str, Any] = trainer.fit_loop.state_dict()
     # The state of a peer's data loader is that of the peer's shard.
     state.get("state_dict", {}).pop("combined_loader", None)
     state[BATCHES]["is_last_batch"] = False
+    for part in PARTS:
+        counts = state[UPDATES][part]
+        counts["completed"] -= updates
+        counts["ready"] = counts["completed"]
     for part in PARTS if batches else ():
         counts = state[BATCHES][part]
         counts["ready"] -= batches
@@ -90,6 +97,14 @@ def uncount_attempt(trainer: Any) -> None:
         trainer.profiler.stop("optimizer_step")
     steps.total.ready -= 1
     steps.current.ready -= 1
+
+
+def uncount_updates(trainer: Any, updates: int) -> None:
+    """So many optimizer steps (manual optimization) are gone through once more."""
+    steps = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+    for tracker in (steps.total, steps.current):
+        tracker.ready -= updates
+        tracker.completed -= updates
 
 
 def count_attempt(trainer: Any) -> None:

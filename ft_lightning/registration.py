@@ -1,9 +1,9 @@
 """Makes "ft_ddp" known to Lightning's strategy registries, whenever those are imported.
 
-Lightning has one registry a namespace and no entry point for strategies. A registry that is there
-gets the name at once; for one that is not, a finder waits for its module and adds the name right
-after it has run. What is registered is a factory: the strategy itself (and ft_core, ZeroMQ) is
-imported when a Trainer asks for it. Nothing here imports Lightning.
+Lightning has one registry a namespace (four with Fabric's) and no entry point for strategies. A
+registry that is there gets the name at once; one that is not gets it right after its module has
+run. What is registered is a factory: the strategy itself (and ft_core, ZeroMQ) is imported when a
+Trainer or a Fabric asks for it. Nothing here imports Lightning.
 """
 
 from __future__ import annotations
@@ -11,38 +11,46 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
+from ft_core.import_hook import when_imported
+
 NAME = "ft_ddp"
 DESCRIPTION = "DDP over replica groups that may die and come back while the others train on"
-HOMES = {
-    "lightning.pytorch.strategies": "ft_lightning.pytorch",
-    "pytorch_lightning.strategies": "ft_lightning.pl",
+
+TRAINER_NAMES = {
+    NAME: ("FTDDPStrategy", DESCRIPTION),
+    "ft_local_sgd": ("FTLocalSGDStrategy", "Replica groups that average their parameters at times"),
+    "ft_diloco": ("FTDiLoCoStrategy", "Replica groups with an outer optimizer, for slow links"),
 }
-"""Module that holds a registry -> our module with the strategy for it."""
+"""Name -> (class in the modules below, description)."""
+
+FABRIC_NAMES = {NAME: ("FTDDPStrategy", DESCRIPTION)}
+
+REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "ft_lightning.pytorch", TRAINER_NAMES),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "ft_lightning.pl", TRAINER_NAMES),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "ft_lightning.fabric", FABRIC_NAMES),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "ft_lightning.fabric_lf", FABRIC_NAMES),
+}
+"""Module that holds a registry -> (the registry's name, our module with strategies for it, which)."""
+
+COMMAND_LINES = {
+    "lightning.pytorch.cli": "ft_lightning.pytorch",
+    "pytorch_lightning.cli": "ft_lightning.pl",
+}
+"""LightningCLI knows classes by their short names only if they are imported."""
 
 
 def install() -> None:
     """Register in every registry that is imported, and wait for the others. Twice is once."""
-    waiting = {}
-    for module_name, home in HOMES.items():
-        registry = getattr(sys.modules.get(module_name), "StrategyRegistry", None)
-        if registry is None:
-            waiting[module_name] = home
-        else:
-            register(registry, home)
-    if waiting and not any(isinstance(finder, _Waiter) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Waiter(waiting))
-
-
-def register(registry: Any, home: str) -> None:
-    """Add the name to one registry."""
-    if NAME not in registry:
-        registry.register(NAME, _factory(home), description=DESCRIPTION)
+    for module_name, register_there in _REGISTER.items():
+        when_imported(module_name, register_there)
+    for module_name, load in _LOAD.items():
+        when_imported(module_name, load)
 
 
 def preferred_module() -> str:
@@ -50,53 +58,35 @@ def preferred_module() -> str:
 
     Raises ImportError if there is no Lightning at all.
     """
-    for module_name, home in HOMES.items():
+    for module_name, (_, home, _) in REGISTRIES.items():
         if module_name in sys.modules:
             return home
-    for module_name, home in HOMES.items():
+    for module_name, (_, home, _) in REGISTRIES.items():
         if importlib.util.find_spec(module_name.partition(".")[0]) is not None:
             return home
     raise ImportError("ft_lightning needs Lightning: pip install lightning")
 
 
-def _factory(home: str) -> Callable[..., Any]:
+def _factory(home: str, class_name: str) -> Callable[..., Any]:
     def create(**options: Any) -> Any:
-        return importlib.import_module(home).FTDDPStrategy(**options)
+        return getattr(importlib.import_module(home), class_name)(**options)
 
     return create
 
 
-class _Waiter(MetaPathFinder):
-    """Sees the registries' modules being imported. Finds nothing itself."""
-
-    def __init__(self, waiting: dict[str, str]) -> None:
-        self._waiting = waiting
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in self._waiting:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        spec.loader = _Notifier(spec.loader, self._waiting.pop(fullname))
-        return spec
+def _register_there(
+    attribute: str, home: str, names: dict[str, tuple[str, str]], module: ModuleType
+) -> None:
+    registry: Any = getattr(module, attribute)
+    for name, (class_name, description) in names.items():
+        if name not in registry:
+            registry.register(name, _factory(home, class_name), description=description)
 
 
-class _Notifier(Loader):
-    """Runs a module with its own loader, then registers; steps out of the way afterwards."""
+def _load(home: str, module: ModuleType) -> None:
+    importlib.import_module(home)
 
-    def __init__(self, loader: Loader, home: str) -> None:
-        self._loader, self._home = loader, home
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        registry = getattr(module, "StrategyRegistry", None)
-        if registry is not None:
-            register(registry, self._home)
+# One object each, so that waiting twice for the same is waiting once.
+_REGISTER = {name: partial(_register_there, *where) for name, where in REGISTRIES.items()}
+_LOAD = {name: partial(_load, home) for name, home in COMMAND_LINES.items()}

@@ -1,8 +1,9 @@
 """What a Trainer is told about ranks and the world, and how far its collectives reach.
 
-Everything that Lightning does collectively (barriers, broadcasts, `sync_dist`, decisions)
-stays inside the replica group, which is one process here: nothing of it can hang on a group that
-died. Only gradients, and the step's vote, go over the quorum. `trainer.world_size` and
+Barriers, broadcasts and boolean decisions stay inside the replica group, which is one process
+here: nothing of it can hang on a group that died. Over the quorum go gradients, what is reduced or
+gathered inside `training_step` (`collectives.py`), the votes (`decisions.py`), and agreements at
+the ends of validations and epochs (`rounds.py`). `trainer.world_size` and
 `trainer.global_rank` are nominal: the configured number of groups, and this group's number. How
 many take part right now is `trainer.strategy.num_participants`. Training data is sharded over the
 nominal world; validation, test and prediction data is not sharded: each group computes the same
@@ -23,6 +24,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_core.config import ENV_JOB
+from ft_lightning.collectives import gather_in_step, reduce_in_step
 from ft_lightning.options import Options
 from ft_lightning.scope import ENV_DEVICE, Scope, resolve
 
@@ -39,6 +41,8 @@ class ScopedMixin(_Base):
     _scope: Scope | None = None
     _leader = False
     _prepare_lock: int | None = None
+    _driver: Any
+    _manager: Any
 
     @property
     def scope(self) -> Scope:
@@ -74,8 +78,7 @@ class ScopedMixin(_Base):
     def is_global_zero(self) -> bool:
         """Whether this group is the leader: the first of those that take part in the step.
 
-        Before its first quorum a process cannot know. Group 0 of a fresh start then acts as the
-        leader on the screen; one that was restarted claims nothing.
+        Before the first quorum of a fit nobody is; outside of a fit, group 0 of a fresh start.
         """
         return self._leader
 
@@ -85,6 +88,31 @@ class ScopedMixin(_Base):
         if trainer is not None and trainer.training:
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         return {"num_replicas": 1, "rank": 0}
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over all who take part in the step, inside `training_step`; else as it is."""
+        if not isinstance(tensor, torch.Tensor) or not self._reaches_peers():
+            return tensor
+        return reduce_in_step(self._manager, tensor, reduce_op)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Inside `training_step`: a row for each who takes part in the step; else, just this."""
+        if sync_grads and tensor.requires_grad and self._reaches_peers():
+            raise ValueError(
+                "ft_ddp cannot send gradients back through all_gather: the replica groups that "
+                "a loss was made of may be gone by then; gather detached tensors"
+            )
+        if not self._reaches_peers():
+            return tensor.unsqueeze(0)
+        return gather_in_step(self._manager, tensor)
+
+    def _reaches_peers(self) -> bool:
+        """Whether this call belongs to an open step, which all repeat if it fails."""
+        driver = self._driver
+        if not getattr(driver, "computing", False) or driver.replaying:
+            return False
+        driver.ensure_open(to_reduce=True)
+        return True
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return decision  # of the replica group, which is one process
@@ -117,6 +145,24 @@ class ScopedMixin(_Base):
         if self._prepare_lock is not None:
             os.close(self._prepare_lock)
             self._prepare_lock = None
+
+
+def schema(trainer: Any, num_groups: int) -> dict[str, str]:
+    """What replica groups must have in common; one that differs is refused when it joins."""
+    module = trainer.lightning_module
+    return {
+        "replica groups": str(num_groups),
+        "batches an epoch": str(trainer.num_training_batches),
+        "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
+        "precision": str(trainer.precision),
+        "gradient clipping": f"{trainer.gradient_clip_val} {trainer.gradient_clip_algorithm}",
+        "optimizers": ", ".join(type(o).__name__ for o in trainer.optimizers),
+        "schedulers": ", ".join(
+            f"{type(c.scheduler).__name__} each {c.frequency} {c.interval}"
+            for c in trainer.lr_scheduler_configs
+        ),
+        "optimization": "automatic" if module.automatic_optimization else "manual",
+    }
 
 
 def act_as_leader(leader: bool, scope: Scope) -> None:

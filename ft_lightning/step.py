@@ -1,37 +1,54 @@
-"""One optimizer step under a quorum: begin, vote, and what follows a discard.
+"""Optimizer steps under a quorum: begin, vote, and what follows a discard.
 
     boundary (before a batch is fetched)   start_quorum; heal if behind, serve who is
     forward, backward                      DDP averages gradients over the participants
     optimizer_step                         run the closure, vote, and step only if committed
 
 A step spans one batch, or as many as gradients are accumulated over (its window): a boundary
-inside an open step does nothing. A discarded step is tried again on the spot, with all batches of
-its window, until it is committed: no batch is lost, and Lightning's counters, schedulers and
-callbacks see one step. It must be so, and not "skip the batch": a member that had reduced nothing
-when another failed goes on with its attempt under the next quorum, so members agree about batches
-only if the number of a step says which batches those are.
+inside an open step does nothing. With manual optimization a window may hold several steps; the
+second one begins with its first backward (`replay.py`). A discarded step is tried again on the
+spot, with all batches of its window, until it is committed: no batch is lost, and Lightning's
+counters, schedulers and callbacks see one step. It must be so, and not "skip the batch": a member
+that had reduced nothing when another failed goes on with its attempt under the next quorum, so
+members agree about batches only if the number of a step says which batches those are.
 
-What runs twice is what the user's `training_step` does besides computing a loss (metrics count
-such a batch twice).
+What runs twice is what the user's `training_step` does besides computing a loss and logging.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
+import torch
+from torch.distributed import ReduceOp
+
 from ft_core.manager import Manager
-from ft_lightning import healing, position
+from ft_lightning import healing, logged, position
 from ft_lightning.batches import Batches
+from ft_lightning.decisions import Decisions
+from ft_lightning.replay import Replay, untoggle
+
+log = logging.getLogger("ft_lightning")
 
 
 class StepDiscarded(BaseException):
-    """Unwinds a `training_step` of manual optimization whose update was discarded.
+    """Unwinds a `training_step` of manual optimization that must be computed again.
 
     Not an Exception: the user's own handlers are not meant. Never leaves the strategy.
     """
+
+
+class Place(Enum):
+    """Where in the code a quorum is asked for."""
+
+    BOUNDARY = "before a batch"
+    STEP = "in a batch"
+    ROUND = "between batches"
 
 
 class StepDriver:
@@ -46,43 +63,102 @@ class StepDriver:
         trainer: Any,
         manager: Manager,
         batches: Batches,
+        decisions: Decisions,
         *,
         on_quorum: Callable[[], None],
         hooks: Callable[[str], None],
         leave: Callable[[], None],
     ) -> None:
         self._trainer, self._manager, self._batches = trainer, manager, batches
+        self._decisions, self._replay = decisions, Replay(trainer)
         self._on_quorum, self._hooks, self._leave = on_quorum, hooks, leave
         self._thread = threading.get_ident()
-        self._starting = False
-        self._in_step = False
+        self._place: Place | None = None
+        """Where `start_quorum` is being called; None: nowhere."""
+        self._round_slots = 0
+        self._visit: int | None = None
+        """Peers are in a round with so many slots, and this group has been let in there."""
+        self._lost = False
+        """Behind, and not at a place where to heal: no round until the next boundary."""
         self._window: list[tuple[Any, ...]] = []
-        """Arguments of `training_step` for each batch of the open step."""
+        """Arguments of `training_step` for each batch of the window under way."""
         self._instead: tuple[Any, ...] | None = None
         """Arguments to use in place of the loop's, which has healed away from its batch."""
+        self._logged: logged.Snapshot = {}
+        self._only_reduces = False
+        """The open step was begun for a collective, and no gradients have followed."""
+        self._counted = True
+        """Whether Lightning's counters hold the window's committed updates."""
         self.open = False
+        self.computing = False
         self.last_committed: bool | None = None
         self.participants = 0
+
+    @property
+    def _manual(self) -> bool:
+        return not self._trainer.lightning_module.automatic_optimization
 
     # ------------------------------------------------------------------ begin
 
     def at_boundary(self) -> None:
         """Before a batch is fetched."""
-        if self._starting:
+        if self._place is not None:
             return
         self._instead = None
         if not self.open:
             self._window.clear()
-            self._start(in_step=False)
+            self._replay.reset()
+            self._lost = False
+            self._decisions.at_boundary()
+            self._start(Place.BOUNDARY)
+            self._logged = logged.snapshot(self._trainer.fit_loop.epoch_loop._results)
+            self._replay.prepare()
 
-    def _start(self, *, in_step: bool) -> None:
-        self._starting, self._in_step = True, in_step
+    def _start(self, place: Place) -> None:
+        """Begin a step (or a round): in a quorum, healed. Raises as `Manager.start_quorum`."""
+        self._place = place
         try:
             self._manager.start_quorum()
+            while self._visit is not None:
+                self._sit_in(self._visit)
+                self._manager.start_quorum()
             self._on_quorum()
         finally:
-            self._starting = False
-        self.open = True
+            self._place = None
+        self.open = place is not Place.ROUND
+
+    def _sit_in(self, slots: int) -> None:
+        """Peers are between batches: add nothing to what they do, and join again."""
+        self._visit = None
+        if slots:
+            self._manager.allreduce(
+                torch.zeros(slots, dtype=torch.float64), reduce_op=ReduceOp.SUM
+            ).wait()
+        self._manager.should_commit()
+        self._manager.forget_state("joined while its peers were between batches")
+
+    def ensure_open(self, *, to_reduce: bool = False) -> None:
+        """Inside a `training_step`: another step of the same batch begins, if none is open.
+
+        `to_reduce`: it may be over without an update. Raises StepDiscarded if this group has
+        healed to another place in it.
+        """
+        if not to_reduce:
+            self._only_reduces = False
+        if self.open or self._replay.active:
+            return
+        self._only_reduces = to_reduce
+        before = self._window
+        self._start(Place.STEP)
+        if self._window is not before:
+            raise StepDiscarded
+
+    def before_backward(self, wrapper: Any) -> None:
+        """Gradients are about to be computed."""
+        if not self._manual:
+            return
+        self.ensure_open()
+        self._replay.mute(wrapper)
 
     # ------------------------------------------------------------------ compute
 
@@ -92,15 +168,35 @@ class StepDriver:
         while True:
             self._window.append(args)
             try:
-                return compute(*args)
+                output = self._compute(args, compute)
+                if not self._only_reduces or self._vote(None):
+                    self._only_reduces = False
+                    return output
             except StepDiscarded:  # manual optimization; automatic never raises it
                 pass
-            self._again()
+            untoggle(self._trainer.lightning_module)
+            if not self.open:
+                self._again(updating=not self._only_reduces)
+            self._zero_grad()
+            self._only_reduces = False
+            self._replay.prepare()
             window = self._take_window()
             for earlier in window[:-1]:
                 self._window.append(earlier)
-                compute(*earlier)
+                self._compute(earlier, compute)
             args = self._instead = window[-1]
+
+    def _compute(self, args: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
+        self.computing = True
+        try:
+            return compute(*args)
+        finally:
+            self.computing = False
+
+    @property
+    def replaying(self) -> bool:
+        """Whether what is computed now is done already, and nothing of it may reach peers."""
+        return self._replay.active
 
     # ------------------------------------------------------------------ end
 
@@ -111,20 +207,20 @@ class StepDriver:
 
         Returns what the closure returned, once the step is committed.
         """
+        if self._manual:
+            return self._manual_step(closure, step, optimizer)
         if not self.open:
             raise RuntimeError(
-                "the optimizer was stepped twice for one batch (or accumulation window), but a "
-                "fault-tolerant step holds one update: call optimizer.step once"
+                "the optimizer was stepped twice for one batch (or accumulation window), but with "
+                "automatic optimization a step holds one update: call optimizer.step once, or use "
+                "manual optimization"
             )
-        manual = not self._trainer.lightning_module.automatic_optimization
         while True:
             result = closure()
-            if self._vote():
+            if self._vote(optimizer):
                 step(result)
                 self._window.clear()
                 return result
-            if manual:
-                raise StepDiscarded
             healed = self._again()
             position.count_attempt(self._trainer)
             window = self._take_window()
@@ -136,13 +232,36 @@ class StepDriver:
             if healed:
                 closure = self._closure(window[-1], optimizer, first + len(window) - 1)
 
-    def _vote(self) -> bool:
+    def _manual_step(
+        self, closure: Callable[[], Any], step: Callable[[Any], Any], optimizer: Any
+    ) -> Any:
+        if self._replay.active:
+            result = closure()
+            self._replay.skip()
+            return result
+        try:
+            self.ensure_open()
+        except StepDiscarded:
+            self._trainer.profiler.stop("optimizer_step")
+            raise
+        result = closure()
+        if not self._vote(optimizer):
+            raise StepDiscarded
+        step(result)
+        self._replay.done += 1
+        return result
+
+    def _vote(self, optimizer: Any) -> bool:
         leaving = self._trainer.received_sigterm
         if leaving:
             # The vote says goodbye: the next quorum is formed without this group at once.
             self._manager.leave_after_step()
-        committed = self._manager.should_commit()
+        done = self._replay.done
+        control = self._decisions.control(optimizer, done)
+        committed = self._manager.should_commit(control=control)
         self.open = False
+        if committed and not leaving:
+            committed = self._same_step(optimizer, done)
         self.last_committed = committed
         if committed:
             self._on_quorum()  # it may have changed while the step had reduced nothing yet
@@ -150,19 +269,44 @@ class StepDriver:
             self._leave()
         return committed
 
-    def _again(self) -> bool:
-        """A discarded step begins anew; returns whether this group healed to another place."""
-        trainer = self._trainer
-        for optimizer in trainer.optimizers:
+    def _same_step(self, optimizer: Any, done: int) -> bool:
+        """Whether what was committed is what this group would apply; else it will heal."""
+        outcome = self._manager.last_outcome()
+        difference = self._decisions.differs(
+            outcome.control if outcome is not None else b"", optimizer, done
+        )
+        if difference:
+            log.warning("%s: it takes their state", difference)
+            self._manager.forget_state(difference)
+        return not difference
+
+    def _again(self, *, updating: bool = True) -> bool:
+        """A discarded step begins anew; returns whether this group healed to another place.
+
+        `updating`: it was discarded inside an optimizer's step.
+        """
+        self._zero_grad()
+        if updating:
+            position.uncount_attempt(self._trainer)
+        self._replay.uncount()
+        before = self._window
+        self._counted = False
+        try:
+            self._start(Place.STEP)
+        finally:
+            self._counted = True
+        healed = self._window is not before
+        if not healed:
+            logged.restore(self._trainer.fit_loop.epoch_loop._results, self._logged)
+        return healed
+
+    def _zero_grad(self) -> None:
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        for optimizer in self._trainer.optimizers:
             optimizer.zero_grad()
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
             if scaler is not None:
                 # If the user has unscaled these gradients, the next ones may be unscaled again.
                 scaler._per_optimizer_states.pop(id(optimizer), None)
-        position.uncount_attempt(trainer)
-        before = self._window
-        self._start(in_step=True)
-        return self._window is not before
 
     def _take_window(self) -> list[tuple[Any, ...]]:
         """The batches to compute again; each is noted anew when it is."""
@@ -181,7 +325,32 @@ class StepDriver:
         """The fit is over."""
         self._instead = None
         self._window = []
+        self._logged = {}
         self.open = False
+
+    # ------------------------------------------------------------------ rounds
+
+    def round(self, control: bytes, sums: torch.Tensor | None) -> tuple[bytes, Any] | None:
+        """One agreement between batches: (the first member's control, `sums` over all).
+
+        None: this group is behind, and heals at the next batch.
+        """
+        if self.open:
+            return None  # a window goes on over the end of an epoch: `optimizer_step` overridden
+        while not self._lost:
+            self._round_slots = 0 if sums is None else sums.numel()
+            self._start(Place.ROUND)
+            if self._lost:
+                self._manager.forget_state("fell behind between batches")
+                break
+            total = None if sums is None else sums.clone()
+            if total is not None:
+                self._manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
+            if self._manager.should_commit(control=control):
+                outcome = self._manager.last_outcome()
+                assert outcome is not None
+                return outcome.control, total
+        return None
 
     # ------------------------------------------------------------------ heal
 
@@ -193,12 +362,26 @@ class StepDriver:
         """
         if threading.get_ident() != self._thread:
             return healing.places(self._trainer)
-        if not self._starting:
+        if self._place is None:
             raise RuntimeError("a state was asked for in the middle of a step")
-        return healing.dump(self._trainer, batches=len(self._window) if self._in_step else 0)
+        if self._place is Place.ROUND:
+            return {"round": self._round_slots}
+        state = healing.dump(
+            self._trainer,
+            batches=len(self._window) if self._place is Place.STEP else 0,
+            updates=self._replay.done if self._counted else 0,
+        )
+        state["updates"] = self._replay.done
+        return state
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a peer's state and go to its place in epoch and data."""
+        if self._place is Place.ROUND:
+            self._lost = True
+            return
+        if "round" in state:
+            self._visit = int(state["round"])
+            return
         trainer = self._trainer
         epoch_before = healing.restore(trainer, state)
         if position.epoch(trainer) != epoch_before:
@@ -206,7 +389,8 @@ class StepDriver:
             trainer.fit_loop.epoch_loop._results.reset()
             self._hooks("on_train_epoch_start")
         self._batches.jump(trainer)
-        if self._in_step:
+        self._replay.done = state["updates"]
+        if self._place is Place.STEP:
             self._refill_window()
 
     def _refill_window(self) -> None:

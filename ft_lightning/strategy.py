@@ -17,17 +17,21 @@ from ft_core.errors import QuorumUnavailable
 from ft_core.manager import Manager
 from ft_core.supervisor import report_joined
 from ft_core.telemetry import JsonlSink
-from ft_lightning import healing, position
+from ft_lightning import healing, hooks, leader, position
 from ft_lightning.batches import Batches
+from ft_lightning.checkpoints import CheckpointMixin
+from ft_lightning.collectives import zero_loss
+from ft_lightning.decisions import Decisions
 from ft_lightning.launcher import SupervisorLauncher, die_with_supervisor
 from ft_lightning.options import Options, make_manager, refuse_ddp_options
 from ft_lightning.registration import DESCRIPTION, NAME
+from ft_lightning.rounds import Rounds
 from ft_lightning.scope import Role
-from ft_lightning.scoping import ScopedMixin, act_as_leader, lock_machine
+from ft_lightning.scoping import ScopedMixin, act_as_leader, lock_machine, schema
 from ft_lightning.step import StepDriver
 
 
-class FTDDPMixin(ScopedMixin):
+class FTDDPMixin(CheckpointMixin, ScopedMixin):
     """Strategy for data-parallel training that survives the loss of processes.
 
     Each process is a replica group: it holds the whole model and may die at any time; the others
@@ -59,7 +63,6 @@ class FTDDPMixin(ScopedMixin):
     """
 
     _namespace: str
-    _hook_callback: Callable[..., Any]
 
     def __init__(
         self,
@@ -96,9 +99,11 @@ class FTDDPMixin(ScopedMixin):
         self._manager: Manager | None = None
         self._driver: StepDriver | None = None
         self._batches: Batches | None = None
-        self._callback: Any = None
+        self._decisions: Decisions | None = None
+        self._rounds: Rounds | None = None
+        self._callbacks: tuple[Any, ...] = ()
         self._sink: JsonlSink | None = None
-        self._owes_hyperparameters = False
+        self._writes = False
         self._owes_join_report = True
 
     @classmethod
@@ -143,11 +148,12 @@ class FTDDPMixin(ScopedMixin):
         if self.scope.num_groups > 1:
             self._prepare_lock = lock_machine(self._options.job_id or "")
         super().setup_environment()
-        if self.scope.num_groups > 1 and self._trainer.state.fn == "fit":
+        if self._trainer.state.fn == "fit":
             # Loggers open their files at their first use as rank zero, under a version number
-            # that follows from the files there are: nobody is rank zero until all have chosen.
+            # that follows from the files there are: nobody is rank zero until all have chosen,
+            # and a process that was started again does not know who is.
+            self._leader = self._writes = False
             act_as_leader(False, self.scope)
-            self._owes_hyperparameters = True
 
     def setup_distributed(self) -> None:
         """No default process group: the replica group is this process."""
@@ -172,27 +178,51 @@ class FTDDPMixin(ScopedMixin):
         if self.scope.event_log:
             self._sink = JsonlSink(Path(self.scope.event_log), name=self.scope.name)
             self._manager.telemetry.add_sink(self._sink)
-        self._driver = StepDriver(
-            trainer,
-            self._manager,
-            self._batches,
-            on_quorum=self._on_quorum,
-            hooks=self._call_hooks,
-            leave=self._leave,
+        self._decisions = Decisions(trainer)
+        self._driver = self._make_driver(trainer)
+        # Without a decision by the quorum, or without one a step, each group decides for itself.
+        agrees = isinstance(self._driver, StepDriver) and self._options.commit == "quorum"
+        self._decisions.alone = not agrees
+        self._rounds = Rounds(
+            trainer, self._decisions, self._driver.round if agrees else None
         )
         self._manager.set_state_dict_fns(self._driver.load, self._driver.state)
         super().setup(trainer)
         self._check_optimizers()
-        # First in the list, so that the data fetcher of a new epoch is ours before any is used.
-        self._callback = self._hook_callback(self._adopt_fetcher)
-        trainer.callbacks.insert(0, self._callback)
+        self._callbacks = first, last = hooks.make(
+            self._from("callbacks").EarlyStopping,
+            self._adopt_fetcher,
+            self._rounds,
+            self._decisions,
+        )
+        trainer.callbacks.insert(0, first)
+        trainer.callbacks.append(last)
+
+    def _make_driver(self, trainer: Any) -> Any:
+        """What works the manager at each step; before the model is wrapped."""
+        assert self._manager is not None
+        assert self._batches is not None
+        assert self._decisions is not None
+        return StepDriver(
+            trainer,
+            self._manager,
+            self._batches,
+            self._decisions,
+            on_quorum=self._on_quorum,
+            hooks=self._call_hooks,
+            leave=self._leave,
+        )
 
     def _setup_model(self, model: Any) -> Any:
         from ft_core.ddp import DistributedDataParallel as FTDistributedDataParallel
 
         if self._manager is None or self._trainer.state.fn != "fit":
             return model
-        return FTDistributedDataParallel(self._manager, model, **self._ddp_kwargs)
+        options = dict(self._ddp_kwargs)
+        if not model.automatic_optimization:
+            # With several optimizers each backward reaches some of the parameters only.
+            options.setdefault("find_unused_parameters", True)
+        return FTDistributedDataParallel(self._manager, model, **options)
 
     def _register_ddp_hooks(self) -> None:
         """ft_core's wrapper has registered its own."""
@@ -203,13 +233,6 @@ class FTDDPMixin(ScopedMixin):
                 "LBFGS evaluates the loss several times a step, which a fault-tolerant step "
                 "cannot: use an optimizer that evaluates it once"
             )
-        module = self.lightning_module
-        assert module is not None
-        if not module.automatic_optimization and len(self.optimizers) > 1:
-            raise ValueError(
-                f"ft_ddp votes once a batch, and manual optimization with {len(self.optimizers)} "
-                "optimizers steps more often: use one optimizer"
-            )
 
     # ------------------------------------------------------------------ the step
 
@@ -218,10 +241,19 @@ class FTDDPMixin(ScopedMixin):
         super().on_train_start()
         assert self._manager is not None
         trainer = self._trainer
+        assert self._decisions is not None
         start = healing.lineage_of_start(trainer, allow_objects=self._options.heal_allow_objects)
+        known = self._checkpoints.loaded
         self._manager.load_state_dict(
-            {"step": trainer.global_step, "batches_committed": 0, "lineage": start}
+            {
+                "step": known.get("step", trainer.global_step),
+                "batches_committed": known.get("batches_committed", 0),
+                "lineage": start,
+            }
         )
+        for key, text in schema(trainer, self.scope.num_groups).items():
+            self._manager.register_schema(key, text)
+        self._decisions.begin()
         self._adopt_fetcher()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -243,7 +275,20 @@ class FTDDPMixin(ScopedMixin):
         assert self.model is not None
         # Lightning puts the wrapper into eval mode for validation and only what is inside back.
         self.model.training = True
-        return self._driver.training_step(args, super().training_step)
+        output = self._driver.training_step(args, super().training_step)
+        module = self.lightning_module
+        assert module is not None
+        steps = isinstance(self._driver, StepDriver)
+        if output is None and steps and module.automatic_optimization and self.world_size > 1:
+            # The others' gradients wait for this one's.
+            return zero_loss(module)
+        return output
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        driver = self._driver
+        if isinstance(driver, StepDriver):
+            driver.before_backward(self.model)
+        super().pre_backward(closure_loss)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -272,6 +317,7 @@ class FTDDPMixin(ScopedMixin):
             self._driver.at_boundary()
 
     def _adopt_fetcher(self) -> None:
+        """An epoch begins: the data fetcher of a new epoch is to be ours before it is used."""
         assert self._batches is not None
         self._batches.adopt_fetcher(self._trainer.fit_loop._data_fetcher)
 
@@ -288,11 +334,9 @@ class FTDDPMixin(ScopedMixin):
         if self._owes_join_report:
             self._owes_join_report = False
             report_joined(os.environ, self.scope.index)
-        if self._owes_hyperparameters:
-            self._owes_hyperparameters = False
-            if self._leader and self._trainer.enable_autolog_hparams:
-                # At set-up, when Lightning does this, nobody was rank zero yet.
-                self._from("loggers.utilities")._log_hyperparams(self._trainer)
+        if self._leader and not self._writes:
+            self._writes = True
+            leader.begin(self._trainer, self._from("loggers.utilities")._log_hyperparams)
 
     def _call_hooks(self, name: str) -> None:
         call = self._from("trainer.call")
@@ -322,11 +366,13 @@ class FTDDPMixin(ScopedMixin):
             self._driver.close()
         if self._batches is not None:
             self._batches.release()
-        if self._callback is not None:
-            callbacks = self._trainer.callbacks
-            if self._callback in callbacks:
-                callbacks.remove(self._callback)
-            self._callback = None
+        if self._decisions is not None:
+            self._decisions.release()
+            self._decisions = None
+        for callback in self._callbacks:
+            if callback in self._trainer.callbacks:
+                self._trainer.callbacks.remove(callback)
+        self._callbacks = ()
         if self._manager is not None:
             self._manager.shutdown()
         if self._sink is not None:

@@ -1,0 +1,71 @@
+"""How far Lightning's collective calls reach.
+
+| call | inside `training_step` | elsewhere |
+|---|---|---|
+| `barrier`, `broadcast`, `reduce_boolean_decision` | the replica group: one process | the same |
+| `reduce`, `log(sync_dist=True)` | all who take part in the step | the replica group |
+| `all_gather` | all who take part in the step: `(participants, ...)` | `(1, ...)` |
+
+A `training_step` is repeated as a whole if its step is discarded, on all members alike: so what is
+reduced there belongs to the step. Elsewhere nothing says that all are at the same place, and a call
+that waits for peers could wait for a dead one. Epoch ends have `rounds.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from ft_core.manager import Manager
+
+_OPS: dict[str, Any] = {
+    "mean": ReduceOp.AVG,
+    "avg": ReduceOp.AVG,
+    "sum": ReduceOp.SUM,
+    "max": ReduceOp.MAX,
+    "min": ReduceOp.MIN,
+    "prod": ReduceOp.PRODUCT,
+    "product": ReduceOp.PRODUCT,
+}
+
+
+def reduce_in_step(manager: Manager, tensor: Tensor, reduce_op: Any) -> Tensor:
+    """`tensor` reduced in place over those who take part in the open step.
+
+    What comes back of a step that fails is of no use, and is thrown away with it.
+    """
+    op: Any = reduce_op
+    if reduce_op is None:
+        op = ReduceOp.AVG
+    elif isinstance(reduce_op, str):
+        op = _OPS.get(reduce_op.lower())
+        if op is None:
+            raise ValueError(f"reduce_op must be one of {', '.join(_OPS)}, got {reduce_op!r}")
+    flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+    manager.allreduce(flat, reduce_op=op).wait()
+    return flat
+
+
+def gather_in_step(manager: Manager, tensor: Tensor) -> Tensor:
+    """One row for each who takes part in the open step: shape `(participants, *tensor.shape)`.
+
+    All must give tensors of one shape. Rows travel as a sum to which each adds its own.
+    """
+    rows = torch.zeros(
+        (manager.num_participants(), *tensor.shape), dtype=tensor.dtype, device=tensor.device
+    )
+    rank = manager.participating_rank()
+    if rank is not None:
+        rows[rank] = tensor
+    wire = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+    manager.allreduce(wire, reduce_op=ReduceOp.SUM).wait()
+    return wire.to(tensor.dtype)
+
+
+def zero_loss(module: torch.nn.Module) -> Tensor:
+    """A loss of zero that touches all parameters: the gradients of a batch that is left out."""
+    wanted = [p.reshape(-1)[:1].sum() for p in module.parameters() if p.requires_grad]
+    return torch.stack([w.float() for w in wanted]).sum() * 0.0

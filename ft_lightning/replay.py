@@ -1,0 +1,83 @@
+"""Several optimizer steps in one batch (manual optimization): a batch that is begun again.
+
+Each `optimizer.step()` of a `training_step` is a step of the quorum's: one vote. If the second of
+a batch is discarded, the first is committed already. The batch is then computed again from its
+beginning, as nothing else is left of it, with the updates that are in the parameters left out: no
+vote, no update, and gradients that stay at home. The same lets a replica group join whose peers
+are in the midst of a batch.
+
+What the user's code does besides (learning rate schedulers stepped by hand) must not count twice:
+schedulers are put back to where they were when the batch comes to its open step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ft_lightning import position
+
+
+class Replay:
+    """The updates of the batches under way (a window). The loop's thread."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.done = 0
+        """Updates of the window that are committed."""
+        self._left = 0
+        self._schedules: list[Any] = []
+        self._muted = False
+
+    def reset(self) -> None:
+        """A new window begins."""
+        self.done = self._left = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether the window is computed again, and still before its open update."""
+        return self._left > 0
+
+    def prepare(self) -> None:
+        """The window is to be computed (again), with `done` updates left out.
+
+        The counters are those of the window's beginning, the schedulers those of its open update.
+        """
+        self._left = self.done
+        if self._left:
+            trainer = self._trainer
+            groups = [o.param_groups for o in trainer.optimizers]
+            self._schedules = [
+                [(c.scheduler, c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+                [[{k: v for k, v in g.items() if k != "params"} for g in gs] for gs in groups],
+            ]
+
+    def uncount(self) -> None:
+        """Take the committed updates out of Lightning's counters: they will be counted again."""
+        position.uncount_updates(self._trainer, self.done)
+
+    def skip(self) -> None:
+        """An update that is committed was left out."""
+        self._left -= 1
+        if self._left:
+            return
+        states, groups = self._schedules
+        for scheduler, state in states:
+            scheduler.load_state_dict(state)
+        for optimizer, saved in zip(self._trainer.optimizers, groups, strict=True):
+            for group, values in zip(optimizer.param_groups, saved, strict=True):
+                group.update(values)
+        self._schedules = []
+
+    def mute(self, wrapper: Any) -> None:
+        """Before a backward: gradients of updates that are left out are nobody's business."""
+        if self.active:
+            self._muted, wrapper.require_backward_grad_sync = True, False
+        elif self._muted:
+            self._muted, wrapper.require_backward_grad_sync = False, True
+
+
+def untoggle(module: Any) -> None:
+    """A `training_step` was left while `toggle_optimizer` was in force: undo that."""
+    for parameter, wanted in module._param_requires_grad_state.items():
+        parameter.requires_grad = wanted
+    module._param_requires_grad_state = {}
