@@ -243,12 +243,36 @@ class _Fetch:
         ranges = self._plan.missing(wire.MAX_RANGES)
         missing = tuple(edge for span in ranges for edge in span)
         for link in self._links:
-            if link.address in wanted:
-                message = wire.Get(link.direct, tuple(wanted[link.address]), missing)
-                try:
-                    link.socket.send(wire.encode(message), zmq.NOBLOCK)
-                except zmq.Again:  # the stall rule of the plan covers it
-                    continue
+            chunks = wanted.get(link.address, [])
+            read = self._read_directly(link, chunks) if link.direct else []
+            asked = [chunk for chunk in chunks if chunk not in read]
+            for direct, indexes in ((True, read), (False, asked)):
+                if indexes:
+                    message = wire.Get(direct, tuple(indexes), missing)
+                    try:
+                        link.socket.send(wire.encode(message), zmq.NOBLOCK)
+                    except zmq.Again:  # the stall rule of the plan covers it
+                        continue
+
+    def _read_directly(self, link: _Link, chunks: list[int]) -> list[int]:
+        """Copy chunks from the source's memory; returns those that the source is to confirm."""
+        assert self._plan is not None
+        assert self._receiver is not None
+        read = []
+        for index in chunks:
+            chunk = self._chunks[index]
+            remote = link.addresses[chunk.segment]
+            if not remote or self._plan.is_done(index):
+                continue
+            slot = self._receiver.slot(chunk)
+            try:
+                samehost.read_memory(link.pid, remote + chunk.offset, slot.data_ptr(), chunk.nbytes)
+            except OSError:  # refused by the kernel, or the process is gone
+                link.direct = False
+                break
+            self._receiver.place(chunk)
+            read.append(index)
+        return read
 
     def _read(self, link: _Link) -> None:
         """Handle what one source sent, and ask on after every chunk to keep it busy."""
@@ -276,12 +300,15 @@ class _Fetch:
         elif isinstance(reply, wire.Gone | wire.Refused):
             refused = isinstance(reply, wire.Refused)
             self._give_up(link, f"{'it refused: ' if refused else ''}{reply.reason[:500]}")
-        elif not link.served or reply.index >= len(self._chunks) or reply.index < 0:
-            raise wire.WireError("a chunk that was not asked for")
-        elif isinstance(reply, wire.ChunkReply):
-            self._on_chunk(link, reply)
         else:
-            self._on_sum(link, reply)
+            chunk_reply = isinstance(reply, wire.ChunkReply)
+            named = (reply.index,) if chunk_reply else (*reply.valid, *reply.moved)
+            if not link.served or any(not 0 <= i < len(self._chunks) for i in named):
+                raise wire.WireError("a chunk that was not asked for")
+            if isinstance(reply, wire.ChunkReply):
+                self._on_chunk(link, reply)
+            else:
+                self._on_valid(link, reply)
 
     def _on_manifest(self, link: _Link, reply: wire.ManifestReply) -> None:
         if not link.socket.getsockopt(zmq.RCVMORE):
@@ -330,28 +357,17 @@ class _Fetch:
                 f"chunk {reply.index} came corrupted twice (from {', '.join(blamed)})"
             )
 
-    def _on_sum(self, link: _Link, reply: wire.SumReply) -> None:
-        """The source says what the bytes should be; read them from its memory."""
+    def _on_valid(self, link: _Link, reply: wire.ValidReply) -> None:
+        """The source says which of the chunks that were read from its memory count."""
         assert self._plan is not None
-        assert self._receiver is not None
-        chunk = self._chunks[reply.index]
-        if self._plan.is_done(reply.index):
-            self._plan.received(link.address, reply.index, time.monotonic())
-            return
-        remote = link.addresses[chunk.segment] if link.direct else 0
-        if remote:
-            slot = self._receiver.slot(chunk)
-            try:
-                samehost.read_memory(link.pid, remote + chunk.offset, slot.data_ptr(), chunk.nbytes)
-            except OSError:
-                remote = 0
-            if remote and self._receiver.accept(chunk, slot, reply.checksum):
+        for index in reply.valid:
+            chunk = self._chunks[index]
+            if not self._plan.is_done(index):
                 self._direct_bytes += chunk.nbytes
-                self._good(link, reply.index, chunk)
-                return
-        # Refused by the kernel, or the memory changed since: from now on through the socket.
-        link.direct = False
-        self._plan.returned(link.address, reply.index, time.monotonic())
+            self._good(link, index, chunk)
+        for index in reply.moved:  # it trains on: from now on through the socket
+            link.direct = False
+            self._plan.returned(link.address, index, time.monotonic())
 
     def _good(self, link: _Link, index: int, chunk: Chunk) -> None:
         assert self._plan is not None

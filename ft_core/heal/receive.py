@@ -114,9 +114,13 @@ class Receiver:
         """Check what was received into the slot; if it is right, it is in its place after this."""
         if checksum(slot) != expected:
             return False
+        self.place(chunk)
+        return True
+
+    def place(self, chunk: Chunk) -> None:
+        """Put what was received into the slot in its place."""
         if chunk.segment in self._device:
             self._device[chunk.segment].commit(chunk)
-        return True
 
     def finish(self, *, allow_objects: bool) -> Any:
         """The tree, once every chunk was accepted."""

@@ -2,8 +2,9 @@
 
 An optional fast path. It is taken only where source and target share boot id, PID and user
 namespace, and the kernel lets the target read (same user, no stricter ptrace policy); everything
-else falls back to ZeroMQ. What is read is checked by the checksums that the source sends, so that
-memory changed under the reader is seen like any corruption.
+else falls back to ZeroMQ. Nothing can be corrupted on a way through one memory, so there are no
+checksums. What could be is that the source trains on while it is read: the reader reads first and
+asks then, and the source says whether the memory was still that version's when it was asked.
 """
 
 from __future__ import annotations

@@ -267,8 +267,11 @@ class HealServer:
             reader.missing = request.missing
         if reader.publication is None or any(c >= len(reader.chunks) for c in request.chunks):
             raise wire.WireError("a chunk that does not exist")
+        if request.direct:
+            self._confirm(identity, reader, request.chunks)
+            return
         for index in request.chunks:
-            if not self._serve(identity, reader, index, request.direct):
+            if not self._serve(identity, reader, index):
                 return
 
     def _on_open(self, identity: bytes, request: wire.Open) -> None:
@@ -333,31 +336,43 @@ class HealServer:
         )  # fmt: skip
         self._send(identity, reply, current.manifest)
 
-    def _serve(self, identity: bytes, reader: Reader, index: int, direct: bool) -> bool:
+    def _confirm(self, identity: bytes, reader: Reader, indexes: tuple[int, ...]) -> None:
+        """The reader has read these chunks from this process's memory: say which of them count."""
+        publication = reader.publication
+        assert publication is not None
+        told = {i: publication.untouched(reader.chunks[i].segment) for i in indexes}
+        if None in told.values():
+            self._part_with(identity, reader)
+            return
+        valid = tuple(i for i, good in told.items() if good)
+        if self._send(identity, wire.ValidReply(valid, tuple(set(indexes).difference(valid)))):
+            with self._lock:
+                self._count(bytes_lent=sum(reader.chunks[i].nbytes for i in valid))
+
+    def _serve(self, identity: bytes, reader: Reader, index: int) -> bool:
         """Answer for one chunk. False if the reader cannot be answered at present."""
         publication, chunk = reader.publication, reader.chunks[index]
         assert publication is not None
         total = publication.checksum_of(chunk)
-        lent = None if total is None or direct else publication.lend(chunk)
-        if total is None or publication.closed or (lent is None and not direct):
+        lent = None if total is None else publication.lend(chunk)
+        if total is None or lent is None or publication.closed:
             if lent is not None:
                 lent[1].settle(None)
-            with self._lock:
-                self._readers.pop(identity, None)
-            reason = self._retired.get(reader.key, "the source trained on")
-            self._send(identity, wire.Gone(f"{reader.key} is gone: {reason}"))
+            self._part_with(identity, reader)
             return False
-        if lent is None:
-            sent = self._send(identity, wire.SumReply(index, total))
-            counted = {"bytes_lent": chunk.nbytes}
-        else:
-            data, loan = lent
-            sent = self._send(identity, wire.ChunkReply(index, total), data, loan)
-            counted = {"bytes_sent": chunk.nbytes}
+        data, loan = lent
+        sent = self._send(identity, wire.ChunkReply(index, total), data, loan)
         if sent:
             with self._lock:
-                self._count(**counted)
+                self._count(bytes_sent=chunk.nbytes)
         return sent
+
+    def _part_with(self, identity: bytes, reader: Reader) -> None:
+        """Tell a reader that its version is served no more."""
+        with self._lock:
+            self._readers.pop(identity, None)
+        reason = self._retired.get(reader.key, "the source trained on")
+        self._send(identity, wire.Gone(f"{reader.key} is gone: {reason}"))
 
     def _send(
         self, identity: bytes, reply: wire.Reply, payload: Any = None, loan: Loan | None = None

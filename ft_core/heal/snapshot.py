@@ -133,6 +133,7 @@ class Publication:
         self.layout = parsed.layout
         self.layout_digest = parsed.layout_digest
         self.live: set[int] = set()
+        self._moved: set[int] = set()  # were live: what their addresses held may have changed
         self._arena = arena
         self._buffers: list[Buffer] = []
         self._segments: list[torch.Tensor | None] = [None] * len(self.layout.segment_bytes)
@@ -184,6 +185,7 @@ class Publication:
                 assert new is not None
                 assert source is not None
                 _copy_bytes(new, source)
+            self._moved |= self.live
             self.live.clear()
 
     def close(self) -> None:
@@ -200,6 +202,18 @@ class Publication:
         """Memory address of every segment in this process, 0 where it has none."""
         with self.lock:
             return tuple(0 if s is None else s.data_ptr() for s in self._segments)
+
+    def untouched(self, segment: int) -> bool | None:
+        """Whether what was read at the segment's address until now is this version; None: it is
+        not served any more. Server thread.
+
+        The trainer freezes before it changes its memory, and a buffer is written again only after
+        `close`: a read that has ended before both were not yet so has seen no change.
+        """
+        with self.lock:
+            if self.closed:
+                return None
+            return segment not in self._moved and self._segments[segment] is not None
 
     def checksum_of(self, chunk: Chunk) -> bytes | None:
         """The chunk's checksum, None if its bytes are gone. Server thread."""

@@ -1,16 +1,17 @@
-"""Messages between HealServer and fetch, version 1. PURE: bytes in, frozen values out.
+"""Messages between HealServer and fetch, version 2. PURE: bytes in, frozen values out.
 
 Target to source, one frame, a msgpack array `[MAGIC, VERSION, kind, ...]`:
 
     open    token, step, lineage, chunk_bytes, timeout_s, host      may be held until published
     get     direct, [chunk indexes], [lo, hi, lo, hi, ...]          what is asked; all still missing
+                                    direct: they were read from the source's memory; do they count?
     done                                                            this reader has everything
 
 Source to target, a msgpack frame, for some kinds followed by one raw frame:
 
     manifest  step, lineage, layout digest, pid, [addresses]   + manifest   pid 0: no same-host path
     chunk     index, checksum                                  + raw bytes
-    sum       index, checksum             the target reads the bytes from the source's memory
+    valid     [chunk indexes], [indexes]  what was read directly: this version's; may be another's
     gone      reason                      this version is not served (any more)
     refused   reason                      this reader will never be served
 
@@ -26,7 +27,7 @@ from typing import Any, ClassVar, get_type_hints
 import msgpack
 
 MAGIC = "fth"
-VERSION = 1
+VERSION = 2
 MAX_REQUEST_BYTES = 64 << 10
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_CHUNKS_A_REQUEST = 64
@@ -102,10 +103,14 @@ class ChunkReply:
 
 
 @dataclass(frozen=True, slots=True)
-class SumReply:
-    kind: ClassVar[str] = "sum"
-    index: int
-    checksum: bytes
+class ValidReply:
+    kind: ClassVar[str] = "valid"
+    valid: tuple[int, ...]
+    moved: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_ints(self.valid, MAX_CHUNKS_A_REQUEST, "chunks")
+        _check_ints(self.moved, MAX_CHUNKS_A_REQUEST, "chunks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +126,9 @@ class Refused:
 
 
 Request = Open | Get | Done
-Reply = ManifestReply | ChunkReply | SumReply | Gone | Refused
+Reply = ManifestReply | ChunkReply | ValidReply | Gone | Refused
 _REQUESTS: tuple[type[Any], ...] = (Open, Get, Done)
-_REPLIES: tuple[type[Any], ...] = (ManifestReply, ChunkReply, SumReply, Gone, Refused)
+_REPLIES: tuple[type[Any], ...] = (ManifestReply, ChunkReply, ValidReply, Gone, Refused)
 _HINTS = {cls: get_type_hints(cls) for cls in _REQUESTS + _REPLIES}
 
 
