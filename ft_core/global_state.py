@@ -9,13 +9,17 @@ parameters and the inner optimizer's state belong to one member and never travel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ft_core.fragments import Fragment, local_part, persistent_buffers
+
+if TYPE_CHECKING:
+    from ft_core.manager import Manager
 
 
 class GlobalState:
@@ -138,6 +142,21 @@ class GlobalState:
         if self._outer is not None:
             self._outer.load_state_dict(state["outer_optimizer"])
 
+    def overtake(self, state: dict[str, Any], kept: Sequence[Fragment]) -> None:
+        """Load a newer global state under a drifting model.
+
+        Fragments in `kept` keep their drift (global minus local) on the new global values; all
+        others, and the buffers, are at the new global values after this.
+        """
+        drifts = {fragment.index: self.deltas(fragment) for fragment in kept}
+        self.load_state_dict(state)
+        self.restore_buffers()
+        for fragment in self._fragments:
+            if fragment.index in drifts:
+                self.rebase(fragment, drifts[fragment.index])
+            else:
+                self.restore(fragment)
+
     @staticmethod
     def _copy_in(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], kind: str) -> None:
         different = set(mine).symmetric_difference(theirs)
@@ -149,3 +168,40 @@ class GlobalState:
             )
         for name, tensor in mine.items():
             tensor.copy_(theirs[name])
+
+
+def refuse_drifting(manager: Manager, key: str, model: nn.Module, inner: Optimizer) -> None:
+    """What the manager serves must be equal in all members; the model and its optimizer drift.
+
+    Raises ValueError if a part of the manager's state other than `key` holds tensors of these.
+    """
+    own = {local_part(p).untyped_storage().data_ptr() for p in model.parameters()}
+    for held in inner.state.values():
+        own |= {_storage(t) for t in tree_leaves(held) if isinstance(t, Tensor)}
+    own.discard(0)
+    for other, save in manager.state.parts():
+        if other == key:
+            continue
+        for leaf in tree_leaves(save()):
+            if isinstance(leaf, Tensor) and _storage(leaf) in own:
+                raise ValueError(
+                    f"the manager's state {other!r} holds tensors of the model or its optimizer, "
+                    "which differ among members between outer steps: leave them out, the global "
+                    "parameters are served without them"
+                )
+
+
+def _storage(tensor: Tensor) -> int:
+    return local_part(tensor).untyped_storage().data_ptr()
+
+
+def drop_bad_state(optimizer: Optimizer) -> None:
+    """Forget the inner optimizer's state of parameters for which it is not finite.
+
+    Else its moments would spoil every window to come. What is finite is kept: running estimates,
+    taken near the parameters that the model returns to.
+    """
+    for parameter, state in list(optimizer.state.items()):
+        tensors = [t for t in tree_leaves(state) if isinstance(t, Tensor)]
+        if not all(bool(torch.isfinite(local_part(t)).all()) for t in tensors):
+            del optimizer.state[parameter]

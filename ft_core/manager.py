@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
-from torch.utils._pytree import tree_leaves
 
 from ft_core.allreduce import Once, completed, finish, op_name, options_for, prepare
 from ft_core.errors import (
@@ -36,6 +35,7 @@ from ft_core.process_group.work import finish_with
 from ft_core.quantized import CollectiveQueue, check_quantizable, queue_of, reduce_in_turn
 from ft_core.replica import Attempt, Effect, Outcome, Replica, Stage
 from ft_core.session import Session, SessionOptions
+from ft_core.state import State
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 from ft_core.world import Participation, WorldSizeMode, participation
 from lighthouse.errors import JoinRefused
@@ -45,8 +45,10 @@ log = logging.getLogger("ft_core")
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
-SERVED_LIVE_BYTES = 1024 * 1024
-"""Tensors from this size on are served to healing peers without a copy (`ft_core.heal`)."""
+CHANGED_WHILE_SERVED = (
+    "a tensor of the state was changed before should_commit while a peer healed from it: change "
+    "the state after should_commit only, or return a copy of that tensor from state_dict"
+)
 
 
 class Manager:
@@ -161,7 +163,7 @@ class Manager:
         self._mode = world_size_mode
         self._init_sync = init_sync
         self._max_retries = max_retries
-        self._state_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
+        self.state = State()
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         elif load_state_dict is not None or state_dict is not None:
@@ -179,7 +181,6 @@ class Manager:
         self._part_of: tuple[tuple[Member, ...], tuple[int, bool], Participation | None]
         self._part_of = ((), (0, False), None)
         self._pending: list[Future[Any]] = []
-        self._served: list[tuple[Tensor, int]] = []
         self._pinned_at: float | None = None
         self._began_at = 0.0
         self._quorum_deadline: float | None = None
@@ -195,7 +196,7 @@ class Manager:
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
         """Add (or replace) a part of the state that heals under `key`."""
-        self._state_fns[key] = (load_state_dict, state_dict)
+        self.state.register(key, load_state_dict, state_dict)
 
     def set_state_dict_fns(
         self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
@@ -311,7 +312,8 @@ class Manager:
             check = known()
             if check is not None:
                 check()
-        self._check_served()
+        if not self.state.unchanged():
+            self.report_error(RuntimeError(CHANGED_WHILE_SERVED))
         self._drain()
         if self._error is None and (replica.attempt is Attempt.OPEN or replica.healing):
             self._enter(session, heal=True)
@@ -551,7 +553,7 @@ class Manager:
         step, lineage = self._start
         if not lineage:
             # The lineage of a start is its state's digest: equal starts need no transfer.
-            start = digest(self._user_state()) if self._init_sync and step == 0 else "same"
+            start = digest(self.state.save()) if self._init_sync and step == 0 else "same"
             lineage = f"init-{start}"
         schema_text = "; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items()))
         session = Session(
@@ -564,7 +566,7 @@ class Manager:
             schema=hashlib.blake2b(schema_text.encode(), digest_size=8).hexdigest(),
             schema_text=schema_text[:1500],
             telemetry=self.telemetry,
-            into=self._into,
+            into=lambda: self.state.room(self._need_session(), in_step=self._async),
             on_tick=self._check_stall,
         )
         self._session = session
@@ -598,76 +600,17 @@ class Manager:
                     f"{session.lighthouse}"
                 )
             if heal and replica.healing:
-                self._load(session)
+                self._batches_committed = self.state.load(session)
                 continue
             break
         targets = replica.targets
         if targets and replica.published != (replica.step, replica.lineage):
-            self._publish(session)
+            self.state.publish(session, self._batches_committed)
         elif not targets and replica.published is not None:
             replica.published = None
             session.plane.retire()
         session.control.call(lambda machine, now: machine.entered())
         self._take_part(session)
-
-    def _publish(self, session: Session) -> None:
-        replica = session.replica
-        step, lineage = replica.step, replica.lineage
-        tree = {"user": self._user_state(), "batches_committed": self._batches_committed}
-        session.plane.publish(step, lineage, tree, len(replica.targets))
-        self._served = [
-            (leaf, leaf._version) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)
-            and leaf.nbytes >= SERVED_LIVE_BYTES
-        ]  # fmt: skip
-
-        def mark(machine: Replica, now: float) -> None:
-            machine.published = (step, lineage)
-
-        session.control.call(mark)
-
-    def _check_served(self) -> None:
-        """A peer may be reading this state: it must be what it was when the step began."""
-        served, self._served = self._served, []
-        if any(tensor._version != version for tensor, version in served):
-            self.report_error(
-                RuntimeError(
-                    "a tensor of the state was changed before should_commit while a peer healed "
-                    "from it: change the state after should_commit only, or return a copy of that "
-                    "tensor from state_dict"
-                )
-            )
-
-    def _load(self, session: Session) -> None:
-        """Put the fetched state in place."""
-        view = session.replica.view
-        assert view is not None
-        tree = session.plane.take_state(view.step, view.lineage)
-        for key, (load, _) in self._state_fns.items():
-            if key in tree["user"]:
-                load(tree["user"][key])
-        self._batches_committed = tree["batches_committed"]
-        session.control.call(lambda machine, now: machine.load())
-
-    def _user_state(self) -> dict[str, Any]:
-        return {key: save() for key, (_, save) in self._state_fns.items()}
-
-    def _into(self) -> Any:
-        """Heal thread: where a fetched state may be received in place; None: elsewhere.
-
-        In place only while the loop waits at its step's boundary: else it may be using it. From
-        here on the own state is torn until the heal has ended.
-        """
-        session = self._need_session()
-        in_place = False
-
-        def spoil(replica: Replica, now: float) -> None:
-            nonlocal in_place
-            in_place = replica.loop_waits and not self._async
-            if in_place:
-                replica.spoil()
-
-        session.control.call(spoil)
-        return {"user": self._user_state(), "batches_committed": 0} if in_place else None
 
     def _pin(self) -> Participation | None:
         """The first collective of the attempt: from here on it belongs to this quorum."""

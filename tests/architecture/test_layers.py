@@ -18,7 +18,9 @@ ALLOWED = {
     "ft_accelerate": {"ft_accelerate", "ft_core", "lighthouse", "accelerate", "torch", "numpy"},
 }
 # Reached by subpackage only, or by both names of one distribution.
-ALLOWED["ft_lightning"] |= {"pytorch_lightning", "lightning_fabric", "lightning_utilities"}
+# Draws the timeline, if it is there.
+ALLOWED["ft_core"] |= {"matplotlib"}
+ALLOWED["ft_lightning"] |= {"pytorch_lightning", "lightning_fabric", "lightning_utilities", "msgpack"}
 
 ALWAYS = {"__future__", "__main__"}
 
