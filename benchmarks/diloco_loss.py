@@ -4,8 +4,10 @@ What talking rarely costs in quality: final validation loss of LocalSGD, DiLoCo 
 DiLoCo against plain, synchronous DDP, two replicas, the same model, samples, inner optimizer and
 schedule: a byte-level transformer on the sources of Python's standard library
 (benchmarks/diloco_task.py). One algorithm after the other, each on two fresh processes.
-Bytes: what a replica hands to the network, from the process groups' own account; for DDP four
-bytes a parameter and step, which is what benchmarks/diloco_link.py measures on the link.
+As in the DiLoCo paper (arXiv 2311.08105, 24,000 of 88,000 steps) the first part of the training is
+synchronous for all: the others start from DDP's state after --warm-start steps. 0: from scratch.
+Bytes: what a replica sends after that; for DDP four bytes a parameter and step, which is what
+benchmarks/diloco_link.py measures on the link.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +28,15 @@ from common import arguments, report
 WIDTH, LAYERS, BATCH = 96, 3, 8
 INNER_LR, WARM_UP = 4e-3, 100
 EVALUATE_EVERY = 200
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`start_file`: DDP's state after `warm_start` steps, from which the others go on."""
+
+    steps: int
+    warm_start: int
+    start_file: str
 
 
 @dataclass(frozen=True)
@@ -42,9 +54,9 @@ OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 STREAMING = {"fragments": 4, "fragment_sync_delay": 5, "codec": "int4"}
 ALGORITHMS = [
     Algorithm("DDP", "ddp"),
-    Algorithm("LocalSGD", "local_sgd", 50),
     Algorithm("DiLoCo", "diloco", 50, OUTER),
     Algorithm("Streaming DiLoCo int4", "diloco", 50, OUTER, STREAMING),
+    Algorithm("LocalSGD", "local_sgd", 50),
 ]
 
 
@@ -54,11 +66,11 @@ ALGORITHMS = [
 class Replica:
     """Trains one algorithm, and says what came of it on stdout, a JSON line an evaluation."""
 
-    def __init__(self, rank: int, address: str, steps: int, algorithm: Algorithm) -> None:
+    def __init__(self, rank: int, address: str, algorithm: Algorithm, plan: Plan) -> None:
         import torch
         from diloco_task import build, text
 
-        self.rank, self.address, self.steps, self.algorithm = rank, address, steps, algorithm
+        self.rank, self.address, self.algorithm, self.plan = rank, address, algorithm, plan
         self.training, self.validation = text()
         self.model = build(WIDTH, LAYERS)
         self.optimizer = torch.optim.AdamW(
@@ -67,7 +79,16 @@ class Replica:
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
     def run(self) -> None:
-        (self.ddp if self.algorithm.kind == "ddp" else self.periodic)()
+        import torch
+
+        if self.algorithm.kind == "ddp":
+            self.ddp()
+            return
+        if self.plan.warm_start:
+            state = torch.load(self.plan.start_file)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.periodic()
 
     def ddp(self) -> None:
         import torch
@@ -77,7 +98,7 @@ class Replica:
             "gloo", init_method=f"file://{self.address}", rank=self.rank, world_size=2
         )
         wrapped = torch.nn.parallel.DistributedDataParallel(self.model)
-        self.train(wrapped, lambda step: 4 * self.parameters * step)
+        self.train(wrapped, 0, lambda step: 4 * self.parameters * step)
         dist.destroy_process_group()
 
     def periodic(self) -> None:
@@ -109,17 +130,20 @@ class Replica:
                 **algorithm.options,
             )  # fmt: skip
         with context:
-            self.train(self.model, lambda step: context.stats.bytes_sent)
+            self.train(self.model, self.plan.warm_start, lambda step: context.stats.bytes_sent)
         manager.shutdown()
 
-    def train(self, model: Any, bytes_sent: Any) -> None:
+    def train(self, model: Any, first: int, bytes_sent: Any) -> None:
         import torch
         from diloco_task import batch, evaluate, learning_rate
 
-        seen = 0.0
-        for step in range(self.steps):
+        seen, steps = 0.0, self.plan.steps
+        for step in range(first, steps):
+            if step == self.plan.warm_start and self.algorithm.kind == "ddp" and self.rank == 0:
+                state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+                torch.save(state, self.plan.start_file)
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(step, self.steps, INNER_LR, WARM_UP)
+                group["lr"] = learning_rate(step, steps, INNER_LR, WARM_UP)
             self.optimizer.zero_grad()
             loss = model(*batch(self.training, step, self.rank, BATCH))
             loss.backward()
@@ -127,7 +151,7 @@ class Replica:
             self.optimizer.step()
             seen += loss.item()
             done = step + 1
-            if done % EVALUATE_EVERY == 0 or done == self.steps:
+            if done % EVALUATE_EVERY == 0 or done == steps:
                 # Half of the windows each; the mean over replicas is reported.
                 found = evaluate(self.model, self.validation, self.rank)
                 say(step=done, loss=found, train_loss=seen, bytes=bytes_sent(done))
@@ -141,8 +165,9 @@ def say(**what: Any) -> None:
 # ---------------------------------------------------------------- the experiment
 
 
-def experiment(algorithm: Algorithm, steps: int) -> dict[str, Any]:
+def experiment(algorithm: Algorithm, plan: Plan) -> dict[str, Any]:
     """Both replicas of one algorithm: its curve, [step, validation loss, bytes a replica]."""
+    steps = plan.steps
     began = time.monotonic()
     address, stop = rendezvous(algorithm)
     environment = os.environ | {
@@ -151,8 +176,8 @@ def experiment(algorithm: Algorithm, steps: int) -> dict[str, Any]:
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, "--replica", str(rank), address, str(steps),
-             json.dumps(asdict(algorithm))],
+            [sys.executable, __file__, "--replica", str(rank), address,
+             json.dumps(asdict(algorithm)), json.dumps(asdict(plan))],
             stdout=subprocess.PIPE, text=True, env=environment,
         )
         for rank in (0, 1)
@@ -193,8 +218,6 @@ def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
 def rendezvous(algorithm: Algorithm) -> tuple[str, Any]:
     """Where the replicas meet, and how to close it."""
     if algorithm.kind == "ddp":
-        import tempfile
-
         folder = tempfile.TemporaryDirectory()
         return folder.name + "/store", folder.cleanup
     from lighthouse import LighthouseServer
@@ -214,7 +237,7 @@ def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
         steps, losses, sent = zip(*one["curve"], strict=True)
         over_steps.plot(steps, losses, label=name)
         over_bytes.plot([b / 1e6 for b in sent], losses, label=name)
-    over_steps.set(xlabel="inner steps", ylabel="validation loss, nats a byte")
+    over_steps.set(xlabel="steps", ylabel="validation loss, nats a byte")
     over_bytes.set(xlabel="MB sent by a replica", xscale="log")
     for axes in (over_steps, over_bytes):
         axes.grid(alpha=0.3)
@@ -223,28 +246,38 @@ def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def table(found: dict[str, dict[str, Any]], plan: Plan) -> list[list[object]]:
+    ddp = found["DDP"]
+    # What DDP has sent in the steps that the others go by themselves.
+    by_ddp = ddp["bytes"] * (plan.steps - plan.warm_start) / plan.steps
+    rows: list[list[object]] = []
+    for name, one in found.items():
+        sent = by_ddp if one is ddp else one["bytes"]
+        worse = 100 * (one["final_loss"] / ddp["final_loss"] - 1)
+        rows.append([name, f"{one['final_loss']:.4f}", f"{worse:+.2f} %", f"{sent / 1e6:.1f}",
+                     f"{by_ddp / sent:.0f}", one["seconds"]])  # fmt: skip
+    return rows
+
+
 def main() -> None:
     parser = arguments(__doc__.split("\n\n")[1])
-    parser.add_argument("--steps", type=int, default=4000, help="inner steps of each replica")
+    parser.add_argument("--steps", type=int, default=2000, help="inner steps of each replica")
+    parser.add_argument("--warm-start", type=int, default=500, help="of them synchronous")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there")
-    names = [algorithm.name for algorithm in ALGORITHMS]
-    parser.add_argument("--only", nargs="*", choices=names, default=names)
+    names = [algorithm.name for algorithm in ALGORITHMS[1:]]
+    parser.add_argument("--only", nargs="*", choices=names, default=names, help="besides DDP")
     options = parser.parse_args()
-    found = {
-        algorithm.name: experiment(algorithm, options.steps)
-        for algorithm in ALGORITHMS
-        if algorithm.name in options.only
-    }
-    rows = []
-    ddp = found.get("DDP")
-    for name, one in found.items():
-        worse = f"{100 * (one['final_loss'] / ddp['final_loss'] - 1):+.2f} %" if ddp else ""
-        fewer = f"{ddp['bytes'] / one['bytes']:.0f}" if ddp else ""
-        rows.append([name, f"{one['final_loss']:.4f}", worse, f"{one['bytes'] / 1e6:.1f}", fewer,
-                     one["seconds"]])  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(options.steps, options.warm_start, folder + "/start.pt")
+        found = {
+            algorithm.name: experiment(algorithm, plan)
+            for algorithm in ALGORITHMS
+            if algorithm.kind == "ddp" or algorithm.name in options.only
+        }
     columns = ["algorithm", "validation loss", "against DDP", "MB sent by a replica",
                "times fewer", "seconds"]  # fmt: skip
-    report(f"Two replicas, {options.steps} inner steps each", columns, rows, found, options.json)
+    title = f"Two replicas, {plan.steps} steps each, {plan.warm_start} of them synchronous"
+    report(title, columns, table(found, plan), found, options.json)
     if options.plot is not None:
         plot(found, options.plot)
 
@@ -254,7 +287,7 @@ if __name__ == "__main__":
         import torch
 
         torch.set_num_threads(1)
-        chosen = Algorithm(**json.loads(sys.argv[5]))
-        Replica(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), chosen).run()
+        chosen = Algorithm(**json.loads(sys.argv[4]))
+        Replica(int(sys.argv[2]), sys.argv[3], chosen, Plan(**json.loads(sys.argv[5]))).run()
     else:
         main()

@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from run_record import Life, Row, Run
+from run_record import Row
+
+from ft_core.run_record import Life, Run
 
 REFRESHES_PER_S = 10
 

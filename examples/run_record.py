@@ -1,87 +1,13 @@
-"""What happened in a run, as the replica groups' own events tell it; and the numbers drawn from it.
+"""The numbers drawn from a run in which one replica group was killed, and what went wrong in it.
 
-No IO in here. A *life* is one process of a replica group from its start to its end; a group that
-was killed and restarted has two. Times are Unix seconds (one host, one clock).
+No IO in here. What a run and its lives are is in ft_core/run_record.py.
 """
 
 from __future__ import annotations
 
-import itertools
-import statistics
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-
-@dataclass(slots=True)
-class Life:
-    """One process. `events`: its telemetry, in order (see ft_core/telemetry.py)."""
-
-    group: int
-    number: int
-    pid: int
-    started_s: float
-    ended_s: float | None = None
-    returncode: int | None = None
-    killed: bool = False
-    events: list[dict[str, Any]] = field(default_factory=list)
-    result: dict[str, Any] = field(default_factory=dict)  # what it says at its end
-
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["kind"] == kind]
-
-    def last(self, kind: str) -> dict[str, Any] | None:
-        return next((e for e in reversed(self.events) if e["kind"] == kind), None)
-
-
-@dataclass(slots=True)
-class Run:
-    """All lives of all replica groups; `kill_s` is when `victim` was killed."""
-
-    lives: list[Life] = field(default_factory=list)
-    victim: int | None = None
-    kill_s: float | None = None
-    ended_s: float | None = None
-
-    def groups(self) -> list[int]:
-        return sorted({life.group for life in self.lives})
-
-    def lives_of(self, group: int) -> list[Life]:
-        return [life for life in self.lives if life.group == group]
-
-    def commit_times(self, group: int) -> list[tuple[float, int]]:
-        """(time, step) of each commit that `group` has seen."""
-        return [
-            (e["t"], e["step"]) for life in self.lives_of(group) for e in life.of_kind("commit")
-        ]
-
-    def committed_steps(self) -> int:
-        """Optimizer steps of the job: steps count from 0."""
-        steps = [step for group in self.groups() for _, step in self.commit_times(group)]
-        return max(steps) + 1 if steps else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """From the last commit before a moment to the first one after it."""
-
-    from_s: float
-    until_s: float
-    typical_s: float  # what a step takes otherwise: the median
-
-    @property
-    def lost_s(self) -> float:
-        return max(0.0, self.until_s - self.from_s - self.typical_s)
-
-
-def gap_around(run: Run, group: int, moment_s: float) -> Gap | None:
-    """None if `group` did not commit both before and after `moment_s`."""
-    times = [t for t, _ in run.commit_times(group)]
-    before = [t for t in times if t <= moment_s]
-    after = [t for t in times if t > moment_s]
-    if len(before) < 2 or not after:
-        return None
-    typical_s = statistics.median(b - a for a, b in itertools.pairwise(before))
-    return Gap(before[-1], after[0], typical_s)
+from ft_core.run_record import Life, Run, gap_around
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from live_view import View, names_in, summary_table
-from run_record import Life, Run, faults_of, summarize
-from timeline import draw
+from run_record import faults_of, summarize
 
+from ft_core.run_record import Life, Run
+from ft_core.timeline import draw
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from lighthouse.state import Note

@@ -10,7 +10,6 @@
 """DiLoCo: replica groups that train on their own and agree every so many steps."""
 
 import argparse
-import hashlib
 import os
 import time
 

@@ -51,7 +51,7 @@ class Collectives:
         if group is not None:
             return dist.all_gather(tensor_list, tensor, group, async_op)
         for place, row in zip(tensor_list, self._rows(tensor), strict=True):
-            place.copy_(row)
+            _put(place, row)
         return None
 
     def all_gather_into_tensor(
@@ -100,15 +100,17 @@ class Collectives:
             if said is None:
                 return None
             check_alike(said, "reduce")
-            total = exchange.reduce(tensor, op)
             here = len(present(said))
+            nbytes = said[present(said)[0]][2]
+            mine = tensor if tensor.nbytes == nbytes else _typed(_bytes(tensor), tensor, nbytes)
+            total = exchange.reduce(mine, op)
             return total if kind is Kind.MAX else _scaled(total, runtime.slots, here)
 
         def alone() -> Tensor:
             mine = tensor.detach().clone()
             return mine if kind is Kind.MAX else mine * runtime.slots
 
-        tensor.copy_(runtime.operation(kind, attempt, alone, lambda r: int(r.nbytes)))
+        _put(tensor, runtime.operation(kind, attempt, alone, lambda r: int(r.nbytes)))
         return None
 
     def broadcast(
@@ -130,7 +132,7 @@ class Collectives:
         result = self._current().operation(
             Kind.BROADCAST, attempt, lambda: tensor.detach().clone(), lambda r: int(r.nbytes)
         )
-        tensor.copy_(result)
+        _put(tensor, result)
         return None
 
     # ------------------------------------------------------------------ objects, barriers
@@ -196,8 +198,25 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _typed(data: Tensor, like: Tensor) -> Tensor:
-    return data.clone().view(like.dtype).view(like.shape).to(like.device)
+def _typed(data: Tensor, like: Tensor, nbytes: int = 0) -> Tensor:
+    """Bytes (made `nbytes` long, if given) as a tensor like `like`.
+
+    The others' tensors may be of another length than that of a process that is only coming back:
+    theirs counts.
+    """
+    if nbytes:
+        data = torch.nn.functional.pad(data[:nbytes], (0, max(0, nbytes - data.numel())))
+    values = data.clone().view(like.dtype).to(like.device)
+    if values.numel() == like.numel():
+        return values.view(like.shape)
+    inner = like.shape[1:]
+    return values.view(-1, *inner) if values.numel() % max(1, inner.numel()) == 0 else values
+
+
+def _put(place: Tensor, value: Tensor) -> None:
+    if place.shape != value.shape:
+        place.resize_(value.shape)
+    place.copy_(value)
 
 
 def _signature(tensor: Tensor) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import accelerate
 
-from ft_accelerate import patches, processes
+from ft_accelerate import guard, patches, processes, transformers_hooks
 
 _missing = object()
 
@@ -33,12 +33,16 @@ SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("accelerate.accelerator", "Accelerator.prepare_model", ("self", "model")),
     ("accelerate.accelerator", "Accelerator.prepare_data_loader", ("self", "data_loader")),
     ("accelerate.accelerator", "Accelerator.join_uneven_inputs", ("self", "joinables")),
+    ("accelerate.accelerator", "Accelerator.pad_across_processes", ("self", "tensor")),
     ("accelerate.accelerator", "Accelerator.save_state", ("self", "output_dir")),
     ("accelerate.accelerator", "Accelerator.save_model", ("self", "model", "save_directory")),
     ("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f")),
     ("accelerate.accelerator", "Accelerator.init_trackers", ()),
     ("accelerate.accelerator", "Accelerator.log", ()),
     ("accelerate.accelerator", "Accelerator.end_training", ("self",)),
+    ("accelerate.local_sgd", "LocalSGD.__enter__", ("self",)),
+    ("accelerate.local_sgd", "LocalSGD.__exit__", ("self",)),
+    ("accelerate.local_sgd", "LocalSGD._sync_and_avg_model_params", ("self",)),
     ("accelerate.optimizer", "AcceleratedOptimizer.step", ("self", "closure")),
     ("accelerate.scheduler", "AcceleratedScheduler.step", ("self",)),
     ("accelerate.data_loader", "DataLoaderShard.__iter__", ("self",)),
@@ -57,11 +61,12 @@ def install() -> None:
         return
     check_seams()
     try:
-        for owner, name, value in patches.replacements():
+        for owner, name, value in [*patches.replacements(), *guard.replacements()]:
             _replace(owner, name, value)
     except BaseException:
         uninstall()
         raise
+    transformers_hooks.watch()
 
 
 def uninstall() -> None:

@@ -60,6 +60,7 @@ class FaultTolerantModel(DistributedDataParallel):
                 fresh.requires_grad_()
                 if counts:
                     fresh.register_hook(self._ghost_gradient)
+                return fresh.clone()  # no leaf: scripts scale their losses in place
             return fresh
 
         return recursively_apply(copy, self._remembered[key])

@@ -14,12 +14,13 @@ from torch import nn
 
 import accelerate.accelerator as accelerator_module
 import accelerate.data_loader as data_loader_module
+import accelerate.local_sgd as local_sgd_module
 import accelerate.optimizer as optimizer_module
 import accelerate.scheduler as scheduler_module
 import accelerate.state as state_module
 import accelerate.utils.operations as operations_module
 import accelerate.utils.random as random_module
-from ft_accelerate import processes, trackers
+from ft_accelerate import local_sgd, processes, trackers
 from ft_accelerate.collectives import Collectives, nothing_to_synchronize
 from ft_accelerate.loaders import Passes, skipping
 from ft_accelerate.models import FaultTolerantModel
@@ -39,7 +40,7 @@ OTHERS = {
 
 def replacements() -> list[Replacement]:
     """(owner, name, what to put there)."""
-    return [*_modules(), *_states(), *_accelerator(), *_steps()]
+    return [*_modules(), *_states(), *_accelerator(), *_steps(), *_local_sgd()]
 
 
 def _wrapped(owner: Any, name: str, make: Callable[[Any], Any]) -> Replacement:
@@ -167,6 +168,7 @@ def _accelerator() -> list[Replacement]:
         _wrapped(owner, "__init__", init),
         _wrapped(owner, "prepare_data_loader", _prepare_data_loader),
         _wrapped(owner, "join_uneven_inputs", _join_uneven_inputs),
+        _wrapped(owner, "pad_across_processes", _pad_across_processes),
         _wrapped(owner, "save_state", _unless_ghost),
         _wrapped(owner, "save_model", _unless_ghost),
         _wrapped(owner, "save", _unless_ghost),
@@ -226,6 +228,19 @@ def _join_uneven_inputs(original: Any) -> Any:
         return nullcontext(joinables)
 
     return join_uneven_inputs
+
+
+def _pad_across_processes(original: Any) -> Any:
+    def pad_across_processes(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        runtime = processes.active()
+        if runtime is None or (runtime.live and runtime.contributes):
+            return original(self, tensor, *args, **kwargs)
+        try:
+            return original(self, tensor, *args, **kwargs)
+        except RuntimeError:  # longer than all of its peers' tensors, which it does not count with
+            return tensor
+
+    return pad_across_processes
 
 
 def _unless_ghost(original: Any) -> Any:
@@ -292,6 +307,27 @@ def _steps() -> list[Replacement]:
         _wrapped(sampler, "__iter__", skipping),
         _wrapped(optimizer, "step", _optimizer_step),
         _wrapped(scheduler, "step", _scheduler_step),
+    ]
+
+
+def _local_sgd() -> list[Replacement]:
+    owner = local_sgd_module.LocalSGD
+
+    def enter(original: Any) -> Any:
+        return lambda self: local_sgd.enter(self, functools.partial(original, self))
+
+    def leave(original: Any) -> Any:
+        return lambda self, *error: local_sgd.leave(
+            self, functools.partial(original, self), *error
+        )
+
+    def average(original: Any) -> Any:
+        return lambda self: local_sgd.average(self, functools.partial(original, self))
+
+    return [
+        _wrapped(owner, "__enter__", enter),
+        _wrapped(owner, "__exit__", leave),
+        _wrapped(owner, "_sync_and_avg_model_params", average),
     ]
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.utils._pytree import tree_map
 
 from ft_accelerate import state as states
 from ft_accelerate.course import Course, Iteration, Phase
@@ -36,9 +37,11 @@ from ft_accelerate.exchange import Diverged, Exchange, Kind
 from ft_accelerate.gate import Gate
 from ft_accelerate.models import FaultTolerantModel
 from ft_accelerate.options import FaultTolerancePlugin, Supervision
+from ft_core.config import ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.manager import Manager
 from ft_core.supervisor import die_with, report_joined
+from ft_core.telemetry import JsonlSink
 from lighthouse.messages import TORN
 
 log = logging.getLogger("ft_accelerate")
@@ -59,6 +62,8 @@ class Runtime:
         self.gate = Gate(self._begin_gradients, self._fail)
         self.manager: Manager | None = None
         self.attempts_discarded = 0
+        self.contributes = True
+        """Whether this process's values count in the current step: it is not only healing."""
         self._accelerators: list[weakref.ref[Any]] = []
         self._models: list[weakref.ref[FaultTolerantModel]] = []
         self._open = False
@@ -67,10 +72,18 @@ class Runtime:
         self._closed = False
         self._leader = self.slot == 0 and supervision.restarts == 0
         self._healed: dict[str, Any] | None = None
+        self.serve_copies = False
+        """Whether the state changes between the steps that are voted on (LocalSGD)."""
+        self.on_live: list[Callable[[], None]] = []
+        """Called when the script stands where its peers' stood when they sent their state."""
         self._failure: Exception | None = None
         self._skipping = False
         self._starting = 0
         self._owes_report = True
+        event_log = ReplicaEnv.read().event_log
+        self._sink = JsonlSink(Path(event_log), name=str(self.slot)) if event_log else None
+        if self._sink is not None:
+            self.gate.telemetry.add_sink(self._sink)
         if supervision.pid:
             die_with(supervision.pid)
         atexit.register(self.close)
@@ -185,6 +198,8 @@ class Runtime:
             assert target is not None
             self._restore(models=models or target.at == "fetch")
             self._healed = None
+            for arrived in self.on_live:
+                arrived()
             states.reseed(torch.initial_seed(), self.slot, target.events)
             log.info("live at event %s of the script", target.events)
 
@@ -270,11 +285,14 @@ class Runtime:
         attempt: Callable[[Exchange, Callable[..., Any]], Any],
         alone: Callable[[], Any],
         size: Callable[[Any], int] = lambda result: 0,
+        *,
+        keep: bool = True,
     ) -> Any:
         """One operation over the quorum, tried again until it is committed.
 
         `attempt(exchange, agree)` does it in an open attempt; what it returns counts if the
-        attempt commits. `alone()` answers where this process has nobody to ask.
+        attempt commits. `alone()` answers where this process has nobody to ask. `size(result)`
+        in bytes; `keep` False: those who come back get `alone()`, since it is in their state.
         """
         course = self.course
         if not self.ready:
@@ -292,7 +310,7 @@ class Runtime:
                 continue
             result = self._attempt(kind, attempt)
             if self._vote():
-                course.log(result, size(result))
+                course.log(result if keep else None, size(result) if keep else 0)
                 return result
 
     def _attempt(self, kind: Kind, attempt: Callable[..., Any]) -> Any:
@@ -347,7 +365,8 @@ class Runtime:
             self._starting = 0
         self._open = self._joined = True
         try:
-            self._leader = manager.participating_rank() == 0
+            rank = manager.participating_rank()
+            self._leader, self.contributes = rank == 0, rank is not None
         except QuorumUnavailable:
             return  # the attempt has failed already; its vote tells
         if self._owes_report:
@@ -419,13 +438,16 @@ class Runtime:
         self._closed = True
         atexit.unregister(self.close)
         self._leave()
+        if self._sink is not None:
+            self._sink.close()
 
     # ------------------------------------------------------------------ heal
 
     def _dump(self) -> dict[str, Any]:
         if threading.get_ident() != self._starting:  # the heal's thread asks where to receive
             return states.places(self.accelerator)
-        return states.dump(self.accelerator, self.course.describe(self._at))
+        state = states.dump(self.accelerator, self.course.describe(self._at))
+        return tree_map(_copied, state) if self.serve_copies else state
 
     def _load(self, state: dict[str, Any]) -> None:
         """Take a peer's state, and set out for its place. Called inside `start_quorum`."""
@@ -446,6 +468,10 @@ def _process_group(device: torch.device, timeout_s: float) -> Any:
     if device.type == "cpu":
         return process_group.ProcessGroupGloo(timeout_s)
     raise ValueError(f"fault tolerance trains on cpu and cuda, not on {device.type}")
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _seconds(value: float | None) -> timedelta | None:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from ft_core.codecs import Codec, codec_named
 from ft_core.diloco_schedule import Schedule
 from ft_core.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, like, local_part, split
-from ft_core.outer import Flight, OuterLoop
+from ft_core.outer import OuterLoop
+from ft_core.outer_flight import Flight
 from ft_core.quantized import (
     Reduction,
     participation_of,
@@ -134,7 +135,7 @@ class DiLoCo(OuterLoop):
         if not weight:  # a window that was given up leaves what earlier ones lost for later
             residuals = [None] * len(buckets)
         jobs = [Reduction(b, r) for b, r in zip(buckets, residuals, strict=True)]
-        flight.residuals = jobs
+        flight.quantized = jobs
         flight.futures.append(
             queue_of(self._manager).submit(lambda pg: reduce_quantized(pg, codec, jobs, part))
         )
@@ -142,8 +143,9 @@ class DiLoCo(OuterLoop):
             wire_bytes(codec, b.numel(), part.replica_world_size) for b in buckets
         )
 
-    def _committed(self, flight: Flight) -> None:
-        left = [job.next_residual for job in flight.residuals]
+    def _finish(self, flight: Flight) -> None:
+        super()._finish(flight)
+        left = [job.next_residual for job in flight.quantized]
         if left and all(r is not None for r in left):
             self._residuals[flight.fragment.index] = left
 

@@ -22,7 +22,7 @@ DEFAULT_BUCKET_BYTES = 32 << 20
 FragmentSpec = int | Sequence[nn.Module | Sequence[str]] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
     """`names` and `parameters` in the same order; `index` among the fragments."""
 
@@ -202,6 +202,9 @@ def describe(fragments: Sequence[Fragment], model: nn.Module) -> str:
     return f"{len(fragments)} fragments of {sizes} values ({digest})"
 
 
+Key = tuple[torch.dtype, bool, torch.device]  # bool: pairs of reals
+
+
 class Flat:
     """Tensors laid out in one flat tensor a dtype, with views of their shapes, and buckets.
 
@@ -212,16 +215,16 @@ class Flat:
     def __init__(
         self, tensors: Sequence[Tensor], bucket_bytes: int, device: torch.device | None = None
     ) -> None:
-        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-        places: list[tuple[tuple[torch.dtype, torch.device], int, int]] = []
+        sizes: dict[Key, int] = {}
+        places: list[tuple[Key, int, int]] = []
         for tensor in tensors:
             real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-            key = (real, device or tensor.device)
+            key = (real, tensor.is_complex(), device or tensor.device)
             count = tensor.numel() * (2 if tensor.is_complex() else 1)
             places.append((key, sizes.get(key, 0), count))
             sizes[key] = sizes.get(key, 0) + count
         self.parts = {
-            key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()
+            key: torch.zeros(size, dtype=key[0], device=key[2]) for key, size in sizes.items()
         }
         self.views: list[Tensor] = []
         for tensor, (key, start, count) in zip(tensors, places, strict=True):

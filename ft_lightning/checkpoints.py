@@ -90,7 +90,7 @@ class CheckpointMixin(_Base):
         if self._manager is not None:
             checkpoint[KEY] = self._manager.state_dict()
         io = self.checkpoint_io
-        plain = type(io) is self._from("plugins.io").TorchCheckpointIO
+        plain = isinstance(io, self._from("plugins.io").TorchCheckpointIO)
         self._checkpoints.save(io, checkpoint, filepath, storage_options, plain=plain)
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -7,13 +7,13 @@ hyperparameters and place. A member that differs in the fingerprint has neither 
 nor will it: it takes the first member's state instead.
 
 At the end of a validation and of an epoch, where Lightning decides by metrics, a round of its own
-(`rounds.py`) carries the first member's metrics and wishes.
+(`rounds.py`) carries the first member's metrics, and everybody's wish to stop.
 
 | decision | taken |
 |---|---|
 | `should_stop` set in `training_step` | with this step's commit |
-| `should_stop` set at a validation's or an epoch's end (EarlyStopping, a Timer by epoch) | there |
-| `should_stop` set anywhere else (Timer, `max_time`) | with the next commit |
+| `should_stop` at a validation's or an epoch's end (EarlyStopping, a Timer by epoch), or set earlier by another than the first member | there |
+| `should_stop` set anywhere else by the first member (Timer, `max_time`) | with the next commit |
 | `val_check_interval` by time | with the commit that finds the time over |
 | plateau schedulers, EarlyStopping, ModelCheckpoint's monitor | on the first member's metrics |
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -49,8 +49,7 @@ class Place:
         self.epoch, self.batch = epoch, batch
 
 
-@dataclass(slots=True)
-class Progress:
+class Progress:  # no dataclass: Fabric takes those for collections, and copies them
     """How far a Fabric loop is; heals with the model. Save it with every checkpoint:
     `fabric.save(path, {"model": model, "optimizer": optimizer, "progress": strategy.progress})`.
 
@@ -60,9 +59,9 @@ class Progress:
         places: of the loaders, in the order in which they were set up.
     """
 
-    epoch: int = 0
-    step: int = 0
-    places: list[Place] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.epoch = self.step = 0
+        self.places: list[Place] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy
 
 from ft_lightning.diloco import FTDiLoCoMixin, FTLocalSGDMixin
+from ft_lightning.reporting import MetricsMixin, TimelineMixin
 from ft_lightning.strategy import FTDDPMixin
 
-__all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTLocalSGDStrategy"]
+__all__ = [
+    "FTDDPStrategy",
+    "FTDiLoCoStrategy",
+    "FTLocalSGDStrategy",
+    "FTMetricsCallback",
+    "FTTimeline",
+]
 
 
 class FTDDPStrategy(FTDDPMixin, DDPStrategy):  # type: ignore[misc]  # typed as the other's
@@ -26,3 +34,11 @@ class FTDiLoCoStrategy(FTDiLoCoMixin, DDPStrategy):  # type: ignore[misc]  # typ
     __doc__ = FTDiLoCoMixin.__doc__
     strategy_name = "ft_diloco"
     _namespace = "pytorch_lightning"
+
+
+class FTMetricsCallback(MetricsMixin, Callback):  # type: ignore[misc]  # typed as the other's
+    __doc__ = MetricsMixin.__doc__
+
+
+class FTTimeline(TimelineMixin, Callback):  # type: ignore[misc]  # typed as the other's
+    __doc__ = TimelineMixin.__doc__

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
 from ft_lightning.diloco import FTDiLoCoMixin, FTLocalSGDMixin
+from ft_lightning.reporting import MetricsMixin, TimelineMixin
 from ft_lightning.strategy import FTDDPMixin
 
-__all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTLocalSGDStrategy"]
+__all__ = [
+    "FTDDPStrategy",
+    "FTDiLoCoStrategy",
+    "FTLocalSGDStrategy",
+    "FTMetricsCallback",
+    "FTTimeline",
+]
 
 
 class FTDDPStrategy(FTDDPMixin, DDPStrategy):
@@ -26,3 +34,11 @@ class FTDiLoCoStrategy(FTDiLoCoMixin, DDPStrategy):
     __doc__ = FTDiLoCoMixin.__doc__
     strategy_name = "ft_diloco"
     _namespace = "lightning.pytorch"
+
+
+class FTMetricsCallback(MetricsMixin, Callback):
+    __doc__ = MetricsMixin.__doc__
+
+
+class FTTimeline(TimelineMixin, Callback):
+    __doc__ = TimelineMixin.__doc__

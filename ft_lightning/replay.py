@@ -7,12 +7,15 @@ vote, no update, and gradients that stay at home. The same lets a replica group 
 are in the midst of a batch.
 
 What the user's code does besides (learning rate schedulers stepped by hand) must not count twice:
-schedulers are put back to where they were when the batch comes to its open step.
+schedulers are put back to what they were when the step was begun, as soon as the batch that is
+computed again comes to that place.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from ft_lightning import position
 
@@ -25,31 +28,47 @@ class Replay:
         self.done = 0
         """Updates of the window that are committed."""
         self._left = 0
-        self._schedules: list[Any] = []
+        self._marked: list[Any] = []
+        self._returns = False
         self._muted = False
 
     def reset(self) -> None:
         """A new window begins."""
         self.done = self._left = 0
+        self._returns = False
 
     @property
     def active(self) -> bool:
         """Whether the window is computed again, and still before its open update."""
         return self._left > 0
 
-    def prepare(self) -> None:
-        """The window is to be computed (again), with `done` updates left out.
+    def mark(self) -> None:
+        """A step is begun here: remember the schedulers, and the rates that they have set."""
+        trainer = self._trainer
+        self._marked = [
+            [(c.scheduler, c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+            [[_rates(group) for group in o.param_groups] for o in trainer.optimizers],
+        ]
 
-        The counters are those of the window's beginning, the schedulers those of its open update.
+    def prepare(self) -> None:
+        """The window is to be computed again, with `done` updates left out.
+
+        Lightning's counters are those of its beginning, the schedulers' state that of `mark`.
         """
-        self._left = self.done
-        if self._left:
-            trainer = self._trainer
-            groups = [o.param_groups for o in trainer.optimizers]
-            self._schedules = [
-                [(c.scheduler, c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
-                [[{k: v for k, v in g.items() if k != "params"} for g in gs] for gs in groups],
-            ]
+        self._left, self._returns = self.done, True
+        self.arrive()
+
+    def arrive(self) -> None:
+        """The window has come to a place where a step may begin: is it the marked one?"""
+        if self.active or not self._returns:
+            return
+        self._returns = False
+        states, rates = self._marked
+        for scheduler, state in states:
+            scheduler.load_state_dict(state)
+        for optimizer, saved in zip(self._trainer.optimizers, rates, strict=True):
+            for group, values in zip(optimizer.param_groups, saved, strict=True):
+                group.update(values)
 
     def uncount(self) -> None:
         """Take the committed updates out of Lightning's counters: they will be counted again."""
@@ -58,15 +77,6 @@ class Replay:
     def skip(self) -> None:
         """An update that is committed was left out."""
         self._left -= 1
-        if self._left:
-            return
-        states, groups = self._schedules
-        for scheduler, state in states:
-            scheduler.load_state_dict(state)
-        for optimizer, saved in zip(self._trainer.optimizers, groups, strict=True):
-            for group, values in zip(optimizer.param_groups, saved, strict=True):
-                group.update(values)
-        self._schedules = []
 
     def mute(self, wrapper: Any) -> None:
         """Before a backward: gradients of updates that are left out are nobody's business."""
@@ -74,6 +84,15 @@ class Replay:
             self._muted, wrapper.require_backward_grad_sync = True, False
         elif self._muted:
             self._muted, wrapper.require_backward_grad_sync = False, True
+
+
+def _rates(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters. Tensors (capturable optimizers) are copied."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 def untoggle(module: Any) -> None:

@@ -56,12 +56,14 @@ class Rounds:
             self._adopt_metrics()
 
     def stop(self) -> None:
-        """All have acted on the metrics: stop if the first member wants to."""
+        """All have acted on the metrics: stop if anybody wants to."""
         if self._off:
             return
-        result = self._round(msgpack.packb(self._decisions.stop_wished), None)
-        if result is not None and result[0]:
-            self._decisions.agree_to_stop(msgpack.unpackb(result[0]))
+        wishes = torch.zeros(SLOTS, dtype=torch.float64)
+        wishes[0] = float(self._decisions.stop_wished)
+        result = self._round(b"", wishes)
+        if result is not None:
+            self._decisions.agree_to_stop(bool(result[1][0] > 0))
 
     def _adopt_metrics(self) -> None:
         """Replace what callbacks and schedulers see by the first member's numbers."""

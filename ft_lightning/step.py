@@ -112,7 +112,9 @@ class StepDriver:
             self._decisions.at_boundary()
             self._start(Place.BOUNDARY)
             self._logged = logged.snapshot(self._trainer.fit_loop.epoch_loop._results)
-            self._replay.prepare()
+            if self._manual:
+                self._replay.mark()
+                self._replay.prepare()
 
     def _start(self, place: Place) -> None:
         """Begin a step (or a round): in a quorum, healed. Raises as `Manager.start_quorum`."""
@@ -145,11 +147,13 @@ class StepDriver:
         """
         if not to_reduce:
             self._only_reduces = False
+        self._replay.arrive()
         if self.open or self._replay.active:
             return
         self._only_reduces = to_reduce
         before = self._window
         self._start(Place.STEP)
+        self._replay.mark()
         if self._window is not before:
             raise StepDiscarded
 
@@ -296,6 +300,8 @@ class StepDriver:
         finally:
             self._counted = True
         healed = self._window is not before
+        if healed and self._manual:
+            self._replay.mark()
         if not healed:
             logged.restore(self._trainer.fit_loop.epoch_loop._results, self._logged)
         return healed

@@ -21,6 +21,7 @@ from ft_lightning import healing, hooks, leader, position
 from ft_lightning.batches import Batches
 from ft_lightning.checkpoints import CheckpointMixin
 from ft_lightning.collectives import zero_loss
+from ft_lightning.counts import Counts, hide_from_bar, show_in_bar
 from ft_lightning.decisions import Decisions
 from ft_lightning.launcher import SupervisorLauncher, die_with_supervisor
 from ft_lightning.options import Options, make_manager, refuse_ddp_options
@@ -63,6 +64,8 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
     """
 
     _namespace: str
+    counts: Counts | None = None
+    """Steps, discards and heals of the fit under way or of the last one."""
 
     def __init__(
         self,
@@ -175,6 +178,9 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             self._at_boundary, self._from("fabric.utilities.data")._set_sampler_epoch
         )
         self._manager = make_manager(self._options, self.scope, self.root_device)
+        self.counts = Counts(self.world_size)
+        self._manager.telemetry.add_sink(self.counts)
+        show_in_bar(trainer.progress_bar_callback, self.counts)
         if self.scope.event_log:
             self._sink = JsonlSink(Path(self.scope.event_log), name=self.scope.name)
             self._manager.telemetry.add_sink(self._sink)
@@ -375,6 +381,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         self._callbacks = ()
         if self._manager is not None:
             self._manager.shutdown()
+            hide_from_bar(self._trainer.progress_bar_callback)
         if self._sink is not None:
             self._sink.close()
             self._sink = None

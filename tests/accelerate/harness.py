@@ -42,6 +42,7 @@ class Run:
                 prefix + "LIGHTHOUSE": self.lighthouse,
                 prefix + "JOB_ID": str(self.log),  # one lighthouse serves several runs
                 prefix + "TIMEOUT_S": "20",
+                "FT_EVENT_LOG": str(self.log / f"{index}.events"),
                 **env,
             }
         )
@@ -108,9 +109,50 @@ class Run:
         path = self.log / f"{name}.ready"
         return [int(text) for text in path.read_text().split()] if path.exists() else []
 
-    def go(self) -> None:
-        """Let the replicas go on that hold (option `hold`)."""
-        (self.log / "go").touch()
+    def until_held(self, name: int, hold: str) -> None:
+        """Until replica `name` waits at this hold (option `holds`)."""
+        path = self.log / f"{name}.holds"
+        self.until(
+            lambda: path.exists() and hold in path.read_text().split(), f"{hold} of replica {name}"
+        )
+
+    def go(self, hold: str) -> None:
+        """Let the replicas go on that wait there."""
+        (self.log / f"go.{hold}").touch()
+
+    def killed_and_back(
+        self, victim: subprocess.Popen[bytes], index: int, *, hold: str, of: int, groups: int = 2
+    ) -> subprocess.Popen[bytes]:
+        """SIGKILL replica `index` while replica `of` waits at `hold`; its next process, when the
+        others have been told to go on and it has come back to them."""
+        self.until_held(of, hold)
+        victim.kill()
+        victim.wait()
+        asked, met = self.events(index, "waiting", "quorum"), self.events(index, "quorum")
+        again = self.start(index, groups, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1")
+        self.until(
+            lambda: self.events(index, "waiting", "quorum") > asked,
+            f"replica {index} asks for a quorum",
+        )
+        self.go(hold)
+        self.until(lambda: self.events(index, "quorum") > met, f"replica {index} in a quorum")
+        return again
+
+    def evaluations(self, name: int, live: bool | None = None) -> list[Line]:
+        """Results of the evaluations of replica `name`, over all its lives."""
+        path = self.log / f"{name}.evals"
+        found = [json.loads(text) for text in path.read_text().splitlines()]
+        return [
+            {k: e[k] for k in ("epoch", "right", "total")}
+            for e in found
+            if live is None or e["live"] == live
+        ]
+
+    def events(self, name: int, *kinds: str) -> int:
+        """How many telemetry events of these kinds replica `name` has written (FT_EVENT_LOG)."""
+        path = self.log / f"{name}.events"
+        text = path.read_text() if path.exists() else ""
+        return sum(text.count(f'"kind": "{kind}"') for kind in kinds)
 
     def wait(self, *processes: subprocess.Popen[bytes], code: int | None = 0) -> None:
         """Until they have ended, with this exit code. None: whatever it is (torch's own Gloo group

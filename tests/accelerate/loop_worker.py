@@ -35,8 +35,7 @@ OPTIONS: dict[str, Any] = {
     "seed": 7,
     "step_delay_s": 0.0,
     "eval_delay_s": 0.0,
-    "hold": None,  # at this step wait until the file <log>/go is there
-    "hold_eval": None,  # in the evaluation after this epoch wait likewise
+    "holds": [],  # "step-12", "eval-1": wait there until the file <log>/go.<that> is there
     "inject": {},  # {"<step>": index}: this replica group reports an error once
     "gather_loss": False,
     "save": 0,  # save_state each so many steps
@@ -109,9 +108,11 @@ class Log:
         runtime = processes.active()
         return runtime is None or runtime.live
 
-    def hold(self, at: Any, here: Any) -> None:
-        while at is not None and at == here and self.live and not self.go.exists():
-            time.sleep(0.02)
+    def hold(self, here: str) -> None:
+        if here in self.options["holds"] and self.live:
+            self.path.with_suffix(".holds").open("a").write(f"{here}\n")
+            while not self.go.with_suffix("." + here).exists():
+                time.sleep(0.02)
 
     def inject(self, step: int) -> None:
         from ft_accelerate import processes
@@ -144,7 +145,7 @@ def evaluate(accelerator: Any, model: Any, loader: Any, log: Log, epoch: int) ->
     right = total = 0
     for x, y in loader:
         time.sleep(log.options["eval_delay_s"] if log.live else 0)
-        log.hold(log.options["hold_eval"], epoch)
+        log.hold(f"eval-{epoch}")
         with torch.no_grad():
             guess = model(x).argmax(-1)
         guesses, labels = accelerator.gather_for_metrics((guess, y))
@@ -183,7 +184,7 @@ def run(options: dict[str, Any]) -> None:
         model.train()
         for index, (x, y) in enumerate(train):
             time.sleep(options["step_delay_s"] if log.live else 0)
-            log.hold(options["hold"], global_step)
+            log.hold(f"step-{global_step}")
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)
                 if options["gather_loss"]:

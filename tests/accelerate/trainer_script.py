@@ -1,7 +1,8 @@
 """A script of transformers' Trainer as users write them: nothing in it knows of fault tolerance.
 
-But for one callback of the test, which kills the process at a named place in its first life:
-TRAINER_KILL="group:event:count", such as "1:on_step_end:12"; and for the report that it leaves.
+But for one callback of the test, which kills processes at named places, and the report that it
+leaves. TRAINER_KILLS holds "group:life:event:count", such as "1:0:on_step_end:12": replica group 1
+in its first life, when the event comes for the 12th time.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ class Sources(Dataset[Any]):
 
 
 class Kill(TrainerCallback):
-    """End this process by SIGKILL, once, at the n-th call of one event."""
+    """End this process by SIGKILL at the n-th call of an event in one of its lives."""
 
     def __init__(self) -> None:
-        group, self.event, count = (os.environ.get("TRAINER_KILL") or "-1::0").split(":")
-        me = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "-2")
-        first = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS", "0") == "0"
-        self.left = int(count) if me == group and first else -1
+        group = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "")
+        life = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS", "")
+        self.event, self.left = "", 0
+        for kill in os.environ.get("TRAINER_KILLS", "").split():
+            of_group, of_life, event, count = kill.split(":")
+            if (of_group, of_life) == (group, life):
+                self.event, self.left = event, int(count)
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("on_") and name == object.__getattribute__(self, "event"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,7 @@ class Trainer:
         **options: Any,
     ) -> None:
         self.number, self.inner = number, 0
+        self.history: dict[tuple[int, str], str] = {}
         self.model = reference.network() if model is None else model
         self.optimizer = reference.inner_optimizer(self.model)
         self._backward = backward
@@ -57,24 +59,28 @@ class Trainer:
         )
         if issubclass(kind, DiLoCo):
             self.outer_optimizer = outer(self.model)
-            self.loop: Any = DiLoCo(
+            self.loop: Any = kind(
                 self.manager, self.model, self.optimizer, self.outer_optimizer, sync_every,
                 **options,
             )  # fmt: skip
         else:
-            self.loop = LocalSGD(self.manager, self.model, self.optimizer, sync_every, **options)
+            self.loop = kind(self.manager, self.model, self.optimizer, sync_every, **options)
 
     def inner_step(self) -> None:
         self._backward(self.model, self.number, self.inner)
         self.inner += 1
         self.optimizer.step()
+        position = self.manager.state_dict()
+        self.history[position["step"], position["lineage"]] = digest(self.globals())
 
     def run(self, inner_steps: int) -> None:
         """So many inner steps inside `with`, then the end of this member."""
-        with self.loop:
-            for _ in range(inner_steps):
-                self.inner_step()
-        self.close()
+        try:
+            with self.loop:
+                for _ in range(inner_steps):
+                    self.inner_step()
+        finally:
+            self.close()  # an error must not leave the others waiting
 
     def close(self) -> None:
         self.manager.shutdown()
@@ -85,3 +91,22 @@ class Trainer:
     def globals(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = self.loop.state_dict()["parameters"]
         return found
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Of all bits."""
+    found = hashlib.blake2b(digest_size=8)
+    for name, tensor in tensors.items():
+        found.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def check_states(trainers: Iterable[Trainer]) -> None:
+    """S3: an equal (step, lineage) was an equal global state, in all members at all times."""
+    known: dict[tuple[int, str], str] = {}
+    shared = 0
+    for trainer in trainers:
+        for position, found in trainer.history.items():
+            shared += position in known
+            assert known.setdefault(position, found) == found, position
+    assert shared, "the members had no state in common"

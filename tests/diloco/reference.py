@@ -7,19 +7,18 @@ lists of tensors. Members contribute in the order of their numbers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-Gradient = Callable[[nn.Module, int, int], None]
-"""(model, member, inner step from 0): leaves gradients in the model."""
+_seeding = threading.Lock()  # torch's generator is the process's
 
 
 def network(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Three layers with a tied weight, a frozen one and one that no loss reaches."""
-    torch.manual_seed(seed)
+    """Three layers with a tied weight, a frozen one and one that no loss reaches. Any thread."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -35,7 +34,9 @@ def network(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
             x = torch.tanh(self.c(torch.tanh(self.b(x)))) * self.scale
             return self.head(x)
 
-    return Net().to(dtype)
+    with _seeding:
+        torch.manual_seed(seed)
+        return Net().to(dtype)
 
 
 def backward(model: nn.Module, member: int, inner: int) -> None:

@@ -29,7 +29,7 @@ class Run:
 
     def __init__(self, log: Path, lighthouse: str, **options: Any) -> None:
         self.log, self.lighthouse = log, lighthouse
-        self.worker = options.pop("worker", WORKER)
+        self.script = options.pop("worker", self.script)
         self.options = {"log": str(log), **options}
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -167,7 +167,7 @@ def compare(a: list[Line], b: list[Line]) -> int:
     by_step = {line["step"]: line for line in a}
     common = [(by_step[line["step"]], line) for line in b if line["step"] in by_step]
     for mine, other in common:
-        for key in MUST_AGREE:
+        for key in (*MUST_AGREE, *(k for k in ("weights", "stopping") if k in mine)):
             assert mine[key] == other[key], (
                 f"step {mine['step']}: {key} is {mine[key]!r} and {other[key]!r}"
             )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,14 +27,10 @@ def lighthouse() -> Iterator[str]:
         yield server.address()
 
 
-@pytest.fixture(autouse=True)
-def worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "WORKER", Path(__file__).with_name("diloco_worker.py"))
-
-
 @contextlib.contextmanager
 def running(log: Path, lighthouse: str = "", **options: object) -> Iterator[Run]:
-    with harness.running(log, lighthouse, **options) as run:
+    worker = Path(__file__).with_name("diloco_worker.py")
+    with harness.running(log, lighthouse, worker=worker, **options) as run:
         yield run
 
 
@@ -83,3 +77,51 @@ def test_killed_and_healed(tmp_path: Path, lighthouse: str) -> None:
     assert healed[0]["step"] > 33
     assert {line["participants"] for line in lines[0]} == {1, 2}
     assert sum(end["leader"] for end in ends) == 1
+
+
+def test_streaming_killed_in_the_overlap_under_the_launcher(tmp_path: Path) -> None:
+    options = {
+        "sync_every": 8, "fragments": 2, "fragment_sync_delay": 2, "codec": "int8",
+        "outer_lr": 0.5, "outer_momentum": 0.8,
+    }  # fmt: skip
+    epochs, steps = 8, -(-BATCHES // 2)
+    with running(
+        tmp_path, strategy_options=options, devices=2, max_epochs=epochs, accumulate=2,
+        precision="bf16-mixed", step_delay_s=0.01, hold=25, die=[1, 15],
+    ) as run:  # fmt: skip
+        main = run.start()  # 15: sent after inner step 14, to be applied after 16
+        run.until(lambda: len(run.lives(1)) == 2, "the second life of replica 1")
+        run.go()
+        run.wait(main)
+    lines, ends = [run.lines(i) for i in (0, 1)], [run.end(i) for i in (0, 1)]
+    assert compare(*lines) >= 5
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert ends[0]["val_losses"] == ends[1]["val_losses"]
+    assert ends[0]["step"] == ends[1]["step"] == epochs * steps
+    committed = [line["step"] for line in lines[0] if line["committed"]]
+    assert committed == list(range(4, epochs * steps + 1, 4)), "the survivor has lost an outer step"
+    assert all(line["metrics"]["outer_bytes"] > 0 for line in lines[0] if line["participants"] > 1)
+    hidden = sum(line["metrics"]["outer_hidden_s"] for line in lines[0])
+    assert hidden > 0.5 * sum(line["metrics"]["outer_communication_s"] for line in lines[0])
+
+
+def test_local_sgd_by_name_and_resumed(tmp_path: Path, lighthouse: str) -> None:
+    first = {"strategy": "ft_local_sgd", "max_epochs": 2}
+    with running(tmp_path / "a", lighthouse, **first) as run:
+        run.wait(run.start(0), run.start(1))
+    assert compare(run.lines(0), run.lines(1)) == len(run.lines(0)) == 2 * BATCHES // 10
+    assert run.lines(0)[0]["metrics"]["outer_divergence"] > 0
+    saved = sorted((tmp_path / "a" / "checkpoints").iterdir(), key=lambda p: p.name)
+    assert [path.name for path in saved] == ["epoch=0-step=19.ckpt", "epoch=1-step=38.ckpt"]
+    logged = (tmp_path / "a" / "csv" / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+    assert "outer_divergence" in logged.splitlines()[0]
+    with running(
+        tmp_path / "b", lighthouse, **{**first, "max_epochs": 3, "resume": str(saved[1])}
+    ) as again:
+        again.wait(again.start(0), again.start(1))
+    lines = again.lines(0)
+    assert compare(lines, again.lines(1)) == len(lines)
+    assert lines[0]["outer_step"] == run.lines(0)[-1]["outer_step"] + 1
+    assert lines[0]["step"] == 2 * BATCHES + 10
+    assert again.end(0)["digest"] == again.end(1)["digest"]
+    assert len(again.end(0)["val_losses"]) == 3

@@ -20,7 +20,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,7 +46,10 @@ OPTIONS: dict[str, Any] = {
     "hold": None,  # at this global step wait until the file <log>/go is there
     "inject": {},  # {"<global step>": replica index}: this replica reports an error once
     "manual": False,
+    "gan": False,  # two optimizers, by hand
     "checkpoints": False,
+    "logs": False,  # a CSV logger, a weight average, an early stopping
+    "holds": {},  # {"validation:<epoch>" or "step:<global step>": file}: wait for <log>/<file> there
 }
 
 
@@ -55,12 +64,25 @@ class Model(LightningModule):
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
         self.options = options
-        self.automatic_optimization = not options["manual"]
+        self.automatic_optimization = not (options["manual"] or options["gan"])
+        self.save_hyperparameters({"batch_size": options["batch_size"]})
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         self.injected: set[str] = set()
         self.go = Path(options["log"]) / "go"
 
+    def hold(self, place: str) -> None:
+        name = self.options["holds"].get(place)
+        if name is not None and not (self.go.parent / name).exists():
+            (self.go.parent / f"{self.global_rank}.at.{place}").touch()
+            while not (self.go.parent / name).exists():
+                time.sleep(0.02)
+
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.hold(f"validation:{self.trainer.current_epoch}")
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.hold(f"step:{self.trainer.global_step}")
         time.sleep(self.options["step_delay_s"])
         while self.trainer.global_step == self.options["hold"] and not self.go.exists():
             time.sleep(0.02)
@@ -72,7 +94,15 @@ class Model(LightningModule):
         self.batch_idx = batch_idx
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("train_loss", loss)
-        if self.options["manual"]:
+        if self.options["gan"]:
+            for optimizer, part in zip(self.optimizers(), (self.net[0], self.net[3]), strict=True):
+                optimizer.zero_grad()
+                self.toggle_optimizer(optimizer)
+                assert all(p.requires_grad for p in part.parameters())
+                self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+        elif self.options["manual"]:
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)
@@ -83,6 +113,9 @@ class Model(LightningModule):
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> Any:
+        if self.options["gan"]:
+            parts = [self.net[0].parameters(), self.net[3].parameters()]
+            return [torch.optim.AdamW(part, lr=0.01) for part in parts]
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         if self.options["manual"]:
             return optimizer
@@ -146,6 +179,11 @@ class Recorder(Callback):
             "started": self.started[-1],
             "leader": trainer.is_global_zero,
         }
+        for callback in trainer.callbacks:
+            if isinstance(callback, WeightAveraging):
+                line["weights"] = digest(callback._average_model)
+            if isinstance(callback, EarlyStopping) and callback.monitor:
+                line["stopping"] = repr(callback.state_dict())
         if hasattr(strategy, "manager"):
             line["manager_step"] = strategy.manager.current_step()
             line["participants"] = strategy.num_participants
@@ -174,6 +212,8 @@ def run(options: dict[str, Any]) -> Trainer:
         callbacks.append(
             ModelCheckpoint(options["log"] + "/checkpoints", every_n_train_steps=10, save_top_k=-1)
         )
+    if options["logs"]:
+        callbacks += [EMAWeightAveraging(decay=0.9), EarlyStopping("val_loss", patience=99)]
     strategy = options["strategy"]
     if options["strategy_options"] is not None:
         strategy = ft_lightning.FTDDPStrategy(**options["strategy_options"])
@@ -184,7 +224,8 @@ def run(options: dict[str, Any]) -> Trainer:
         max_epochs=options["max_epochs"],
         accumulate_grad_batches=options["accumulate"],
         callbacks=callbacks,
-        logger=False,
+        logger=CSVLogger(options["log"], "logs", flush_logs_every_n_steps=1) if options["logs"] else False,
+        log_every_n_steps=1,
         enable_checkpointing=options["checkpoints"],
         enable_progress_bar=False,
         enable_model_summary=False,
