@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ft_accelerate.handler import FaultToleranceKwargs
+    from ft_accelerate.local_sgd import DiLoCo, LocalSGD
     from ft_accelerate.options import FaultTolerancePlugin
 
 _HOMES = {
+    "DiLoCo": "ft_accelerate.local_sgd",
     "FaultToleranceKwargs": "ft_accelerate.handler",
     "FaultTolerancePlugin": "ft_accelerate.options",
+    "LocalSGD": "ft_accelerate.local_sgd",
 }
 
-__all__ = ["FaultToleranceKwargs", "FaultTolerancePlugin"]
+__all__ = ["DiLoCo", "FaultToleranceKwargs", "FaultTolerancePlugin", "LocalSGD"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from accelerate.utils import send_to_device
+
 from ft_accelerate.course import Iteration, Phase
 from ft_accelerate.runtime import Runtime
 from ft_accelerate.state import generator_of

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from accelerate.utils import recursively_apply
 from ft_accelerate.gate import Gate
 from ft_core.ddp import DistributedDataParallel
-
 
 
 class FaultTolerantModel(DistributedDataParallel):

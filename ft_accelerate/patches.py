@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-from torch import nn
-
 import accelerate.accelerator as accelerator_module
 import accelerate.data_loader as data_loader_module
 import accelerate.local_sgd as local_sgd_module
@@ -20,6 +17,9 @@ import accelerate.scheduler as scheduler_module
 import accelerate.state as state_module
 import accelerate.utils.operations as operations_module
 import accelerate.utils.random as random_module
+import torch
+from torch import nn
+
 from ft_accelerate import local_sgd, processes, trackers
 from ft_accelerate.collectives import Collectives, nothing_to_synchronize
 from ft_accelerate.loaders import Passes, skipping

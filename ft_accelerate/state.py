@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 
-from accelerate.data_loader import SeedableRandomSampler
 from ft_accelerate.course import Target
 from ft_core.heal import digest
 

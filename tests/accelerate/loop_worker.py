@@ -40,6 +40,8 @@ OPTIONS: dict[str, Any] = {
     "gather_loss": False,
     "save": 0,  # save_state each so many steps
     "seedable": False,
+    "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
+    "local_steps": 5,
 }
 
 
@@ -140,6 +142,22 @@ class Log:
         self.path.with_suffix(".end").write_text(json.dumps({"pid": os.getpid(), **line}))
 
 
+def local_training(options: dict[str, Any], accelerator: Any, model: Any) -> Any:
+    """What a pass over the data runs in; has a `step`."""
+    if options["local"] in ("", "stock"):
+        from accelerate.local_sgd import LocalSGD as Local
+    elif options["local"] == "local_sgd":
+        from ft_accelerate import LocalSGD as Local
+    else:
+        from ft_accelerate import DiLoCo as Local
+    return Local(
+        accelerator=accelerator,
+        model=model,
+        local_sgd_steps=options["local_steps"],
+        enabled=bool(options["local"]),
+    )
+
+
 def evaluate(accelerator: Any, model: Any, loader: Any, log: Log, epoch: int) -> float:
     model.eval()
     right = total = 0
@@ -178,45 +196,48 @@ def run(options: dict[str, Any]) -> None:
     )
     average = Average()
     accelerator.register_for_checkpointing(average)
+    local = local_training(options, accelerator, model)
     global_step = 0
     accuracy = 0.0
     for epoch in range(options["epochs"]):
         model.train()
-        for index, (x, y) in enumerate(train):
-            time.sleep(options["step_delay_s"] if log.live else 0)
-            log.hold(f"step-{global_step}")
-            with accelerator.accumulate(model):
-                loss = nn.functional.cross_entropy(model(x), y)
-                if options["gather_loss"]:
-                    accelerator.gather(loss.detach().repeat(len(x))).mean()
+        with local as inner:
+            for index, (x, y) in enumerate(train):
+                time.sleep(options["step_delay_s"] if log.live else 0)
+                log.hold(f"step-{global_step}")
+                with accelerator.accumulate(model):
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    if options["gather_loss"]:
+                        accelerator.gather(loss.detach().repeat(len(x))).mean()
+                    if accelerator.sync_gradients:
+                        log.inject(global_step)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), options["clip"])
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    inner.step()
                 if accelerator.sync_gradients:
-                    log.inject(global_step)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), options["clip"])
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                global_step += 1
-                if log.live:
-                    average.update(accelerator.unwrap_model(model))
-                log.step(
-                    step=global_step,
-                    epoch=epoch,
-                    index=index,
-                    digest=digest(accelerator.unwrap_model(model).state_dict()),
-                    weights=digest(dict(accelerator.unwrap_model(model).named_parameters())),
-                    lr=scheduler.get_last_lr()[0],
-                    ticks=ticks.last_epoch,
-                    average=float(average.value),
-                    count=average.count,
-                    batch=[round(float(v) * 64) for v in x[:, 0]],
-                    skipped=accelerator.optimizer_step_was_skipped,
-                    main=accelerator.is_main_process,
-                )
-                if options["save"] and global_step % options["save"] == 0:
-                    accelerator.save_state(f"{options['log']}/checkpoint_{global_step}")
+                    global_step += 1
+                    if log.live:
+                        average.update(accelerator.unwrap_model(model))
+                    log.step(
+                        step=global_step,
+                        epoch=epoch,
+                        index=index,
+                        digest=digest(accelerator.unwrap_model(model).state_dict()),
+                        weights=digest(dict(accelerator.unwrap_model(model).named_parameters())),
+                        lr=scheduler.get_last_lr()[0],
+                        ticks=ticks.last_epoch,
+                        average=float(average.value),
+                        count=average.count,
+                        batch=[round(float(v) * 64) for v in x[:, 0]],
+                        skipped=accelerator.optimizer_step_was_skipped,
+                        main=accelerator.is_main_process,
+                    )
+                    if options["save"] and global_step % options["save"] == 0:
+                        accelerator.save_state(f"{options['log']}/checkpoint_{global_step}")
         accuracy = evaluate(accelerator, model, test, log, epoch)
     accelerator.wait_for_everyone()
     log.end(

@@ -1,0 +1,58 @@
+"""    accelerate launch --num_processes 3 --use_fault_tolerance examples/accelerate_loop.py
+
+Digits with a plain Accelerate loop. No line here knows of fault tolerance: kill any of the three
+processes while it runs, and see that the others go on and that it comes back.
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+EPOCHS = 40
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+set_seed(42)
+
+digits = load_digits()
+images = torch.tensor(digits.data, dtype=torch.float32) / 16
+labels = torch.tensor(digits.target)
+train = DataLoader(TensorDataset(images[:1500], labels[:1500]), batch_size=16, shuffle=True)
+test = DataLoader(TensorDataset(images[1500:], labels[1500:]), batch_size=64)
+
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10))
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+ticks = EPOCHS * len(train) // accelerator.gradient_accumulation_steps
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=ticks)
+model, optimizer, train, test, scheduler = accelerator.prepare(
+    model, optimizer, train, test, scheduler
+)
+
+for epoch in range(EPOCHS):
+    model.train()
+    for x, y in train:
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    model.eval()
+    right = total = 0
+    for x, y in test:
+        with torch.no_grad():
+            guesses = model(x).argmax(-1)
+        guesses, y = accelerator.gather_for_metrics((guesses, y))
+        right += int((guesses == y).sum())
+        total += len(y)
+    accelerator.print(f"epoch {epoch}: {right / total:.1%} of {total} digits are right")
+
+accelerator.wait_for_everyone()
+accelerator.end_training()

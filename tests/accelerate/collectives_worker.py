@@ -1,0 +1,154 @@
+"""One of three replica groups that does each operation three times, while membership changes.
+
+    python tests/accelerate/collectives_worker.py '{"log": "/dir", "operations": ["gather", ...]}'
+
+Before the first time of each, group 2 leaves as if it had died; it comes back within it, so that
+the second time finds it healing, and the third finds all there. `<log>/<index>.json` gets what each
+call returned.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+VICTIM = 2
+
+
+
+def make_tracker(folder: Path, index: int) -> Any:
+    from accelerate.tracking import GeneralTracker, on_main_process
+
+    class FileTracker(GeneralTracker):
+        name = "file"
+        requires_logging_directory = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.path = folder / f"tracked.{index}"
+
+        @property
+        def tracker(self) -> Path:
+            return self.path
+
+        @on_main_process
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(values) + "\n")
+
+    return FileTracker()
+
+
+def operations(accelerator: Any, folder: Path) -> dict[str, Callable[[], Any]]:
+    from accelerate import utils
+
+    mine = accelerator.process_index + 1
+
+    def first() -> Any:
+        with accelerator.main_process_first():
+            return "in"
+
+    def everyone() -> Any:
+        accelerator.wait_for_everyone()
+        return "out"
+
+    def trigger() -> Any:
+        if mine == 2:
+            accelerator.set_trigger()
+        return accelerator.check_trigger()
+
+    def save() -> Any:
+        accelerator.save_state(str(folder / "state"))
+        accelerator.wait_for_everyone()
+        return accelerator.save_iteration
+
+    def load() -> Any:
+        accelerator.load_state(str(folder / "state"))
+        accelerator.wait_for_everyone()
+        return "loaded"
+
+    def log() -> Any:
+        accelerator.log({"from": mine})
+        accelerator.wait_for_everyone()
+        return "logged"
+
+    return {
+        "gather": lambda: accelerator.gather(torch.tensor([float(mine)])).tolist(),
+        "gather_nested": lambda: [
+            t.tolist() for t in accelerator.gather([torch.tensor(mine), torch.tensor([mine > 1])])
+        ],
+        "gather_for_metrics": lambda: accelerator.gather_for_metrics(torch.tensor([mine])).tolist(),
+        "gather_object": lambda: utils.gather_object([f"p{mine}"]),
+        "reduce_sum": lambda: accelerator.reduce(torch.tensor(float(mine))).item(),
+        "reduce_int": lambda: accelerator.reduce(torch.tensor(mine)).item(),
+        "reduce_mean": lambda: accelerator.reduce(torch.tensor(float(mine)), "mean").item(),
+        "reduce_max": lambda: utils.reduce(torch.tensor(float(mine)), "max").item(),
+        "broadcast": lambda: utils.broadcast(torch.tensor([mine]), from_process=VICTIM).tolist(),
+        "broadcast_object_list": lambda: utils.broadcast_object_list([f"p{mine}"], VICTIM),
+        "pad_across_processes": lambda: accelerator.gather(
+            accelerator.pad_across_processes(torch.full((mine,), mine), pad_index=-1)
+        ).tolist(),
+        "check_trigger": trigger,
+        "wait_for_everyone": everyone,
+        "main_process_first": first,
+        "save_state": save,
+        "load_state": load,
+        "log": log,
+    }
+
+
+def run(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    from ft_accelerate import processes
+
+    folder = Path(options["log"])
+    accelerator = Accelerator(cpu=True)
+    accelerator.log_with = [make_tracker(folder, accelerator.process_index)]
+    accelerator.init_trackers("job")
+    set_seed(1)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(24, 3)), batch_size=2, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    results: dict[str, list[Any]] = {}
+
+    def train(batches: int) -> None:
+        for number, (x,) in enumerate(loader):
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number + 1 == batches:
+                break
+
+    train(2)
+    calls = operations(accelerator, folder)
+    for name in options["operations"]:
+        for turn in range(3):
+            if turn == 0 and accelerator.process_index == VICTIM:
+                processes.current()._leave()
+            results.setdefault(name, []).append(calls[name]())
+    train(2)
+    weight = accelerator.unwrap_model(model).weight.detach().flatten().tolist()
+    end = {"results": results, "weight": weight, "main": accelerator.is_main_process}
+    (folder / f"{accelerator.process_index}.json").write_text(json.dumps(end))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    from ft_accelerate.install import install
+
+    install()
+    run(json.loads(sys.argv[1]))

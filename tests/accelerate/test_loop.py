@@ -1,0 +1,123 @@
+"""Raw loops in real processes: equal to plain DDP without faults, and equal to each other with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+from tests.accelerate.harness import Line, compare, running
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+
+SAMPLES, BATCH = 152, 4
+STEPS = SAMPLES // BATCH // 2  # in an epoch, of one of two replicas: 19, odd and prime on purpose
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    config = LighthouseConfig(
+        timeouts=Timeouts.derive(heartbeat_timeout_s=5.0, join_timeout_s=120.0)
+    )
+    with LighthouseServer(config=config) as server:
+        yield server.address()
+
+
+def samples_of(lines: list[Line], epoch: int) -> list[int]:
+    return [x for line in lines if line["epoch"] == epoch for x in line["batch"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 3, "precision": "bf16"},
+        {"gather_loss": True, "norm": False, "seedable": True, "save": 10},
+    ],
+    ids=["accumulation-bf16", "gather-seedable"],
+)
+def test_equals_plain_ddp_bit_for_bit_also_with_discards(
+    tmp_path: Path, lighthouse: str, options: dict[str, object]
+) -> None:
+    inject = {"0": 1, "3": 0, "9": 1, "10": 0}
+    with running(tmp_path / "plain", **options) as plain:
+        plain.wait(*plain.start_plain(), code=None)
+    with running(tmp_path / "ft", lighthouse, inject=inject, **options) as run:
+        run.wait(run.start(0), run.start(1))
+    for index in (0, 1):
+        mine, expected = run.lines(index), plain.lines(index)
+        for key in ("step", "index", "epoch", "batch", "weights", "lr", "ticks", "skipped"):
+            assert [x[key] for x in mine] == [x[key] for x in expected], key
+        for key in ("step", "ticks", "lr", "accuracy", "processes", "index", "weights"):
+            assert run.end(index)[key] == plain.end(index)[key], key
+        assert run.evaluations(index) == plain.evaluations(index)
+    assert run.end(0)["digest"] == plain.end(0)["digest"]
+    assert compare(run.lines(0), run.lines(1)) == len(run.lines(0))
+    assert sum(run.end(i)["main"] for i in (0, 1)) == 1
+    if "gather_loss" not in options:  # after which no step is open where these are injected
+        assert run.events(0, "discard") == len(inject)
+    if "save" in options:
+        saved = sorted(p.name for p in (tmp_path / "ft" / "checkpoint_10").iterdir())
+        assert saved == sorted(p.name for p in (tmp_path / "plain" / "checkpoint_10").iterdir())
+
+
+def test_three_replicas_equal_plain_ddp_to_rounding(tmp_path: Path, lighthouse: str) -> None:
+    with running(tmp_path / "plain", epochs=1) as plain:
+        plain.wait(*plain.start_plain(3), code=None)
+    with running(tmp_path / "ft", lighthouse, epochs=1) as run:
+        run.wait(*[run.start(index, 3) for index in range(3)])
+    for index in range(3):
+        mine, expected = run.lines(index), plain.lines(index)
+        assert [x["batch"] for x in mine] == [x["batch"] for x in expected]
+        assert [x["average"] for x in mine] == pytest.approx(
+            [x["average"] for x in expected], rel=1e-4
+        )
+        assert run.evaluations(index) == plain.evaluations(index)
+
+
+def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    holds = ["step-8", "eval-1", "step-57"]
+    options = {"epochs": 5, "step_delay_s": 0.01, "dropout": 0.1}
+    with running(tmp_path, lighthouse, holds=holds, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        one = run.killed_and_back(one, 1, hold="step-8", of=0)
+        zero = run.killed_and_back(zero, 0, hold="eval-1", of=1)  # the main process
+        one = run.killed_and_back(one, 1, hold="step-57", of=0)  # the first of an epoch
+        run.wait(zero, one)
+    lines = [run.lines(i) for i in (0, 1)]
+    ends = [run.end(i) for i in (0, 1)]
+    for key in ("digest", "step", "ticks", "lr", "accuracy", "count"):
+        assert ends[0][key] == ends[1][key], key
+    assert ends[0]["step"] == 5 * STEPS
+    assert ends[0]["ticks"] == 5 * STEPS * 2
+    assert ends[0]["lr"] == 0
+    assert sum(end["main"] for end in ends) == 1
+    assert compare(*lines) > STEPS
+    assert not any(line["skipped"] for replica in lines for line in replica)
+    done = {line["step"] for replica in lines for line in replica}
+    assert done == set(range(1, 5 * STEPS + 1))  # nobody has skipped what nobody else did
+    for epoch in range(5):
+        seen = [x for replica in lines for x in samples_of(replica, epoch)]
+        assert len(seen) - len(set(seen)) <= 1  # the shards are padded to equal length by one
+    both = [{e["epoch"]: e for e in run.evaluations(i, live=True)} for i in (0, 1)]
+    common = both[0].keys() & both[1].keys()
+    assert [both[0][e] for e in common] == [both[1][e] for e in common]
+
+
+def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighthouse: str) -> None:
+    options = {"accumulate": 3, "epochs": 4, "gather_loss": True, "step_delay_s": 0.01}
+    inject = {"4": 0, "16": 1, "18": 0}
+    holds = ["step-9"]
+    with running(tmp_path, lighthouse, holds=holds, inject=inject, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        zero = run.killed_and_back(zero, 0, hold="step-9", of=1)
+        run.wait(zero, one)
+    windows = -(-STEPS // 3)
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["step"] == run.end(1)["step"] == 4 * windows
+    assert run.end(0)["ticks"] == run.end(1)["ticks"] == 4 * windows * 2
+    assert compare(run.lines(0), run.lines(1)) > windows

@@ -1,0 +1,161 @@
+"""Bad input at run time: one sentence each, before training starts. In this process, without peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate.data_loader
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin
+from torch.utils.data import DataLoader
+
+from ft_accelerate import FaultToleranceKwargs, processes
+from ft_accelerate.install import check_seams, install, uninstall
+from ft_accelerate.options import ENV_USE
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two replica groups, of which this process is one; it never joins the other."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1" if name.endswith("SIZE") else "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(ENV_USE, "true")
+    monkeypatch.setenv("ACCELERATE_FAULT_TOLERANCE_NUM_REPLICA_GROUPS", "2")
+    install()
+    yield
+    uninstall()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def accelerator(**options: Any) -> Accelerator:
+    return Accelerator(cpu=True, **options)
+
+
+def test_the_world_is_all_replica_groups() -> None:
+    mine = accelerator()
+    assert (mine.num_processes, mine.process_index, mine.use_distributed) == (2, 0, True)
+    assert PartialState().num_processes == 2
+    assert mine.is_main_process
+
+
+@pytest.mark.parametrize(
+    ("switch", "name"),
+    [("DEEPSPEED", "DeepSpeed"), ("FSDP", "FSDP"), ("MEGATRON_LM", "Megatron-LM")],
+)
+def test_plugins_that_spread_one_model_are_refused(
+    monkeypatch: pytest.MonkeyPatch, switch: str, name: str
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{switch}", "true")
+    with pytest.raises(ValueError, match=f"does not work together with {name}.*leave out {name}"):
+        accelerator()
+
+
+def test_fsdp_plugin_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not work together with FSDP"):
+        accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+
+
+def test_communication_hooks_are_refused() -> None:
+    kwargs = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    with pytest.raises(ValueError, match="one communication hook only: leave out comm_hook"):
+        accelerator(kwargs_handlers=[kwargs])
+
+
+def test_reading_for_all_in_one_process_is_refused() -> None:
+    mine = accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    with pytest.raises(ValueError, match="dispatch_batches=True has one process read for all"):
+        mine.prepare(DataLoader([1, 2, 3]))
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
+def test_the_script_s_own_collectives_are_refused(name: str) -> None:
+    accelerator()
+    arguments = (torch.ones(1), 0) if name == "broadcast" else (torch.ones(1),)
+    with pytest.raises(RuntimeError, match=f"torch.distributed.{name} reaches this replica group"):
+        getattr(dist, name)(*arguments)
+
+
+def test_collectives_with_a_group_of_one_s_own_are_left_alone() -> None:
+    accelerator()
+    value = torch.ones(1)
+    dist.all_reduce(value, group=dist.new_group([0]))
+    assert value.item() == 1
+
+
+def test_groups_of_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="start one process a group"):
+        accelerator()
+
+
+def test_options_that_come_too_late_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENV_USE)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    PartialState(cpu=True)
+    with pytest.raises(ValueError, match="PartialState was used before"):
+        accelerator(kwargs_handlers=[FaultToleranceKwargs()])
+
+
+def test_options_in_code_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENV_USE)
+    accelerator(kwargs_handlers=[FaultToleranceKwargs(num_replica_groups=3, replica_group_id=2)])
+    assert (PartialState().num_processes, PartialState().process_index) == (3, 2)
+    with pytest.raises(ValueError, match="other options than this"):
+        accelerator(kwargs_handlers=[FaultToleranceKwargs(num_replica_groups=4)])
+
+
+def test_without_the_switch_accelerate_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENV_USE)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    mine = accelerator()
+    loader = mine.prepare(DataLoader([1, 2, 3]))
+    assert processes.active() is None
+    assert [int(x) for x in loader] == [1, 2, 3]
+    assert mine.gather(torch.ones(2)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda c: delattr(c, "begin"), "DataLoaderShard.begin is not there"),
+        (lambda c: setattr(c, "__iter__", lambda it: None), "takes no 'self'"),
+    ],
+)
+def test_a_seam_that_has_moved_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: Any, sentence: str
+) -> None:
+    uninstall()
+
+    class Moved:
+        def begin(self) -> None: ...
+
+        def end(self) -> None: ...
+
+        def __iter__(self) -> None: ...
+
+    change(Moved)
+    monkeypatch.setattr(accelerate.data_loader, "DataLoaderShard", Moved)
+    with pytest.raises(RuntimeError, match=f"does not know accelerate .*{sentence}"):
+        check_seams()
+    with pytest.raises(RuntimeError, match="train without fault tolerance"):
+        install()
+
+
+def test_uninstalled_accelerate_has_its_own_code_back() -> None:
+    uninstall()
+    shard = accelerate.data_loader.DataLoaderShard.__iter__
+    assert shard.__module__ == "accelerate.data_loader"
+    assert shard.__code__.co_filename.endswith("data_loader.py")
+    assert accelerate.utils.operations.torch is torch

@@ -1,0 +1,142 @@
+"""transformers' Trainer and TRL's SFTTrainer, untouched, under `ft-accelerate launch`.
+
+The oracle is the same script on torch's DistributedDataParallel. With `min_replicas` at the number
+of replica groups no step is trained without one of them, so that a training with faults must end
+with the same bits as one without.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.accelerate.installed import installed
+
+pytest.importorskip("transformers")
+
+HERE = Path(__file__).parent
+TRAINER = HERE / "trainer_script.py"
+SFT = HERE / "sft_script.py"
+CONFIG = {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}
+OURS_ALONE = ("training_loss", "logs", "world")
+"""Of a report: what differs between the processes of plain DDP, too, or knows of the faults."""
+
+Report = dict[str, Any]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+def reports(out: Path) -> list[Report]:
+    return [json.loads((out / f"report-{i}.json").read_text()) for i in range(2)]
+
+
+def run(command: list[str], env: dict[str, str], out: Path) -> str:
+    """Run to the end; returns what the launcher said."""
+    with (out / "output").open("w") as output:
+        code = subprocess.run(command, env=env, stdout=output, stderr=output, timeout=200).returncode
+    said = (out / "output").read_text()
+    assert code == 0, said[-8000:]
+    return said
+
+
+def plain(script: Path, out: Path, *argv: str) -> list[Report]:
+    """The script on plain DDP, two processes."""
+    out.mkdir()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        str(script), "--out", str(out), *argv,
+    ]  # fmt: skip
+    env = installed(out / "site", ACCELERATE_USE_CPU="1", FT_ACCELERATE_AUTOLOAD="0")
+    run(command, env, out)
+    return reports(out)
+
+
+def protected(
+    script: Path, out: Path, *argv: str, kills: str = "", min_replicas: int = 2
+) -> tuple[list[Report], str]:
+    """The same script in two replica groups."""
+    out.mkdir(exist_ok=True)
+    section = {"min_replicas": min_replicas, "timeout_s": 30}
+    config = out / "ft.yaml"
+    config.write_text(yaml.safe_dump({**CONFIG, "fault_tolerance_config": section}))
+    command = [
+        sys.executable, "-m", "ft_accelerate.cli", "launch", "--config_file", str(config),
+        str(script), "--out", str(out), *argv,
+    ]  # fmt: skip
+    said = run(command, installed(out / "site", TRAINER_KILLS=kills), out)
+    assert said.count("was killed by SIGKILL; it is started again") == len(kills.split()), said
+    return reports(out), said
+
+
+def same(report: Report, other: Report) -> None:
+    """Weights, moments, steps, rates, metrics and checkpoints are equal, bit for bit."""
+    for name in report:
+        if name not in OURS_ALONE:
+            assert report[name] == other[name], name
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    return plain(TRAINER, tmp_path_factory.mktemp("trainer") / "plain", "--save_steps", "13")
+
+
+def test_without_faults_trainer_is_plain_ddp_bit_for_bit(
+    oracle: list[Report], tmp_path: Path
+) -> None:
+    """Weights, optimizer, LR, every logged loss and metric, checkpoints, of each process."""
+    found, _ = protected(TRAINER, tmp_path / "ft", "--save_steps", "13")
+    assert found == oracle
+    assert found[0]["checkpoints"] == ["checkpoint-13", "checkpoint-26", "checkpoint-39"]
+
+
+def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
+    oracle: list[Report], tmp_path: Path
+) -> None:
+    """The main one, too. Every process heals into the middle of Trainer's own loop."""
+    kills = "1:0:on_step_end:7 0:0:on_prediction_step:2 1:1:on_epoch_end:2 0:1:on_substep_end:31"
+    found, _ = protected(TRAINER, tmp_path / "ft", "--save_steps", "13", kills=kills)
+    for report, expected in zip(found, oracle, strict=True):
+        same(report, expected)
+        steps = [(e.get("step"), e.get("eval_loss")) for e in report["logs"]]
+        assert steps == [(e.get("step"), e.get("eval_loss")) for e in expected["logs"]]
+
+
+def test_the_others_go_on_and_the_killed_one_catches_up(tmp_path: Path) -> None:
+    """`min_replicas` 1, `max_steps`, early stopping's patience: all end on the same step."""
+    found, _ = protected(
+        TRAINER, tmp_path / "ft", "--max_steps", "1500", "--epochs", "1000", "--patience", "1000",
+        kills="0:0:on_step_end:30", min_replicas=1,
+    )  # fmt: skip
+    same(*found)
+    assert found[0]["global_step"] == found[0]["ticks"] == 1500
+
+
+def test_resuming_from_the_last_checkpoint(
+    oracle: list[Report], tmp_path: Path
+) -> None:
+    """A second job resumes, and one of its processes is started again when newer checkpoints are
+    there: it must not begin from those."""
+    out = tmp_path / "ft"
+    protected(TRAINER, out, "--save_steps", "13", "--max_steps", "13")
+    (out / "checkpoints" / "checkpoint-13" / "trainer_state.json").stat()
+    found, _ = protected(
+        TRAINER, out, "--save_steps", "13", "--max_steps", "39", "--resume",
+        kills="1:0:on_step_end:20",
+    )  # fmt: skip
+    same(*found)
+    assert found[0]["global_step"] == 39
+
+
+def test_sft_trainer_of_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    expected = plain(SFT, tmp_path / "plain")
+    found, _ = protected(SFT, tmp_path / "ft", kills="1:0:on_step_end:9")
+    for report, wanted in zip(found, expected, strict=True):
+        same(report, wanted)
+
+
