@@ -106,7 +106,7 @@ class FTFabricMixin(FabricScopedMixin):
         self._before: list[tuple[int, int, bool]] = []
         """Places of the loaders when the open step began."""
         self._open = self._starting = self._started = False
-        self._fed_by_loader = False
+        self._fed_by_loader = self._finished = False
         self.progress = Progress()
         self.last_step_committed: bool | None = None
         """Whether the last optimizer step was committed; None before the first one's end."""
@@ -145,13 +145,14 @@ class FTFabricMixin(FabricScopedMixin):
         while self.progress.epoch < total:
             yield self.progress.epoch
             self.progress.epoch += 1
+        self._finished = True
 
     def leave(self) -> None:
         """Leave the quorum, for good. Done at the end of the process, if not before: call it if
         long work without training follows. Twice is once."""
         self._open = False
         if self._manager is not None:
-            self._manager.shutdown()
+            self._manager.shutdown(finished=self._finished)
 
     # ------------------------------------------------------------------ set-up
 

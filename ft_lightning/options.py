@@ -56,8 +56,17 @@ class Options:
             raise ValueError(f"max_restarts must not be negative, got {self.max_restarts}")
 
 
+_DEFAULTS = {"start_method": "popen", "init_sync": True}
+
+
 def refuse_ddp_options(given: dict[str, Any]) -> None:
-    """Raise ValueError for options of DDPStrategy that cannot work here."""
+    """Raise ValueError for options of DDPStrategy that cannot work here.
+
+    Takes those out that say no more than their default: LightningCLI passes all that there are.
+    """
+    for name, default in _DEFAULTS.items():
+        if given.get(name) == default:
+            del given[name]
     for name, reason in _REFUSED.items():
         if given.get(name) is not None:
             raise ValueError(f"ft_ddp takes no {name}: {reason}")

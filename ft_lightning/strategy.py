@@ -357,7 +357,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
     def on_train_end(self) -> None:
         super().on_train_end()
         # Before user code that follows the fit: its duration is nobody's business.
-        self._shut_down()
+        self._shut_down(finished=True)
 
     def teardown(self) -> None:
         self.release_machine()
@@ -366,7 +366,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         self.model = self.lightning_module
         super().teardown()
 
-    def _shut_down(self) -> None:
+    def _shut_down(self, *, finished: bool = False) -> None:
         """Leave the quorum and undo what was put into Lightning's objects. Twice is once."""
         if self._driver is not None:
             self._driver.close()
@@ -380,7 +380,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
                 self._trainer.callbacks.remove(callback)
         self._callbacks = ()
         if self._manager is not None:
-            self._manager.shutdown()
+            self._manager.shutdown(finished=finished)
             hide_from_bar(self._trainer.progress_bar_callback)
         if self._sink is not None:
             self._sink.close()

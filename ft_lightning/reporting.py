@@ -1,0 +1,114 @@
+"""Callbacks that tell how a fit under "ft_ddp" went: to loggers, and as a picture.
+
+Written once for both of Lightning's namespaces: `ft_lightning.pytorch` and `ft_lightning.pl` put
+them in front of their own `Callback`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ft_core.run_record import END, event_file, read_run
+from ft_core.telemetry import Event, JsonlSink
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback as _Base
+else:
+    _Base = object
+
+log = logging.getLogger("ft_lightning")
+
+
+class MetricsMixin(_Base):
+    """Logs ``ft/...`` numbers to the Trainer's loggers, as often as other metrics are logged:
+    participants, commits, discards, heals, states served to peers, and seconds of the last
+    commit. Only the leader's logger writes. Under another strategy it does nothing.
+
+    Args:
+        every_n_steps: how often, in optimizer steps. Default: the Trainer's ``log_every_n_steps``.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
+        self._every_n_steps = every_n_steps
+        self._logged_at = 0
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        counts = getattr(trainer.strategy, "counts", None)
+        every = self._every_n_steps or trainer.log_every_n_steps
+        step = trainer.global_step
+        if counts is None or not every or step == self._logged_at or step % every:
+            return
+        self._logged_at = step
+        for logger in trainer.loggers:
+            # The x axis of the metrics that Lightning logs itself.
+            logger.log_metrics(
+                counts.for_loggers(), step=trainer.fit_loop.epoch_loop._batches_that_stepped - 1
+            )
+
+
+class TimelineMixin(_Base):
+    """Draws the run when it has ended: commits, discards, memberships and heals of each replica
+    group, over time. Each group writes its events to ``dirpath`` while it trains; the leader
+    draws what is there at the end. Needs matplotlib: without it the events are kept, and the log
+    says so.
+
+    Args:
+        dirpath: folder for the picture and the events; must be one for all groups (on several
+            machines: a shared one). Empty it between runs. Default: ``ft_timeline`` in the
+            Trainer's ``default_root_dir``.
+        filename: of the picture.
+    """
+
+    def __init__(self, dirpath: str | None = None, filename: str = "timeline.png") -> None:
+        if not filename.endswith(".png"):
+            raise ValueError(f"the timeline is a PNG file: filename={filename!r} must end in .png")
+        self._dirpath, self._filename = dirpath, filename
+        self._sink: JsonlSink | None = None
+        self.path: Path | None = None
+        """Of the picture, once it is drawn."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        manager = getattr(trainer.strategy, "manager", None)
+        if manager is None:
+            log.warning("FTTimeline draws fits under ft_ddp only: there will be no picture")
+            return
+        folder = self._folder(trainer)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._sink = JsonlSink(event_file(folder, trainer.strategy.scope.index, os.getpid()))
+        manager.telemetry.add_sink(self._sink)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._sink is not None:
+            self._sink(Event(END))
+            self._close()
+            if trainer.is_global_zero:
+                self._draw(self._folder(trainer))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._close()
+
+    def _folder(self, trainer: Any) -> Path:
+        return Path(self._dirpath or os.path.join(trainer.default_root_dir, "ft_timeline"))
+
+    def _close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+            self._sink = None
+
+    def _draw(self, folder: Path) -> None:
+        from ft_core.timeline import draw
+
+        try:
+            draw(read_run(folder), folder / self._filename)
+        except (RuntimeError, ValueError) as error:
+            log.warning("no timeline: %s (the events are in %s)", error, folder)
+            return
+        self.path = folder / self._filename
+        log.info("timeline: %s", self.path)

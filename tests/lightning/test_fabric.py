@@ -1,0 +1,90 @@
+"""Real Fabric loops in real processes: equal to stock DDP, with discarded steps, killed, resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+from tests.lightning.harness import Line, running
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+WORKER = Path(__file__).with_name("fabric_worker.py")
+AGREE = ("epoch", "batch_idx", "digest", "lr", "loss", "ranks", "count")
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    config = LighthouseConfig(
+        timeouts=Timeouts.derive(heartbeat_timeout_s=5.0, join_timeout_s=120.0)
+    )
+    with LighthouseServer(config=config) as server:
+        yield server.address()
+
+
+def values(lines: list[Line], key: str) -> list[Any]:
+    return [line[key] for line in lines]
+
+
+def test_equals_stock_ddp_with_discarded_steps_and_resumes(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """Accumulation and clipping; two steps are discarded; saved in mid-epoch and loaded again."""
+    options: dict[str, Any] = {"worker": WORKER, "accumulate": 2, "clip": 0.5}
+    with running(tmp_path / "ddp", strategy="ddp", devices=2, **options) as stock:
+        stock.wait(stock.start())
+    inject = {"3": 0, "9": 1}
+    with running(tmp_path / "ft", lighthouse, inject=inject, save_at=7, **options) as run:
+        run.wait(run.start(0), run.start(1))
+    for index in (0, 1):
+        lines, expected = run.lines(index), stock.lines(index)
+        assert len(expected) == 15
+        for key in ("step", "epoch", "batch_idx", "batch", "lr", "loss", "ranks", "count"):
+            assert values(lines, key) == values(expected, key), key
+        # Statistics of batch norm follow the first; stock DDP's do only in the forward.
+        assert values(lines, "digest") == values(stock.lines(0), "digest")
+        assert (run.end(index)["rank"], run.end(index)["world_size"]) == (index, 2)
+    assert run.lines(0)[-1]["leader"] != run.lines(1)[-1]["leader"]
+
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "ft" / "saved.ckpt").rename(tmp_path / "resumed" / "saved.ckpt")
+    with running(tmp_path / "resumed", lighthouse, load=True, **options) as again:
+        again.wait(again.start(0), again.start(1))
+    for index in (0, 1):
+        for key in ("step", "epoch", "batch_idx", "batch", "lr", "loss", "digest"):
+            rest = values(run.lines(index), key)[7:]
+            assert values(again.lines(index), key) == rest, key
+
+
+def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path) -> None:
+    options = {"worker": WORKER, "devices": 2, "epochs": 5, "step_delay_s": 0.05, "hold": 17}
+    with running(tmp_path, **options) as run:
+        main = run.start()
+        for index in (0, 1):
+            run.until_step(index, 3)
+        first = run.lives(1)[0]
+        os.kill(first, signal.SIGKILL)
+        run.until(lambda: len(run.lives(1)) == 2, "the second life of replica 1")
+        run.go()
+        run.wait(main)
+    alone = {line["step"]: line for line in run.lines(0)}
+    healed = [line for line in run.lines(1) if line["pid"] != first]
+    assert healed[0]["step"] > 17
+    assert len(healed) > 5
+    for line in run.lines(1):
+        other = alone[line["step"]]
+        for key in AGREE:
+            assert line[key] == other[key], (line["step"], key)
+        assert not set(line["batch"]) & set(other["batch"])
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["epoch"] == run.end(1)["epoch"] == 5
+    # No batch twice, and none left out.
+    for epoch in range(5):
+        mine = [x for line in alone.values() if line["epoch"] == epoch for x in line["batch"]]
+        assert len(mine) == len(set(mine)) == 38

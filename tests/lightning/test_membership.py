@@ -1,0 +1,130 @@
+"""Real Trainers that die and come back in the places where it is hard: the others go on, and agree.
+
+Mid-epoch and in accumulation windows: `test_replicas.py`.
+"""
+
+from __future__ import annotations
+
+import csv
+import signal
+from pathlib import Path
+
+import pytest
+
+from lighthouse import LighthouseServer
+from tests.lightning.harness import Run, compare, running
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+
+BATCHES = 19  # of one of two replicas: 152 samples, 4 a batch
+
+
+def until_at(run: Run, rank: int, place: str) -> None:
+    run.until((run.log / f"{rank}.at.{place}").exists, f"replica {rank} at {place}")
+
+
+def until_waiting(run: Run, server: LighthouseServer, name: str) -> None:
+    """The lighthouse has `name` in its anteroom."""
+
+    def waits() -> bool:
+        rooms = [room for room in server.status()["rooms"] if room["job_id"] == str(run.log)]
+        return any(name in room["waiting"] for room in rooms)
+
+    run.until(waits, f"{name} to join")
+
+
+def test_the_leader_dies_in_a_validation_and_comes_back_in_the_next(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """Nothing waits for it; another one writes on; it heals at a batch, and writes nothing."""
+    holds = {"validation:1": "one", "validation:2": "two"}
+    options = {"max_epochs": 4, "holds": holds, "checkpoints": True, "logs": True}
+    with running(tmp_path, coordinator.address(), **options) as run:
+        zero, one = run.start(0), run.start(1)
+        for rank in (0, 1):
+            until_at(run, rank, "validation:1")
+        assert [line["leader"] for line in run.lines(0)] == [True] * len(run.lines(0))
+        before = (tmp_path / "logs/version_0/metrics.csv").read_text().splitlines()
+        zero.kill()
+        zero.wait()
+        (tmp_path / "one").touch()
+        until_at(run, 1, "validation:2")
+        again = run.start(0)
+        until_waiting(run, coordinator, "0")
+        (tmp_path / "two").touch()
+        run.wait(one, again)
+    lines = [run.lines(rank) for rank in (0, 1)]
+    healed = [line for line in lines[0] if line["pid"] == again.pid]
+    # Let in at the end of a validation; it has begun with the first batch of the next epoch.
+    assert healed[0]["epoch"] == 3
+    assert healed[0]["batch_idx"] in (0, 1)
+    assert compare(*lines) >= 2 * BATCHES + len(healed)
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["step"] == run.end(1)["step"] == 4 * BATCHES
+    assert not run.end(0)["leader"] and run.end(1)["leader"]
+    assert not any(line["leader"] for line in healed)
+    assert {p.name for p in (tmp_path / "logs").iterdir()} == {"version_0"}
+    check_files(tmp_path, before)
+
+
+def check_files(tmp_path: Path, before: list[str]) -> None:
+    folder = tmp_path / "logs" / "version_0"
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    trained = [int(row["step"]) for row in rows if row.get("train_loss")]
+    assert trained == list(range(4 * BATCHES))  # by two leaders, each step once
+    assert len(rows) > len(before) > 2 * BATCHES
+    assert [int(r["step"]) for r in rows if r.get("val_loss")] == [
+        BATCHES * epoch - 1 for epoch in (1, 2, 3, 4)
+    ]
+    assert "batch_size: 4" in (folder / "hparams.yaml").read_text()
+    saved = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert len(saved) == 4 * BATCHES // 10
+
+
+def test_joins_between_the_two_updates_of_a_batch(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    options = {"max_epochs": 2, "gan": True, "holds": {"step:12": "go"}, "step_delay_s": 0.01}
+    with running(tmp_path, coordinator.address(), **options) as run:
+        zero, one = run.start(0), run.start(1)
+        for rank in (0, 1):
+            until_at(run, rank, "step:12")
+        one.kill()
+        one.wait()
+        again = run.start(1)
+        until_waiting(run, coordinator, "1")
+        (tmp_path / "go").touch()
+        run.wait(zero, again)
+    lines = [run.lines(rank) for rank in (0, 1)]
+    healed = [line for line in lines[1] if line["pid"] == again.pid]
+    assert healed[0]["step"] <= 16
+    assert compare(*lines) == len(lines[1])
+    assert [line["step"] for line in lines[0]] == list(range(2, 4 * BATCHES + 1, 2))
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+
+
+def test_one_that_hangs_between_epochs_is_left_behind_and_heals(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """It is evicted while it validates; it comes to a round of epochs ago, and goes on alone."""
+    options = {
+        "max_epochs": 5,
+        "holds": {"validation:1": "go"},
+        "strategy_options": {"timeout_s": 2.0},
+        "step_delay_s": 0.05,
+    }
+    with running(tmp_path, coordinator.address(), **options) as run:
+        zero, one = run.start(0), run.start(1)
+        for rank in (0, 1):
+            until_at(run, rank, "validation:1")
+
+
+        one.send_signal(signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        run.until_step(0, 2 * BATCHES + 5)
+        one.send_signal(signal.SIGCONT)
+        run.wait(zero, one)
+    lines = [run.lines(rank) for rank in (0, 1)]
+    assert compare(*lines) > 3 * BATCHES
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["step"] == run.end(1)["step"] == 5 * BATCHES

@@ -1,0 +1,183 @@
+"""Fits under a quorum of two and of three: equal to stock `ddp`, to each other, and to the promises.
+
+docs/lightning_semantics.md names a test of this file for each of its statements. The runs are made
+once for all tests: two pairs of processes, and one of three each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lighthouse import LighthouseServer
+from tests.lightning.harness import Scenarios
+from tests.lightning.scenarios import BATCHES
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+
+AS_STOCK = ("accumulate", "bf16", "fp16", "gan", "every_second_step")
+RETRIED = {
+    "accumulate:retry": {"1": 0, "4": 1},
+    "fp16:retry": {"2": 0, "9": 1},
+    "gan:retry": {"4": 1, "9": 0, "13": 1, "20": 1},
+    "every_second_step:retry": {"3": 1},
+}
+"""Steps (votes) at which one replica's attempt fails, after its peer's gradients have travelled."""
+OWN = (
+    "nothing_on_one", "scopes", "stops", "clocks", "plateau_by_step", "differing_rate",
+    "leftovers", "refusals", "failing_saves", "resume",
+)  # fmt: skip
+
+Runs = dict[str, Scenarios]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: Any, coordinator: LighthouseServer) -> Runs:
+    def make(name: str, groups: int, **options: Any) -> Scenarios:
+        run = Scenarios(tmp_path_factory.mktemp(name), coordinator.address(), **options)
+        try:
+            run.run(groups)
+        finally:
+            run.close()
+        return run
+
+    return {
+        "stock": make("stock", 2, run=AS_STOCK, strategy="ddp"),
+        "ours": make("ours", 2, run=[*AS_STOCK, *RETRIED, *OWN], inject=RETRIED),
+        "stock of 3": make("stock3", 3, run=["accumulate"], strategy="ddp"),
+        "ours of 3": make("ours3", 3, run=["accumulate"]),
+    }
+
+
+def both(runs: Runs, name: str) -> tuple[Any, Any]:
+    return runs["ours"].result(0, name), runs["ours"].result(1, name)
+
+
+@pytest.mark.parametrize("name", AS_STOCK)
+def test_two_groups_train_as_two_processes_of_stock_ddp_do(runs: Runs, name: str) -> None:
+    """Bit for bit: parameters and buffers after each batch, what `sync_dist` logs, the scale."""
+    stock = runs["stock"].result(0, name)  # its other rank's buffers are its own
+    for ours in both(runs, name):
+        for key in ("lrs", "steps", "logged", "epoch", "stopped", "scale"):
+            assert ours.get(key) == stock.get(key), key
+        assert ours["metrics"]["train"] == pytest.approx(stock["metrics"]["train"], rel=1e-6)
+    assert runs["ours"].result(0, name)["digests"] == stock["digests"]
+    if name != "gan":  # whose two forwards a batch leave stock's ranks with different buffers
+        assert ours["metrics"]["val"] == pytest.approx(stock["metrics"]["val"], rel=1e-5)
+
+
+def test_three_groups_train_as_three_processes_of_stock_ddp_do(runs: Runs) -> None:
+    """To rounding: a sum of three has no order that all implementations share."""
+    stock = runs["stock of 3"].result(0, "accumulate")
+    ours = [runs["ours of 3"].result(rank, "accumulate") for rank in range(3)]
+    assert ours[0]["digests"][-1] == ours[1]["digests"][-1] == ours[2]["digests"][-1]
+    for key in ("lrs", "steps", "epoch", "stopped"):
+        assert ours[0][key] == stock[key], key
+    assert ours[0]["logged"] == pytest.approx(stock["logged"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [*AS_STOCK, "nothing_on_one", "plateau_by_step", "differing_rate",
+                                  "failing_saves"])  # fmt: skip
+def test_replicas_are_equal_after_every_step(runs: Runs, name: str) -> None:
+    mine, other = both(runs, name)
+    at_step = dict(zip(mine["steps"], zip(mine["digests"], mine["lrs"], strict=True), strict=True))
+    for step, seen in zip(other["steps"], zip(other["digests"], other["lrs"], strict=True),
+                          strict=True):  # fmt: skip
+        if name not in ("accumulate", "every_second_step"):  # in a window buffers are one's own
+            assert at_step[step] == seen
+    assert mine["digests"][-1] == other["digests"][-1]
+    assert len(other["steps"]) >= len(mine["steps"]) - 1  # one that healed has left out a step
+    assert mine["metrics"] == other["metrics"]
+
+
+@pytest.mark.parametrize("name", RETRIED)
+def test_a_discarded_step_leaves_no_trace(runs: Runs, name: str) -> None:
+    """Not in parameters, counters, schedules, the loss scale, nor in what was logged."""
+    plain, retried = runs["ours"].result(0, name.partition(":")[0]), runs["ours"].result(0, name)
+    for key in ("lrs", "steps", "epoch", "stopped", "scale"):
+        assert retried.get(key) == plain.get(key), key
+    assert len(retried["logged"]) == len(plain["logged"])
+    mine, other = both(runs, name)
+    assert mine["digests"][-1] == other["digests"][-1]
+    if "gan" not in name:  # there, what a batch computed before its second update is repeated
+        assert retried["digests"][-1] == plain["digests"][-1]
+        assert retried["metrics"] == plain["metrics"]
+
+
+def test_two_optimizers_are_two_steps_a_batch(runs: Runs) -> None:
+    for name in ("gan", "gan:retry"):
+        assert runs["ours"].result(1, name)["steps"] == list(range(2, 4 * BATCHES + 1, 2))
+
+
+def test_training_step_may_return_none_on_one_replica(runs: Runs) -> None:
+    assert both(runs, "nothing_on_one")[0]["steps"] == list(range(1, 2 * BATCHES + 1))
+
+
+def test_collectives_reach_as_far_as_documented(runs: Runs) -> None:
+    for seen in both(runs, "scopes"):
+        assert seen["gathered"] == [[1.0, 2.0], [2.0, 2.0]]
+        assert [seen[op] for op in ("mean", "sum", "max", "min")] == [
+            [1.5, 2.0], [3.0, 4.0], [2.0, 2.0], [1.0, 2.0],
+        ]  # fmt: skip
+        assert seen["alone"] == [True, True, True]
+
+
+def test_all_stop_at_the_same_step(runs: Runs) -> None:
+    mine, other = both(runs, "stops")
+    assert mine == other
+    assert mine["step"][:2] == [4, 1]  # in `training_step` of the fourth batch: with its commit
+    assert mine["batch end"][:2] == [5, 1]  # after it: with the next commit
+    assert mine["follower"][:2] == [BATCHES, 1]  # not the leader's wish: asked at the epoch's end
+    assert mine["local metric"][:2] == [BATCHES, 1]
+    assert mine["clock"][0] <= 2
+
+
+def test_validation_by_the_clock_is_at_the_same_steps(runs: Runs) -> None:
+    mine, other = both(runs, "clocks")
+    assert mine["at"] == other["at"]
+    assert len(mine["at"]) >= 2
+
+
+def test_a_plateau_scheduler_on_local_metrics_follows_the_leader(runs: Runs) -> None:
+    mine, other = both(runs, "plateau_by_step")
+    assert mine["lrs"][-1] < 0.1
+    assert mine["heals"] == other["heals"] == 0
+
+
+def test_a_differing_learning_rate_is_never_trained_with(runs: Runs) -> None:
+    mine, other = both(runs, "differing_rate")
+    assert mine["healed"] and other["healed"]
+    assert max(other["lrs"]) == 0.01
+
+
+def test_a_fit_leaves_nothing_behind(runs: Runs) -> None:
+    for found in both(runs, "leftovers"):
+        assert found == {"Net": [[], 0, []], "Failing": [[], 0, []]}
+
+
+def test_what_cannot_work_is_said(runs: Runs) -> None:
+    assert "LBFGS evaluates the loss several times" in both(runs, "refusals")[0]["lbfgs"]
+
+
+def test_a_failing_save_ends_nothing_and_costs_no_file(runs: Runs) -> None:
+    mine, _ = both(runs, "failing_saves")
+    assert mine["steps"][-1] == 2 * BATCHES
+    assert mine["files"] == ["step=4.ckpt"]
+
+
+def test_a_job_is_resumed_with_another_number_of_groups(runs: Runs) -> None:
+    result = runs["ours"].result(0, "resume")
+    assert result["epoch"] == 3
+    assert result["steps"] == list(range(2 * BATCHES + 1, 4 * BATCHES + 1))  # one shard: all of it
+    assert result["to"] > result["from"] > 2 * BATCHES
+    assert result["batches"] > 4 * BATCHES
+
+
+def test_a_checkpoint_holds_the_managers_place(runs: Runs, tmp_path: Path) -> None:
+    import torch
+
+    saved = torch.load(runs["ours"].log / "resume" / "last.ckpt", weights_only=False)
+    assert saved["ft_lightning"]["step"] > saved["global_step"]
+    assert saved["ft_lightning"]["batches_committed"] > 2 * BATCHES

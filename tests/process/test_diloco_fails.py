@@ -1,0 +1,108 @@
+"""Members of LocalSGD and DiLoCo are killed in inner steps, in the overlap, and in the vote.
+
+What must follow: the survivors commit again without waiting for a timeout; the member comes back,
+heals and commits; equal (step, lineage) has meant bitwise equal global state, outer optimizer
+included, in all processes at all times.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from lighthouse import LighthouseServer
+from tests.process.conftest import JobFactory
+from tests.process.driver import Job, Pool, await_voted, frozen
+
+QUICK_S = 5.0
+
+STREAMING = {
+    "kind": "DiLoCo", "sync_every": 8, "fragments": 2, "fragment_sync_delay": 2,
+    "fragment_update_alpha": 0.5, "codec": "int8", "error_feedback": True, "bucket_bytes": 256,
+}  # fmt: skip
+DILOCO = {"kind": "DiLoCo", "sync_every": 4, "keep_windows": True, "weighted": True}
+LOCAL = {"kind": "LocalSGD", "sync_every": 4}
+
+
+@pytest.mark.parametrize(
+    ("outer", "phase", "use_async_quorum"),
+    [
+        (STREAMING, "inner", False),
+        (STREAMING, "overlap", False),
+        (STREAMING, "overlap", True),
+        (STREAMING, "voting", False),
+        (DILOCO, "vote", False),
+        (DILOCO, "inner", True),
+        (LOCAL, "vote", True),
+        (LOCAL, "voting", False),
+    ],
+    ids=lambda value: str(value.get("kind")) if isinstance(value, dict) else str(value),
+)
+def test_sigkill(
+    make_job: JobFactory,
+    pool: Pool,
+    lighthouse: LighthouseServer,
+    outer: dict[str, Any],
+    phase: str,
+    use_async_quorum: bool,
+) -> None:
+    job: Job = make_job(lighthouse.address(), outer=outer, use_async_quorum=use_async_quorum)
+    survivors = job.start_all(3)
+    victim = survivors.pop()
+    pool.warm()
+    if phase == "voting":
+        # The victim has voted and waits for the answer, because a peer has not voted.
+        survivors[0].hold("vote")
+        survivors[0].await_at("vote")
+        await_voted(lighthouse, victim.name)
+    else:
+        victim.hold(phase)
+        victim.await_at(phase)
+    for survivor in survivors:
+        survivor.mark()
+    killed_at = time.monotonic()
+    victim.send_signal(signal.SIGKILL)
+    if phase == "voting":
+        survivors[0].go()
+    for survivor in survivors:
+        survivor.await_commit()
+    assert time.monotonic() - killed_at < QUICK_S
+    back = job.start("2")
+    back.await_event("heal_done")
+    healed_to = back.await_commits(3)["step"]
+    for survivor in survivors:
+        survivor.await_commit(after_step=healed_to)
+    job.finish()
+    reports = job.all_steps()
+    states = {(r["step"], r["lineage"]) for r in reports if r["committed"]}
+    assert len(states) < sum(r["committed"] for r in reports), "no state was reported by two"
+
+
+@pytest.mark.parametrize(("phase", "counted"), [("vote", True), ("inner", False)])
+def test_a_window_counts_once(
+    make_job: JobFactory, lighthouse: LighthouseServer, phase: str, counted: bool
+) -> None:
+    """A member is away (SIGSTOP) while the others commit. What it had sent before was counted, and
+    is dropped when it comes back; what it had not sent is kept, since it asked for that."""
+    job: Job = make_job(lighthouse.address(), outer=DILOCO)
+    survivors = job.start_all(3)
+    victim = survivors.pop()
+    victim.hold(phase)
+    victim.await_at(phase)
+    starts = [survivor.count() for survivor in survivors]
+    for survivor in survivors:
+        survivor.mark()
+    with frozen(victim):
+        last = [survivor.await_commits(2)["step"] for survivor in survivors]
+    victim.go()
+    loaded = victim.await_report(lambda r: r["kind"] == "loaded")
+    assert (loaded["drift"] == 0) is counted
+    for survivor, start in zip(survivors, starts, strict=True):
+        assert bool(survivor.discards_since(start)) is not counted
+    victim.await_commit(after_step=max(last))
+    for survivor in survivors:
+        survivor.await_commit(after_step=max(last))
+    job.finish()
