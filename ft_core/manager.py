@@ -39,6 +39,7 @@ from ft_core.state import State
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 from ft_core.world import Participation, WorldSizeMode, participation
 from lighthouse.errors import JoinRefused
+from lighthouse.messages import FINISHED
 from lighthouse.messages import Member
 
 log = logging.getLogger("ft_core")
@@ -534,13 +535,16 @@ class Manager:
         """Whether this group has left its quorum for good."""
         return self._session is not None and self._session.replica.stage is Stage.LEFT
 
-    def shutdown(self, wait: bool = True) -> None:
-        """Leave the quorum and free everything: threads, sockets, the process group."""
+    def shutdown(self, wait: bool = True, *, finished: bool = False) -> None:
+        """Leave the quorum and free everything: threads, sockets, the process group.
+
+        `finished`: the training is at its end; who comes back later does not start it over.
+        """
         if self._closed:
             return
         self._closed = True
         if self._session is not None:
-            self._session.close()
+            self._session.close(FINISHED if finished else "shutdown")
         else:
             self._pg.shutdown()
 

@@ -241,13 +241,13 @@ class Session:
         timer.start()
         return timer
 
-    def close(self) -> None:
+    def close(self, reason: str = "shutdown") -> None:
         """Leave, and free threads, sockets, processes. Twice is once."""
         if self._closed:
             return
         self._closed = True
         if self.replica.stage is not Stage.LEFT:
-            self.control.call(lambda replica, now: replica.leave("shutdown"))
+            self.control.call(lambda replica, now: replica.leave(reason))
         self.plane.interrupt()
         self.control.close()
         if self._watch is not None:

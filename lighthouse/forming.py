@@ -86,6 +86,17 @@ class Forming:
         """Apply the rules to who is here."""
         missed, head = self._history.missed, self._history.head
         held = head is not None and any(seat.position == head for seat in self._seats)
+        if self._history.finished and head is not None:
+            late = rules.too_late(
+                len(self._seats),
+                self._expected,
+                any(seat.position.step >= head.step for seat in self._seats),
+                head.step,
+                self.since + self._join_timeout_s,
+                now,
+            )
+            if late is not None:
+                return late
         early = rules.too_early(
             len(self._seats),
             self._min_replicas,

@@ -21,11 +21,13 @@ class History:
     """Decisions and commits that this lighthouse has seen.
 
     `head`: position of the last quorum or commit; None: no quorum was formed yet.
+    `finished`: the last who left said that the training is at its end, and no quorum followed.
     `missed`: replica_ids that may hold a newer state than anyone here (R5).
     """
 
     def __init__(self, missed: tuple[str, ...]) -> None:
         self.head: Position | None = None
+        self.finished = False
         self.missed = set(missed)
         self.commits = 0
         self.discards = 0
@@ -40,6 +42,7 @@ class History:
         if self.head != position:
             self._commit(position.lineage, b"")
         self.head = position
+        self.finished = False
         self.missed.clear()
 
     def decided(self, decision: Decision, before: Position) -> Position:

@@ -186,6 +186,10 @@ class Beat:
     step: int
 
 
+FINISHED = "finished"
+"""Reason of a `Leave` that says: the training has come to its end, nothing is left to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Leave:
     """A graceful goodbye: the replica group stops taking part now."""

@@ -21,6 +21,9 @@ R6  Where no candidate has been in a quorum of the room yet, the next one waits 
     no longer than the join timeout.
 R7  Ranks: members of the last quorum keep their order, newcomers follow in natural order of
     their names when a room starts, in order of arrival later.
+R8  Where the last members said that the training has finished, those who come with less than its
+    last step start over only as many as are expected; a single one that comes back is sent away
+    when the join timeout is over.
 """
 
 from __future__ import annotations
@@ -131,6 +134,24 @@ def too_early(
     if first and not expected_replicas:
         return Verdict(None, "waiting for stragglers until the join timeout", expires)
     return None
+
+
+def too_late(
+    count: int, expected_replicas: int, held: bool, step: int, expires: float, now: float
+) -> Verdict | None:
+    """R8, after a training that has finished at `step`; None: ask the other rules.
+
+    `held`: somebody here holds that step, or a later one. `expires`: when the join timeout ends.
+    """
+    if held or count >= expected_replicas:
+        return None
+    reason = (
+        f"the training has finished at step {step}, and a replica group that comes back does not "
+        f"start it over: that takes all {expected_replicas}, or another job id"
+    )
+    if now >= expires:
+        return Verdict(None, reason, hopeless=True)
+    return Verdict(None, reason, expires)
 
 
 def decide(situation: Situation, now: float) -> Verdict:

@@ -32,6 +32,7 @@ from lighthouse.effects import Effect, Note, Peer, Remember, Send
 from lighthouse.forming import Forming
 from lighthouse.history import History
 from lighthouse.messages import (
+    FINISHED,
     TORN,
     Beat,
     Decision,
@@ -234,7 +235,10 @@ class Room:
 
     def _on_leave(self, leave: Leave, now: float) -> None:
         self._claims.pop(leave.replica_id, None)
+        member = leave.replica_id in self._seats
         self._remove(leave.replica_id, f"left: {leave.reason or 'shutdown'}", now, may_return=False)
+        if member:
+            self._history.finished = leave.reason == FINISHED
 
     # ------------------------------------------------------------------ the live quorum
 
