@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import zmq
 
 from lighthouse import address as addresses
 from lighthouse import codec, sockets
+from lighthouse.closing import Closing
 from lighthouse.config import Timeouts
 from lighthouse.errors import LighthouseUnavailable, ProtocolError, VersionMismatch
 from lighthouse.messages import Message, Request, Status, StatusRequest
@@ -67,7 +67,7 @@ class Connection:
         messages: list[Message] = []
         receive, option = self._socket.recv, self._socket.getsockopt
         # Asking first is a microsecond; an exception where nothing is there costs several.
-        while option(sockets.EVENTS) & sockets.POLLIN:
+        while int(option(sockets.EVENTS)) & sockets.POLLIN:
             try:
                 frame = receive(sockets.NOBLOCK)
             except zmq.Again:
@@ -108,7 +108,7 @@ class Connection:
             sockets.close(self._socket, self._monitor, round(linger_s * 1000))
 
 
-class LighthouseClient:
+class LighthouseClient(Closing):
     """Blocking convenience for people and tools. One thread at a time; a context manager.
 
     Args:
@@ -166,14 +166,3 @@ class LighthouseClient:
         """Idempotent."""
         self._connection.close()
         self._context.term()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

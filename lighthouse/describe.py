@@ -36,6 +36,7 @@ def status_of(
         if live
         else [],
         "waiting": [s.name for s in seats if live is None or not live.has(s.replica_id)],
+        "seated_step": max((s.position.step for s in seats), default=0),
     }
 
 

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast, get_args
+from typing import Any, cast, get_args
 
 import zmq
 
 from lighthouse import address as addresses
 from lighthouse import codec, sockets
+from lighthouse.closing import Closing
 from lighthouse.config import LighthouseConfig
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.journal import Journal
@@ -70,7 +70,7 @@ class Stats:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-class LighthouseServer:
+class LighthouseServer(Closing):
     """A lighthouse in a thread of this process; `address()` is where it listens.
 
     Args:
@@ -166,16 +166,7 @@ class LighthouseServer:
         with self._lock:
             self._wake_write.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.shutdown()
+    close = shutdown
 
     def _command(self, command: Future[str] | None) -> bool:
         """Hand `command` to the server's thread; False if that has ended."""

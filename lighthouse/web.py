@@ -6,10 +6,10 @@ import json
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from lighthouse import address as addresses
+from lighthouse.closing import Closing
 
 Status = Callable[[], dict[str, Any]]
 
@@ -61,7 +61,7 @@ refresh(); setInterval(refresh, 1000);
 """
 
 
-class StatusPage:
+class StatusPage(Closing):
     """Serves the page from threads of its own until `close`.
 
     Args:
@@ -84,17 +84,6 @@ class StatusPage:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Server(ThreadingHTTPServer):
