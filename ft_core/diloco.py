@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ft_core.attempts import participation_of
 from ft_core.codecs import Codec, codec_named
 from ft_core.diloco_schedule import Schedule
 from ft_core.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, like, local_part, split
@@ -16,7 +17,6 @@ from ft_core.outer import OuterLoop
 from ft_core.outer_flight import Flight
 from ft_core.quantized import (
     Reduction,
-    participation_of,
     queue_of,
     reduce_quantized,
     wire_bytes,
@@ -152,7 +152,7 @@ class DiLoCo(OuterLoop):
     @torch.no_grad()
     def _outer_update(self, fragment: Fragment, means: Sequence[Tensor]) -> Sequence[Tensor]:
         """theta(t) = OuterOpt(theta(t-1), Delta(t)) (arXiv 2311.08105, algorithm 1, line 14), then
-        theta_m <- alpha theta_m + (1 - alpha) theta (arXiv 2501.18512, section 2.3)."""
+        theta_m <- alpha theta_m + (1 - alpha) theta (arXiv 2501.18512, algorithm 2)."""
         drifted = [local_part(p).clone() for p in fragment.parameters] if self._alpha else []
         # The outer optimizer is over the model's parameters: it steps those that have a gradient.
         every = [p for group in self._outer.param_groups for p in group["params"]]

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ft_core.attempts import attempt_failed, bind, start
 from ft_core.diloco_schedule import Event, Schedule
 from ft_core.fragments import Fragment, describe
 from ft_core.global_state import GlobalState, drop_bad_state, refuse_drifting
 from ft_core.outer_flight import Flight, OuterStats, squared_norm
 from ft_core.process_group import ProcessGroupError
-from ft_core.quantized import attempt_failed, bind
 from ft_core.windows import Windows
 from ft_core.world import WorldSizeMode
 
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ft_core")
 
 BIND_TRIES = 3
-RELAUNCHES = 2
-"""So many times is a kept window sent again at once when its outer step was discarded."""
+RELAUNCHES = 2  # of a kept window whose outer step was discarded, at once
 
 
 class _Nobody(RuntimeError):
@@ -45,10 +44,7 @@ class _Nobody(RuntimeError):
 
 
 class OuterLoop(ABC):
-    """See the module's docstring; the public classes are `LocalSGD` and `DiLoCo`.
-
-    Thread: the training loop's.
-    """
+    """See the module's docstring. Thread: the training loop's."""
 
     KEY: ClassVar[str]
     """Of its part of the manager's state."""
@@ -90,6 +86,7 @@ class OuterLoop(ABC):
         self._loaded = False  # the state came from a peer or a checkpoint
         self._settled = False  # this process has stood at the quorum's position
         self._healed_now = False  # ... and was brought there in this attempt
+        self._torn = False  # a heal is overwriting the global state
         self._local_step = 0
         self._flight: Flight | None = None
         self._loop_thread = threading.get_ident()
@@ -130,9 +127,9 @@ class OuterLoop(ABC):
             return
         if self._flight is not None:
             self._manager.report_error(RuntimeError(f"the training loop raised {error!r}"))
-            self._flight = None
-            self._open = False
-        self._state.restore_all()
+            self._flight, self._open = None, False
+        if not self._torn:
+            self._state.restore_all()
         self._windows.drop_all()
 
     def sync(self) -> bool:
@@ -146,9 +143,10 @@ class OuterLoop(ABC):
         if self._flight is not None:
             committed = self._apply()
         for _ in self._fragments:
-            self._launch()
-            committed = self._apply() and committed
-        return committed
+            if self._open or self._begin():
+                self._launch()
+                committed = self._apply() and committed
+        return committed and not self._manager.left()
 
     def add_samples(self, samples: int) -> None:
         """Count samples of the inner step under way, with weighted="samples"; before its step."""
@@ -170,8 +168,7 @@ class OuterLoop(ABC):
         return self._local_step
 
     @local_step.setter
-    def local_step(self, steps: int) -> None:
-        # For a member that has taken over a peer's place in the data, too.
+    def local_step(self, steps: int) -> None:  # one that has taken a peer's place in the data
         self._local_step = steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,7 +189,7 @@ class OuterLoop(ABC):
         self._state.restore_all()
         self._loaded = True
 
-    # ------------------------------------------------------------------ what the algorithms differ in
+    # ------------------------------------------------------------------ LocalSGD or DiLoCo
 
     @abstractmethod
     def _contribution(self, fragment: Fragment, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -211,8 +208,10 @@ class OuterLoop(ABC):
     # ------------------------------------------------------------------ inner steps
 
     def _after_inner_step(self, *_: Any) -> None:
-        self._local_step += 1
         self._windows.inner_step()
+        if not self._open and not self._begin():
+            return
+        self._local_step += 1
         due = self._schedule.due(self._manager.current_step(), self._local_step)
         if due and self._flight is None:
             self._launch()
@@ -223,13 +222,13 @@ class OuterLoop(ABC):
             # this state, or this member must). Nothing was reduced: nothing is lost.
             self._restart()
 
-    def _begin(self) -> None:
-        """Open an attempt: the slot begins."""
+    def _begin(self, *, patient: bool = True) -> bool:
+        """Open an attempt: the slot begins. Whether it does (`attempts.start`)."""
         self._loop_thread = threading.get_ident()
         self._local_step = 0
         self._healed_now = False
-        self._open = True
-        self._manager.start_quorum()
+        self._open = start(self._manager, patient=patient)
+        return self._open
 
     def _restart(self) -> None:
         """Open another attempt in the same slot; this one has failed before its launch."""
@@ -240,7 +239,7 @@ class OuterLoop(ABC):
     # ------------------------------------------------------------------ launch
 
     def _launch(self) -> None:
-        """Send the scheduled fragment. Never fails: `_apply` finds out."""
+        """Send the scheduled fragment; `_apply` finds out what became of it."""
         manager, bad = self._manager, ""
         if manager.errored() is not None:
             bad = str(manager.errored())
@@ -295,14 +294,13 @@ class OuterLoop(ABC):
     def _apply(self) -> bool:
         """End the outer step under way, and begin the next slot. Whether it was committed."""
         committed = self._settle()
-        if not committed and self._keep:
-            for _ in range(RELAUNCHES):
-                self._begin()
-                self._launch()
-                committed = self._settle()
-                if committed:
-                    break
-        self._begin()
+        relaunches = RELAUNCHES if self._keep else 0
+        while not committed and relaunches and self._begin():
+            relaunches -= 1
+            self._launch()
+            committed = self._settle()
+        self._local_step = 0
+        self._begin(patient=False)
         return committed
 
     def _settle(self) -> bool:
@@ -377,10 +375,12 @@ class OuterLoop(ABC):
 
     def _served(self) -> dict[str, Any]:
         """For healing peers, and for the digest of the start."""
-        # The heal thread asks for memory to receive into. A window that is to be kept is measured
-        # from the present global parameters, which must survive that.
-        own = self._keep and self._settled and threading.get_ident() != self._loop_thread
-        return self._state.state_dict(copy=own)
+        # The heal thread asks for memory to receive into, but a window that is to be kept is
+        # measured from the present global parameters.
+        foreign = threading.get_ident() != self._loop_thread
+        copy = foreign and self._keep and self._settled
+        self._torn = foreign and not copy
+        return self._state.state_dict(copy=copy)
 
     def _load_healed(self, state: dict[str, Any]) -> None:
         """A peer's global state has arrived. The window goes on from there, or is dropped.
@@ -396,4 +396,4 @@ class OuterLoop(ABC):
             if fragment not in kept:
                 self._windows.restart(fragment.index)
         self._windows.in_step()
-        self._loaded = self._healed_now = True
+        self._torn, self._loaded, self._healed_now = False, True, True

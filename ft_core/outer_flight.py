@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
+from ft_core.attempts import participation_of
 from ft_core.fragments import Flat, Fragment
-from ft_core.quantized import participation_of
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager

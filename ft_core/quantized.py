@@ -6,7 +6,7 @@ it to all (all-gather). Everybody, the owner too, decodes the same bytes: whatev
 all members end with the same values (S3). Bytes sent by a member of n: 2 (n - 1) / n of the encoded
 size, as a ring all-reduce sends of the plain one.
 
-Error feedback (arXiv 1901.09847, algorithm 1: p = g + e, send Q(p), e = p - Q(p)): what encoding
+Error feedback (arXiv 1901.09847, algorithm 2: p = g + e, send Q(p), e = p - Q(p)): what encoding
 lost is kept and added the next time; the owner also keeps what its shard of the sum lost.
 """
 
@@ -228,40 +228,3 @@ def reduce_in_turn(
         reduce_quantized(group, DEFAULT_CODEC, jobs, part)
 
     return queue_of(manager).submit(work, tensor)
-
-
-def bind(manager: Manager) -> int | None:
-    """Tie the manager's step to its quorum now, as its first collective does.
-
-    The step that the quorum works on, also for a member that is behind; None: the attempt has
-    failed, `errored` says why, and nothing was reduced by this member.
-    """
-    from ft_core.replica import Attempt
-
-    if manager._pinned_at is None:
-        manager._pin()
-    if manager.errored() is not None or manager._session is None:
-        return None
-    found: list[int] = []
-
-    def look(replica: Any, now: float) -> None:
-        if replica.attempt is Attempt.PINNED and replica.view is not None:
-            found.append(replica.view.step)
-
-    manager._session.control.call(look)
-    return found[0] if found else None
-
-
-def attempt_failed(manager: Manager) -> bool:
-    """Whether the attempt under way can't commit any more, whoever is to blame. Any thread."""
-    from ft_core.replica import Attempt
-
-    session = manager._session
-    return session is not None and session.replica.attempt is Attempt.FAILED
-
-
-def participation_of(manager: Manager) -> Participation:
-    """Of the step that is bound."""
-    part = manager._part
-    assert part is not None, "bind first"
-    return part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -340,3 +341,48 @@ def test_members_with_other_settings_are_refused_when_they_join() -> None:
                     late.loop.__enter__()
                 late.close()
         first.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_faults_leave_equal_states(seed: int) -> None:
+    """Three members whose votes, windows and loops fail at random, with all options mixed: an equal
+    (step, lineage) is an equal state, and the last outer steps commit."""
+    pick = random.Random(seed)
+    options: dict[str, Any] = {
+        "sync_every": 6,
+        "fragments": pick.choice([1, 2, 3]),
+        "fragment_sync_delay": pick.choice([0, 1]),
+        "fragment_update_alpha": pick.choice([0.0, 0.5]),
+        "codec": pick.choice([None, "int8", "int4"]),
+        "keep_windows": seed % 2 == 1,
+        "weighted": pick.choice([False, True]),
+        "bucket_bytes": pick.choice([64, 1 << 20]),
+    }
+    manager = {"use_async_quorum": pick.choice([False, True])}
+    dice = [random.Random(100 * seed + i) for i in range(3)]
+
+    def backward(model: nn.Module, member: int, inner: int) -> None:
+        reference.backward(model, member, inner)
+        chance = dice[member].random() if inner < 60 else 1.0
+        if chance < 0.02:
+            model.a.weight.grad.fill_(float("inf"))
+        elif chance < 0.04:
+            trainers[member].manager.report_error(ValueError("injected"))
+        elif chance < 0.06:
+            trainers[member].loop.drop_window("injected")
+
+    def faulty(member: int) -> Any:
+        return failing(DiLoCo, lambda n: dice[member].random() < 0.1 and n < 20)
+
+    with lighthouse() as server:
+        trainers = [
+            Trainer(server.address(), i, faulty(i), expected=3, backward=backward,
+                    manager=manager, **options)
+            for i in range(3)
+        ]  # fmt: skip
+        replicas(*[lambda t=t: t.run(90) for t in trainers])
+    check_states(trainers)
+    assert sum(t.loop.stats.discarded for t in trainers) > 0
+    for trainer in trainers:
+        assert trainer.loop.stats.committed > 5
+        assert all(bool(torch.isfinite(v).all()) for v in trainer.globals().values())

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
+from ft_core.attempts import participation_of
 from ft_core.codecs import codec_named
 from ft_core.manager import WorldSizeMode
-from ft_core.quantized import Reduction, participation_of, reduce_quantized, wire_bytes
+from ft_core.quantized import Reduction, reduce_quantized, wire_bytes
 from tests.threads.cluster import Replica, lighthouse, replicas
 
 

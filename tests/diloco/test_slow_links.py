@@ -12,6 +12,7 @@ from torch import nn
 
 from ft_core.diloco import DiLoCo
 from ft_core.fragments import split
+from ft_core.manager import WorldSizeMode
 from tests.diloco import reference
 from tests.diloco.members import Trainer, check_states
 from tests.diloco.reference import Reference, network
@@ -189,3 +190,113 @@ def test_a_straggler_is_left_out_and_its_window_counts_later() -> None:
         assert (before[name] - after[name]).abs().max() < 0.05, name
     assert trainers[0].loop.stats.discarded >= 1
     assert trainers[0].loop.stats.void == 0
+
+
+def test_spares_add_nothing_and_follow() -> None:
+    with lighthouse() as server:
+        trainers = [
+            Trainer(server.address(), i, DiLoCo, expected=3, sync_every=4,
+                    manager={"min_replica_size": 2,
+                             "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES})
+            for i in range(3)
+        ]  # fmt: skip
+        replicas(*[lambda t=t: t.run(40) for t in trainers])
+    check_states(trainers)
+    run = Reference([0, 1, 2], [f.names for f in split(network(), None)])
+    for inner in range(1, 41):
+        for member in run.members.values():
+            run.inner_step(member)
+        if inner % 4 == 0:
+            run.launch(0, [0, 1])
+            run.apply(0)
+    for name, value in trainers[2].globals().items():
+        assert torch.equal(value, dict(run.model.named_parameters())[name]), name
+
+
+def test_a_graceful_leave_ends_with_an_outer_step() -> None:
+    """Member 1 says that it leaves; its next outer step counts, the ones after are without it."""
+    with lighthouse() as server:
+        trainers = [
+            Trainer(server.address(), i, DiLoCo, expected=2, sync_every=4) for i in range(2)
+        ]
+
+        def script(trainer: Trainer) -> None:
+            try:
+                with trainer.loop:
+                    for inner in range(20):
+                        if trainer.number == 1 and inner == 6:
+                            trainer.manager.leave_after_step()
+                        trainer.inner_step()
+                    assert trainer.loop.sync() is (trainer.number == 0)
+            finally:
+                trainer.close()
+
+        replicas(*[lambda t=t: script(t) for t in trainers])
+    assert [t.loop.stats.committed for t in trainers] == [6, 2]
+    assert [t.loop.stats.discarded for t in trainers] == [0, 0]
+    run = Reference([0, 1], [f.names for f in split(network(), None)])
+    for inner in range(1, 21):
+        for member in run.members.values():
+            run.inner_step(member)
+        if inner % 4 == 0:
+            run.launch(0, [0, 1] if inner <= 8 else [0])
+            run.apply(0)
+    run.launch(0, [0])
+    run.apply(0)
+    for name, value in trainers[0].globals().items():
+        assert torch.equal(value, dict(run.model.named_parameters())[name]), name
+
+
+def test_sync_is_a_whole_window_now() -> None:
+    with lighthouse() as server:
+        trainers = [
+            Trainer(server.address(), i, DiLoCo, expected=2, sync_every=9, fragments=3,
+                    fragment_sync_delay=1)
+            for i in range(2)
+        ]  # fmt: skip
+
+        def script(trainer: Trainer) -> None:
+            try:
+                with trainer.loop:
+                    for _ in range(5):  # the second fragment is on its way
+                        trainer.inner_step()
+                    assert trainer.loop.sync()
+            finally:
+                trainer.close()
+
+        replicas(*[lambda t=t: script(t) for t in trainers])
+    for trainer in trainers:
+        assert trainer.manager.current_step() == 1 + 1 + 3
+        for name, value in trainer.globals().items():
+            assert torch.equal(value, trainers[0].globals()[name])
+            assert torch.equal(value, trainer.parameters()[name])
+
+
+def test_an_exception_in_the_loop_drops_what_is_on_its_way() -> None:
+    """Member 1 raises in the overlap: it is back at the global parameters, 0 discards and goes on."""
+    with lighthouse() as server:
+        trainers = [
+            Trainer(server.address(), i, DiLoCo, expected=2, sync_every=4, fragment_sync_delay=1)
+            for i in range(2)
+        ]
+
+        def script(trainer: Trainer) -> None:
+            try:
+                with trainer.loop:
+                    for inner in range(12):
+                        if trainer.number == 1 and inner == 7:
+                            raise KeyError("data")
+                        trainer.inner_step()
+            finally:
+                trainer.close()
+
+        def raising() -> None:
+            with pytest.raises(KeyError):
+                script(trainers[1])
+
+        replicas(lambda: script(trainers[0]), raising)
+    assert trainers[0].loop.stats.committed == 2
+    assert trainers[0].loop.stats.discarded == 1
+    assert trainers[1].loop.stats.committed == 1
+    for name, value in trainers[1].globals().items():
+        assert torch.equal(value, trainers[1].parameters()[name])
