@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ class Mode:
 
 
 MODES = [
-    Mode("alone", "alone", 50, {}),
+    Mode("alone", "alone", 30, {}),
     Mode("DDP", "ddp", 20, {}),
     Mode("LocalSGD", "local_sgd", 2 * SYNC_EVERY, {}),
     Mode("DiLoCo", "diloco", 2 * SYNC_EVERY, {}),
@@ -68,24 +69,33 @@ class Replica:
             loop = {"alone": self.alone, "ddp": self.ddp}.get(mode.kind, self.periodic)
             loop(mode)
 
-    def steps(self, mode: Mode, model: Any, optimizer: Any) -> float:
-        """The inner loop, the same for all; seconds a step. Waits for the parent's "go"."""
+    def steps(self, mode: Mode, model: Any, optimizer: Any) -> dict[str, float]:
+        """The inner loop, the same for all. Waits for the parent's "go".
+
+        Seconds a step, and of these in `optimizer.step()`, where outer steps happen.
+        """
         from diloco_task import batch
 
+        stepping_s = 0.0
+
         def step(number: int) -> None:
+            nonlocal stepping_s
             optimizer.zero_grad()
             model(*batch(self.data, number, self.rank, BATCH)).backward()
+            began = time.perf_counter()
             optimizer.step()
+            stepping_s += time.perf_counter() - began
 
         if mode.kind in ("alone", "ddp"):
             for number in range(3):
                 step(number)
         say(ready=mode.name)
         sys.stdin.readline()
-        began = time.perf_counter()
+        began, stepping_s = time.perf_counter(), 0.0
         for number in range(mode.steps):
             step(number)
-        return (time.perf_counter() - began) / mode.steps
+        took_s = time.perf_counter() - began
+        return {"step_s": took_s / mode.steps, "stepping_s": stepping_s / mode.steps}
 
     def build(self) -> tuple[Any, Any]:
         import torch
@@ -96,7 +106,7 @@ class Replica:
 
     def alone(self, mode: Mode) -> None:
         model, optimizer = self.build()
-        say(step_s=self.steps(mode, model, optimizer))
+        say(**self.steps(mode, model, optimizer))
 
     def ddp(self, mode: Mode) -> None:
         import torch
@@ -106,7 +116,7 @@ class Replica:
         store = f"tcp://{Link.addresses[0]}:{PORT}"
         dist.init_process_group("gloo", init_method=store, rank=self.rank, world_size=2)
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        say(step_s=self.steps(mode, wrapped, optimizer))
+        say(**self.steps(mode, wrapped, optimizer))
         dist.destroy_process_group()
 
     def periodic(self, mode: Mode) -> None:
@@ -137,17 +147,14 @@ class Replica:
             outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
             context = DiLoCo(manager, model, optimizer, outer, SYNC_EVERY, **mode.options)
         with context:
-            step_s = self.steps(mode, model, optimizer)
-            stats = getattr(context, "stats", None)
-            say(step_s=step_s, outer_steps=manager.current_step(), **figures(stats))
+            took = self.steps(mode, model, optimizer)
+            say(
+                **took,
+                outer_steps=manager.current_step(),
+                communication_s=context.stats.communication_s,
+                hidden_s=context.stats.hidden_s,
+            )
         manager.shutdown()
-
-
-def figures(stats: Any) -> dict[str, Any]:
-    """The core's own account of an outer step's communication."""
-    if stats is None:
-        return {}
-    return {"communication_s": stats.communication_s, "hidden_s": stats.hidden_s}
 
 
 def say(**what: Any) -> None:
@@ -214,6 +221,7 @@ def measure(link: Link, pair: Pair, mode: Mode) -> dict[str, Any]:
     found = {
         "bytes_a_step": sent / mode.steps,
         "step_ms": max(a["step_s"] for a in answers) * 1e3,
+        "stepping_ms": max(a["stepping_s"] for a in answers) * 1e3,
         "steps": mode.steps,
     }
     for key in ("communication_s", "hidden_s", "outer_steps"):
@@ -248,10 +256,11 @@ def row(name: str, found: dict[str, Any], all_found: dict[str, dict[str, Any]]) 
     line.append(f"{found['step_ms'] / alone['step_ms']:.2f}" if alone else "")
     line.append(f"{ddp['step_ms'] / found['step_ms']:.2f}" if ddp else "")
     if found.get("communication_s"):
+        line.append(f"{found['stepping_ms'] - alone['stepping_ms']:.1f}" if alone else "")
         line.append(f"{found['communication_s'] * 1e3 / found['outer_steps']:.0f}")
         line.append(f"{100 * found['hidden_s'] / found['communication_s']:.1f} %")
     else:
-        line += ["", ""]
+        line += ["", "", ""]
     return line
 
 
@@ -261,6 +270,7 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=20.0, help="one way")
     parser.add_argument("--only", nargs="*", choices=[m.name for m in MODES], default=None)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # namespaces are removed then, too
     found: dict[str, dict[str, Any]] = {}
     with Link(options.mbit, options.delay_ms / 1e3) as link:
         lighthouse, stop = start_lighthouse(link)
@@ -274,7 +284,8 @@ def main() -> None:
             pair.close()
             stop()
     columns = ["algorithm", "bytes a step", "times fewer than DDP", "ms a step", "times alone",
-               "times faster than DDP", "ms an outer step's communication", "hidden"]  # fmt: skip
+               "times faster than DDP", "of it outer steps, ms",
+               "ms an outer step's communication", "hidden"]  # fmt: skip
     rows = [row(name, one, found) for name, one in found.items()]
     title = f"Two replicas, {options.mbit:g} Mbit/s, {options.delay_ms:g} ms, H={SYNC_EVERY}"
     report(title, columns, rows, found, options.json)

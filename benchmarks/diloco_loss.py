@@ -226,7 +226,8 @@ def rendezvous(algorithm: Algorithm) -> tuple[str, Any]:
     return server.address(), server.shutdown
 
 
-def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
+def plot(found: dict[str, dict[str, Any]], path: Path, warm_start: int) -> None:
+    """Loss over steps; and over what a replica has sent since the synchronous start."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -234,11 +235,14 @@ def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
 
     figure, (over_steps, over_bytes) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     for name, one in found.items():
-        steps, losses, sent = zip(*one["curve"], strict=True)
+        steps, losses, _ = zip(*one["curve"], strict=True)
         over_steps.plot(steps, losses, label=name)
-        over_bytes.plot([b / 1e6 for b in sent], losses, label=name)
+        own = [(loss, sent) for step, loss, sent in one["curve"] if step > warm_start]
+        before = one["bytes"] * warm_start / steps[-1] if name == "DDP" else 0.0
+        over_bytes.plot([(sent - before) / 1e6 for _, sent in own], [loss for loss, _ in own])
+    over_steps.axvline(warm_start, color="grey", linewidth=0.8, linestyle=":")
     over_steps.set(xlabel="steps", ylabel="validation loss, nats a byte")
-    over_bytes.set(xlabel="MB sent by a replica", xscale="log")
+    over_bytes.set(xlabel=f"MB sent by a replica after step {warm_start}", xscale="log")
     for axes in (over_steps, over_bytes):
         axes.grid(alpha=0.3)
     over_steps.legend()
@@ -279,7 +283,7 @@ def main() -> None:
     title = f"Two replicas, {plan.steps} steps each, {plan.warm_start} of them synchronous"
     report(title, columns, table(found, plan), found, options.json)
     if options.plot is not None:
-        plot(found, options.plot)
+        plot(found, options.plot, plan.warm_start)
 
 
 if __name__ == "__main__":
