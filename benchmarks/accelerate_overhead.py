@@ -9,7 +9,7 @@ backward, gradients, optimizer.
 
 Recovery: three replica groups with steps of 50 ms; one is killed (SIGKILL) and started again. Gap:
 the longest time between two steps of a survivor. Back: from the moment at which the started script
-asks for its first batch to its first step that counts.
+asks for its first batch to its first step that counts. Stall: a survivor's longest gap meanwhile.
 """
 
 from __future__ import annotations
@@ -71,8 +71,12 @@ def script(size: str, pace_s: float) -> None:
         from ft_accelerate import processes
 
         for _ in run:
-            say(json.dumps([time.time(), processes.current().live]))
-            time.sleep(pace_s)
+            live = processes.current().live
+            say(json.dumps([time.time(), live]))
+            if (
+                live
+            ):  # it stands for the computation, which is left out of a past that is run through
+                time.sleep(pace_s)
     for line in sys.stdin:
         times = []
         for _ in range(int(line)):
@@ -200,7 +204,7 @@ def recovery(kills: int, lighthouse: str) -> dict[str, list[float]]:
         return Process("301 k", of_group(index, 3, lighthouse, job), protected=True, pace_s=STEP_S)
 
     groups = [start(i) for i in range(3)]
-    gaps, back = [], []
+    gaps, back, stalls = [], [], []
     try:
         for group in groups:
             group.line(30)
@@ -219,15 +223,17 @@ def recovery(kills: int, lighthouse: str) -> dict[str, list[float]]:
                 place += 1
             back.append(json.loads(groups[victim].line(place)[1])[0] - ready)
             groups[victim].line(place + 20)
+            stalls.append(max(_gap(g, m + 25, 0) for g, m in zip(survivors, marks, strict=True)))
     finally:
         for group in groups:
             group.end()
-    return {"gap_s": gaps, "back_s": back}
+    return {"gap_s": gaps, "back_s": back, "stall_s": stalls}
 
 
-def _gap(group: Process, mark: int) -> float:
-    """The longest time between two steps, from the last one before the kill on."""
-    moments = [json.loads(text)[0] for _, text in group.lines[max(mark - 1, 1) : mark + 26]]
+def _gap(group: Process, mark: int, count: int = 26) -> float:
+    """The longest time between two steps, from the one before line `mark` on; 0: to the last."""
+    lines = group.lines[max(mark - 1, 1) : mark + count if count else None]
+    moments = [json.loads(text)[0] for _, text in lines]
     return max(b - a for a, b in itertools.pairwise(moments))
 
 
@@ -258,6 +264,7 @@ def main() -> None:
             for name, title in (
                 ("gap_s", "SIGKILL one of 3: longest gap between a survivor's steps (of 50 ms)"),
                 ("back_s", "killed one: from its first batch to its first step that counts"),
+                ("stall_s", "survivors: longest gap while it comes back"),
             ):
                 middle, worst = statistics.median(times[name]), max(times[name])
                 rows.append([title, "dies", f"{middle:.2f} s", f"worst {worst:.2f} s", ""])

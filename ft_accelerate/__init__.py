@@ -36,6 +36,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ft_accelerate' has no attribute {name!r}")
     import importlib
 
+    if home != "ft_accelerate.options":
+        # First, and alone: the package's entry point acts at the end of this import.
+        importlib.import_module("accelerate")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 
 from ft_accelerate.exchange import Exchange, Kind, check_alike, fill, present
 from ft_accelerate.runtime import Runtime
+from ft_core.allreduce import fill_neutral
 
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8,
@@ -103,6 +104,9 @@ class Collectives:
             here = len(present(said))
             nbytes = said[present(said)[0]][2]
             mine = tensor if tensor.nbytes == nbytes else _typed(_bytes(tensor), tensor, nbytes)
+            if said[runtime.slot] is None:
+                mine = mine.clone()
+                fill_neutral(mine, "max" if kind is Kind.MAX else "sum")
             total = exchange.reduce(mine, op)
             return total if kind is Kind.MAX else _scaled(total, runtime.slots, here)
 

@@ -1,5 +1,5 @@
 """What a configuration means: the section of the YAML, and which replica groups a machine starts.
-PURE: imports neither accelerate nor torch, reads no environment.
+Imports neither accelerate nor torch, and reads no environment.
 
     fault_tolerance_config:
       fault_tolerance_min_replicas: 2
@@ -96,10 +96,9 @@ def layout(
 ) -> Layout:
     """Which groups machine `machine_rank` of `num_machines` starts, each with how many processes.
 
-    `num_processes` is the total over all machines, as everywhere in Accelerate. Without a
-    `group_size`, several machines are a replica group each, and one machine starts groups of one
-    process, or as many as `num_replica_groups` says. `replica_group_id` is the first group's
-    number where it does not follow from `machine_rank`. Raises ValueError.
+    `num_processes` is the total over all machines, as everywhere in Accelerate. Every process is a
+    replica group, unless `group_size` or `num_replica_groups` say otherwise. `replica_group_id` is
+    the first group's number here where it does not follow from `machine_rank`. Raises ValueError.
     """
     if num_processes < 1:
         raise ValueError(f"num_processes must be at least 1, got {num_processes}")
@@ -148,7 +147,7 @@ def _default_size(here: int, num_machines: int, num_replica_groups: int | None) 
                 f"num_processes must be a multiple of {argument_name('num_replica_groups')}"
             )
         return total // num_replica_groups
-    return here if num_machines > 1 else 1
+    return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,7 @@ class Course:
     lengths: dict[int, int] = field(default_factory=dict)
     events: int = 0
     agreed: int = 0
-    """Events that this process has done together with others, in its own life."""
+    """Events that this process has done together with others since it came (back)."""
     window: Place | None = None
     stepped: bool = True
     ops: list[Any] = field(default_factory=list)
@@ -158,7 +158,7 @@ class Course:
 
     def relocate(self, target: Target) -> None:
         """The state is now that of a peer at `target`: get the script there."""
-        self.target = target
+        self.target, self.agreed = target, 0
         self.lengths = {**target.lengths, **self.lengths}
         self.generator_states = {seq: state for seq, _, state in target.active}
         if target.window == self.window:

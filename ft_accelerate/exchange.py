@@ -42,6 +42,7 @@ NAMES = {
     Kind.BARRIER: "wait_for_everyone",
     Kind.PARAMETERS: "an average of parameters",
 }
+JUST_BACK_EVENTS = 1
 _FIELDS = 6  # present, kind, event, bytes, element size and shape, agreed
 
 
@@ -92,12 +93,18 @@ class Exchange:
         if any(s is not None and s[:2] != reference[:2] for s in said):
             self.manager.report_error(RuntimeError("another replica group's script has diverged"))
             return None
-        return said  # type: ignore[return-value]
+        # One that has just come back may bring a tensor that was made (padded, say) when it did not
+        # count yet: it does not count in this either.
+        return [  # type: ignore[return-value]
+            None if s is not None and s[3] != reference[3] and row[5] <= JUST_BACK_EVENTS else s
+            for s, row in zip(said, rows, strict=True)
+        ]
 
     def rows(self, payload: Tensor, nbytes: int) -> Tensor:
         """`payload` (bytes, up to `nbytes` of them) of every process: shape (slots, nbytes)."""
         table = torch.zeros(self.slots, nbytes, dtype=torch.uint8, device=self.device)
-        table[self.slot, : payload.numel()] = payload.to(self.device)
+        mine = payload[:nbytes]
+        table[self.slot, : mine.numel()] = mine.to(self.device)
         self.manager.allreduce(table, reduce_op=ReduceOp.SUM).wait()
         return table
 
@@ -105,7 +112,7 @@ class Exchange:
         """`payload` of process `source`, `nbytes` bytes of it."""
         wire = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         if self.slot == source:
-            wire.copy_(payload)
+            wire.copy_(payload[:nbytes])
         self.manager.allreduce(wire, reduce_op=ReduceOp.SUM).wait()
         return wire
 

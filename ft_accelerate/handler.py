@@ -15,7 +15,7 @@ class FaultToleranceKwargs(FaultTolerancePlugin, KwargsHandler):
     Use this object in your [`~accelerate.Accelerator`] to train fault-tolerantly. Its fields are
     those of [`~ft_accelerate.FaultTolerancePlugin`]; what is not passed comes from the environment.
 
-    Importing it is what makes `Accelerator` know it.
+    Creating one is what makes `Accelerator` know it.
 
     Example:
 
@@ -26,3 +26,9 @@ class FaultToleranceKwargs(FaultTolerancePlugin, KwargsHandler):
     accelerator = Accelerator(kwargs_handlers=[FaultToleranceKwargs(min_replicas=2)])
     ```
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from ft_accelerate.install import install
+
+        install()

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -25,18 +26,22 @@ from ft_accelerate import state as states
 from ft_accelerate.course import Course, Phase
 from ft_accelerate.gate import Gate
 from ft_accelerate.options import FaultTolerancePlugin, Supervision
+from ft_accelerate.prelude import Prelude
 from ft_core.config import ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.manager import Manager
 from ft_core.supervisor import die_with, report_joined
 from ft_core.telemetry import JsonlSink
+from lighthouse.errors import JoinRefused
 from lighthouse.messages import TORN
 
 log = logging.getLogger("ft_accelerate")
 
-FAR_BATCHES = 200
+FAR_BATCHES = 1000
 """A script that has more to catch up leaves the quorum meanwhile, so that nobody waits for it."""
 UNREACHABLE_PAUSE_S = 0.05
+FINISHED = "the training has finished"
+"""How the lighthouse's refusal begins when the others are done (lighthouse.quorum, R8)."""
 
 
 class Membership:
@@ -65,6 +70,8 @@ class Membership:
         """Whether the state changes between the steps that are voted on (LocalSGD)."""
         self.on_live: list[Callable[[], None]] = []
         """Called when the script stands where its peers' stood when they sent their state."""
+        self.prelude = Prelude(options, supervision)
+        self._has_turn = False
         self._starting = 0
         self._owes_report = True
         event_log = ReplicaEnv.read().event_log
@@ -73,7 +80,7 @@ class Membership:
             self.gate.telemetry.add_sink(self._sink)
         if supervision.pid:
             die_with(supervision.pid)
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
 
     # ------------------------------------------------------------------ who is there
 
@@ -111,14 +118,22 @@ class Membership:
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
-        """Before training nobody is joined to anybody: let one process of this machine in."""
+        """Before training nobody is joined to anybody: let one process of this machine in.
+
+        It may be entered again from within.
+        """
+        if self._has_turn:
+            yield
+            return
         job = hashlib.blake2b(self.options.job_id.encode(), digest_size=6).hexdigest()
         path = Path(tempfile.gettempdir()) / f"ft_accelerate-{os.getuid()}-{job}.lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._has_turn = True
             yield
         finally:
+            self._has_turn = False
             os.close(descriptor)
 
     @property
@@ -165,7 +180,15 @@ class Membership:
         first = not self._joined
         while True:
             self._connect(behind=not first)
-            self._start(at)
+            try:
+                self._start(at)
+            except JoinRefused as error:
+                if FINISHED not in str(error):
+                    raise
+                # Nothing is left to do, and nothing has failed.
+                log.warning("this process came back too late: %s", error)
+                self._leave()
+                raise SystemExit(0) from None
             target = self.course.target
             if target is None or self.course.phase is Phase.LIVE:
                 return
@@ -180,13 +203,14 @@ class Membership:
             return
 
     def _connect(self, *, behind: bool) -> None:
+        self.prelude.close()
         options = self.options
         manager = Manager(
-            _process_group(self._device, options.timeout_s),
+            process_group(self._device, options.timeout_s),
             min_replica_size=options.min_replicas,
             use_async_quorum=False,
             timeout=timedelta(seconds=options.timeout_s),
-            quorum_timeout=_seconds(options.quorum_timeout_s),
+            quorum_timeout=seconds(options.quorum_timeout_s),
             rank=0,
             world_size=1,
             lighthouse_addr=options.lighthouse or None,
@@ -206,11 +230,15 @@ class Membership:
         manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
         self.manager = manager
 
-    def _leave(self) -> None:
+    def _at_exit(self) -> None:
+        """The script has ended without `end_training`: in a pass over data, or by an error?"""
+        self.close(finished=not self.course.active and not hasattr(sys, "last_value"))
+
+    def _leave(self, *, finished: bool = False) -> None:
         manager, self.manager, self._open = self.manager, None, False
         self.gate.detach()
         if manager is not None:
-            manager.shutdown()
+            manager.shutdown(finished=finished and self.live)
 
     @property
     def _manager(self) -> Manager:
@@ -218,13 +246,17 @@ class Membership:
             raise RuntimeError("this process has left its quorum")
         return self.manager
 
-    def close(self) -> None:
-        """Leave for good; the others go on at once. Twice is once."""
+    def close(self, *, finished: bool = False) -> None:
+        """Leave for good; the others go on at once. Twice is once.
+
+        `finished`: the training is at its end; a process that comes later does not begin it anew.
+        """
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
-        self._leave()
+        atexit.unregister(self._at_exit)
+        self.prelude.close()
+        self._leave(finished=finished)
         if self._sink is not None:
             self._sink.close()
 
@@ -247,7 +279,7 @@ class Membership:
         )
 
 
-def _process_group(device: torch.device, timeout_s: float) -> Any:
+def process_group(device: torch.device, timeout_s: float) -> Any:
     from ft_core import process_group
 
     if device.type == "cuda":
@@ -261,5 +293,5 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _seconds(value: float | None) -> timedelta | None:
+def seconds(value: float | None) -> timedelta | None:
     return None if value is None else timedelta(seconds=value)

@@ -48,8 +48,12 @@ class FaultTolerantModel(DistributedDataParallel):
     def _ghost_forward(self, inputs: Any, kwargs: Any) -> Any:
         key = (self.training, _shapes((inputs, kwargs)))
         if key not in self._remembered:
+            buffers = list(self.module.buffers())
+            before = [b.clone() for b in buffers]
             with torch.no_grad():
                 self._remembered[key] = self.module(*inputs, **kwargs)
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)  # a ghost leaves no trace in running statistics
         wants_grad = self.training and torch.is_grad_enabled()
         counts = wants_grad and self.require_backward_grad_sync
 

@@ -79,7 +79,7 @@ class FaultTolerancePlugin:
         heal_allow_objects (`bool`, *optional*, defaults to `False`):
             Let states travel that hold arbitrary Python objects (pickle).
         group_size (`int`, *optional*, defaults to `0`):
-            Processes of one replica group. 0: as launched.
+            Processes of one replica group. 0: one.
         token (`str`, *optional*, defaults to `""`):
             Shared secret that is asked for when a state is fetched.
 
@@ -127,7 +127,7 @@ class FaultTolerancePlugin:
     group_size: int = _option(
         int,
         0,
-        "Processes of one replica group. 0: one on a single machine, a machine's on several.",
+        "Processes of one replica group. 0: one.",
     )
     token: str = _option(str, "", "Shared secret that is asked for when a state is fetched.")
 

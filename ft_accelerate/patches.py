@@ -71,11 +71,17 @@ def _modules() -> list[Replacement]:
             "barrier",
         )
     }  # fmt: skip
+
+    def seeds(tensor: Any, src: int = 0, group: Any = None) -> None:
+        """Before there is anything to heal generators are synchronized; then they heal."""
+        beginning = processes.current().beginning
+        (world.broadcast if beginning else nothing_to_synchronize)(tensor, src, group)
+
     over_quorum = _Switch(torch_view(**names))
     return [
         (operations_module, "torch", over_quorum),
         (state_module, "torch", over_quorum),
-        (random_module, "torch", _Switch(torch_view(broadcast=nothing_to_synchronize))),
+        (random_module, "torch", _Switch(torch_view(broadcast=seeds))),
         (accelerator_module, "torch", _Switch(ddp_view(_Model, **names))),
     ]
 
@@ -121,7 +127,7 @@ def _states() -> list[Replacement]:
     def first(original: Any) -> Any:
         def main_process_first(self: Any) -> Any:
             runtime = processes.active()
-            if runtime is None or runtime.ready:
+            if runtime is None or runtime.ready or runtime.prelude.together():
                 return original(self)
             return runtime.one_at_a_time()
 
@@ -233,12 +239,14 @@ def _join_uneven_inputs(original: Any) -> Any:
 def _pad_across_processes(original: Any) -> Any:
     def pad_across_processes(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         runtime = processes.active()
-        if runtime is None or (runtime.live and runtime.contributes):
+        if runtime is None:
             return original(self, tensor, *args, **kwargs)
         try:
             return original(self, tensor, *args, **kwargs)
-        except RuntimeError:  # longer than all of its peers' tensors, which it does not count with
-            return tensor
+        except RuntimeError:
+            if runtime.live and runtime.contributes:
+                raise
+            return tensor  # longer than all of its peers', for whom it does not count yet
 
     return pad_across_processes
 
@@ -279,7 +287,7 @@ def _end_training(original: Any) -> Any:
         result = original(self)
         runtime = processes.active()
         if runtime is not None:
-            runtime.close()
+            runtime.close(finished=True)
         return result
 
     return end_training

@@ -30,7 +30,12 @@ def ask(*, num_processes: int, num_machines: int) -> dict[str, Any]:
         return {}
     section: dict[str, Any] = {SWITCH: True}
     here = max(1, num_processes // num_machines)
-    size = _group_size(here, num_machines)
+    size = _field(
+        "How many processes should one replica group have? [1]: ",
+        lambda text: _divides(parse("group_size", text, "it"), here),
+        1,
+        f"Please enter a number that divides the {here} process(es) of a machine.",
+    )
     section[argument_name("group_size")] = size
     groups = max(1, num_processes // size)
     section[argument_name("min_replicas")] = _field(
@@ -58,18 +63,6 @@ def ask(*, num_processes: int, num_machines: int) -> dict[str, Any]:
     section[argument_name("commit")] = _commit()
     _ask_more(section)
     return read_section(section)
-
-
-def _group_size(here: int, num_machines: int) -> int:
-    if num_machines > 1 and _yes("Should every machine be one replica group? [YES/no]: ", True):
-        return here
-    size: int = _field(
-        "How many processes should one replica group have? [1]: ",
-        lambda text: _divides(parse("group_size", text, "it"), here),
-        1,
-        f"Please enter a number that divides the {here} process(es) of a machine.",
-    )
-    return size
 
 
 def _commit() -> str:

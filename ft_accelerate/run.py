@@ -26,6 +26,9 @@ def main(argv: Sequence[str]) -> None:
     if not as_module and not os.path.exists(rest[0]):
         raise SystemExit(f"ft_accelerate.run: there is no script {rest[0]!r}")
     switch_on()
+    # First, and alone: the package's entry point acts at the end of this import, if it is there.
+    import accelerate  # noqa: F401
+
     from ft_accelerate.install import install
 
     try:

@@ -46,6 +46,11 @@ class Runtime(Membership):
         """Whether there is something to train: from then on operations reach over the quorum."""
         return any(ref() is not None for ref in self._models) and not self._closed
 
+    @property
+    def beginning(self) -> bool:
+        """Whether nothing to train was prepared yet (`ft_accelerate.prelude`)."""
+        return not self._models and not self._closed
+
     def wrap(self, module: Any, **kwargs: Any) -> FaultTolerantModel:
         """What `prepare_model` uses in place of DistributedDataParallel."""
         model = FaultTolerantModel(
@@ -202,6 +207,8 @@ class Runtime(Membership):
         in bytes; `keep` False: those who come back get `alone()`, since it is in their state.
         """
         course = self.course
+        if self.beginning:
+            return self.prelude.operation(kind, attempt, alone)
         if not self.ready:
             return alone()
         while True:

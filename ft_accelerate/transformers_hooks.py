@@ -155,9 +155,15 @@ def _train(stock: Any) -> Any:
         self.accelerator.register_for_checkpointing(place)
         runtime.on_live.append(place.arrive)
         try:
-            return stock(self, resume_from_checkpoint, *args, **kwargs)
+            result = stock(self, resume_from_checkpoint, *args, **kwargs)
         finally:
             runtime.on_live.remove(place.arrive)
+        if not runtime.live:
+            raise RuntimeError(
+                "this process came back, but its training ended before it was where its peers "
+                "are: start all of them with the same checkpoint, data and arguments"
+            )
+        return result
 
     return train
 

@@ -15,15 +15,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from ft_accelerate.options import FaultTolerancePlugin
-from ft_core.local import DEFAULT_PORT
-from lighthouse.client import LighthouseClient
-from lighthouse.errors import LighthouseError
+from ft_accelerate.prelude import others_train
 
 log = logging.getLogger("ft_accelerate")
 
 NOTE = ".ft_started_from.json"
-ASK_TIMEOUT_S = 5.0
 
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -51,19 +47,6 @@ def started_from(output_dir: str, given: str | None, runtime: Any) -> str | None
     draft.write_text(json.dumps(starts))
     draft.replace(path)
     return given
-
-
-def others_train(options: FaultTolerancePlugin) -> bool:
-    """Whether this job has committed steps, by members that are there."""
-    address = options.lighthouse or f"tcp://127.0.0.1:{DEFAULT_PORT}"
-    try:
-        with LighthouseClient(address, timeout_s=ASK_TIMEOUT_S) as client:
-            rooms = client.status()["rooms"]
-    except (LighthouseError, OSError):
-        return False  # nobody is there yet, and what is wrong is told when this process joins
-    return any(
-        room["job_id"] == options.job_id and room["step"] > 0 and room["members"] for room in rooms
-    )
 
 
 def _read(path: Path) -> list[str | None]:

@@ -1,10 +1,10 @@
-"""One of three replica groups that does each operation three times, while membership changes.
+"""One of three replica groups that does each operation four times, while membership changes.
 
     python tests/accelerate/collectives_worker.py '{"log": "/dir", "operations": ["gather", ...]}'
 
-Before the first time of each, group 2 leaves as if it had died; it comes back within it, so that
-the second time finds it healing, and the third finds all there. `<log>/<index>.json` gets what each
-call returned.
+Group 2 leaves before the first time, and asks to come back when the others have done it without
+waiting for it; they do the second time when it asks. So it is away in both, heals in the third, and
+is there in the fourth. `<log>/<index>.json` gets what each call returned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import faulthandler
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,27 @@ def operations(accelerator: Any, folder: Path) -> dict[str, Callable[[], Any]]:
     }
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)  # other processes' files announce nothing
+
+
+def asks(folder: Path) -> int:
+    """How often the victim has asked for a quorum that did not take it at once."""
+    text = (folder / f"{VICTIM}.events").read_text()
+    return text.count("waiting for the step in progress to end")
+
+
+def asks_again(folder: Path, before: int) -> bool:
+    return asks(folder) > before
+
+
+def all_there(paths: list[Path]) -> bool:
+    return all(path.exists() for path in paths)
+
+
 def run(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     from accelerate import Accelerator
@@ -135,9 +158,16 @@ def run(options: dict[str, Any]) -> None:
     train(2)
     calls = operations(accelerator, folder)
     for name in options["operations"]:
-        for turn in range(3):
-            if turn == 0 and accelerator.process_index == VICTIM:
-                processes.current()._leave()
+        marks = [folder / f"{name}.{index}" for index in (0, 1)]
+        for turn in range(4):
+            if accelerator.process_index == VICTIM:
+                if turn == 0:
+                    processes.current()._leave()
+                    until(partial(all_there, marks))
+            elif turn == 1:
+                before = asks(folder)
+                marks[accelerator.process_index].touch()
+                until(partial(asks_again, folder, before))
             results.setdefault(name, []).append(calls[name]())
     train(2)
     weight = accelerator.unwrap_model(model).weight.detach().flatten().tolist()

@@ -42,6 +42,7 @@ OPTIONS: dict[str, Any] = {
     "seedable": False,
     "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
     "local_steps": 5,
+    "far_batches": None,  # who has more to catch up leaves the quorum meanwhile
 }
 
 
@@ -261,4 +262,9 @@ if __name__ == "__main__":
         from ft_accelerate.install import install  # what the installed package does by itself
 
         install()
-    run({**OPTIONS, **json.loads(sys.argv[1])})
+    given = {**OPTIONS, **json.loads(sys.argv[1])}
+    if given["far_batches"] is not None:
+        from ft_accelerate import membership
+
+        membership.FAR_BATCHES = given["far_batches"]
+    run(given)

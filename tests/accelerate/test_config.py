@@ -128,7 +128,7 @@ def place(total: int, first: int, groups: int, size: int) -> Layout:
         ({"num_processes": 4, "group_size": 4}, place(1, 0, 1, 4)),
         ({"num_processes": 4, "group_size": 2}, place(2, 0, 2, 2)),
         ({"num_processes": 4, "num_replica_groups": 2}, place(2, 0, 2, 2)),
-        ({"num_processes": 32, "num_machines": 4, "machine_rank": 2}, place(4, 2, 1, 8)),
+        ({"num_processes": 32, "num_machines": 4, "machine_rank": 2}, place(32, 16, 8, 1)),
         (
             {"num_processes": 32, "num_machines": 4, "machine_rank": 3, "group_size": 4},
             place(8, 6, 2, 4),

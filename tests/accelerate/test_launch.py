@@ -9,6 +9,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -73,19 +74,22 @@ def arguments(stock: ModuleType, *argv: str) -> argparse.Namespace:
     return args
 
 
-def test_every_machine_of_an_existing_yaml_becomes_a_replica_group(
+def test_an_existing_multi_node_yaml_becomes_replica_groups(
     stock: ModuleType, tmp_path: Path
 ) -> None:
     config = written(tmp_path, MULTI_NODE, {"min_replicas": 3})
     args = arguments(stock, "--config_file", config)
     assert wanted(args, {})
     made = plan(args, {})
-    assert made.place == Layout(num_replica_groups=4, first=2, groups=1, group_size=8)
+    assert made.place == Layout(num_replica_groups=32, first=16, groups=8, group_size=1)
     assert made.plugin.lighthouse == "tcp://10.0.0.1:4000"
     assert made.lighthouse.bind == ""  # the first machine's launcher runs it
     assert made.plugin.min_replicas == 3
     first = plan(arguments(stock, "--config_file", config, "--machine_rank", "0"), {})
     assert first.lighthouse.bind == "tcp://0.0.0.0:4000"
+    config = written(tmp_path, {**MULTI_NODE, "num_processes": 4}, {"min_replicas": 3})
+    one_each = plan(arguments(stock, "--config_file", config), {})
+    assert one_each.place == Layout(num_replica_groups=4, first=2, groups=1, group_size=1)
 
 
 def test_flags_beat_the_yaml_which_beats_the_environment(stock: ModuleType, tmp_path: Path) -> None:
@@ -275,6 +279,40 @@ def test_plain_accelerate_launch_starts_the_groups(tmp_path: Path) -> None:
     assert {t["ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS"] for t, _ in told} == {"2"}
     assert all(argv == ["--lr", "1"] for _, argv in told)
     assert "starting replica groups 0 to 1 of 2" in done.stderr
+
+
+@pytest.mark.process
+def test_two_machines_train_together(tmp_path: Path) -> None:
+    """The same file and command on both, but for `machine_rank`; the first runs the lighthouse."""
+    from ft_accelerate.cli_test import SCRIPT
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = written(
+        tmp_path,
+        {
+            **ON_CPU,
+            "num_machines": 2,
+            "main_process_ip": "127.0.0.1",
+            "main_process_port": port,
+        },
+        {"min_replicas": 2},
+    )
+    machines = [
+        subprocess.Popen(
+            [
+                *accelerate("launch"), "--config_file", config, "--machine_rank", str(rank),
+                str(SCRIPT), str(tmp_path), "-1", "0",
+            ],
+            env=installed(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [machine.communicate(timeout=100)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], "".join(said)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert found[0]["weights"] == found[1]["weights"]
+    assert "starting replica group 1 of 2" in said[1]
 
 
 @pytest.mark.process

@@ -14,6 +14,7 @@ from tests.accelerate.harness import Line, compare, running
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 SAMPLES, BATCH = 152, 4
+EPOCHS = 7
 STEPS = SAMPLES // BATCH // 2  # in an epoch, of one of two replicas: 19, odd and prime on purpose
 
 
@@ -64,9 +65,10 @@ def test_equals_plain_ddp_bit_for_bit_also_with_discards(
 
 
 def test_three_replicas_equal_plain_ddp_to_rounding(tmp_path: Path, lighthouse: str) -> None:
-    with running(tmp_path / "plain", epochs=1) as plain:
+    options = {"epochs": 1, "norm": False}  # whose zero gradients AdamW would blow up to noise
+    with running(tmp_path / "plain", **options) as plain:
         plain.wait(*plain.start_plain(3), code=None)
-    with running(tmp_path / "ft", lighthouse, epochs=1) as run:
+    with running(tmp_path / "ft", lighthouse, **options) as run:
         run.wait(*[run.start(index, 3) for index in range(3)])
     for index in range(3):
         mine, expected = run.lines(index), plain.lines(index)
@@ -81,7 +83,7 @@ def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
     tmp_path: Path, lighthouse: str
 ) -> None:
     holds = ["step-8", "eval-1", "step-57"]
-    options = {"epochs": 5, "step_delay_s": 0.01, "dropout": 0.1}
+    options = {"epochs": EPOCHS, "step_delay_s": 0.03, "dropout": 0.1, "far_batches": 200}
     with running(tmp_path, lighthouse, holds=holds, **options) as run:
         zero, one = run.start(0), run.start(1)
         one = run.killed_and_back(one, 1, hold="step-8", of=0)
@@ -92,15 +94,15 @@ def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
     ends = [run.end(i) for i in (0, 1)]
     for key in ("digest", "step", "ticks", "lr", "accuracy", "count"):
         assert ends[0][key] == ends[1][key], key
-    assert ends[0]["step"] == 5 * STEPS
-    assert ends[0]["ticks"] == 5 * STEPS * 2
+    assert ends[0]["step"] == EPOCHS * STEPS
+    assert ends[0]["ticks"] == EPOCHS * STEPS * 2
     assert ends[0]["lr"] == 0
     assert sum(end["main"] for end in ends) == 1
     assert compare(*lines) > STEPS
     assert not any(line["skipped"] for replica in lines for line in replica)
     done = {line["step"] for replica in lines for line in replica}
-    assert done == set(range(1, 5 * STEPS + 1))  # nobody has skipped what nobody else did
-    for epoch in range(5):
+    assert done == set(range(1, EPOCHS * STEPS + 1))  # nobody has skipped what nobody else did
+    for epoch in range(EPOCHS):
         seen = [x for replica in lines for x in samples_of(replica, epoch)]
         assert len(seen) - len(set(seen)) <= 1  # the shards are padded to equal length by one
     both = [{e["epoch"]: e for e in run.evaluations(i, live=True)} for i in (0, 1)]

@@ -8,6 +8,7 @@ with the same bits as one without.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,9 @@ def reports(out: Path) -> list[Report]:
 def run(command: list[str], env: dict[str, str], out: Path) -> str:
     """Run to the end; returns what the launcher said."""
     with (out / "output").open("w") as output:
-        code = subprocess.run(command, env=env, stdout=output, stderr=output, timeout=200).returncode
+        code = subprocess.run(
+            command, env=env, stdout=output, stderr=output, timeout=200
+        ).returncode
     said = (out / "output").read_text()
     assert code == 0, said[-8000:]
     return said
@@ -57,7 +60,12 @@ def plain(script: Path, out: Path, *argv: str) -> list[Report]:
 
 
 def protected(
-    script: Path, out: Path, *argv: str, kills: str = "", min_replicas: int = 2
+    script: Path,
+    out: Path,
+    *argv: str,
+    kills: str = "",
+    min_replicas: int = 2,
+    hold: Path | None = None,
 ) -> tuple[list[Report], str]:
     """The same script in two replica groups."""
     out.mkdir(exist_ok=True)
@@ -68,7 +76,8 @@ def protected(
         sys.executable, "-m", "ft_accelerate.cli", "launch", "--config_file", str(config),
         str(script), "--out", str(out), *argv,
     ]  # fmt: skip
-    said = run(command, installed(out / "site", TRAINER_KILLS=kills), out)
+    given = {"TRAINER_KILLS": kills, "TRAINER_HOLD": str(hold or "")}
+    said = run(command, installed(out / "site", **given), out)
     assert said.count("was killed by SIGKILL; it is started again") == len(kills.split()), said
     return reports(out), said
 
@@ -107,18 +116,17 @@ def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
 
 
 def test_the_others_go_on_and_the_killed_one_catches_up(tmp_path: Path) -> None:
-    """`min_replicas` 1, `max_steps`, early stopping's patience: all end on the same step."""
+    """`min_replicas` 1, `max_steps`, the best model loaded at the end: all end on the same step."""
+    os.mkfifo(tmp_path / "back")
     found, _ = protected(
-        TRAINER, tmp_path / "ft", "--max_steps", "1500", "--epochs", "1000", "--patience", "1000",
-        kills="0:0:on_step_end:30", min_replicas=1,
+        TRAINER, tmp_path / "ft", "--max_steps", "400", "--epochs", "1000", "--patience", "1000",
+        kills="0:0:on_step_end:30", min_replicas=1, hold=tmp_path / "back",
     )  # fmt: skip
     same(*found)
-    assert found[0]["global_step"] == found[0]["ticks"] == 1500
+    assert found[0]["global_step"] == found[0]["ticks"] == 400
 
 
-def test_resuming_from_the_last_checkpoint(
-    oracle: list[Report], tmp_path: Path
-) -> None:
+def test_resuming_from_the_last_checkpoint(oracle: list[Report], tmp_path: Path) -> None:
     """A second job resumes, and one of its processes is started again when newer checkpoints are
     there: it must not begin from those."""
     out = tmp_path / "ft"
@@ -138,5 +146,3 @@ def test_sft_trainer_of_trl(tmp_path: Path) -> None:
     found, _ = protected(SFT, tmp_path / "ft", kills="1:0:on_step_end:9")
     for report, wanted in zip(found, expected, strict=True):
         same(report, wanted)
-
-

@@ -70,6 +70,23 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Hold(TrainerCallback):
+    """TRAINER_HOLD names a FIFO: group 1 waits after 60 steps until group 0 is back."""
+
+    def __init__(self) -> None:
+        self.path = os.environ.get("TRAINER_HOLD", "")
+        self.group = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "")
+        self.life = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS", "")
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        if self.path and (self.group, self.life) == ("0", "1"):
+            Path(self.path).open("w").close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.path and self.group == "1" and state.global_step == 60:
+            Path(self.path).open().close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -110,7 +127,7 @@ def main() -> None:
         use_cpu=True,
         dataloader_pin_memory=False,
     )
-    callbacks: list[TrainerCallback] = [Kill()]
+    callbacks: list[TrainerCallback] = [Kill(), Hold()]
     if options.patience:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     trainer = Trainer(
@@ -126,7 +143,9 @@ def main() -> None:
 
 def report(trainer: Trainer, training_loss: float, out: Path) -> None:
     digest = hashlib.sha256()
-    for name, tensor in sorted(trainer.accelerator.unwrap_model(trainer.model).state_dict().items()):
+    for name, tensor in sorted(
+        trainer.accelerator.unwrap_model(trainer.model).state_dict().items()
+    ):
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
     moments = hashlib.sha256()
     for group in trainer.optimizer.state_dict()["state"].values():
