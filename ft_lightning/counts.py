@@ -42,15 +42,15 @@ class Counts:
         elif event.kind == SERVE:
             self.served += 1
 
-    def for_bar(self, step: int) -> dict[str, int | str]:
-        """What a progress bar shows, `step` being the Trainer's; what did not happen is left out."""
-        shown: dict[str, int | str] = {
-            "groups": f"{self.participants}/{self.groups}",
-            "step": step,
-        }
+    def for_bar(self, step: int) -> dict[str, str]:
+        """What a progress bar shows, `step` being the Trainer's; what did not happen is left out.
+
+        Texts: Rich's bar writes numbers with the fraction that the user wants for metrics.
+        """
+        shown = {"groups": f"{self.participants}/{self.groups}", "step": str(step)}
         for name in ("discards", "heals"):
             if getattr(self, name):
-                shown[name] = getattr(self, name)
+                shown[name] = str(getattr(self, name))
         return shown
 
     def for_loggers(self) -> dict[str, float]:
@@ -65,11 +65,18 @@ class Counts:
         }
 
 
-def show_in_bar(bar: Any, counts: Counts) -> None:
+def show_in_bar(bar: Any, counts: Counts, *, visible: bool) -> None:
     """Have a progress bar (any with Lightning's `get_metrics`: TQDM's, Rich's, a user's) show the
-    counts after its own items. `bar`: the Trainer's, or None. `hide_from_bar` undoes it."""
+    counts after its own items. `bar`: the Trainer's, or None. `hide_from_bar` undoes it.
+
+    `visible`: this process is the one that has a bar, which the user has not disabled. Lightning
+    asks for rank zero when it sets up, when nobody is yet, and a bar that was made invisible cannot
+    be shown later: so one bar stays with one replica group, whoever leads.
+    """
     if bar is None or adopted(bar) or not hasattr(bar, "get_metrics"):
         return
+    if visible:
+        bar.enable()
 
     def methods(cls: Any) -> dict[str, Any]:
         def get_metrics(self: Any, trainer: Any, module: Any) -> Any:

@@ -54,6 +54,9 @@ class Decisions:
         self._validated_at = time.monotonic()
         self._differences = 0
         self._aligned = True
+        self._mine: list[bytes] = [b"", b""]
+        self._groups: Any = None
+        self._groups_digest = b""
         adopt(trainer, _asking(self))
 
     def release(self) -> None:
@@ -107,12 +110,11 @@ class Decisions:
         trainer = self._trainer
         metrics = trainer.callback_metrics if self._monitors else {}
         values = [float(metrics.get(name, math.nan)) for name in self._monitors]
-        packed: bytes = msgpack.packb(
-            [self._fingerprint(optimizer, update), self._wish, self._validation_due(), values]
-        )
+        self._mine = self._fingerprint(optimizer, update)
+        packed: bytes = msgpack.packb([self._mine, self._wish, self._validation_due(), values])
         return packed
 
-    def differs(self, control: bytes, optimizer: Any, update: int) -> str:
+    def differs(self, control: bytes) -> str:
         """Take the first member's word, of a committed step that is not applied yet.
 
         Returns how this member's step is not the same one ("": it is). Raises RuntimeError if it
@@ -121,7 +123,7 @@ class Decisions:
         if not control:
             return ""
         theirs, stop, validate, values = msgpack.unpackb(control)
-        mine = self._fingerprint(optimizer, update)
+        mine = self._mine
         if theirs != mine:
             self._differences += 1
             names = ("hyperparameters", "place in the run")
@@ -149,11 +151,13 @@ class Decisions:
         ]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         hyperparameters = [groups, scaler.state_dict() if scaler is not None else None]
+        if hyperparameters != self._groups:
+            self._groups, self._groups_digest = hyperparameters, _digest(hyperparameters)
         number = next((i for i, o in enumerate(trainer.optimizers) if o is optimizer), -1)
         place = [trainer.global_step, number, update]
         if self._aligned:
             place += [position.epoch(trainer), position.batch_index(trainer)]
-        return [_digest(hyperparameters), _digest(place)]
+        return [self._groups_digest, _digest(place)]
 
     # ------------------------------------------------------------------ validation by the clock
 

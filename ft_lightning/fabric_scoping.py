@@ -82,6 +82,7 @@ class FabricScopedMixin(_Base):
                 num_nodes=self._num_nodes,
                 num_replica_groups=self._options.num_replica_groups,
                 replica_name=self._options.replica_name,
+                lighthouse=self._options.lighthouse,
             )
             self._leader = self._scope.index == 0 and self._scope.restarts == 0
             act_as_leader(self._leader, self._scope)

@@ -161,13 +161,7 @@ class FTFabricMixin(FabricScopedMixin):
             die_with_supervisor(self.scope.supervisor_pid)
             self._launcher = None
             return
-        self._launcher = SupervisorLauncher(  # type: ignore[assignment]
-            num_groups=self.scope.num_groups,
-            min_replicas=self._options.min_replicas,
-            timeout_s=self._options.timeout_s,
-            lighthouse=self._options.lighthouse,
-            max_restarts=self._options.max_restarts,
-        )
+        self._launcher = SupervisorLauncher(self.scope, self._options)  # type: ignore[assignment]
 
     def _setup_distributed(self) -> None:
         """No default process group: the replica group is this process."""
@@ -291,7 +285,7 @@ class FTFabricMixin(FabricScopedMixin):
         except QuorumUnavailable:
             return  # the attempt has failed already; the next one tells
         act_as_leader(self._leader, self.scope)
-        report_joined(os.environ, self.scope.index)
+        report_joined(os.environ, self.scope.device)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Called by `optimizer.step()`: vote, and step if all agreed.

@@ -25,6 +25,9 @@ def make(
     def first_epoch_start(self: Any, trainer: Any, module: Any) -> None:
         adopt_fetcher()
 
+    def first_validation_epoch_end(self: Any, trainer: Any, module: Any) -> None:
+        rounds.meet()
+
     def first_validation_end(self: Any, trainer: Any, module: Any) -> None:
         rounds.validation_metrics()
 
@@ -40,6 +43,7 @@ def make(
 
     first = {
         "on_train_epoch_start": first_epoch_start,
+        "on_validation_epoch_end": first_validation_epoch_end,
         "on_validation_end": first_validation_end,
         "on_train_epoch_end": first_epoch_end,
     }

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ft_core.supervisor import die_with, supervise
-from ft_lightning.scope import child_environment
+from ft_lightning.options import Options
+from ft_lightning.scope import Scope, child_environment
 
 through_main = False
 """Whether this process was started by `python -m ft_lightning`: then children are, too."""
@@ -23,25 +24,14 @@ through_main = False
 class SupervisorLauncher:
     """What the Trainer calls instead of its run. Quacks like Lightning's `_Launcher`.
 
-    `lighthouse`: address of one that is there; None: TORCHFT_LIGHTHOUSE, else one is embedded.
+    The lighthouse is the one of the options, else TORCHFT_LIGHTHOUSE, else one is embedded here.
     """
 
-    is_interactive_compatible = False
+    is_interactive_compatible = True
+    """So that `launch` says in its own words why there is nothing to start in a notebook."""
 
-    def __init__(
-        self,
-        *,
-        num_groups: int,
-        min_replicas: int,
-        timeout_s: float,
-        lighthouse: str | None,
-        max_restarts: int,
-    ) -> None:
-        self._num_groups = num_groups
-        self._min_replicas = min_replicas
-        self._timeout_s = timeout_s
-        self._lighthouse = lighthouse
-        self._max_restarts = max_restarts
+    def __init__(self, scope: Scope, options: Options) -> None:
+        self._scope, self._options = scope, options
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
@@ -50,30 +40,32 @@ class SupervisorLauncher:
 
         Raises RuntimeError if there is no script to run.
         """
-        command = script_command(self._num_groups)
+        scope = self._scope
+        command = script_command(scope.supervised)
         server = None
-        address = self._lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
+        address = self._options.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
         if not address:
             server = self._serve()
             address = server.address()
 
-        def environment(index: int, restarts: int) -> dict[str, str]:
+        def environment(number: int, restarts: int) -> dict[str, str]:
             return child_environment(
                 os.environ,
-                index=index,
-                num_groups=self._num_groups,
+                scope,
+                number=number,
                 lighthouse=address,
                 supervisor_pid=os.getpid(),
                 restarts=restarts,
             )
 
+        elsewhere = scope.num_groups - scope.supervised
         try:
             code = supervise(
                 command,
                 environment,
-                count=self._num_groups,
-                min_alive=self._min_replicas,
-                max_restarts=self._max_restarts,
+                count=scope.supervised,
+                min_alive=max(1, self._options.min_replicas - elsewhere),
+                max_restarts=self._options.max_restarts,
                 speaker="ft_lightning",
             )
         finally:
@@ -92,14 +84,13 @@ class SupervisorLauncher:
         from lighthouse import LighthouseConfig, LighthouseServer
         from lighthouse.config import Timeouts
 
+        timeout_s = self._options.timeout_s
         return LighthouseServer(
             config=LighthouseConfig(
-                min_replicas=self._min_replicas,
-                expected_replicas=self._num_groups,
+                min_replicas=self._options.min_replicas,
+                expected_replicas=self._scope.num_groups,
                 # All start now; how long that takes says nothing about communication.
-                timeouts=Timeouts.derive(
-                    self._timeout_s, join_timeout_s=max(self._timeout_s, 60.0)
-                ),
+                timeouts=Timeouts.derive(timeout_s, join_timeout_s=max(timeout_s, 60.0)),
             )
         )
 

@@ -14,16 +14,18 @@ from typing import Any
 log = logging.getLogger("ft_lightning")
 
 
-def begin(trainer: Any, log_hyperparams: Any) -> None:
+def begin(trainer: Any, log_hyperparams: Any, *, takes_over: bool) -> None:
     """This group writes from now on: first what set-up would have written.
 
-    `log_hyperparams(trainer)`: Lightning's own. The loop's thread.
+    `log_hyperparams(trainer)`: Lightning's own. `takes_over`: from another. The loop's thread.
     """
     for logger in trainer.loggers:
         keep_metrics(logger)
     if trainer.enable_autolog_hparams:
         log_hyperparams(trainer)
     for callback in trainer.callbacks:
+        if not takes_over and hasattr(callback, "summarize") and hasattr(callback, "_max_depth"):
+            callback.on_fit_start(trainer, trainer.lightning_module)  # the model's summary
         if hasattr(callback, "save_config") and not getattr(callback, "already_saved", True):
             _save_config(trainer, callback)
 

@@ -21,14 +21,19 @@ from ft_core.import_hook import when_imported
 NAME = "ft_ddp"
 DESCRIPTION = "DDP over replica groups that may die and come back while the others train on"
 
-TRAINER_NAMES = {
+UNUSED = "ft_ddp_find_unused_parameters_true"
+"""As stock DDP has it: the name says the option."""
+
+FABRIC_NAMES = {
     NAME: ("FTDDPStrategy", DESCRIPTION),
+    UNUSED: ("FTDDPStrategy", "ft_ddp for models of which a forward leaves out parameters"),
     "ft_local_sgd": ("FTLocalSGDStrategy", "Replica groups that average their parameters at times"),
     "ft_diloco": ("FTDiLoCoStrategy", "Replica groups with an outer optimizer, for slow links"),
 }
+TRAINER_NAMES = {
+    **FABRIC_NAMES,
+}
 """Name -> (class in the modules below, description)."""
-
-FABRIC_NAMES = {NAME: ("FTDDPStrategy", DESCRIPTION)}
 
 REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "ft_lightning.pytorch", TRAINER_NAMES),
@@ -80,7 +85,9 @@ def _register_there(
     registry: Any = getattr(module, attribute)
     for name, (class_name, description) in names.items():
         if name not in registry:
-            registry.register(name, _factory(home, class_name), description=description)
+            options = {"find_unused_parameters": True} if name == UNUSED else {}
+            create = _factory(home, class_name)
+            registry.register(name, create, description=description, **options)
 
 
 def _load(home: str, module: ModuleType) -> None:

@@ -20,6 +20,13 @@ import torch
 from ft_lightning import position
 
 
+class StepDiscarded(BaseException):
+    """Unwinds a `training_step` of manual optimization that must be computed again.
+
+    Not an Exception: the user's own handlers are not meant. Never leaves the strategy.
+    """
+
+
 class Replay:
     """The updates of the batches under way (a window). The loop's thread."""
 

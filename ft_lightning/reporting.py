@@ -49,7 +49,7 @@ class MetricsMixin(_Base):
         for logger in trainer.loggers:
             # The x axis of the metrics that Lightning logs itself.
             logger.log_metrics(
-                counts.for_loggers(), step=trainer.fit_loop.epoch_loop._batches_that_stepped - 1
+                counts.for_loggers(), step=trainer.fit_loop.epoch_loop._batches_that_stepped
             )
 
 

@@ -44,6 +44,11 @@ class Rounds:
         outside = trainer.sanity_checking or trainer.state.fn != "fit"
         return self._round is None or endless or outside
 
+    def meet(self) -> None:
+        """A validation's batches are over, nothing is logged: who died meanwhile does not lead."""
+        if not self._off:
+            self._round(b"", None)
+
     def validation_metrics(self) -> None:
         """A validation's metrics are complete, nobody has acted on them: take the first member's."""
         if not self._off:

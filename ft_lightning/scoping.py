@@ -126,6 +126,7 @@ class ScopedMixin(_Base):
                 num_nodes=self.num_nodes,
                 num_replica_groups=self._options.num_replica_groups,
                 replica_name=self._options.replica_name,
+                lighthouse=self._options.lighthouse,
             )
             if scope.device >= len(self.parallel_devices or ()):
                 raise ValueError(

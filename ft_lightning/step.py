@@ -10,9 +10,8 @@ second one begins with its first backward (`replay.py`). A discarded step is tri
 spot, with all batches of its window, until it is committed: no batch is lost, and Lightning's
 counters, schedulers and callbacks see one step. It must be so, and not "skip the batch": a member
 that had reduced nothing when another failed goes on with its attempt under the next quorum, so
-members agree about batches only if the number of a step says which batches those are.
-
-What runs twice is what the user's `training_step` does besides computing a loss and logging.
+members agree about batches only if the number of a step says which batches those are. What runs
+twice is what the user's `training_step` does besides computing a loss and logging.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from datetime import timedelta
 from enum import Enum
 from typing import Any
 
@@ -31,16 +31,9 @@ from ft_core.manager import Manager
 from ft_lightning import healing, logged, position
 from ft_lightning.batches import Batches
 from ft_lightning.decisions import Decisions
-from ft_lightning.replay import Replay, untoggle
+from ft_lightning.replay import Replay, StepDiscarded, untoggle
 
 log = logging.getLogger("ft_lightning")
-
-
-class StepDiscarded(BaseException):
-    """Unwinds a `training_step` of manual optimization that must be computed again.
-
-    Not an Exception: the user's own handlers are not meant. Never leaves the strategy.
-    """
 
 
 class Place(Enum):
@@ -56,6 +49,7 @@ class StepDriver:
 
     `on_quorum()` is called whenever membership may have changed; `hooks(name)` calls the
     callbacks' and the module's hook of that name; `leave()` raises what ends a fit on SIGTERM.
+    `patience_s`: how long a peer may be late at the end of a validation or an epoch.
     """
 
     def __init__(
@@ -68,27 +62,24 @@ class StepDriver:
         on_quorum: Callable[[], None],
         hooks: Callable[[str], None],
         leave: Callable[[], None],
+        patience_s: float,
     ) -> None:
         self._trainer, self._manager, self._batches = trainer, manager, batches
         self._decisions, self._replay = decisions, Replay(trainer)
         self._on_quorum, self._hooks, self._leave = on_quorum, hooks, leave
+        self._patience = timedelta(seconds=patience_s)
         self._thread = threading.get_ident()
         self._place: Place | None = None
         """Where `start_quorum` is being called; None: nowhere."""
         self._round_slots = 0
-        self._visit: int | None = None
-        """Peers are in a round with so many slots, and this group has been let in there."""
-        self._lost = False
-        """Behind, and not at a place where to heal: no round until the next boundary."""
-        self._window: list[tuple[Any, ...]] = []
-        """Arguments of `training_step` for each batch of the window under way."""
+        self._visit: int | None = None  # let in while peers are in a round with so many slots
+        self._lost = False  # behind, and not where it can heal: no round until the next boundary
+        self._window: list[tuple[Any, ...]] = []  # arguments of `training_step` for each batch
         self._instead: tuple[Any, ...] | None = None
         """Arguments to use in place of the loop's, which has healed away from its batch."""
         self._logged: logged.Snapshot = {}
-        self._only_reduces = False
-        """The open step was begun for a collective, and no gradients have followed."""
-        self._counted = True
-        """Whether Lightning's counters hold the window's committed updates."""
+        self._only_reduces = False  # the open step was begun for a collective; no gradients yet
+        self._counted = True  # Lightning's counters hold the window's committed updates
         self.open = False
         self.computing = False
         self.last_committed: bool | None = None
@@ -159,10 +150,9 @@ class StepDriver:
 
     def before_backward(self, wrapper: Any) -> None:
         """Gradients are about to be computed."""
-        if not self._manual:
-            return
-        self.ensure_open()
-        self._replay.mute(wrapper)
+        if self._manual:
+            self.ensure_open()
+            self._replay.mute(wrapper)
 
     # ------------------------------------------------------------------ compute
 
@@ -260,12 +250,11 @@ class StepDriver:
         if leaving:
             # The vote says goodbye: the next quorum is formed without this group at once.
             self._manager.leave_after_step()
-        done = self._replay.done
-        control = self._decisions.control(optimizer, done)
+        control = self._decisions.control(optimizer, self._replay.done)
         committed = self._manager.should_commit(control=control)
         self.open = False
         if committed and not leaving:
-            committed = self._same_step(optimizer, done)
+            committed = self._same_step()
         self.last_committed = committed
         if committed:
             self._on_quorum()  # it may have changed while the step had reduced nothing yet
@@ -273,12 +262,10 @@ class StepDriver:
             self._leave()
         return committed
 
-    def _same_step(self, optimizer: Any, done: int) -> bool:
+    def _same_step(self) -> bool:
         """Whether what was committed is what this group would apply; else it will heal."""
         outcome = self._manager.last_outcome()
-        difference = self._decisions.differs(
-            outcome.control if outcome is not None else b"", optimizer, done
-        )
+        difference = self._decisions.differs(outcome.control if outcome is not None else b"")
         if difference:
             log.warning("%s: it takes their state", difference)
             self._manager.forget_state(difference)
@@ -300,10 +287,12 @@ class StepDriver:
         finally:
             self._counted = True
         healed = self._window is not before
-        if healed and self._manual:
+        results = self._trainer.fit_loop.epoch_loop._results
+        if healed:
+            self._logged = logged.snapshot(results)
             self._replay.mark()
-        if not healed:
-            logged.restore(self._trainer.fit_loop.epoch_loop._results, self._logged)
+        else:
+            logged.restore(results, self._logged)
         return healed
 
     def _zero_grad(self) -> None:
@@ -329,8 +318,7 @@ class StepDriver:
 
     def close(self) -> None:
         """The fit is over."""
-        self._instead = None
-        self._window = []
+        self._instead, self._window = None, []
         self._logged = {}
         self.open = False
 
@@ -343,6 +331,7 @@ class StepDriver:
         """
         if self.open:
             return None  # a window goes on over the end of an epoch: `optimizer_step` overridden
+        self._lost = self._lost or self._manager.is_healing()  # evicted, and let in again
         while not self._lost:
             self._round_slots = 0 if sums is None else sums.numel()
             self._start(Place.ROUND)
@@ -352,7 +341,7 @@ class StepDriver:
             total = None if sums is None else sums.clone()
             if total is not None:
                 self._manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
-            if self._manager.should_commit(control=control):
+            if self._manager.should_commit(self._patience, control=control):
                 outcome = self._manager.last_outcome()
                 assert outcome is not None
                 return outcome.control, total

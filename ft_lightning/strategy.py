@@ -20,6 +20,7 @@ from ft_core.telemetry import JsonlSink
 from ft_lightning import healing, hooks, leader, position
 from ft_lightning.batches import Batches
 from ft_lightning.checkpoints import CheckpointMixin
+from ft_lightning.closures import once
 from ft_lightning.collectives import zero_loss
 from ft_lightning.counts import Counts, hide_from_bar, show_in_bar
 from ft_lightning.decisions import Decisions
@@ -104,9 +105,10 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         self._batches: Batches | None = None
         self._decisions: Decisions | None = None
         self._rounds: Rounds | None = None
+        self._shows_bar = False
         self._callbacks: tuple[Any, ...] = ()
         self._sink: JsonlSink | None = None
-        self._writes = False
+        self._writes = self._met = False
         self._owes_join_report = True
 
     @classmethod
@@ -139,15 +141,12 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             die_with_supervisor(self.scope.supervisor_pid)
             self._launcher = None
             return
-        self._launcher = SupervisorLauncher(  # type: ignore[assignment]
-            num_groups=self.scope.num_groups,
-            min_replicas=self._options.min_replicas,
-            timeout_s=self._options.timeout_s,
-            lighthouse=self._options.lighthouse,
-            max_restarts=self._options.max_restarts,
-        )
+        self._launcher = SupervisorLauncher(self.scope, self._options)  # type: ignore[assignment]
 
     def setup_environment(self) -> None:
+        # Before callbacks are set up, which disables bars where rank zero is not.
+        bar = self._trainer.progress_bar_callback
+        self._shows_bar = self.scope.index == 0 and getattr(bar, "is_enabled", False)
         if self.scope.num_groups > 1:
             self._prepare_lock = lock_machine(self._options.job_id or "")
         super().setup_environment()
@@ -155,7 +154,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             # Loggers open their files at their first use as rank zero, under a version number
             # that follows from the files there are: nobody is rank zero until all have chosen,
             # and a process that was started again does not know who is.
-            self._leader = self._writes = False
+            self._leader = self._writes = self._met = False
             act_as_leader(False, self.scope)
 
     def setup_distributed(self) -> None:
@@ -180,7 +179,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         self._manager = make_manager(self._options, self.scope, self.root_device)
         self.counts = Counts(self.world_size)
         self._manager.telemetry.add_sink(self.counts)
-        show_in_bar(trainer.progress_bar_callback, self.counts)
+        show_in_bar(trainer.progress_bar_callback, self.counts, visible=self._shows_bar)
         if self.scope.event_log:
             self._sink = JsonlSink(Path(self.scope.event_log), name=self.scope.name)
             self._manager.telemetry.add_sink(self._sink)
@@ -189,9 +188,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         # Without a decision by the quorum, or without one a step, each group decides for itself.
         agrees = isinstance(self._driver, StepDriver) and self._options.commit == "quorum"
         self._decisions.alone = not agrees
-        self._rounds = Rounds(
-            trainer, self._decisions, self._driver.round if agrees else None
-        )
+        self._rounds = Rounds(trainer, self._decisions, self._driver.round if agrees else None)
         self._manager.set_state_dict_fns(self._driver.load, self._driver.state)
         super().setup(trainer)
         self._check_optimizers()
@@ -217,6 +214,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             on_quorum=self._on_quorum,
             hooks=self._call_hooks,
             leave=self._leave,
+            patience_s=4 * self._options.timeout_s,  # the lighthouse evicts who hangs before
         )
 
     def _setup_model(self, model: Any) -> Any:
@@ -302,12 +300,11 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         """Called by Lightning (or by the user's `optimizer.step`) once a step."""
         assert self._driver is not None
         assert self._manager is not None
-        update = super().optimizer_step
-        output = None
+        update, output = super().optimizer_step, None
 
         def step(result: Any) -> None:
             nonlocal output
-            output = update(optimizer, _once(result), model, **kwargs)
+            output = update(optimizer, once(result), model, **kwargs)
 
         result = self._driver.optimizer_step(closure, step, optimizer)
         if self._sink is not None and isinstance(result, torch.Tensor):
@@ -339,10 +336,12 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         act_as_leader(self._leader, self.scope)
         if self._owes_join_report:
             self._owes_join_report = False
-            report_joined(os.environ, self.scope.index)
+            report_joined(os.environ, self.scope.device)
         if self._leader and not self._writes:
             self._writes = True
-            leader.begin(self._trainer, self._from("loggers.utilities")._log_hyperparams)
+            log_hyperparams = self._from("loggers.utilities")._log_hyperparams
+            leader.begin(self._trainer, log_hyperparams, takes_over=self._met)
+        self._met = True
 
     def _call_hooks(self, name: str) -> None:
         call = self._from("trainer.call")
@@ -403,20 +402,3 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             fabric = "lightning.fabric" if "." in self._namespace else "lightning_fabric"
             return importlib.import_module(fabric + module.removeprefix("fabric"))
         return importlib.import_module(f"{self._namespace}.{module}")
-
-
-def _once(result: Any) -> Callable[[], Any]:
-    """A closure for the optimizer: the loss was computed already, and for one evaluation."""
-    calls = 0
-
-    def closure() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            raise RuntimeError(
-                "this optimizer evaluates the loss several times a step, which a fault-tolerant "
-                "step cannot: use an optimizer that evaluates it once"
-            )
-        return result
-
-    return closure

@@ -564,3 +564,6 @@ if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
     assert ft_lightning
     main(json.loads(sys.argv[1]))
+    if "WORLD_SIZE" in os.environ:
+        sys.stdout.flush()
+        os._exit(0)  # stock's process groups may abort when a peer has gone before

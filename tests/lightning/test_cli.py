@@ -43,7 +43,9 @@ with open("path.yaml", "w") as file:
 strategy = cli("--config", "path.yaml").trainer.strategy
 check(strategy, min_replicas=2, num_replica_groups=2)
 assert strategy._ddp_kwargs["gradient_as_bucket_view"] is False, strategy._ddp_kwargs
-check(cli("--trainer.strategy", "ft_ddp").trainer.strategy)
+strategy = cli("--trainer.strategy", "ft_ddp_find_unused_parameters_true").trainer.strategy
+check(strategy)
+assert strategy._ddp_kwargs["find_unused_parameters"] is True
 check(cli("--trainer.strategy", "FTDDPStrategy", "--trainer.strategy.timeout_s", "7")
       .trainer.strategy, timeout_s=7.0)
 

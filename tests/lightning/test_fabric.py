@@ -32,9 +32,7 @@ def values(lines: list[Line], key: str) -> list[Any]:
     return [line[key] for line in lines]
 
 
-def test_equals_stock_ddp_with_discarded_steps_and_resumes(
-    tmp_path: Path, lighthouse: str
-) -> None:
+def test_equals_stock_ddp_with_discarded_steps_and_resumes(tmp_path: Path, lighthouse: str) -> None:
     """Accumulation and clipping; two steps are discarded; saved in mid-epoch and loaded again."""
     options: dict[str, Any] = {"worker": WORKER, "accumulate": 2, "clip": 0.5}
     with running(tmp_path / "ddp", strategy="ddp", devices=2, **options) as stock:

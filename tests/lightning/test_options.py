@@ -41,6 +41,13 @@ def test_wrong_options(wrong: dict[str, Any], says: str) -> None:
         Options(**{**FINE, **wrong})
 
 
+def test_what_only_says_its_default_is_taken_out() -> None:
+    """LightningCLI passes all options that there are, set or not."""
+    given = {"start_method": "popen", "init_sync": True, "ddp_comm_hook": None, "dim": 0}
+    refuse_ddp_options(given)
+    assert given == {"ddp_comm_hook": None, "dim": 0}
+
+
 @pytest.mark.parametrize("name", ["ddp_comm_hook", "model_averaging_period", "start_method"])
 def test_options_of_stock_ddp_that_do_not_fit(name: str) -> None:
     refuse_ddp_options({"find_unused_parameters": True, name: None})

@@ -124,29 +124,33 @@ assert len(sys.meta_path) == len(path) + 1, "installed twice"
 # ---------------------------------------------------------------- without an import
 
 REGISTERED = """
-import sys, {first}
+import sys, {trainer_module}, {fabric_module}
 from importlib import import_module
-known = {{}}
-for module, registry in (("{first}.strategies", "{registry}"),):
-    known = getattr(import_module(module), registry)
-assert "ft_ddp" in known.available_strategies()
+for module, registry in (("{trainer_module}", "StrategyRegistry"),
+                         ("{fabric_module}", "STRATEGY_REGISTRY")):
+    known = getattr(import_module(module + ".strategies"), registry)
+    assert "ft_ddp" in known.available_strategies()
 assert not any(m.startswith("ft_lightning.s") for m in sys.modules), "loaded before it was asked for"
-{use}
-assert type(strategy).__module__ == "{home}", type(strategy)
-"""
-TRAINER = """
-from {first} import Trainer
+from {trainer_module} import Trainer
 strategy = Trainer(strategy="ft_ddp", accelerator="cpu", devices=1, logger=False).strategy
-"""
-FABRIC = """
-from {first} import Fabric
+assert type(strategy).__module__ == "{trainer_home}", type(strategy)
+from {fabric_module} import Fabric
 strategy = Fabric(strategy="ft_ddp", accelerator="cpu", devices=1).strategy
+assert type(strategy).__module__ == "{fabric_home}", type(strategy)
 """
 NAMESPACES = [
-    ("lightning.pytorch", "StrategyRegistry", TRAINER, "ft_lightning.pytorch"),
-    ("pytorch_lightning", "StrategyRegistry", TRAINER, "ft_lightning.pl"),
-    ("lightning.fabric", "STRATEGY_REGISTRY", FABRIC, "ft_lightning.fabric"),
-    ("lightning_fabric", "STRATEGY_REGISTRY", FABRIC, "ft_lightning.fabric_lf"),
+    {
+        "trainer_module": "lightning.pytorch",
+        "trainer_home": "ft_lightning.pytorch",
+        "fabric_module": "lightning.fabric",
+        "fabric_home": "ft_lightning.fabric",
+    },
+    {
+        "trainer_module": "pytorch_lightning",
+        "trainer_home": "ft_lightning.pl",
+        "fabric_module": "lightning_fabric",
+        "fabric_home": "ft_lightning.fabric_lf",
+    },
 ]
 
 
@@ -167,20 +171,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("first", "registry", "use", "home"), NAMESPACES)
+@pytest.mark.parametrize("names", NAMESPACES, ids=lambda names: names["trainer_module"])
 def test_four_registries_know_the_name_without_an_import(
-    installed: Path, first: str, registry: str, use: str, home: str
+    installed: Path, names: dict[str, str]
 ) -> None:
-    script = REGISTERED.format(
-        first=first, registry=registry, home=home, use=use.format(first=first)
-    )
-    done = run("-c", script, PYTHONPATH=f"{ROOT}:{installed}")
+    done = run("-c", REGISTERED.format(**names), PYTHONPATH=f"{ROOT}:{installed}")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 TORCH = """
 import sys, time, torch
-print("hook" if any(type(f).__module__ == "ft_core.import_hook" for f in sys.meta_path) else "none")
+hook = sys.modules.get("ft_core.import_hook")  # others may wait for their modules, too
+print("hook" if hook and any("lightning" in name for name in hook._waiting) else "none")
 print([m for m in sys.modules if m.startswith(("lightning", "pytorch_lightning", "zmq", "lighthouse"))])
 """
 

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 AS_STOCK = ("accumulate", "bf16", "fp16", "gan", "every_second_step")
 RETRIED = {
-    "accumulate:retry": {"1": 0, "4": 1},
+    "accumulate:retry": {"1": 0, "10": 1},
     "fp16:retry": {"2": 0, "9": 1},
     "gan:retry": {"4": 1, "9": 0, "13": 1, "20": 1},
     "every_second_step:retry": {"3": 1},

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ft_core.replica import Attempt, Configure, Effect, Replica, Stage, Transmit
+from ft_core.effects import Configure, Effect, Transmit
+from ft_core.replica import Attempt, Replica, Stage
 from lighthouse.messages import (
     Decision,
     Expelled,

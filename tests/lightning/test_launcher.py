@@ -1,0 +1,107 @@
+"""How replica groups come about, and end, around real Trainers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+from tests.lightning.harness import Run, running
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_supervisor_and_all_it_started(tmp_path: Path, number: Any) -> None:
+    """What was trained is kept: Lightning ends the fit after the batch, as it does without us."""
+    with running(tmp_path, devices=2, max_epochs=100, step_delay_s=0.02) as run:
+        main = run.start()
+        for index in (0, 1):
+            run.until_step(index, 3)
+        children = [run.lives(index)[-1] for index in (0, 1)]
+        main.send_signal(number)
+        assert main.wait(60) != 0
+        deadline = time.monotonic() + 20
+        while not all(map(gone, children)):
+            assert time.monotonic() < deadline, "a child outlived its supervisor"
+            time.sleep(0.02)
+        assert "started again" not in run.output()
+        assert run.lives(0) == children[:1]
+
+
+def scheduled(run: Run, how: str, index: int) -> subprocess.Popen[bytes]:
+    common = {
+        "TORCHFT_LIGHTHOUSE": run.lighthouse,
+        "FT_JOB_ID": str(run.log),
+        "LOCAL_RANK": str(index),  # names the test's files; Lightning would set it
+    }
+    if how == "slurm":
+        return run.start(
+            SLURM_NTASKS="2",
+            SLURM_NTASKS_PER_NODE="2",
+            SLURM_PROCID=str(index),
+            SLURM_LOCALID=str(index),
+            SLURM_NODEID="0",
+            SLURM_JOB_NAME="train",
+            SLURM_JOB_ID="7",
+            PL_TRAINER_DEVICES="2",
+            **common,
+        )
+    return run.start(NODE_RANK=str(index), PL_TRAINER_NUM_NODES="2", **common)
+
+
+@pytest.mark.parametrize("how", ["slurm", "nodes"])
+def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
+    """SLURM's tasks, and one process a node; and who comes back when all is over stays out."""
+    config = LighthouseConfig(timeouts=Timeouts.derive(5.0, join_timeout_s=20.0))
+    options = {"devices": 2} if how == "slurm" else {}
+    with LighthouseServer(config=config) as server:
+        with running(tmp_path, server.address(), max_epochs=1, **options) as run:
+            run.wait(*(scheduled(run, how, index) for index in (0, 1)))
+            assert run.end(0)["digest"] == run.end(1)["digest"]
+            assert [run.end(i)["rank"] for i in (0, 1)] == [0, 1]
+            assert run.end(0)["world_size"] == 2
+            steps = len(run.lines(1))
+            if how == "nodes":
+                late = scheduled(run, how, 1)
+                assert late.wait(100) == 1
+                assert "does not start it over" in run.output()
+                assert len(run.lines(1)) == steps
+
+
+def test_a_notebook_is_told_what_to_do() -> None:
+    """No script to run again, as in a notebook: said in a sentence, before anything is started."""
+    script = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import ft_lightning
+Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
+"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**env, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "devices=2 starts 2 processes that run your script again" in done.stderr
+    assert "put the training into a script" in done.stderr
