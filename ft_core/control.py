@@ -24,15 +24,8 @@ from typing import Protocol
 
 import zmq
 
-from ft_core.replica import (
-    Abort,
-    Configure,
-    Effect,
-    FetchState,
-    Replica,
-    Told,
-    Transmit,
-)
+from ft_core.effects import Abort, Configure, Effect, FetchState, Told, Transmit
+from ft_core.replica import Replica
 from lighthouse.messages import Message, Request
 
 log = logging.getLogger("ft_core")
@@ -113,6 +106,8 @@ class Control:
             self._carry_out(action(self.replica, time.monotonic()) or [])
             self._state.notify_all()
             wanted = self.replica.deadline()
+        if self._closing:
+            return  # the report of a heal that was still under way: nothing follows from it
         if self._outbox:
             self._flush()
         elif wanted is not None and wanted < self._planned:

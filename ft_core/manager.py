@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from ft_core.allreduce import Once, completed, finish, op_name, options_for, prepare
+from ft_core.effects import Effect
 from ft_core.errors import (
     GroupBroken,
     QuorumUnavailable,
@@ -33,14 +34,13 @@ from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
 from ft_core.process_group.work import finish_with
 from ft_core.quantized import CollectiveQueue, check_quantizable, queue_of, reduce_in_turn
-from ft_core.replica import Attempt, Effect, Outcome, Replica, Stage
+from ft_core.replica import Attempt, Outcome, Replica, Stage
 from ft_core.session import Session, SessionOptions
 from ft_core.state import State
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 from ft_core.world import Participation, WorldSizeMode, participation
 from lighthouse.errors import JoinRefused
-from lighthouse.messages import FINISHED
-from lighthouse.messages import Member
+from lighthouse.messages import FINISHED, Member
 
 log = logging.getLogger("ft_core")
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgpack
 
+from ft_core.effects import Abort, Configure, FetchState
 from ft_core.heal import HealError, HealKey, HealServer, HealStats, fetch
 from ft_core.process_group import ProcessGroup, ProcessGroupError
-from ft_core.replica import Abort, Configure, FetchState
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
 from lighthouse.messages import Member
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from ft_core.effects import Abort, Configure, Effect, FetchState, Told, Transmit
 from lighthouse.messages import (
     NO_QUORUM,
     PHASE_HEALING,
@@ -41,7 +42,6 @@ from lighthouse.messages import (
     Quorum,
     Refused,
     Reply,
-    Request,
     Revoke,
     Vote,
     Waiting,
@@ -69,49 +69,6 @@ class Attempt(Enum):
     PINNED = "pinned"
     FAILED = "failed"
     VOTED = "voted"
-
-
-@dataclass(frozen=True, slots=True)
-class Transmit:
-    """Effect: send `message` to the lighthouse (or the group's leader)."""
-
-    message: Request
-
-
-@dataclass(frozen=True, slots=True)
-class Configure:
-    """Effect: give the process group these members; then call `configured`."""
-
-    quorum_id: int
-    members: tuple[Member, ...]
-    replica_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Effect: revoke the process group now: blocked collectives fail, later ones too."""
-
-    quorum_id: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class FetchState:
-    """Effect: bring the state (step, lineage) from `sources`; then call `fetched`."""
-
-    step: int
-    lineage: str
-    sources: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Effect: something worth a log line."""
-
-    text: str
-
-
-Effect = Transmit | Configure | Abort | FetchState | Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,21 +272,14 @@ class Replica:
         return [] if was_out else [Transmit(Leave(self._template.room, self.replica_id, reason))]
 
     def give_up(self, reason: str) -> list[Effect]:
-        """The own state is not what the quorum takes it for: leave, and hold none; the next
-        `begin` joins, and heals."""
+        """Leave, as one that holds no state; the next `begin` joins, and heals."""
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
-        effects: list[Effect] = [Told(f"gives its state up: {reason}")]
-        if self.stage is Stage.MEMBER and self.view is not None:
-            effects.append(Abort(self.view.quorum_id, reason))
-        if self.stage is not Stage.OUT:
-            effects.append(Transmit(Leave(self._template.room, self.replica_id, reason[:500])))
-        self.stage, self.reason, self.healed, self._revoked = Stage.OUT, reason, False, True
+        cut: list[Effect] = [Abort(self.view.quorum_id, reason)] if self.view is not None else []
+        effects = cut + self.leave(reason[:500])
+        self.stage, self.healed, self._revoked = Stage.OUT, False, True
         self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
-        self._resend_at = self._grace_at = self._vote = self._unanswered = None
-        self._fetching = self._fetched = self.published = None
-        if self.attempt is not Attempt.CLOSED:
-            self._close(Outcome(self.step, False, reason))
+        self._vote = self._unanswered = self._fetching = self._fetched = self.published = None
         return effects
 
     def leave_after_step(self) -> None:

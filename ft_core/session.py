@@ -14,11 +14,12 @@ import zmq
 
 from ft_core.config import ReplicaEnv, advertised_host, default_name, new_replica_id
 from ft_core.control import Condition, Control, Link
+from ft_core.effects import Effect
 from ft_core.group import BROKEN
 from ft_core.group_server import GroupLink, GroupServer, Leader, announce_leader, find_leader
 from ft_core.plane import DataPlane
 from ft_core.process_group import ProcessGroup
-from ft_core.replica import Effect, Replica, Stage
+from ft_core.replica import Replica, Stage
 from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.address import normalize
 from lighthouse.client import Connection

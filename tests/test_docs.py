@@ -28,3 +28,14 @@ def test_links_and_named_files_exist(page: Path) -> None:
     files = re.findall(rf"`((?:{PACKAGES})/[\w/.]+)`", text)
     missing += [file for file in files if not (ROOT / file).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_tests_exist(page: Path) -> None:
+    """`tests/file.py::test_name`, as the tables of features name them."""
+    missing = [
+        f"{file}::{name}"
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text("utf-8"))
+        if not re.search(rf"^ *(async )?def {name}\(", (ROOT / file).read_text("utf-8"), re.M)
+    ]
+    assert not missing

@@ -300,15 +300,16 @@ class _Fetch:
         elif isinstance(reply, wire.Gone | wire.Refused):
             refused = isinstance(reply, wire.Refused)
             self._give_up(link, f"{'it refused: ' if refused else ''}{reply.reason[:500]}")
+        elif isinstance(reply, wire.ChunkReply):
+            self._check_asked(link, (reply.index,))
+            self._on_chunk(link, reply)
         else:
-            chunk_reply = isinstance(reply, wire.ChunkReply)
-            named = (reply.index,) if chunk_reply else (*reply.valid, *reply.moved)
-            if not link.served or any(not 0 <= i < len(self._chunks) for i in named):
-                raise wire.WireError("a chunk that was not asked for")
-            if isinstance(reply, wire.ChunkReply):
-                self._on_chunk(link, reply)
-            else:
-                self._on_valid(link, reply)
+            self._check_asked(link, (*reply.valid, *reply.moved))
+            self._on_valid(link, reply)
+
+    def _check_asked(self, link: _Link, indexes: tuple[int, ...]) -> None:
+        if not link.served or any(not 0 <= index < len(self._chunks) for index in indexes):
+            raise wire.WireError("a chunk that was not asked for")
 
     def _on_manifest(self, link: _Link, reply: wire.ManifestReply) -> None:
         if not link.socket.getsockopt(zmq.RCVMORE):

@@ -21,6 +21,8 @@ ALLOWED = {
 # Draws the timeline, if it is there.
 ALLOWED["ft_core"] |= {"matplotlib"}
 ALLOWED["ft_lightning"] |= {"pytorch_lightning", "lightning_fabric", "lightning_utilities", "msgpack"}
+# Optional: only where a script has imported it.
+ALLOWED["ft_accelerate"] |= {"rich", "transformers"}
 
 ALWAYS = {"__future__", "__main__"}
 
@@ -28,6 +30,7 @@ ALWAYS = {"__future__", "__main__"}
 LIGHTHOUSE_INSIDE = {"ballot", "history", "journal", "quorum", "seats"}
 
 PURE = [
+    "ft_core.effects",
     "ft_core.group",
     "ft_core.heal.layout",
     "ft_core.heal.plan",

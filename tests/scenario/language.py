@@ -14,7 +14,8 @@ import shlex
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ft_core.replica import Replica, Transmit
+from ft_core.effects import Transmit
+from ft_core.replica import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.messages import (
     Beat,

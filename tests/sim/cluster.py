@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ft_core.replica import Replica, Stage, Transmit
+from ft_core.effects import Transmit
+from ft_core.replica import Replica, Stage
 from lighthouse.config import LighthouseConfig
 from lighthouse.messages import Join, Obituary, Request, RoomKey
 from lighthouse.state import Effect, Lighthouse, Note, Remember, Send, first_quorum_id

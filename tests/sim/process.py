@@ -14,17 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ft_core.replica import (
-    Abort,
-    Attempt,
-    Configure,
-    Effect,
-    FetchState,
-    Replica,
-    Stage,
-    Told,
-    Transmit,
-)
+from ft_core.effects import Abort, Configure, Effect, FetchState, Told, Transmit
+from ft_core.replica import Attempt, Replica, Stage
 from lighthouse.messages import Join, Reply, RoomKey, Vote
 from tests.sim.checker import state_after
 from tests.sim.network import Link

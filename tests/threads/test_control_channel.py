@@ -34,21 +34,19 @@ def test_a_member_that_forgets_its_state_heals_from_the_others() -> None:
     for forgetful in (0, 1):
         with lighthouse() as server:
             pair = [Replica(server, f"r{i}", expected_replicas=2) for i in range(2)]
-            healed = threading.Event()
+            healed, until = threading.Event(), [0]
 
-            def script(replica, index, forgetful=forgetful, healed=healed):
-                replica.run_to(4, gradient=1.0)
+            def script(replica, index, forgetful=forgetful, healed=healed, until=until):
+                replica.run_to(4)
                 if index == forgetful:
                     replica.weights.fill_(1e9)
                     replica.manager.forget_state("a test spoilt it")
                     replica.step()
+                    until[0] = replica.manager.current_step() + 20
                     healed.set()
-                else:
-                    while not healed.is_set():
-                        replica.step()
-                replica.run_to(40 if index == forgetful else replica.manager.current_step())
-                if index != forgetful:
-                    replica.run_to(40)
+                while not healed.is_set():
+                    replica.step()
+                replica.run_to(until[0])
                 replica.close()
                 return replica.weights.clone()
 
