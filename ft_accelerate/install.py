@@ -22,6 +22,7 @@ _missing = object()
 SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("accelerate.state", "PartialState.__init__", ("self", "cpu")),
     ("accelerate.state", "PartialState.is_main_process", ()),
+    ("accelerate.state", "PartialState.is_local_main_process", ()),
     ("accelerate.state", "PartialState.main_process_first", ("self",)),
     ("accelerate.state", "PartialState.local_main_process_first", ("self",)),
     ("accelerate.state", "torch", ()),

@@ -110,6 +110,7 @@ class _Model(metaclass=_ModelMeta):
 def _states() -> list[Replacement]:
     partial = state_module.PartialState
     is_main = inspect.getattr_static(partial, "is_main_process")
+    is_local_main = inspect.getattr_static(partial, "is_local_main_process")
 
     def init(original: Any) -> Any:
         def __init__(self: Any, cpu: bool = False, **kwargs: Any) -> None:
@@ -124,6 +125,11 @@ def _states() -> list[Replacement]:
         runtime = processes.active()
         return runtime.leader if runtime is not None else is_main.fget(self)
 
+    def is_local_main_process(self: Any) -> bool:
+        """Each process is the first of its group: on the screen and in files one is to speak."""
+        runtime = processes.active()
+        return runtime.leader if runtime is not None else is_local_main.fget(self)
+
     def first(original: Any) -> Any:
         def main_process_first(self: Any) -> Any:
             runtime = processes.active()
@@ -136,6 +142,7 @@ def _states() -> list[Replacement]:
     return [
         _wrapped(partial, "__init__", init),
         (partial, "is_main_process", property(is_main_process, doc=is_main.__doc__)),
+        (partial, "is_local_main_process", property(is_local_main_process)),
         _wrapped(partial, "main_process_first", first),
         _wrapped(partial, "local_main_process_first", first),
     ]

@@ -94,6 +94,7 @@ class Prelude:
             state_dict=lambda: {"events": self._events},
             min_replica_size=options.min_replicas,
             use_async_quorum=False,
+            init_sync=False,  # there is no state that could differ, and nobody to sit out a step
             timeout=timedelta(seconds=options.timeout_s),
             quorum_timeout=seconds(options.quorum_timeout_s),
             rank=0,

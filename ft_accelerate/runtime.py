@@ -44,7 +44,9 @@ class Runtime(Membership):
     @property
     def ready(self) -> bool:
         """Whether there is something to train: from then on operations reach over the quorum."""
-        return any(ref() is not None for ref in self._models) and not self._closed
+        # Models that were let go of don't end what their processes do together.
+        met = bool(self._models) and self.manager is not None
+        return (met or any(ref() is not None for ref in self._models)) and not self._closed
 
     @property
     def beginning(self) -> bool:

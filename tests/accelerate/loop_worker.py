@@ -42,7 +42,6 @@ OPTIONS: dict[str, Any] = {
     "seedable": False,
     "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
     "local_steps": 5,
-    "far_batches": None,  # who has more to catch up leaves the quorum meanwhile
 }
 
 
@@ -262,9 +261,4 @@ if __name__ == "__main__":
         from ft_accelerate.install import install  # what the installed package does by itself
 
         install()
-    given = {**OPTIONS, **json.loads(sys.argv[1])}
-    if given["far_batches"] is not None:
-        from ft_accelerate import membership
-
-        membership.FAR_BATCHES = given["far_batches"]
-    run(given)
+    run({**OPTIONS, **json.loads(sys.argv[1])})

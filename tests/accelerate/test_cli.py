@@ -118,6 +118,6 @@ def test_accelerates_own_scripts(name: str, tmp_path: Path) -> None:
     script = path_in_accelerate_package("test_utils", "scripts", f"{name}.py")
     command = [*FT, "launch", "--config_file", str(config), str(script)]
     done = subprocess.run(
-        command, env=installed(tmp_path), capture_output=True, text=True, timeout=150
+        command, cwd=tmp_path, env=installed(tmp_path), capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]

@@ -126,7 +126,7 @@ def test_the_others_go_on_and_the_killed_one_catches_up(tmp_path: Path) -> None:
     assert found[0]["global_step"] == found[0]["ticks"] == 400
 
 
-def test_resuming_from_the_last_checkpoint(oracle: list[Report], tmp_path: Path) -> None:
+def test_resuming_from_the_last_checkpoint(tmp_path: Path) -> None:
     """A second job resumes, and one of its processes is started again when newer checkpoints are
     there: it must not begin from those."""
     out = tmp_path / "ft"
