@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ft_core.manager import Manager
 from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, SERVE, Event
 from ft_lightning.batches import adopt, adopted, release
 
@@ -65,14 +66,22 @@ class Counts:
         }
 
 
-def show_in_bar(bar: Any, counts: Counts, *, visible: bool) -> None:
-    """Have a progress bar (any with Lightning's `get_metrics`: TQDM's, Rich's, a user's) show the
-    counts after its own items. `bar`: the Trainer's, or None. `hide_from_bar` undoes it.
+def count(manager: Manager, groups: int) -> Counts:
+    """Counts of what `manager` does from now on."""
+    counts = Counts(groups)
+    manager.telemetry.add_sink(counts)
+    return counts
+
+
+def show_in_bar(trainer: Any, counts: Counts, *, visible: bool) -> None:
+    """Have the Trainer's progress bar (any with Lightning's `get_metrics`: TQDM's, Rich's, a
+    user's) show the counts after its own items. `hide_from_bar` undoes it.
 
     `visible`: this process is the one that has a bar, which the user has not disabled. Lightning
     asks for rank zero when it sets up, when nobody is yet, and a bar that was made invisible cannot
     be shown later: so one bar stays with one replica group, whoever leads.
     """
+    bar = trainer.progress_bar_callback
     if bar is None or adopted(bar) or not hasattr(bar, "get_metrics"):
         return
     if visible:

@@ -22,7 +22,7 @@ from ft_lightning.batches import Batches
 from ft_lightning.checkpoints import CheckpointMixin
 from ft_lightning.closures import once
 from ft_lightning.collectives import zero_loss
-from ft_lightning.counts import Counts, hide_from_bar, show_in_bar
+from ft_lightning.counts import Counts, count, hide_from_bar, show_in_bar
 from ft_lightning.decisions import Decisions
 from ft_lightning.launcher import SupervisorLauncher, die_with_supervisor
 from ft_lightning.options import Options, make_manager, refuse_ddp_options
@@ -65,8 +65,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
     """
 
     _namespace: str
-    counts: Counts | None = None
-    """Steps, discards and heals of the fit under way or of the last one."""
+    counts: Counts | None = None  # steps, discards, heals of the fit under way or the last one
 
     def __init__(
         self,
@@ -105,7 +104,6 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         self._batches: Batches | None = None
         self._decisions: Decisions | None = None
         self._rounds: Rounds | None = None
-        self._shows_bar = False
         self._callbacks: tuple[Any, ...] = ()
         self._sink: JsonlSink | None = None
         self._writes = self._met = False
@@ -145,8 +143,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
 
     def setup_environment(self) -> None:
         # Before callbacks are set up, which disables bars where rank zero is not.
-        bar = self._trainer.progress_bar_callback
-        self._shows_bar = self.scope.index == 0 and getattr(bar, "is_enabled", False)
+        self._shows_bar = getattr(self._trainer.progress_bar_callback, "is_enabled", False)
         if self.scope.num_groups > 1:
             self._prepare_lock = lock_machine(self._options.job_id or "")
         super().setup_environment()
@@ -177,9 +174,8 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             self._at_boundary, self._from("fabric.utilities.data")._set_sampler_epoch
         )
         self._manager = make_manager(self._options, self.scope, self.root_device)
-        self.counts = Counts(self.world_size)
-        self._manager.telemetry.add_sink(self.counts)
-        show_in_bar(trainer.progress_bar_callback, self.counts, visible=self._shows_bar)
+        self.counts = count(self._manager, self.world_size)
+        show_in_bar(trainer, self.counts, visible=self._shows_bar and self.scope.index == 0)
         if self.scope.event_log:
             self._sink = JsonlSink(Path(self.scope.event_log), name=self.scope.name)
             self._manager.telemetry.add_sink(self._sink)

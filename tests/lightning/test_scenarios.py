@@ -88,7 +88,7 @@ def test_replicas_are_equal_after_every_step(runs: Runs, name: str) -> None:
         if name not in ("accumulate", "every_second_step"):  # in a window buffers are one's own
             assert at_step[step] == seen
     assert mine["digests"][-1] == other["digests"][-1]
-    assert len(other["steps"]) >= len(mine["steps"]) - 1  # one that healed has left out a step
+    assert len(other["steps"]) > len(mine["steps"]) // 2  # one that heals leaves out some
     assert mine["metrics"] == other["metrics"]
 
 
