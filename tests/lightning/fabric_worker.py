@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ft_lightning  # noqa: F401
 from tests.lightning.worker import digest
+from tests.stock import leave_stock
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -183,3 +184,5 @@ if __name__ == "__main__":
     worker = Worker({**OPTIONS, **json.loads(sys.argv[1])})
     worker.train()
     worker.end()
+    if not worker.ours:
+        leave_stock()

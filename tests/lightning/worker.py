@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ft_lightning
+from tests.stock import leave_stock
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -248,4 +249,7 @@ def run(options: dict[str, Any]) -> Trainer:
 
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
-    run({**OPTIONS, **json.loads(sys.argv[1])})
+    given = {**OPTIONS, **json.loads(sys.argv[1])}
+    run(given)
+    if given["strategy"] == "ddp":
+        leave_stock()
