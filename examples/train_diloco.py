@@ -76,7 +76,8 @@ try:
             inner.step()  # counts; every so many steps: a quorum, the average, a vote
             if manager.current_step() != outer_steps:
                 outer_steps = manager.current_step()
-                participants = manager.last_outcome().participants
+                outcome = manager.last_outcome()  # None: no vote yet, the step is the healed state's
+                participants = outcome.participants if outcome else manager.num_participants()
                 print(
                     f"outer step {outer_steps} loss {loss.item():.3f} participants {participants}",
                     flush=True,
