@@ -13,6 +13,7 @@ read its YAML.
 from __future__ import annotations
 
 import logging
+import sys
 from types import ModuleType
 
 log = logging.getLogger("ft_accelerate")
@@ -52,6 +53,12 @@ def _protect_this_process() -> None:
 
 def _install(accelerate: ModuleType) -> None:
     """Called in the thread that imports Accelerate. Ends the process if it can't be protected."""
+    under_way = _half_imported()
+    if under_way:  # Accelerate is imported by one of our own modules, which `install` needs whole
+        from ft_core.import_hook import when_imported
+
+        when_imported(under_way, lambda module: _install(accelerate))
+        return
     try:
         from ft_accelerate.install import install
 
@@ -60,3 +67,12 @@ def _install(accelerate: ModuleType) -> None:
         raise SystemExit(f"ft_accelerate: {error}") from None
     except Exception as error:
         raise SystemExit(f"ft_accelerate: cannot protect this process: {error!r}") from error
+
+
+def _half_imported() -> str:
+    """The first of our modules whose import has begun and not ended, "" if there is none."""
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        if name.startswith("ft_accelerate.") and getattr(spec, "_initializing", False):
+            return name
+    return ""

@@ -30,6 +30,7 @@ from ft_accelerate.prelude import Prelude
 from ft_core.config import ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.manager import Manager
+from ft_core.process_group import process_group_for
 from ft_core.supervisor import die_with, report_joined
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import JoinRefused
@@ -208,11 +209,11 @@ class Membership:
         self.prelude.close()
         options = self.options
         manager = Manager(
-            process_group(self._device, options.timeout_s),
+            process_group_for(self._device, options.timeout_s),
             min_replica_size=options.min_replicas,
             use_async_quorum=False,
             timeout=timedelta(seconds=options.timeout_s),
-            quorum_timeout=seconds(options.quorum_timeout_s),
+            quorum_timeout=options.quorum_timeout,
             rank=0,
             world_size=1,
             lighthouse_addr=options.lighthouse or None,
@@ -281,19 +282,5 @@ class Membership:
         )
 
 
-def process_group(device: torch.device, timeout_s: float) -> Any:
-    from ft_core import process_group
-
-    if device.type == "cuda":
-        return process_group.ProcessGroupNCCL(timeout_s)  # type: ignore[attr-defined]
-    if device.type == "cpu":
-        return process_group.ProcessGroupGloo(timeout_s)
-    raise ValueError(f"fault tolerance trains on cpu and cuda, not on {device.type}")
-
-
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def seconds(value: float | None) -> timedelta | None:
-    return None if value is None else timedelta(seconds=value)

@@ -21,6 +21,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from ft_core.config import ENV_JOB, ENV_LIGHTHOUSE, ENV_NUM_GROUPS, ENV_REPLICA_GROUP
@@ -130,6 +131,11 @@ class FaultTolerancePlugin:
         "Processes of one replica group. 0: one.",
     )
     token: str = _option(str, "", "Shared secret that is asked for when a state is fetched.")
+
+    @property
+    def quorum_timeout(self) -> timedelta | None:
+        """`quorum_timeout_s` as the manager takes it."""
+        return None if self.quorum_timeout_s is None else timedelta(seconds=self.quorum_timeout_s)
 
     def __post_init__(self) -> None:
         self._fill(os.environ)

@@ -19,6 +19,7 @@ from ft_accelerate.exchange import Diverged, Exchange, Kind
 from ft_accelerate.options import FaultTolerancePlugin, Supervision
 from ft_core.local import DEFAULT_PORT
 from ft_core.manager import Manager
+from ft_core.process_group import process_group_for
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseError
 
@@ -85,18 +86,16 @@ class Prelude:
         return agree
 
     def _connect(self) -> Manager:
-        from ft_accelerate.membership import process_group, seconds
-
         options = self._options
         return Manager(
-            process_group(_device(), options.timeout_s),
+            process_group_for(_device(), options.timeout_s),
             load_state_dict=self._late,
             state_dict=lambda: {"events": self._events},
             min_replica_size=options.min_replicas,
             use_async_quorum=False,
             init_sync=False,  # there is no state that could differ, and nobody to sit out a step
             timeout=timedelta(seconds=options.timeout_s),
-            quorum_timeout=seconds(options.quorum_timeout_s),
+            quorum_timeout=options.quorum_timeout,
             rank=0,
             world_size=1,
             lighthouse_addr=options.lighthouse or None,

@@ -394,3 +394,16 @@ def converse(command: list[str], env: dict[str, str], answers: list[tuple[str, s
         os.waitpid(pid, 0)
         os.close(terminal)
     return said
+
+
+@pytest.mark.parametrize("first", ["ft_accelerate.install", "ft_accelerate.runtime", "torch"])
+def test_whatever_is_imported_first_the_process_is_protected(first: str, tmp_path: Path) -> None:
+    """The entry point acts in the midst of the import that brings Accelerate in."""
+    code = f"import {first}, accelerate, ft_accelerate.install as i; assert i._undo"
+    env = installed(
+        tmp_path,
+        ACCELERATE_USE_FAULT_TOLERANCE="true",
+        ACCELERATE_FAULT_TOLERANCE_NUM_REPLICA_GROUPS="2",
+        ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID="0",
+    )
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
