@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ft_core.manager import Manager
+from ft_core.process_group import process_group_for
 from ft_lightning.scope import Scope
 
 _REFUSED = {
@@ -37,6 +38,11 @@ class Options:
     heal_allow_objects: bool
     token: str
     job_id: str | None
+
+    @property
+    def quorum_timeout(self) -> timedelta | None:
+        """`quorum_timeout_s` as the manager takes it."""
+        return None if self.quorum_timeout_s is None else timedelta(seconds=self.quorum_timeout_s)
 
     def __post_init__(self) -> None:
         if self.min_replicas < 1:
@@ -75,11 +81,11 @@ def refuse_ddp_options(given: dict[str, Any]) -> None:
 def make_manager(options: Options, scope: Scope, device: torch.device) -> Manager:
     """The manager of one fit. Opens no connection yet."""
     return Manager(
-        _process_group(device, options.timeout_s),
+        process_group_for(device, options.timeout_s),
         min_replica_size=options.min_replicas,
         use_async_quorum=False,
         timeout=timedelta(seconds=options.timeout_s),
-        quorum_timeout=_seconds(options.quorum_timeout_s),
+        quorum_timeout=options.quorum_timeout,
         rank=0,
         world_size=1,
         lighthouse_addr=options.lighthouse,
@@ -91,17 +97,3 @@ def make_manager(options: Options, scope: Scope, device: torch.device) -> Manage
         heal_allow_objects=options.heal_allow_objects,
         token=options.token,
     )
-
-
-def _process_group(device: torch.device, timeout_s: float) -> Any:
-    from ft_core import process_group
-
-    if device.type == "cuda":
-        return process_group.ProcessGroupNCCL(timeout_s)  # type: ignore[attr-defined]
-    if device.type == "cpu":
-        return process_group.ProcessGroupGloo(timeout_s)
-    raise ValueError(f"ft_ddp trains on cpu and cuda, not on {device.type}")
-
-
-def _seconds(value: float | None) -> timedelta | None:
-    return None if value is None else timedelta(seconds=value)
