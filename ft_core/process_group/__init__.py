@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.dummy import ProcessGroupDummy
 from ft_core.process_group.errors import ProcessGroupError
@@ -18,6 +20,16 @@ from ft_core.process_group.wrappers import (
     ManagedProcessGroup,
     ProcessGroupWrapper,
 )
+
+
+def process_group_for(device: torch.device, timeout_s: float) -> ProcessGroup:
+    """The group that reduces tensors on `device`. Raises ValueError if there is none."""
+    if device.type == "cuda":
+        return ProcessGroupNCCL(timeout_s)
+    if device.type == "cpu":
+        return ProcessGroupGloo(timeout_s)
+    raise ValueError(f"fault tolerance trains on cpu and cuda, not on {device.type}")
+
 
 __all__ = [
     "ErrorSwallowingProcessGroupWrapper",
@@ -32,4 +44,5 @@ __all__ = [
     "choose_address",
     "native_reconfigure_available",
     "outgoing_address",
+    "process_group_for",
 ]

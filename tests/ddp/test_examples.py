@@ -22,12 +22,15 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """`start(group, *arguments)` runs examples/train_ddp.py as that replica group."""
+    """`start(group, *arguments)` runs an example as that replica group."""
     config = LighthouseConfig(timeouts=Timeouts.derive(20.0))
     with LighthouseServer("tcp://127.0.0.1:0", config=config) as server, ExitStack() as stack:
 
         def run(
-            group: int, *arguments: str, launcher: tuple[str, ...] = ()
+            group: int,
+            *arguments: str,
+            launcher: tuple[str, ...] = (),
+            script: str = "examples/train_ddp.py",
         ) -> subprocess.Popen[str]:
             environment = os.environ | {
                 "TORCHFT_LIGHTHOUSE": server.address(),
@@ -37,7 +40,7 @@ def start() -> Iterator[Start]:
                 "OMP_NUM_THREADS": "1",
             }
             process = subprocess.Popen(
-                [sys.executable, *launcher, "examples/train_ddp.py", *arguments],
+                [sys.executable, *launcher, script, *arguments],
                 cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
                 start_new_session=True,
             )  # fmt: skip
@@ -66,7 +69,7 @@ def until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
     raise AssertionError(f"no line like {pattern!r} in:\n{''.join(seen)}")
 
 
-DONE = r"done: accuracy (\S+), weights (\S+)"
+DONE = r"done: accuracy (\S+),.* weights (\S+)"
 
 
 @pytest.mark.process
@@ -96,3 +99,22 @@ def test_it_runs_under_torchrun(start: Start) -> None:
     ends = [until(process, DONE).group(2) for process in processes]
     assert ends[0] == ends[1]
     assert [process.wait(timeout=30) for process in processes] == [0, 0]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_diloco_is_killed_and_started_again_and_both_end_with_equal_weights(start: Start) -> None:
+    arguments = ("--outer-steps", "60", "--pace-s", "0.02", "--codec", "int8")
+
+    def begin(group: int) -> subprocess.Popen[str]:
+        return start(group, *arguments, script="examples/train_diloco.py")
+
+    survivor, victim = begin(0), begin(1)
+    until(victim, r"outer step [2-9] .* participants 2")
+    victim.send_signal(signal.SIGKILL)
+    until(survivor, r"participants 1")
+    again = begin(1)
+    until(survivor, r"participants 2")
+    ends = [until(process, DONE).groups() for process in (survivor, again)]
+    assert ends[0] == ends[1]
+    assert [process.wait(timeout=30) for process in (survivor, again)] == [0, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.accelerate.installed import accelerate, installed
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
 
-def run(path: str, *more: str) -> str:
-    """What the command in the docstring of `path` prints, with `more` arguments."""
-    command = re.search(r"^    python (.+)$", (ROOT / path).read_text(), re.MULTILINE)
-    assert command is not None, f"{path} does not say how to run it"
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
+def run(path: str, folder: Path, *more: str) -> str:
+    """What the command in the first lines of `path` prints, with `more` arguments."""
+    found = re.search(r"(python|accelerate launch) (.*examples/\S+)", (ROOT / path).read_text())
+    assert found is not None, f"{path} does not say how to run it"
+    program = [sys.executable] if found[1] == "python" else accelerate("launch")
     done = subprocess.run(
-        [sys.executable, *command[1].split(), *more],
-        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        [*program, *found[2].split(), *more],
+        env=installed(folder),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -36,12 +37,37 @@ def run(path: str, *more: str) -> str:
 @pytest.mark.parametrize(
     ("path", "steps"), [("examples/train_gan.py", 90), ("examples/train_fabric.py", 72)]
 )
-def test_two_replica_groups_end_equal(path: str, steps: int) -> None:
-    ends = [json.loads(text) for text in re.findall(r"\{.*?\}", run(path))]
+def test_two_replica_groups_end_equal(path: str, steps: int, tmp_path: Path) -> None:
+    ends = [json.loads(text) for text in re.findall(r"\{.*?\}", run(path, tmp_path))]
     assert {end["replica_group"] for end in ends} == {"0", "1"}
     assert ends[0]["weights"] == ends[1]["weights"]
     assert [end["step"] for end in ends] == [steps, steps]
 
 
-def test_cli_project() -> None:
-    assert len(re.findall(r"step 48, val_accuracy 0\.\d+", run("examples/cli/train.py"))) == 1
+def test_cli_project(tmp_path: Path) -> None:
+    said = run("examples/cli/train.py", tmp_path)
+    assert len(re.findall(r"step 48, val_accuracy 0\.\d+", said)) == 1
+
+
+def test_streaming_diloco_with_lightning(tmp_path: Path) -> None:
+    more = ("--devices", "2", "--fragments", "2", "--delay", "3", "--codec", "int4")
+    said = run("examples/train_lightning_diloco.py", tmp_path, *more)
+    ends = [json.loads(text) for text in re.findall(r"\{.*?\}", said)]
+    assert {end["replica_group"] for end in ends} == {"0", "1"}
+    assert ends[0]["digest"] == ends[1]["digest"]
+
+
+@pytest.mark.parametrize("name", ["accelerate_loop", "accelerate_local_sgd"])
+def test_accelerate_loops(name: str, tmp_path: Path) -> None:
+    said = run(f"examples/{name}.py", tmp_path)
+    last = re.findall(r"epoch (\d+): (\S+)% of (\d+) digits are right", said)[-1]
+    assert float(last[1]) > 85
+    assert last[2] == "297"  # each of the test's digits counts once
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    said = run("examples/transformers_trainer.py", tmp_path, "--output_dir", str(tmp_path / "out"), "--epochs", "1")
+    steps = dict(re.findall(r"process (\d): (\d+) steps", said))
+    assert set(steps) == {"0", "1"}
+    assert steps["0"] == steps["1"]
+    assert (tmp_path / "out" / "model.safetensors").exists()
