@@ -187,8 +187,8 @@ class _Reduction(dist.ProcessGroup):
         return "ft-reduction"
 
     def getSize(self) -> int:
-        """Asked once a backward, with its first gradient."""
-        if self._shared is not None:
+        """The reducer asks once a backward, with its first gradient; others may at any time."""
+        if self._shared is not None and torch._C._current_graph_task_id() >= 0:
             self._unsent = self._values
             self._divisor = self._manager.mean_divisor()
         return self._divisor

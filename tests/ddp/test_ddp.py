@@ -178,6 +178,16 @@ def test_a_backward_that_misses_parameters_is_not_committed() -> None:
     assert "find_unused_parameters=True" in str(manager.errored())
 
 
+def test_asking_for_the_groups_size_is_no_backward() -> None:
+    manager = ThreadQuorum(1).members[0]
+    model = DistributedDataParallel(manager, layers())
+    manager.start_quorum()
+    model(torch.randn(1, 8)).sum().backward()
+    assert model.process_group.size() == 1
+    manager.should_commit()
+    assert manager.errored() is None
+
+
 def test_forward_without_backward_is_no_error() -> None:
     manager = ThreadQuorum(1).members[0]
     model = DistributedDataParallel(manager, layers())
