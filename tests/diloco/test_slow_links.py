@@ -273,7 +273,8 @@ def test_sync_is_a_whole_window_now() -> None:
 
 
 def test_an_exception_in_the_loop_drops_what_is_on_its_way() -> None:
-    """Member 1 raises in the overlap: it is back at the global parameters, 0 discards and goes on."""
+    """Member 1 raises in the overlap: it is back at the global parameters, and 0 goes on. What was
+    on its way 0 commits alone, if it has arrived before the other is gone, and discards if not."""
     with lighthouse() as server:
         trainers = [
             Trainer(server.address(), i, DiLoCo, expected=2, sync_every=4, fragment_sync_delay=1)
@@ -295,8 +296,8 @@ def test_an_exception_in_the_loop_drops_what_is_on_its_way() -> None:
                 script(trainers[1])
 
         replicas(lambda: script(trainers[0]), raising)
-    assert trainers[0].loop.stats.committed == 2
-    assert trainers[0].loop.stats.discarded == 1
+    stats = trainers[0].loop.stats
+    assert (stats.committed, stats.discarded) in ((2, 1), (3, 0))
     assert trainers[1].loop.stats.committed == 1
     for name, value in trainers[1].globals().items():
         assert torch.equal(value, trainers[1].parameters()[name])

@@ -25,6 +25,12 @@ Write = Callable[..., str]
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """Writes a module and returns its name, which nobody has used before."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    # Where the package is installed, its entry points wait for modules in this very process.
+    waiting = dict(import_hook._waiting)
+    import_hook._waiting.clear()
+    before = list(sys.meta_path)
+    if installed():
+        sys.meta_path.remove(import_hook._finder)
     finders = list(sys.meta_path)
 
     def make(text: str = "value = 1\n") -> str:
@@ -36,8 +42,12 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     yield make
     for name in [n for n in sys.modules if n.startswith("hooked_")]:
         del sys.modules[name]
-    assert sys.meta_path == finders, "the finder was left behind"
-    assert not import_hook._waiting
+    left, still = list(sys.meta_path), dict(import_hook._waiting)
+    sys.meta_path[:] = before
+    import_hook._waiting.clear()
+    import_hook._waiting.update(waiting)
+    assert left == finders, "the finder was left behind"
+    assert not still
 
 
 def installed() -> bool:
