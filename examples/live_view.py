@@ -97,7 +97,7 @@ def summary_table(rows: list[Row], total_steps: int) -> Table:
     """The numbers of the run, a column a replica group. "Lost": from the last commit before the
     kill to the first one after it, less what a step takes otherwise; of the killed group that
     holds the start of the new process, too."""
-    table = Table(title=f"{total_steps} optimizer steps committed by the job")
+    table = Table(title=f"{total_steps} steps committed by the job")
     table.add_column("replica group")
     for row in rows:
         table.add_column(str(row.group), justify="right")
