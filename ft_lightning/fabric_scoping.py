@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ft_core.manager import Manager
 from ft_lightning.collectives import gather_in_step, reduce_in_step
+from ft_lightning.nominal import NominalRanks
 from ft_lightning.options import Options
-from ft_lightning.scope import Scope, resolve
+from ft_lightning.scope import resolve
 from ft_lightning.scoping import act_as_leader
 
 if TYPE_CHECKING:
@@ -24,44 +25,17 @@ else:
     _Base = object
 
 
-class FabricScopedMixin(_Base):
+class FabricScopedMixin(NominalRanks, _Base):
     """The part of the strategy that answers questions about ranks, and reduces."""
 
     _options: Options
-    _scope: Scope | None = None
-    _leader = False
     _manager: Manager | None = None
     _open = False
-
-    @property
-    def scope(self) -> Scope:
-        """Who this process is. Known once the Fabric has been created."""
-        assert self._scope is not None, "the strategy is not attached to a Fabric yet"
-        return self._scope
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self._scope.device if self._scope else 0]
-
-    @property
-    def global_rank(self) -> int:
-        """Nominal: the number of this replica group."""
-        return self._scope.index if self._scope else 0
-
-    @property
-    def world_size(self) -> int:
-        """Nominal: the configured number of replica groups."""
-        return self._scope.num_groups if self._scope else 1
 
     @property
     def local_rank(self) -> int:
         """Number of the process's device on this machine: 0 prints (`fabric.print`)."""
         return self._scope.device if self._scope else 0
-
-    @property
-    def node_rank(self) -> int:
-        return 0
 
     @property
     def is_global_zero(self) -> bool:

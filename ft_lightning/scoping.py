@@ -25,6 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_core.config import ENV_JOB
 from ft_lightning.collectives import gather_in_step, reduce_in_step
+from ft_lightning.nominal import NominalRanks
 from ft_lightning.options import Options
 from ft_lightning.scope import ENV_DEVICE, Scope, resolve
 
@@ -34,44 +35,17 @@ else:
     _Base = object
 
 
-class ScopedMixin(_Base):
+class ScopedMixin(NominalRanks, _Base):
     """The part of the strategy that answers questions about ranks."""
 
     _options: Options
-    _scope: Scope | None = None
-    _leader = False
     _prepare_lock: int | None = None
     _driver: Any
     _manager: Any
 
     @property
-    def scope(self) -> Scope:
-        """Who this process is. Known once the Trainer has been created."""
-        assert self._scope is not None, "the strategy is not attached to a Trainer yet"
-        return self._scope
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.scope.device if self._scope else 0]
-
-    @property
-    def global_rank(self) -> int:
-        """Nominal: the number of this replica group."""
-        return self._scope.index if self._scope else 0
-
-    @property
-    def world_size(self) -> int:
-        """Nominal: the configured number of replica groups."""
-        return self._scope.num_groups if self._scope else 1
-
-    @property
     def local_rank(self) -> int:
         """Within the replica group, which is one process."""
-        return 0
-
-    @property
-    def node_rank(self) -> int:
         return 0
 
     @property
