@@ -184,7 +184,7 @@ class Manager:
         self._pending: list[Future[Any]] = []
         self._pinned_at: float | None = None
         self._began_at = 0.0
-        self._quorum_deadline: float | None = None
+        self._quorum_wait_s = self._quorum_timeout_s
         self._discards_in_a_row = 0
         self._last_outcome: Outcome | None = None
         self._closed = False
@@ -279,10 +279,12 @@ class Manager:
         self._samples = None
         self._pending.clear()
         self._began_at = time.monotonic()
+        # Also where nothing is waited for now: the quorum may be lost before the first collective.
+        self._quorum_wait_s = (
+            self._quorum_timeout_s if timeout is None else timeout.total_seconds()
+        )
         if self._begin(session):
             return
-        wait_s = timeout.total_seconds() if timeout is not None else self._quorum_timeout_s
-        self._quorum_deadline = None if wait_s is None else self._began_at + wait_s
         if self._async and session.replica.stage is not Stage.MEMBER:
             return
         self._enter(session, heal=not self._async)
@@ -592,9 +594,10 @@ class Manager:
 
     def _enter(self, session: Session, *, heal: bool) -> None:
         """Wait until this attempt may reduce (or has failed); serve and heal at its boundary."""
-        replica = session.replica
+        replica, wait_s = session.replica, self._quorum_wait_s
+        deadline = None if wait_s is None else time.monotonic() + wait_s
         while True:
-            session.wait_for(lambda r: _may_enter(r, heal), self._quorum_deadline)
+            session.wait_for(lambda r: _may_enter(r, heal), deadline)
             self._check_fatal(session)
             if replica.attempt is Attempt.FAILED:
                 return

@@ -227,6 +227,21 @@ def test_too_few_participants_never_commit():
         assert both(a, b, script)[0] == 2
 
 
+def test_a_quorum_lost_before_the_first_collective_is_waited_for_no_longer_than_asked():
+    """The step began at once; its timeout counts all the same when the quorum must form anew."""
+    with lighthouse() as server:
+        a, b = pair(server, min_replica_size=2)
+        both(a, b, lambda replica, index: replica.run_to(2))
+        a.manager.start_quorum(timeout=timedelta(seconds=0.2))
+        b.close()
+        session = a.manager._session
+        session.wait_for(lambda replica: not replica.ready, None)
+        a.manager.allreduce(torch.ones(8)).wait()
+        assert isinstance(a.manager.errored(), QuorumUnavailable)
+        assert not a.manager.should_commit()
+        a.close()
+
+
 def test_max_retries_ends_a_run_of_discards():
     with lighthouse() as server:
         a = Replica(server, "r0", max_retries=2)
