@@ -138,4 +138,6 @@ def _persistent_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[nn.M
 
 @torch.no_grad()
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    torch._foreach_copy_(to, source)
+    # `data`: a graph that was built before (of another model's update in this batch) may still run
+    # backward, which never reads running statistics that its forward has written.
+    torch._foreach_copy_([t.data for t in to], source)

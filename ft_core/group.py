@@ -9,6 +9,8 @@ which speaks for all of them:
 - *Vote*: all ranks yes is the group's yes. The first no is the group's no, at once; the other
   ranks are told to stop. A group that was healing stays behind unless all its ranks have healed.
 - What the lighthouse says goes to all ranks, unchanged.
+- *Leave*: the first goodbye is the group's. If that rank then joins again (it had given up its
+  state), the group was not to end: the other ranks are told to join, too, and all heal.
 - A rank that is gone breaks the group: the others end with an error and the launcher starts the
   group anew; the lighthouse hears a goodbye, so that the other groups train on at once.
 
@@ -21,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lighthouse.messages import (
+    NO_QUORUM,
     PHASE_HEALING,
     TORN,
     Beat,
@@ -70,11 +73,14 @@ class GroupLeader:
     def __init__(self, group_world_size: int) -> None:
         self._size = group_world_size
         self._joins: dict[int, Join] = {}
+        self._last_join: Join | None = None
+        self._joined = False  # the group's join was sent, and it has not left since
         self._votes: dict[int, Vote] = {}
         self._said_no: tuple[int, int] | None = None
         self._healing = False  # the group is a healing member of its quorum
         self._broken = ""
         self._left: set[int] = set()
+        self._gone: set[int] = set()  # and have closed their connections
         self._effects: list[GroupEffect] = []
 
     # ------------------------------------------------------------------ events
@@ -110,27 +116,35 @@ class GroupLeader:
             if message.next_quorum is not None:
                 self._on_quorum(message.next_quorum)
         elif isinstance(message, Expelled):
-            self._joins.clear()
-            self._votes.clear()
+            self._start_over()
         self._send(range(self._size), message)
         return self._drain()
 
     def disconnected(self, peer: Peer, now: float, cause: str = "") -> list[GroupEffect]:
         """The connection of a rank is gone."""
         rank = rank_of(peer)
-        if rank is None or rank in self._left or self._broken:
+        if rank is None or self._broken:
             return []
+        self._gone.add(rank)
+        if rank not in self._left or self._rejoining:
+            self._break(rank)
+        return self._drain()
+
+    @property
+    def _rejoining(self) -> bool:
+        return bool(self._joins) and not self._joined
+
+    def _break(self, rank: int) -> None:
+        """A rank is missing for good: end the group, here and at the lighthouse."""
         self._broken = (
             f"{BROKEN}rank {rank} is gone; this rank ends so that the launcher can restart "
             "the group"
         )
-        room = next((join.room for join in self._joins.values()), RoomKey())
-        last = self._joins.get(0) or self._joins.get(rank)
+        room, last = RoomKey(), self._last_join
         if last is not None:
             room = last.room
             self._effects.append(SendUp(Leave(room, last.replica_id, f"rank {rank} is gone")))
-        self._send((r for r in range(self._size) if r != rank), Refused(room, self._broken))
-        return self._drain()
+        self._send((r for r in range(self._size) if r not in self._gone), Refused(room, self._broken))
 
     def expire(self, now: float) -> list[GroupEffect]:
         """No timers: the ranks repeat what is not answered."""
@@ -152,7 +166,15 @@ class GroupLeader:
     # ------------------------------------------------------------------ requests
 
     def _on_join(self, rank: int, join: Join) -> None:
-        self._joins[rank] = join
+        self._joins[rank] = self._last_join = join
+        if self._gone:
+            self._left.discard(rank)
+            self._break(min(self._gone))
+            return
+        if rank in self._left:
+            self._left.discard(rank)
+            others = [r for r in range(self._size) if r not in self._joins]
+            self._send(others, Expelled(join.room, NO_QUORUM, f"rank {rank} has given up its state"))
         if len(self._joins) < self._size:
             return
         joins = [self._joins[r] for r in range(self._size)]
@@ -160,6 +182,7 @@ class GroupLeader:
         schemas = {j.schema for j in joins}
         torn = any((j.step, j.lineage) != (first.step, first.lineage) for j in joins)
         doubts = {j.in_doubt for j in joins}
+        self._joined = True
         self._effects.append(
             SendUp(
                 replace(
@@ -203,13 +226,21 @@ class GroupLeader:
 
     def _on_leave(self, rank: int, leave: Leave) -> None:
         """The first goodbye is the group's: it cannot go on with a rank less."""
-        if not self._left:
-            self._effects.append(SendUp(leave))
         self._left.add(rank)
+        if self._joined:
+            self._effects.append(SendUp(leave))
+            self._start_over()
+        self._joins.pop(rank, None)
+
+    def _start_over(self) -> None:
+        """The group is no member any more: whoever wants to be one asks anew."""
+        self._joins.clear()
+        self._votes.clear()
+        self._joined = self._healing = False
 
     def _on_quorum(self, quorum: Quorum) -> None:
         self._votes.clear()
-        group = next(iter(self._joins.values()), None)
+        group = self._last_join
         if group is None:
             return
         for member in quorum.changed:  # a difference that leaves this group out leaves it as it is

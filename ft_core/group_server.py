@@ -33,7 +33,7 @@ from lighthouse.sockets import ACCEPTED, DISCONNECTED, close, open_router, read_
 
 log = logging.getLogger("ft_core")
 
-_managers: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+_managers: defaultdict[tuple[Any, ...], itertools.count[int]] = defaultdict(itertools.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,20 +215,27 @@ class GroupLink:
 
 def announce_leader(
     store_addr: str, store_port: int, job: str, leader: Leader, timeout_s: float
-) -> None:
-    """Rank 0: let the other ranks find the leader. Raises ValueError, or as the store does."""
-    store = _store(store_addr, store_port, timeout_s)
-    store.set(_key(job), msgpack.packb([leader.address, leader.replica_id]))
+) -> Any:
+    """Rank 0: let the other ranks find the leader, by the store that is returned: keep it while
+    they may look. Raises ValueError, or as the store does.
+
+    Like torch's "env://", rank 0 runs the store unless the launcher does.
+    """
+    store = _store(store_addr, store_port, timeout_s, hosts=True)
+    store.set(_key(job, store_addr, store_port, 0), msgpack.packb([leader.address, leader.replica_id]))
+    return store
 
 
-def find_leader(store_addr: str, store_port: int, job: str, timeout_s: float) -> Leader:
+def find_leader(
+    store_addr: str, store_port: int, job: str, timeout_s: float, *, rank: int
+) -> Leader:
     """Other ranks: wait for the leader. Raises ValueError, or as the store does."""
-    store = _store(store_addr, store_port, timeout_s)
-    address, replica_id = msgpack.unpackb(store.get(_key(job)))
+    store = _store(store_addr, store_port, timeout_s, hosts=False)
+    address, replica_id = msgpack.unpackb(store.get(_key(job, store_addr, store_port, rank)))
     return Leader(address, replica_id)
 
 
-def _store(store_addr: str, store_port: int, timeout_s: float) -> Any:
+def _store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:
     if not store_addr or not store_port:
         raise ValueError(
             "a replica group of several ranks needs its rendezvous store: set MASTER_ADDR and "
@@ -237,12 +244,22 @@ def _store(store_addr: str, store_port: int, timeout_s: float) -> Any:
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_s)
+    if hosts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            # Tenants: torch's default group of this process may have the same store.
+            return dist.TCPStore(
+                store_addr, store_port, None, True, timeout,
+                wait_for_workers=False, multi_tenant=True,
+            )  # fmt: skip
+        except dist.DistNetworkError:
+            pass  # somebody else runs it
     return dist.TCPStore(store_addr, store_port, None, False, timeout)
 
 
-def _key(job: str) -> str:
-    """One key a manager of `job` and life: a second manager in the same processes must not find
-    the first one's leader, nor a restarted group what its predecessor left in torchelastic's
-    store. All ranks create their managers of one job in the same order."""
+def _key(job: str, store_addr: str, store_port: int, rank: int) -> str:
+    """One key a manager of `job` and life: a second manager of a rank must not find the first
+    one's leader, nor a restarted group what its predecessor left in torchelastic's store. All
+    ranks create their managers of one job in the same order."""
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"ft_core/leader/{life}/{job}/{next(_managers[job])}"
+    number = next(_managers[job, store_addr, store_port, rank])
+    return f"ft_core/leader/{life}/{job}/{number}"

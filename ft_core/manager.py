@@ -38,9 +38,9 @@ from ft_core.replica import Attempt, Outcome, Replica, Stage
 from ft_core.session import Session, SessionOptions
 from ft_core.state import State
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
-from ft_core.world import Participation, WorldSizeMode, participation
+from ft_core.world import Participation, Seat, WorldSizeMode
 from lighthouse.errors import JoinRefused
-from lighthouse.messages import FINISHED, Member
+from lighthouse.messages import FINISHED
 
 log = logging.getLogger("ft_core")
 T = TypeVar("T")
@@ -70,6 +70,10 @@ class Manager:
             lighthouse can be reached.
         connect_timeout: how long the lighthouse may be away.
         rank, world_size: of this process in its replica group; default RANK and WORLD_SIZE.
+        ranks_hold: of groups of several ranks: "shards" (of one copy of the model, as with FSDP):
+            a rank's collectives reach the ranks of its own number in the other groups. "copies"
+            (each the whole model): they reach all ranks of all groups, and `num_participants`,
+            `participating_rank` and `batches_committed` count ranks.
         world_size_mode: see `WorldSizeMode`.
         store_addr, store_port: the replica group's own rendezvous store (groups of several ranks
             only); default MASTER_ADDR and MASTER_PORT.
@@ -132,6 +136,7 @@ class Manager:
         weighted: bool = False,
         token: str = "",
         watch_process: bool = True,
+        ranks_hold: str = "shards",
     ) -> None:
         if min_replica_size < 1:
             raise ValueError(f"min_replica_size must be at least 1, got {min_replica_size}")
@@ -143,6 +148,7 @@ class Manager:
             heartbeat_interval=heartbeat_interval,
             rank=rank,
             world_size=world_size,
+            ranks_hold=ranks_hold,
             store_addr=store_addr,
             store_port=store_port,
             lighthouse_addr=lighthouse_addr,
@@ -161,7 +167,6 @@ class Manager:
         self._min_replica_size = min_replica_size
         self._async = use_async_quorum
         self._quorum_timeout_s = quorum_timeout.total_seconds() if quorum_timeout else None
-        self._mode = world_size_mode
         self._init_sync = init_sync
         self._max_retries = max_retries
         self.state = State()
@@ -170,7 +175,7 @@ class Manager:
         elif load_state_dict is not None or state_dict is not None:
             raise ValueError("give both load_state_dict and state_dict, or neither")
         self._vote_checks: list[Callable[[], Callable[[], None] | None]] = []
-        self._schema: dict[str, str] = {"mean": "by samples"} if weighted else {}
+        self._schema = self._options.schema | ({"mean": "by samples"} if weighted else {})
         self._weighted = weighted
         self._samples: int | None = None
         self._weight = 1.0
@@ -179,8 +184,7 @@ class Manager:
         self._session: Session | None = None
         self._error: Exception | None = None
         self._part: Participation | None = None
-        self._part_of: tuple[tuple[Member, ...], tuple[int, bool], Participation | None]
-        self._part_of = ((), (0, False), None)
+        self._seat = Seat(world_size_mode, min_replica_size, self._options.place)
         self._pending: list[Future[Any]] = []
         self._pinned_at: float | None = None
         self._began_at = 0.0
@@ -323,7 +327,7 @@ class Manager:
         part = self._part or self._take_part(session)
         ok = self._error is None
         reason = "" if ok else f"{type(self._error).__name__}: {self._error}"
-        if ok and (part is None or part.participants < self._min_replica_size):
+        if ok and (part is None or part.groups < self._min_replica_size):
             ok, reason = False, f"fewer than min_replica_size={self._min_replica_size} participants"
         wait_s = timeout or timedelta(seconds=self._options.timeouts.connect_timeout_s)
         deadline = time.monotonic() + wait_s.total_seconds()
@@ -441,11 +445,10 @@ class Manager:
 
         def done(finished: Future[T]) -> None:
             try:
-                value = finished.value()
-            except Exception as error:
-                finish_with(default, error)
-            else:
-                finish_with(value, None)
+                value, error = finished.value(), None
+            except Exception as caught:
+                value, error = default, caught
+            finish_with(value, error)
 
         fut.add_done_callback(done)
         limit = timeout or timedelta(seconds=self._options.timeouts.timeout_s)
@@ -468,11 +471,15 @@ class Manager:
         return self._batches_committed
 
     def num_participants(self) -> int:
-        """How many replica groups contribute to this step. Waits for the quorum."""
+        """How many replica groups, or ranks with a copy each, contribute. Waits for the quorum."""
         return self._known_part().participants
 
+    def num_participating_groups(self) -> int:
+        """How many replica groups contribute to this step. Waits for the quorum."""
+        return self._known_part().groups
+
     def participating_rank(self) -> int | None:
-        """Rank among the participants, None if this group contributes nothing. Waits, too."""
+        """Rank among the participants, None if this one contributes nothing. Waits, too."""
         return self._known_part().rank
 
     def is_participating(self) -> bool:
@@ -519,10 +526,9 @@ class Manager:
         """This group's state is not what the quorum takes it for: leave the quorum, as one that
         holds no state; the next `start_quorum` joins again and heals.
 
-        After a decision, or in place of one (the open attempt is discarded). For groups of one
-        rank. The members lose at most the step that they are in.
+        After a decision, or in place of one (the open attempt is discarded). One rank forgets for
+        its whole group. The members lose at most the step that they are in.
         """
-        assert self._options.group_world_size == 1
         self._drain()
         self._part, self._pinned_at = None, None
         session = self._need_session()
@@ -678,15 +684,7 @@ class Manager:
     def _participation(self, replica: Replica) -> Participation:
         view = replica.view
         assert view is not None
-        behind = _was_behind(replica)
-        members, known, part = self._part_of
-        # One tuple of members serves from step to step: nothing to count in the steady state.
-        if part is None or members is not view.members or known != (view.quorum_id, behind):
-            part = participation(
-                view, replica.replica_id, self._mode, self._min_replica_size, healing=behind
-            )
-            self._part_of = (view.members, (view.quorum_id, behind), part)
-        return part
+        return self._seat.under(view, replica.replica_id, behind=_was_behind(replica))
 
     def _known_part(self) -> Participation:
         session = self._need_session()
@@ -726,12 +724,10 @@ class Manager:
         if outcome.committed:
             if session.replica.published is not None:
                 session.plane.freeze()  # the optimizer is next; targets have voted, so it is free
-            participants = part.participants if part is not None else outcome.participants
-            self._batches_committed += participants
+            self._batches_committed += outcome.participants if part is None else part.participants
             self._discards_in_a_row = 0
-            self.telemetry.emit(
-                COMMIT, step=outcome.step, participants=participants, seconds=seconds
-            )
+            groups = outcome.participants if part is None else part.groups
+            self.telemetry.emit(COMMIT, step=outcome.step, participants=groups, seconds=seconds)
             return True
         self._check_fatal(session)
         self.telemetry.emit(DISCARD, step=outcome.step, reason=outcome.reason, seconds=seconds)

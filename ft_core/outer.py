@@ -369,7 +369,7 @@ class OuterLoop(ABC):
         drop_bad_state(self._inner)
 
     def _is_spare(self) -> bool:
-        return self._manager._mode is WorldSizeMode.FIXED_WITH_SPARES
+        return self._manager._seat.mode is WorldSizeMode.FIXED_WITH_SPARES
 
     # ------------------------------------------------------------------ heal
 

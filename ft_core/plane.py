@@ -42,7 +42,8 @@ class DataPlane:
 
     `report_configured(quorum_id, error)` and `report_fetched(step, lineage, error)` are called
     when the work is over; `error` is "" on success. `into` gives the tree to receive in place
-    (or None); the fetched tree waits in `take_state` for the training loop.
+    (or None); the fetched tree waits in `take_state` for the training loop. `spans_ranks`: the
+    process group spans all ranks of all members, and not this rank's peers only.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class DataPlane:
         process_group: ProcessGroup,
         *,
         group_rank: int,
+        spans_ranks: bool,
         host: str,
         token: str,
         configure_timeout_s: float,
@@ -62,7 +64,7 @@ class DataPlane:
         process_group.advertise(host)
         self._server = HealServer(host=host, token=token)
         self._token, self._allow_objects = token, allow_objects
-        self._group_rank = group_rank
+        self._group_rank, self._spans_ranks = group_rank, spans_ranks
         self._configure_timeout_s, self._heal_timeout_s = configure_timeout_s, heal_timeout_s
         self._telemetry, self._into = telemetry, into
         self._configuring = self._aborted = 0
@@ -84,7 +86,6 @@ class DataPlane:
         self._configuring = effect.quorum_id
         if self._aborted >= effect.quorum_id:
             return
-        addresses = [self._unpack(m)[0] for m in effect.members]
         self._telemetry.emit(
             QUORUM,
             quorum_id=effect.quorum_id,
@@ -95,7 +96,7 @@ class DataPlane:
         error = ""
         try:
             self.process_group.configure(
-                effect.quorum_id, effect.replica_rank, addresses, self._configure_timeout_s
+                effect.quorum_id, *self._mesh(effect), self._configure_timeout_s
             )
         except Exception as failure:  # any failure here has one meaning: no group, vote no
             error = str(failure) or type(failure).__name__
@@ -179,6 +180,14 @@ class DataPlane:
     def close(self) -> None:
         self._server.close()
         self.process_group.shutdown()
+
+    def _mesh(self, effect: Configure) -> tuple[int, list[bytes]]:
+        """(this rank's number in the process group, the addresses of all of its ranks)."""
+        if not self._spans_ranks:
+            return effect.replica_rank, [self._unpack(m)[0] for m in effect.members]
+        before = sum(len(m.addresses) for m in effect.members[: effect.replica_rank])
+        blobs = [blob for m in effect.members for blob in m.addresses]
+        return before + self._group_rank, [unpack_address(blob)[0] for blob in blobs]
 
     def _unpack(self, member: Member) -> tuple[bytes, str]:
         return unpack_address(member.addresses[self._group_rank])

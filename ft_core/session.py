@@ -21,6 +21,7 @@ from ft_core.plane import DataPlane
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import Replica, Stage
 from ft_core.telemetry import WAITING, Telemetry
+from ft_core.world import Place, RanksHold
 from lighthouse.address import normalize
 from lighthouse.client import Connection
 from lighthouse.config import Timeouts
@@ -38,6 +39,7 @@ class SessionOptions:
     timeouts: Timeouts
     group_rank: int
     group_world_size: int
+    ranks_hold: RanksHold
     store_addr: str
     store_port: int
     lighthouse: str
@@ -53,6 +55,19 @@ class SessionOptions:
     token: str
     watch_process: bool
 
+    @property
+    def place(self) -> Place:
+        """Of this rank among those of its group that hold a copy each."""
+        if self.ranks_hold is RanksHold.SHARDS:
+            return Place()
+        return Place(self.group_rank, self.group_world_size)
+
+    @property
+    def schema(self) -> dict[str, str]:
+        """What of this the members must have in common."""
+        size = self.place.size
+        return {"ranks of a replica group": str(size)} if size > 1 else {}
+
     @classmethod
     def resolve(
         cls,
@@ -62,6 +77,7 @@ class SessionOptions:
         heartbeat_interval: timedelta | None,
         rank: int | None,
         world_size: int | None,
+        ranks_hold: str,
         store_addr: str | None,
         store_port: int | None,
         lighthouse_addr: str | None,
@@ -89,6 +105,7 @@ class SessionOptions:
             timeouts=timeouts,
             group_rank=env.group_rank if rank is None else rank,
             group_world_size=env.group_world_size if world_size is None else world_size,
+            ranks_hold=_ranks_hold(ranks_hold),
             store_addr=store_addr or env.master_addr,
             store_port=store_port or env.master_port,
             lighthouse=lighthouse_addr or env.lighthouse,
@@ -135,10 +152,12 @@ class Session:
         host = advertised_host(self.lighthouse, options.interface)
         self._context = zmq.Context()
         self._group: GroupServer | None = None
+        self._store: Any = None
         link, replica_id = self._connect(host)
         self.plane = DataPlane(
             process_group,
             group_rank=options.group_rank,
+            spans_ranks=options.ranks_hold is RanksHold.COPIES,
             host=host,
             token=options.token,
             configure_timeout_s=limits.timeout_s,
@@ -194,9 +213,11 @@ class Session:
                 timeouts=limits,
             )
             leader = Leader(self._group.address, options.replica_id)
-            announce_leader(*store, job, leader, limits.connect_timeout_s)
+            self._store = announce_leader(*store, job, leader, limits.connect_timeout_s)
         else:
-            leader = find_leader(*store, job, limits.connect_timeout_s)
+            leader = find_leader(
+                *store, job, limits.connect_timeout_s, rank=options.group_rank
+            )
         return GroupLink(leader, options.group_rank, limits, self._context), leader.replica_id
 
     @property
@@ -256,6 +277,7 @@ class Session:
         self.plane.close()
         if self._group is not None:
             self._group.close()
+            self._store = None
         self._context.term()
 
     # ------------------------------------------------------------------ reports (other threads)
@@ -269,6 +291,13 @@ class Session:
     def _on_told(self, text: str) -> None:
         log.info("%s: %s", self._options.name, text)
         self._telemetry.emit(WAITING, reason=text)
+
+
+def _ranks_hold(text: str) -> RanksHold:
+    try:
+        return RanksHold(text)
+    except ValueError:
+        raise ValueError(f'ranks_hold must be "shards" or "copies", got {text!r}') from None
 
 
 def _local_lighthouse() -> str:

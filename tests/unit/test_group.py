@@ -1,0 +1,187 @@
+"""The leader of a replica group of several ranks: what the lighthouse and the ranks hear."""
+
+from __future__ import annotations
+
+import pytest
+
+from ft_core.group import BROKEN, GroupLeader, SendUp, peer_of
+from lighthouse.messages import (
+    FINISHED,
+    TORN,
+    Decision,
+    Expelled,
+    Join,
+    Leave,
+    Member,
+    Message,
+    Quorum,
+    Refused,
+    Revoke,
+    RoomKey,
+    Vote,
+)
+from lighthouse.room import Send
+
+ROOM = RoomKey("job", "default")
+GROUP = "g:1"
+
+
+class Group:
+    """A leader whose effects are kept apart: `up` to the lighthouse, `down` to each rank."""
+
+    def __init__(self, size: int = 2) -> None:
+        self.leader = GroupLeader(size)
+        self.up: list[Message] = []
+        self.down: dict[int, list[Message]] = {rank: [] for rank in range(size)}
+
+    def _take(self, effects: list) -> None:
+        for effect in effects:
+            if isinstance(effect, SendUp):
+                self.up.append(effect.message)
+            else:
+                assert isinstance(effect, Send)
+                for rank, heard in self.down.items():
+                    if peer_of(rank) in effect.peers:
+                        heard.append(effect.message)
+        self.leader.check()
+
+    def says(self, rank: int, message: Message) -> None:
+        self._take(self.leader.handle(peer_of(rank), message, 0.0))
+
+    def hears(self, message: Message) -> None:
+        self._take(self.leader.from_lighthouse(message, 0.0))
+
+    def loses(self, rank: int) -> None:
+        self._take(self.leader.disconnected(peer_of(rank), 0.0))
+
+    def join(self, rank: int, step: int = 3, lineage: str = "a") -> None:
+        address = b"at-%d" % rank
+        self.says(rank, Join(ROOM, "g", GROUP, step, lineage, (address,)))
+
+    def seated(self) -> Group:
+        """Both ranks are members of quorum 1, and nothing is to be read."""
+        self.join(0)
+        self.join(1)
+        member = Member(GROUP, 2, (b"at-0", b"at-1"))
+        self.hears(Quorum(ROOM, 1, 3, "a", 0, (), (member,)))
+        self.up.clear()
+        for heard in self.down.values():
+            heard.clear()
+        return self
+
+
+def test_the_group_joins_when_all_ranks_have_with_all_addresses() -> None:
+    group = Group()
+    group.join(0)
+    assert group.up == []
+    group.join(1)
+    (join,) = group.up
+    assert isinstance(join, Join)
+    assert join.addresses == (b"at-0", b"at-1")
+    assert (join.step, join.lineage) == (3, "a")
+
+
+def test_ranks_at_different_positions_are_a_torn_state() -> None:
+    group = Group()
+    group.join(0, step=4, lineage="b")
+    group.join(1)
+    (join,) = group.up
+    assert isinstance(join, Join)
+    assert join.lineage.startswith(TORN)
+    assert join.step == 3
+
+
+def test_all_yes_is_the_groups_yes_with_the_first_ranks_control() -> None:
+    group = Group().seated()
+    for rank in (1, 0):
+        assert group.up == []
+        group.says(rank, Vote(ROOM, GROUP, 1, 3, "a", True, control=b"%d" % rank))
+    (vote,) = group.up
+    assert isinstance(vote, Vote)
+    assert vote.ok
+    assert vote.control == b"0"
+
+
+def test_the_first_no_is_the_groups_and_stops_the_others() -> None:
+    group = Group().seated()
+    group.says(1, Vote(ROOM, GROUP, 1, 3, "a", False, "broken link"))
+    (vote,) = group.up
+    assert isinstance(vote, Vote)
+    assert not vote.ok
+    (revoke,) = group.down[0]
+    assert isinstance(revoke, Revoke)
+    assert revoke.reason == "broken link"
+    group.hears(Decision(ROOM, 1, 3, False, "no"))
+    assert len(group.down[1]) == 1
+
+
+def test_leaving_is_said_once() -> None:
+    group = Group().seated()
+    for rank in (0, 1):
+        group.says(rank, Leave(ROOM, GROUP, FINISHED))
+    assert group.up == [Leave(ROOM, GROUP, FINISHED)]
+    group.loses(0)
+    group.loses(1)
+    assert group.down == {0: [], 1: []}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_gives_up_its_state_takes_the_group_with_it(rank: int) -> None:
+    group, other = Group().seated(), 1 - rank
+    group.says(rank, Leave(ROOM, GROUP, "another learning rate"))
+    assert group.up == [Leave(ROOM, GROUP, "another learning rate")]
+    group.join(rank, 0, f"{TORN}{GROUP}")
+    (expelled,) = group.down[other]
+    assert isinstance(expelled, Expelled)
+    assert not expelled.hung
+    assert len(group.up) == 1  # not without the other
+    group.join(other)
+    join = group.up[-1]
+    assert isinstance(join, Join)
+    assert join.lineage.startswith(TORN)
+
+
+@pytest.mark.parametrize("order", ["one by one", "side by side"])
+def test_all_ranks_that_give_up_at_once_rejoin_once(order: str) -> None:
+    group = Group().seated()
+    torn = f"{TORN}{GROUP}"
+    group.says(0, Leave(ROOM, GROUP, "visited"))
+    if order == "one by one":
+        group.join(0, 0, torn)
+        group.says(1, Leave(ROOM, GROUP, "visited"))
+    else:
+        group.says(1, Leave(ROOM, GROUP, "visited"))
+        group.join(0, 0, torn)
+    group.join(1, 0, torn)
+    assert [type(message) for message in group.up] == [Leave, Join]
+
+
+def test_a_lost_rank_breaks_the_group() -> None:
+    group = Group(3)
+    for rank in range(3):
+        group.join(rank)
+    group.up.clear()
+    group.loses(1)
+    assert group.up == [Leave(ROOM, GROUP, "rank 1 is gone")]
+    for rank in (0, 2):
+        (refused,) = group.down[rank]
+        assert isinstance(refused, Refused)
+        assert refused.reason.startswith(BROKEN)
+    group.join(2)
+    assert isinstance(group.down[2][-1], Refused)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_wants_to_go_on_without_a_rank_that_has_left_is_told(when: str) -> None:
+    """Rank 1 has ended for good; rank 0 gives up its state and would wait for it forever."""
+    group = Group().seated()
+    group.says(1, Leave(ROOM, GROUP, FINISHED))
+    if when == "before":
+        group.loses(1)
+    group.says(0, Leave(ROOM, GROUP, "another learning rate"))
+    group.join(0, 0, f"{TORN}{GROUP}")
+    if when == "after":
+        group.loses(1)
+    refused = group.down[0][-1]
+    assert isinstance(refused, Refused)
+    assert "rank 1 is gone" in refused.reason
