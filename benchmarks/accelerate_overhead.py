@@ -1,4 +1,4 @@
-"""python benchmarks/accelerate_overhead.py [--json FILE] [--blocks N] [--kills N]
+"""python benchmarks/accelerate_overhead.py [--json FILE] [--blocks N] [--kills N] [--sizes A;B]
 
 What fault tolerance adds to a raw Accelerate loop, and what a failure costs it.
 
@@ -30,8 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import arguments, median_ms, report
 
 HERE = Path(__file__).resolve()
-SIZES = {"9 k": (64, 84, 40), "301 k": (256, 512, 330), "4.35 M": (1024, 2048, 1100)}
-STEPS = {"9 k": 200, "301 k": 100, "4.35 M": 15}
+SIZES = {
+    "9 k": (64, 84, 40),
+    "301 k": (256, 512, 330),
+    "4.35 M": (1024, 2048, 1100),
+    "9 k, 50 ms": (64, 84, 40),
+}
+STEPS = {"9 k": 200, "301 k": 100, "4.35 M": 15, "9 k, 50 ms": 20}
 BATCH = 16
 WARM_UP_STEPS = 20
 STEP_S = 0.05
@@ -60,6 +65,8 @@ def script(size: str, pace_s: float) -> None:
     def steps() -> Any:
         while True:
             for (batch,) in loader:
+                if "ms" in size:
+                    time.sleep(STEP_S)
                 model(batch).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -241,6 +248,7 @@ def main() -> None:
     parser = arguments((__doc__ or "").split("\n\n")[1])
     parser.add_argument("--blocks", type=int, default=9, help="blocks of steps for each")
     parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--sizes", default=";".join(SIZES), help="which steps, with ; between")
     parser.add_argument("--script", default="", help="(its own processes)")
     parser.add_argument("--pace", type=float, default=0.0, help="(its own processes)")
     options = parser.parse_args()
@@ -251,7 +259,7 @@ def main() -> None:
 
     rows, figures = [], {}
     with LighthouseServer("tcp://127.0.0.1:0", on_note=lambda note: None) as server:
-        for size in SIZES:
+        for size in filter(None, options.sizes.split(";")):
             found: dict[str, Any] = overhead(size, options.blocks, server.address())
             extra = found["ours"] - found["plain"]
             rows.append(

@@ -8,8 +8,9 @@ behind run through its past quickly, with the work taken out, until it stands wh
     ghost    loaders yield one and the same batch again and again, as often as the peers' did,
              models return a remembered output, optimizers and schedulers do nothing, operations
              answer at once. Loop indices, step counters and epochs come out right.
-    replay   the script is in the same *window* as its peers: operations that they have done since
-             the window began are answered with what they got.
+    replay   the script is in the same *window* as its peers: it computes on its own data, operations
+             that they have done since the window began are answered with what they got, and
+             gradients that they have stepped on are dropped.
     live     it takes part: from the event on at which its peers stood.
 
 A window begins where a training batch is asked for after an optimizer has stepped, and spans all
@@ -76,7 +77,7 @@ class Target:
     @property
     def reachable(self) -> bool:
         """Whether a process without the peers' gradients can stand here."""
-        return not self.pending and not (self.at == "grad" and self.grads)
+        return not self.pending
 
 
 @dataclass(slots=True)
@@ -101,7 +102,8 @@ class Course:
     fresh: bool = False
     """Nothing was done in this window yet."""
     work_is_ghost: bool = False
-    """Batches and models are remembered ones."""
+    """Batches and models are remembered ones: until the window of the peers. There they are real,
+    since what comes after may lean on them (a GAN's fake batch on its way to both updates)."""
     _logged_bytes: int = 0
 
     # ------------------------------------------------------------------ loaders
@@ -162,8 +164,7 @@ class Course:
         self.lengths = {**target.lengths, **self.lengths}
         self.generator_states = {seq: state for seq, _, state in target.active}
         if target.window == self.window:
-            self.phase = Phase.REPLAY
-            self.work_is_ghost = self.fresh and target.grads > 0
+            self.phase, self.work_is_ghost = Phase.REPLAY, False
         else:
             self.phase, self.work_is_ghost = Phase.GHOST, True
 
@@ -198,7 +199,7 @@ class Course:
         self.window, self.fresh = target.window, True
         self.ops, self.grads, self.stepped, self._logged_bytes = [], 0, False, 0
         self.events = target.events - len(target.ops) - target.grads
-        self.phase, self.work_is_ghost = Phase.REPLAY, target.grads > 0
+        self.phase, self.work_is_ghost = Phase.REPLAY, False
         self.pending = False
         return True
 

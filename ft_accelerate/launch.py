@@ -24,8 +24,8 @@ from ft_accelerate.config import (
     layout,
     lighthouse_plan,
 )
-from ft_accelerate.launch_group import free_port, rank_environment
 from ft_accelerate.options import (
+    ENV_SUPERVISOR,
     FaultTolerancePlugin,
     Supervision,
     field_names,
@@ -33,6 +33,7 @@ from ft_accelerate.options import (
     is_enabled,
     switched_off,
 )
+from ft_core import rank_group
 from ft_core.supervisor import supervise
 
 SPEAKER = "ft_accelerate"
@@ -150,7 +151,9 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
     describe(made, address)
     try:
         return supervise(
-            group_command(command, made.place.group_size),
+            rank_group.group_command(
+                in_our_hands(command), made.place.group_size, parent_env=ENV_SUPERVISOR
+            ),
             environment(made, env, address=address, devices=devices),
             count=made.place.groups,
             min_alive=made.plugin.min_replicas if made.place.alone else 1,
@@ -164,14 +167,10 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
             server.shutdown()
 
 
-def group_command(command: Sequence[str], group_size: int) -> list[str]:
-    """What starts one replica group: the script in our hands, several times if it has to be."""
-    command = list(command)
+def in_our_hands(command: Sequence[str]) -> list[str]:
+    """The script's command with us in front."""
     assert command[0] == sys.executable, command
-    mine = [sys.executable, "-m", "ft_accelerate.run", *command[1:]]
-    if group_size == 1:
-        return mine
-    return [sys.executable, "-m", "ft_accelerate.launch_group", str(group_size), *mine]
+    return [sys.executable, "-m", "ft_accelerate.run", *command[1:]]
 
 
 def environment(
@@ -187,10 +186,10 @@ def environment(
         told = {**env, **plugin.to_env()}
         if len(devices) >= made.place.groups * size:
             told["CUDA_VISIBLE_DEVICES"] = ",".join(devices[index * size : (index + 1) * size])
-        supervision = Supervision(pid=os.getpid(), restarts=restarts, child=index)
+        told |= Supervision(pid=os.getpid(), restarts=restarts, child=index).to_env()
         if size > 1:
-            return {**told, **supervision.to_env()}
-        return rank_environment(told, rank=0, size=1, port=free_port(), supervision=supervision)
+            return told
+        return rank_group.rank_environment(told, rank=0, size=1, port=rank_group.free_port())
 
     return of_group
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ class FaultTolerantModel(DistributedDataParallel):
 
     As a ghost (`is_ghost()`) the first call with inputs of some shapes computes; later ones return
     copies of that output, whose backward ends at the output and calls `on_ghost_backward`, once a
-    pass.
+    pass. Neither this nor a forward that is done over (`is_replay()`) leaves a trace in running
+    statistics: those came with the peers' state.
     """
 
     def __init__(
@@ -28,12 +30,14 @@ class FaultTolerantModel(DistributedDataParallel):
         module: nn.Module,
         *,
         is_ghost: Callable[[], bool],
+        is_replay: Callable[[], bool],
         on_ghost_backward: Callable[[], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(gate, module, **kwargs)  # type: ignore[arg-type]
         self._gate = gate
         self._is_ghost, self._on_ghost_backward = is_ghost, on_ghost_backward
+        self._is_replay = is_replay
         self._remembered: dict[Any, Any] = {}
         self._ghost_queued = False
         if self._shared:
@@ -43,17 +47,16 @@ class FaultTolerantModel(DistributedDataParallel):
         if self._is_ghost():
             return self._ghost_forward(inputs, kwargs)
         self._remembered.clear()
-        return super().forward(*inputs, **kwargs)
+        if not self._is_replay():
+            return super().forward(*inputs, **kwargs)
+        with _without_trace(self.module):
+            return super().forward(*inputs, **kwargs)
 
     def _ghost_forward(self, inputs: Any, kwargs: Any) -> Any:
         key = (self.training, _shapes((inputs, kwargs)))
         if key not in self._remembered:
-            buffers = list(self.module.buffers())
-            before = [b.clone() for b in buffers]
-            with torch.no_grad():
+            with torch.no_grad(), _without_trace(self.module):
                 self._remembered[key] = self.module(*inputs, **kwargs)
-                for buffer, value in zip(buffers, before, strict=True):
-                    buffer.copy_(value)  # a ghost leaves no trace in running statistics
         wants_grad = self.training and torch.is_grad_enabled()
         counts = wants_grad and self.require_backward_grad_sync
 
@@ -92,8 +95,20 @@ class FaultTolerantModel(DistributedDataParallel):
         """Take part in another exchange of them, after an attempt that was discarded."""
         if self._shared:
             for buffer, value in zip(self._shared._buffers(), kept, strict=True):
-                buffer.copy_(value)
+                buffer.data.copy_(value)  # see `_without_trace`
             self._shared.send()
+
+
+@contextmanager
+def _without_trace(module: nn.Module) -> Iterator[None]:
+    """Buffers are afterwards what they were before; a graph made inside may still run backward."""
+    buffers = list(module.buffers())
+    before = [b.clone() for b in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)
 
 
 def _shapes(tree: Any) -> Any:

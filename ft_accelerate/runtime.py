@@ -59,6 +59,7 @@ class Runtime(Membership):
             self.gate,
             module,
             is_ghost=lambda: self.course.work_is_ghost,
+            is_replay=lambda: self.course.phase is Phase.REPLAY,
             on_ghost_backward=self._ghost_backward,
             **kwargs,
         )

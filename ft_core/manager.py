@@ -297,14 +297,21 @@ class Manager:
         """Wait until collectives may start. Raises as `start_quorum` does."""
         self._enter(self._need_session(), heal=not self._async)
 
-    def should_commit(self, timeout: timedelta | None = None, *, control: bytes = b"") -> bool:
+    def should_commit(
+        self,
+        timeout: timedelta | None = None,
+        *,
+        control: bytes = b"",
+        changes_nothing: bool = False,
+    ) -> bool:
         """End the step: wait for its collectives, vote, and say whether to step the optimizer.
 
         All ranks of the group must call it, once a step. False: drop the gradients; the step was
         not counted, and `last_outcome` says why. `timeout`: how long to wait for the answer.
         `control`: up to 1,024 bytes that travel with a yes; when the step is committed, all
         members find those of the lowest-ranked one in `last_outcome().control` (empty under
-        per-group commit).
+        per-group commit). `changes_nothing`: no state follows from this step, so that fewer
+        participants than `min_replica_size` may commit it (the members are as many, always).
 
         Raises:
             StepInDoubt: the lighthouse stayed away past the timeout.
@@ -327,7 +334,8 @@ class Manager:
         part = self._part or self._take_part(session)
         ok = self._error is None
         reason = "" if ok else f"{type(self._error).__name__}: {self._error}"
-        if ok and (part is None or part.groups < self._min_replica_size):
+        needed = 1 if changes_nothing else self._min_replica_size
+        if ok and (part is None or part.groups < needed):
             ok, reason = False, f"fewer than min_replica_size={self._min_replica_size} participants"
         wait_s = timeout or timedelta(seconds=self._options.timeouts.connect_timeout_s)
         deadline = time.monotonic() + wait_s.total_seconds()
@@ -407,6 +415,14 @@ class Manager:
         result = finish_with(work, end)
         self._pending.append(result)
         return result
+
+    def bind(self) -> bool:
+        """Bind this step to its quorum now, as its first collective does; False: it has failed.
+
+        Who takes part (`num_participants`, `participating_rank`) is settled then, for tensors
+        whose shapes follow from it. Waits for the quorum.
+        """
+        return self._error is None and (self._pinned_at is not None or self._pin() is not None)
 
     def mean_divisor(self) -> int:
         """What a tensor may be divided by on its way, for `allreduce(divided_by=)` to do no more.

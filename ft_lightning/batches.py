@@ -7,7 +7,7 @@ Two objects of Lightning get a subclass of their own class while a fit lasts (bo
   heals: counters are whole, and batch, batch index and "last batch" that Lightning computes next
   are already those of the healed position. (At `on_train_batch_start` they would be stale.)
 - the sampler of batches can be told to leave out the first n, which costs index arithmetic only,
-  whatever sampler or batch sampler the user chose.
+  whatever sampler or batch sampler the user chose; or which batches to give (`validation.py`).
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ def release(instance: Any, *attributes: str) -> None:
             vars(instance).pop(name, None)
 
 
-def _skipping(cls: Any) -> dict[str, Any]:
-    """A (batch) sampler whose next iteration leaves out `_ft_skip` items."""
+def _placing(cls: Any) -> dict[str, Any]:
+    """A (batch) sampler whose next iteration leaves out `_ft_skip` items, or gives `_ft_chosen`."""
 
     def __iter__(self: Any) -> Iterator[Any]:
+        if self._ft_chosen is not None:
+            return iter(self._ft_chosen)
         skip, self._ft_skip = self._ft_skip, 0
         # Read now, skipped at the first `next`: loaders make an iterator long before they use it.
         return islice(cls.__iter__(self), skip, None)
 
-    return {"__iter__": __iter__, "_ft_skip": 0}
+    return {"__iter__": __iter__, "_ft_skip": 0, "_ft_chosen": None}
 
 
 def _announcing(at_boundary: Callable[[], None]) -> Callable[[Any], dict[str, Any]]:
@@ -89,7 +91,7 @@ class Batches:
         """Make a training data loader's position choosable."""
         sampler = self._index_sampler(loader)
         if sampler is not None and not adopted(sampler):
-            adopt(sampler, _skipping)
+            adopt(sampler, _placing)
             self._samplers.append(sampler)
 
     def adopt_fetcher(self, fetcher: Any) -> None:
@@ -131,7 +133,7 @@ class Batches:
     def release(self) -> None:
         """Give fetchers and samplers their own classes back."""
         for sampler in self._samplers:
-            release(sampler, "_ft_skip")
+            release(sampler, "_ft_skip", "_ft_chosen")
         for fetcher in self._fetchers:
             release(fetcher)
         self._samplers.clear()

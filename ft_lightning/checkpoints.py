@@ -1,4 +1,5 @@
 """Checkpoint files: written by the leader, whole or not at all, with the manager's position inside.
+And pickles of a strategy.
 
 A disk that is full must not end a training that survives the loss of machines: a save that fails is
 said and passed over, and as long as the newest file is missing, none that it was to replace goes.
@@ -17,6 +18,9 @@ log = logging.getLogger("ft_lightning")
 
 KEY = "ft_lightning"
 """Where a checkpoint holds `Manager.state_dict()`."""
+
+_LIVE = ("_manager", "_driver", "_batches", "_decisions", "_rounds", "_sink", "_prepare_lock")
+"""Attributes of the strategy that belong to a fit under way."""
 
 
 class Checkpoints:
@@ -74,6 +78,12 @@ class CheckpointMixin(_Base):
     _manager: Manager | None
     _from: Callable[[str], Any]
     _saved: Checkpoints | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a Trainer, or of what refers to one, has no fit under way: sockets, threads
+        and what works with them stay with this one."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
+        return {**state, **{name: None for name in _LIVE if name in state}}
 
     @property
     def _checkpoints(self) -> Checkpoints:

@@ -8,7 +8,8 @@
 
 A `training_step` is repeated as a whole if its step is discarded, on all members alike: so what is
 reduced there belongs to the step. Elsewhere nothing says that all are at the same place, and a call
-that waits for peers could wait for a dead one. Epoch ends have `rounds.py`.
+that waits for peers could wait for a dead one. The ends of epochs and validations have `rounds.py`,
+which gathers bytes.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def gather_in_step(manager: Manager, tensor: Tensor) -> Tensor:
 
     All must give tensors of one shape. Rows travel as a sum to which each adds its own.
     """
+    manager.bind()  # who takes part is settled from here on
     rows = torch.zeros(
         (manager.num_participants(), *tensor.shape), dtype=tensor.dtype, device=tensor.device
     )
@@ -63,6 +65,35 @@ def gather_in_step(manager: Manager, tensor: Tensor) -> Tensor:
     wire = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
     manager.allreduce(wire, reduce_op=ReduceOp.SUM).wait()
     return wire.to(tensor.dtype)
+
+
+def gather_bytes(manager: Manager, mine: bytes) -> list[bytes]:
+    """What each who takes part in the open step gives, in the order of ranks.
+
+    Lengths may differ. Who takes no part calls this, too; what it gives is left out. Empty: the
+    step has failed.
+    """
+    if not manager.bind():
+        return []
+    rank = manager.participating_rank()
+    sizes = torch.zeros(manager.num_participants(), dtype=torch.int64)
+    if rank is not None:
+        sizes[rank] = len(mine)
+    manager.allreduce(sizes, reduce_op=ReduceOp.SUM).wait()
+    if manager.errored() is not None:
+        return []
+    ends = sizes.cumsum(0).tolist()
+    row = torch.zeros(ends[-1], dtype=torch.uint8)
+    if ends[-1]:  # as all know
+        if rank is not None and mine:
+            row[ends[rank] - len(mine) : ends[rank]] = torch.frombuffer(
+                bytearray(mine), dtype=torch.uint8
+            )
+        manager.allreduce(row, reduce_op=ReduceOp.SUM).wait()
+        if manager.errored() is not None:
+            return []
+    data = row.numpy().tobytes()
+    return [data[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
 
 
 def zero_loss(module: torch.nn.Module) -> Tensor:

@@ -1,7 +1,13 @@
 """One replica group writes: logs, checkpoints, configuration. It may die, and another takes over.
 
-Before its first quorum nobody knows who that is, so nobody writes. Then it is the first of those
-who take part (`FTDDPMixin._on_quorum`). What the one before has written stays.
+| when | who writes | who says what rank zero says |
+|---|---|---|
+| the only replica group there is to be | it does, as under stock `ddp` | it does |
+| until the first quorum of a fit | nobody: who leads is not known | group 0, if it was not restarted |
+| in a quorum | the first of those who take part (`FTDDPMixin._on_quorum`) | the same |
+| after a fit without a quorum | group 0: no other has done more | the same |
+
+What the one before has written stays.
 """
 
 from __future__ import annotations
@@ -11,7 +17,66 @@ import logging
 import os
 from typing import Any
 
+from ft_lightning.batches import adopt, release
+from ft_lightning.scope import Scope
+from ft_lightning.scoping import act_as_leader
+
 log = logging.getLogger("ft_lightning")
+
+
+def before_quorum(trainer: Any, scope: Scope, dummy: Any) -> bool:
+    """A fit is being set up; whether this group writes already. The loop's thread.
+
+    Loggers open their files at their first use as rank zero, under a version number that follows
+    from the files there are: all groups have to choose one before any opens. So the loggers of the
+    group that speaks are silent until `release_loggers`. `dummy()`: the experiment of a logger
+    that is not rank zero's.
+    """
+    if scope.num_groups == 1:
+        act_as_leader(True, scope)
+        for logger in trainer.loggers if scope.restarts else ():
+            keep_metrics(logger)
+        return True
+    speaks = scope.index == 0 and scope.restarts == 0
+    try:
+        for logger in trainer.loggers if speaks else ():
+            adopt(logger, _silent(dummy))
+    except TypeError:  # of a class whose instances cannot change theirs
+        release_loggers(trainer)
+        speaks = False
+    act_as_leader(speaks, scope)
+    return False
+
+
+def release_loggers(trainer: Any) -> None:
+    """The first quorum is there, or the fit is over without one. Twice is once."""
+    for logger in trainer.loggers:
+        release(logger)
+
+
+def without_quorum(scope: Scope, *, interrupted: bool) -> bool:
+    """Whether this group writes after a fit that met nobody: it took no step, or failed before.
+
+    One that was started again may have peers whose files are newer than what it failed with.
+    """
+    follower = scope.index != 0 or (scope.num_groups > 1 and scope.restarts and interrupted)
+    return not follower
+
+
+def _silent(dummy: Any) -> Any:
+    """A logger that has nothing to write to yet, but knows its name, version and directories."""
+
+    def methods(cls: Any) -> dict[str, Any]:
+        def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+            return None
+
+        names = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
+        silent: dict[str, Any] = {name: nothing for name in names if hasattr(cls, name)}
+        if hasattr(cls, "experiment"):
+            silent["experiment"] = property(lambda self: dummy())
+        return silent
+
+    return methods
 
 
 def begin(trainer: Any, log_hyperparams: Any, *, takes_over: bool) -> None:

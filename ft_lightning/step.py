@@ -25,11 +25,11 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
 
 from ft_core.manager import Manager
 from ft_lightning import healing, logged, position
 from ft_lightning.batches import Batches
+from ft_lightning.collectives import gather_bytes
 from ft_lightning.decisions import Decisions
 from ft_lightning.replay import Replay, StepDiscarded, untoggle
 
@@ -71,8 +71,8 @@ class StepDriver:
         self._thread = threading.get_ident()
         self._place: Place | None = None
         """Where `start_quorum` is being called; None: nowhere."""
-        self._round_slots = 0
-        self._visit: int | None = None  # let in while peers are in a round with so many slots
+        self._gathers = False  # the round under way gathers
+        self._visit: bool | None = None  # let in while peers are in a round, that gathers or not
         self._lost = False  # behind, and not where it can heal: no round until the next boundary
         self._window: list[tuple[Any, ...]] = []  # arguments of `training_step` for each batch
         self._instead: tuple[Any, ...] | None = None
@@ -120,14 +120,12 @@ class StepDriver:
             self._place = None
         self.open = place is not Place.ROUND
 
-    def _sit_in(self, slots: int) -> None:
+    def _sit_in(self, gathers: bool) -> None:
         """Peers are between batches: add nothing to what they do, and join again."""
         self._visit = None
-        if slots:
-            self._manager.allreduce(
-                torch.zeros(slots, dtype=torch.float64), reduce_op=ReduceOp.SUM
-            ).wait()
-        self._manager.should_commit()
+        if gathers:
+            gather_bytes(self._manager, b"")
+        self._manager.should_commit(changes_nothing=True)
         self._manager.forget_state("joined while its peers were between batches")
 
     def ensure_open(self, *, to_reduce: bool = False) -> None:
@@ -324,27 +322,26 @@ class StepDriver:
 
     # ------------------------------------------------------------------ rounds
 
-    def round(self, control: bytes, sums: torch.Tensor | None) -> tuple[bytes, Any] | None:
-        """One agreement between batches: (the first member's control, `sums` over all).
+    def round(self, mine: bytes | None) -> tuple[list[bytes], int] | None:
+        """One agreement between batches: (what each who takes part gives, the rank of this group).
 
-        None: this group is behind, and heals at the next batch.
+        `mine` None: only to meet; nothing is given. Returns None if this group is behind: it heals
+        at the next batch.
         """
         if self.open:
             return None  # a window goes on over the end of an epoch: `optimizer_step` overridden
         self._lost = self._lost or self._manager.is_healing()  # evicted, and let in again
         while not self._lost:
-            self._round_slots = 0 if sums is None else sums.numel()
+            self._gathers = mine is not None
             self._start(Place.ROUND)
             if self._lost:
                 self._manager.forget_state("fell behind between batches")
                 break
-            total = None if sums is None else sums.clone()
-            if total is not None:
-                self._manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
-            if self._manager.should_commit(self._patience, control=control):
-                outcome = self._manager.last_outcome()
-                assert outcome is not None
-                return outcome.control, total
+            gathered = [] if mine is None else gather_bytes(self._manager, mine)
+            if self._manager.should_commit(self._patience, changes_nothing=True):
+                rank = self._manager.participating_rank()
+                assert rank is not None
+                return gathered, rank
         return None
 
     # ------------------------------------------------------------------ heal
@@ -360,7 +357,7 @@ class StepDriver:
         if self._place is None:
             raise RuntimeError("a state was asked for in the middle of a step")
         if self._place is Place.ROUND:
-            return {"round": self._round_slots}
+            return {"round": self._gathers}
         state = healing.dump(
             self._trainer,
             batches=len(self._window) if self._place is Place.STEP else 0,
@@ -375,7 +372,7 @@ class StepDriver:
             self._lost = True
             return
         if "round" in state:
-            self._visit = int(state["round"])
+            self._visit = bool(state["round"])
             return
         trainer = self._trainer
         epoch_before = healing.restore(trainer, state)

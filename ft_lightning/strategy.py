@@ -148,11 +148,9 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             self._prepare_lock = lock_machine(self._options.job_id or "")
         super().setup_environment()
         if self._trainer.state.fn == "fit":
-            # Loggers open their files at their first use as rank zero, under a version number
-            # that follows from the files there are: nobody is rank zero until all have chosen,
-            # and a process that was started again does not know who is.
-            self._leader = self._writes = self._met = False
-            act_as_leader(False, self.scope)
+            dummy = self._from("fabric.loggers.logger")._DummyExperiment
+            self._leader = self._writes = leader.before_quorum(self._trainer, self.scope, dummy)
+            self._met = False
 
     def setup_distributed(self) -> None:
         """No default process group: the replica group is this process."""
@@ -330,6 +328,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         except QuorumUnavailable:
             return  # the attempt has failed already; the next one tells
         act_as_leader(self._leader, self.scope)
+        leader.release_loggers(self._trainer)
         if self._owes_join_report:
             self._owes_join_report = False
             report_joined(os.environ, self.scope.device)
@@ -357,6 +356,11 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
     def teardown(self) -> None:
         self.release_machine()
         self._shut_down()
+        trainer = self._trainer
+        if trainer.state.fn == "fit" and not self._met:
+            leader.release_loggers(trainer)
+            self._leader = leader.without_quorum(self.scope, interrupted=trainer.interrupted)
+            act_as_leader(self._leader, self.scope)
         # Unwrapped here: DDP's own teardown would recommend options that are refused.
         self.model = self.lightning_module
         super().teardown()

@@ -201,7 +201,7 @@ def test_every_option_is_explained() -> None:
 def test_neither_torch_nor_accelerate_is_loaded() -> None:
     code = (
         "import sys, ft_accelerate.autoload, ft_accelerate.cli, ft_accelerate.launch, "
-        "ft_accelerate.launch_group, ft_accelerate.run, ft_accelerate.questions\n"
+        "ft_core.rank_group, ft_accelerate.run, ft_accelerate.questions\n"
         "assert not {'torch', 'accelerate', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -23,8 +23,9 @@ import yaml
 
 from ft_accelerate import launch_hooks
 from ft_accelerate.config import Layout
-from ft_accelerate.launch import environment, group_command, plan, wanted
+from ft_accelerate.launch import environment, in_our_hands, plan, wanted
 from ft_accelerate.options import FaultTolerancePlugin
+from ft_core.rank_group import group_command
 from tests.accelerate.installed import accelerate, installed
 
 MULTI_NODE = {
@@ -127,9 +128,11 @@ def test_num_processes_are_groups_or_one_group_as_the_config_says(
     assert plan(arguments(stock, "--config_file", config), {}).place.groups == 4
     one = plan(arguments(stock, "--config_file", config, "--fault_tolerance_group_size=4"), {})
     assert (one.place.groups, one.place.group_size) == (1, 4)
-    assert group_command([sys.executable, "train.py", "--x"], 4) == [
-        sys.executable, "-m", "ft_accelerate.launch_group", "4",
-        sys.executable, "-m", "ft_accelerate.run", "train.py", "--x",
+    ours = in_our_hands([sys.executable, "train.py", "--x"])
+    assert ours == [sys.executable, "-m", "ft_accelerate.run", "train.py", "--x"]
+    assert group_command(ours, 1, parent_env="PARENT") == ours
+    assert group_command(ours, 4, parent_env="PARENT") == [
+        sys.executable, "-m", "ft_core.rank_group", "PARENT", "4", *ours,
     ]  # fmt: skip
 
 

@@ -14,10 +14,12 @@ import contextlib
 import faulthandler
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +28,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -533,11 +537,47 @@ def resume(place: Place) -> Result:
     }
 
 
+def around(place: Place) -> Result:
+    """What is said before the first quorum; what can be pickled; a fit that takes no step."""
+    logger = CSVLogger(place.log, "around", version=0)
+    seen: dict[str, Any] = {}
+
+    class Saying(Net):
+        def on_fit_start(self) -> None:
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                rank_zero_warn("said by one")
+            seen["heard"] = len(heard)
+            logger.experiment.log_metrics({"early": 1.0})
+            logger.log_metrics({"early": 1.0})
+            logger.save()
+
+        def on_train_start(self) -> None:
+            super().on_train_start()
+            seen["wrote"] = os.path.exists(logger.log_dir)
+
+    trainer = place.trainer(max_epochs=1, logger=logger)
+    fit(trainer, Saying(place))
+    seen["loggers"] = type(logger) is CSVLogger
+    trainer = place.trainer(max_epochs=1)
+    fit(trainer, Net(place))
+    twin = pickle.loads(pickle.dumps(trainer))
+    seen["pickled"] = [twin.global_step, twin.strategy.manager is None]
+    seen["manager"] = trainer.strategy.manager.current_step() > 0
+    trainer = place.trainer(max_steps=0)
+    fit(trainer, Net(place))
+    seen["writer"] = trainer.is_global_zero
+    path = place.log / f"no_step.{place.rank}.ckpt"
+    trainer.save_checkpoint(path)
+    seen["saved"] = path.exists()
+    return seen
+
+
 SCENARIOS: dict[str, Callable[[Place], Result]] = {
     f.__name__: f
     for f in (
         accumulate, bf16, fp16, gan, every_second_step, nothing_on_one, scopes, stops, clocks,
-        plateau_by_step, differing_rate, leftovers, refusals, failing_saves, resume,
+        plateau_by_step, differing_rate, leftovers, refusals, failing_saves, resume, around,
     )
 }  # fmt: skip
 

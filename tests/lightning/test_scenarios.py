@@ -27,7 +27,7 @@ RETRIED = {
 """Steps (votes) at which one replica's attempt fails, after its peer's gradients have travelled."""
 OWN = (
     "nothing_on_one", "scopes", "stops", "clocks", "plateau_by_step", "differing_rate",
-    "leftovers", "refusals", "failing_saves", "resume",
+    "leftovers", "refusals", "failing_saves", "resume", "around",
 )  # fmt: skip
 
 Runs = dict[str, Scenarios]
@@ -181,3 +181,16 @@ def test_a_checkpoint_holds_the_managers_place(runs: Runs, tmp_path: Path) -> No
     saved = torch.load(runs["ours"].log / "resume" / "last.ckpt", weights_only=False)
     assert saved["ft_lightning"]["step"] > saved["global_step"]
     assert saved["ft_lightning"]["batches_committed"] > 2 * BATCHES
+
+
+def test_one_speaks_and_nobody_writes_before_the_first_quorum(runs: Runs) -> None:
+    """Also: a Trainer can be pickled after a fit, and after one without a step group 0 writes."""
+    first, second = both(runs, "around")
+    assert (first["heard"], second["heard"]) == (1, 0)
+    assert (first["saved"], second["saved"]) == (True, False)
+    assert (first["writer"], second["writer"]) == (True, False)
+    for seen in (first, second):
+        assert not seen["wrote"] and seen["loggers"] and seen["manager"]
+        assert seen["pickled"] == [BATCHES, True]
+    log = runs["ours"].log / "around" / "version_0"
+    assert "early" not in (log / "metrics.csv").read_text()

@@ -1,8 +1,10 @@
-"""The processes of one replica group on this machine: `python -m ft_accelerate.launch_group N ...`.
+"""The ranks of one replica group on this machine: `python -m ft_core.rank_group PARENT N ...`.
 
 They live and die together: when one ends badly the others are killed, and this process ends as it
 did (the same exit code, or the same signal), so that the supervisor above can tell a crash from a
 kill. It starts nothing again; the supervisor does. Imports no torch.
+
+PARENT names the environment variable in which a process is told its parent's id (`die_with`).
 """
 
 from __future__ import annotations
@@ -16,20 +18,27 @@ import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from ft_accelerate.options import Supervision
 from ft_core.supervisor import ENV_JOINED, die_with
 
 STOP_TIMEOUT_S = 20.0
 """Less than the supervisor's, which would kill us and so the ranks."""
 
 
+def group_command(command: Sequence[str], size: int, *, parent_env: str) -> list[str]:
+    """What runs `command` in a group of `size` ranks; `command` itself for a single one."""
+    if size == 1:
+        return list(command)
+    return [sys.executable, "-m", "ft_core.rank_group", parent_env, str(size), *command]
+
+
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the number of processes, then their command. Main thread only."""
+    """Main thread only."""
+    parent_env, size, command = argv[0], int(argv[1]), argv[2:]
     env = dict(os.environ)
-    supervision = Supervision.from_env(env)
-    if supervision.pid:
-        die_with(supervision.pid)
-    code = run_group(list(argv[1:]), env, size=int(argv[0]), supervision=supervision)
+    if env.get(parent_env, "0") != "0":
+        die_with(int(env[parent_env]))
+    env[parent_env] = str(os.getpid())
+    code = run_group(command, env, size=size)
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
@@ -37,10 +46,8 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def rank_environment(
-    env: Mapping[str, str], *, rank: int, size: int, port: int, supervision: Supervision
-) -> dict[str, str]:
-    """What rank `rank` of a group of `size` is told: its place in the group, and its parent."""
+def rank_environment(env: Mapping[str, str], *, rank: int, size: int, port: int) -> dict[str, str]:
+    """`env` with the place in its group that rank `rank` of `size` is told."""
     return {
         **env,
         "RANK": str(rank),
@@ -49,7 +56,6 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        **supervision.to_env(),
     }
 
 
@@ -63,12 +69,9 @@ def free_port() -> int:
         return port
 
 
-def run_group(
-    command: Sequence[str], env: Mapping[str, str], *, size: int, supervision: Supervision
-) -> int:
+def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> int:
     """Run the group to its end; the exit code of the first rank that failed, as Popen's, or 0."""
     ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    told = Supervision(pid=os.getpid(), restarts=supervision.restarts, child=supervision.child)
     port = free_port()
     pipes = (int(env[ENV_JOINED]),) if ENV_JOINED in env else ()
     ranks: list[subprocess.Popen[bytes]] = []
@@ -88,7 +91,7 @@ def run_group(
     for rank in range(size):
         process = subprocess.Popen(
             command,
-            env=rank_environment(env, rank=rank, size=size, port=port, supervision=told),
+            env=rank_environment(env, rank=rank, size=size, port=port),
             pass_fds=pipes,
         )
         ranks.append(process)

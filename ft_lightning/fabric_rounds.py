@@ -1,0 +1,216 @@
+"""`all_reduce`, `all_gather` and `barrier` of a Fabric: within a step, and in rounds of their own.
+
+From a batch's fetch to `optimizer.step()` they are part of the step, and what comes back of a step
+that is discarded is thrown away with it. Elsewhere in a training under way (after the step, in a
+validation, at an epoch's end) each call is a *round*: a step of the manager's without an update,
+repeated until it is committed, so that all have the result or none has. Members run the same
+script, so they come to the same calls in the same order; a round says which one it is, and raises
+in all of them if they differ.
+
+A replica group that comes back in the meantime adds nothing to a round and goes on waiting for its
+batch. One that finds that the others went on without it has its own value from there to its next
+batch, where it heals. Before the first batch, and where members need not be at the same place (data
+that Fabric does not know, iterables, per-group commit), there are no rounds: this process's value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from ft_lightning.collectives import gather_in_step, reduce_in_step
+from ft_lightning.fabric_scoping import FabricScopedMixin
+from ft_lightning.fabric_window import Window
+
+log = logging.getLogger("ft_lightning")
+
+_PATIENCE = 4
+"""Timeouts that a peer may be late at a round: the lighthouse evicts who hangs before."""
+
+Call = tuple[str, str, list[int], str]
+"""What is called: its name, dtype, shape, and how it reduces. Plain values: it travels."""
+
+
+class FabricRoundsMixin(FabricScopedMixin):
+    """The part of the strategy that reduces."""
+
+    _window: Window
+    _open = _lost = False
+    _votes_each_step = True
+    """Not those strategies that meet every so many steps: their collectives stay at home."""
+    _rounds = 0
+    _round_of: Call | None = None
+    _visit: Call | None = None
+    _warned = False
+    participants = 0
+    """How many took part when this group last looked."""
+
+    # ------------------------------------------------------------------ what Fabric calls
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over all who take part in the step, or in a round of its own. In place."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with torch.no_grad():
+            if self._open:
+                if self._window.local:
+                    return tensor
+                target = tensor.clone() if tensor.requires_grad else tensor
+                return reduce_in_step(self._known_manager, target, reduce_op)
+            result = self._round("all_reduce", tensor, _name_of(reduce_op))
+            if result is None:
+                return tensor
+            return result if tensor.requires_grad else tensor.copy_(result)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """As `all_reduce`: `(participants, *shape)`; a row where it reaches nobody, and no further
+        dimension if there is but one replica group."""
+        within = self._open and not self._window.local
+        if sync_grads and tensor.requires_grad and (within or self._meets()):
+            raise ValueError(
+                "ft_ddp cannot send gradients back through all_gather: the replica groups that "
+                "a loss was made of may be gone by then; gather detached tensors"
+            )
+        with torch.no_grad():
+            if within:
+                return gather_in_step(self._known_manager, tensor)
+            result = None if self._open else self._round("all_gather", tensor, "")
+        if result is not None:
+            return result
+        # In a batch that comes again others' rows are expected, and thrown away.
+        rows = max(self.participants, 1) if self._window.local else 1
+        return tensor.expand(rows, *tensor.shape) if self.world_size > 1 else tensor
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """A round between steps; within a step, and before the first batch, nobody waits.
+
+        Who does not come within a few timeouts is left behind.
+        """
+        if not self._open:
+            self._round("barrier", torch.zeros(1), "sum")
+
+    # ------------------------------------------------------------------ rounds
+
+    @property
+    def _known_manager(self) -> Any:
+        assert self._manager is not None
+        return self._manager
+
+    def _aligned(self) -> bool:
+        """Whether members are at the same place of their scripts."""
+        raise NotImplementedError
+
+    def _attempt_round(self) -> None:
+        """Be in a quorum for a round. Sets `_lost` if this group is behind."""
+        raise NotImplementedError
+
+    def _meets(self) -> bool:
+        """Whether a round is possible here."""
+        manager = self._manager
+        if manager is None or not self._votes_each_step or manager.last_outcome() is None:
+            return False  # nothing has been trained yet, or all is between two outer steps
+        if self._window.local or self._lost or manager.left():
+            return False
+        return self._options.commit == "quorum" and self._aligned()
+
+    def _round(self, name: str, tensor: Tensor, op: str) -> Tensor | None:
+        """What all have together; None: nothing is sent, this process's value counts."""
+        self._rounds += 1
+        if not self._meets():
+            self._warn(name)
+            return None
+        manager = self._known_manager
+        self._round_of = (name, str(tensor.dtype).partition(".")[2], list(tensor.shape), op)
+        patience = timedelta(seconds=_PATIENCE * self._options.timeout_s)
+        try:
+            self._lost = manager.is_healing()  # evicted, and let in again
+            while not self._lost:
+                self._attempt_round()
+                if self._lost:
+                    manager.forget_state("fell behind between steps")
+                    break
+                result = self._exchange(self._round_of, tensor)
+                if manager.should_commit(patience):
+                    return self._agreed(name, result)
+        finally:
+            self._round_of = None
+        return None
+
+    def _exchange(self, call: Call, tensor: Tensor) -> Tensor | None:
+        """The collectives of a round; None: members have called different things."""
+        manager = self._known_manager
+        name, _, _, op = call
+        words = [_number(repr(call)), self._rounds]
+        header = torch.tensor([*words, *(-w for w in words)], device=tensor.device)
+        manager.allreduce(header, reduce_op=ReduceOp.MAX).wait()
+        half = len(words)
+        differ = bool((header[:half] != -header[half:]).any())
+        if differ and manager.errored() is None and manager.is_participating():
+            return None
+        if name == "barrier":
+            return tensor
+        if name == "all_gather":
+            return gather_in_step(manager, tensor)
+        return reduce_in_step(manager, tensor.clone(), op)
+
+    def _agreed(self, name: str, result: Tensor | None) -> Tensor:
+        if result is None:
+            raise RuntimeError(
+                f"fabric.{name} was called outside of a step, and other replica groups called "
+                "something else, or with a tensor of another shape or type: call the same "
+                "collectives in the same order in all of them"
+            )
+        return result
+
+    def _sit_in(self, call: Call) -> None:
+        """Peers are in a round: add nothing to it, and join again."""
+        self._visit = None
+        _, dtype, shape, _ = call
+        empty = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.root_device)
+        manager = self._known_manager
+        self._exchange(call, empty)
+        manager.should_commit()
+        manager.forget_state("joined while its peers were between steps")
+
+    def _warn(self, name: str) -> None:
+        """Once, if a stock user would get something else than what he asked for."""
+        manager = self._manager
+        if self._warned or name == "barrier" or self.world_size == 1 or manager is None:
+            return
+        if self._window.local or self._lost or manager.left():
+            return  # it comes again, or this group has no peers at this place
+        self._warned = True
+        why = (
+            "before the first batch"
+            if manager.last_outcome() is None
+            else "where replica groups need not be at the same place"
+        )
+        log.warning(
+            "fabric.%s was called outside of a step, %s: it gives this replica group's own value. "
+            "Call it between fetching a batch and optimizer.step(), or set up all data with "
+            "fabric.setup_dataloaders (and use_distributed_sampler=False for validation data, "
+            "which each group then sees as a whole)",
+            name,
+            why,
+        )
+
+
+def _name_of(op: Any) -> str:
+    """How `reduce_in_step` calls it."""
+    if op is None:
+        return "mean"
+    if isinstance(op, str):
+        return op.lower()
+    known = {ReduceOp.AVG: "mean", ReduceOp.SUM: "sum", ReduceOp.MAX: "max", ReduceOp.MIN: "min"}
+    return next((name for each, name in known.items() if op == each), "product")
+
+
+def _number(text: str) -> int:
+    """A text as a number that has a negative one."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
