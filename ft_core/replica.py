@@ -328,8 +328,7 @@ class Replica:
         if isinstance(message, Waiting):
             return self._on_waiting(message, now)
         if isinstance(message, Refused) and self.stage is not Stage.LEFT:
-            self.stage, self.reason = Stage.REFUSED, message.reason
-            self._resend_at = None
+            return self._on_refused(message)
         return []
 
     def disconnected(self, now: float) -> list[Effect]:
@@ -357,6 +356,17 @@ class Replica:
         """When `expire` wants to be called, or None."""
         times = [t for t in (self._resend_at, self._grace_at) if t is not None]
         return min(times, default=None)
+
+    def _on_refused(self, message: Refused) -> list[Effect]:
+        """For good. A step that has begun is over, too: nobody will answer its vote."""
+        self.stage, self.reason = Stage.REFUSED, message.reason
+        self._resend_at = self._grace_at = None
+        if self.attempt in (Attempt.OPEN, Attempt.PINNED):
+            self.attempt, self.failure = Attempt.FAILED, message.reason
+        if self.view is None or self._revoked:
+            return []
+        self._revoked = True
+        return [Abort(self.view.quorum_id, message.reason)]
 
     def _on_waiting(self, message: Waiting, now: float) -> list[Effect]:
         """The lighthouse has heard the join; from here on beats keep the place in the line."""

@@ -42,6 +42,7 @@ class Habits:
     hung: bool = False
     error_rate: float = 0.0
     checkpoint_every: int = 0
+    gives_up: bool = False  # after its next decision, if somebody else holds the state
 
 
 class Process:
@@ -354,6 +355,24 @@ class Process:
     def _train(self) -> Generator[Wait, None, None]:
         while not self._over():
             yield from self._step()
+            if self.habits.gives_up and not self._over() and self._dispensable():
+                self.habits.gives_up = False
+                self._give_up()
+
+    def _dispensable(self) -> bool:
+        """Whether this process is to heal from somebody if it gives up its state."""
+        view = self.replica.view
+        return view is not None and any(
+            not m.healing and m.replica_id != self.replica_id for m in view.members
+        )
+
+    def _give_up(self) -> None:
+        """Its state is not what the quorum takes it for: join anew, and heal."""
+        self.carry_out(self.replica.give_up("simulated"))
+        self.snapshot, self.fetched_state, self.fetches = None, None, self.fetches + 1
+        self.state = -self.rng.getrandbits(40)
+        position = (self.replica.step, self.replica.lineage)
+        self.checker.spoiled(self.replica_id, position, self.state)
 
     def _step(self) -> Generator[Wait, None, None]:
         replica, clock, habits = self.replica, self.clock, self.habits

@@ -91,7 +91,18 @@ def profile_of(seed: int) -> Profile:
         restart_s=rng.choice((0.05, 0.3, 1.0, 3.0)),
         start_spread_s=rng.choice((0.01, 0.2, 1.0)),
     )
-    return replace(profile, faults=_faults(rng, profile))
+    faults = _faults(rng, profile) + _given_up(seed, profile)
+    return replace(profile, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _given_up(seed: int, profile: Profile) -> tuple[Fault, ...]:
+    """In every fifth run some processes give up their state. Drawn apart: a seed keeps its other
+    faults."""
+    rng = random.Random(f"given up {seed}")
+    if rng.random() > 0.2:
+        return ()
+    times = [rng.uniform(0.0, profile.faulty_s) for _ in range(rng.choice((1, 3, 10)))]
+    return tuple(Fault(at_s, "give_up", rng.choice(profile.slots), 0.0) for at_s in times)
 
 
 def _network(rng: random.Random, timeouts: Timeouts) -> NetworkProfile:

@@ -139,6 +139,7 @@ def _calm(cluster: Cluster) -> list[Process]:
 def _recover(cluster: Cluster, process: Process) -> None:
     habits = process.habits
     habits.heal_failures = habits.configure_failures = habits.error_rate = 0.0
+    habits.gives_up = False
     habits.heal_s, habits.configure_s = 0.05, 0.005
     habits.forward_s = cluster.profile.forward_s
     if process.paused:
@@ -273,10 +274,15 @@ def _slow(cluster: Cluster, process: Process, for_s: float) -> None:
     process.habits.forward_s = for_s
 
 
+def _give_up(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.habits.gives_up = True
+    cluster.cut(process, cluster.clock.now + for_s)
+
+
 _STRIKES: dict[str, Callable[[Cluster, Process, float], None]] = {
     "crash": _crash, "pause": _pause, "stall": _stall, "partition": _partition, "drop": _drop,
     "hang": _hang, "leave": _leave, "leave_after_step": _leave_after_step,
     "false_obituary": _false_obituary, "bad_heal": _bad_heal, "slow_heal": _slow_heal,
     "bad_configure": _bad_configure, "slow_configure": _slow_configure, "errors": _errors,
-    "slow": _slow,
+    "slow": _slow, "give_up": _give_up,
 }  # fmt: skip

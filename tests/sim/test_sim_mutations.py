@@ -167,6 +167,18 @@ def names_a_lineage_by_step_alone(patch: Patch) -> None:
     patch.setattr("tests.sim.checker.next_lineage", by_step)
 
 
+def gives_up_and_keeps_its_position(patch: Patch) -> None:
+    original = Replica.give_up
+
+    def give_up(self: Replica, reason: str) -> Any:
+        position = self.step, self.lineage
+        effects = original(self, reason)
+        self.step, self.lineage = position
+        return effects
+
+    patch.setattr(Replica, "give_up", give_up)
+
+
 CASES: list[tuple[Callable[[Patch], None], str]] = [
     (counts_votes_of_old_quorums, "S2|S5|S6|L1"),
     (reuses_ids_after_restart, "S1"),
@@ -183,6 +195,7 @@ CASES: list[tuple[Callable[[Patch], None], str]] = [
     (never_repeats, "L1"),
     (shows_everyone_its_own_control, "control"),
     (names_a_lineage_by_step_alone, "S3"),
+    (gives_up_and_keeps_its_position, "S3"),
 ]
 
 

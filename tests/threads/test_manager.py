@@ -313,7 +313,9 @@ def test_several_parts_of_state_heal():
 def test_per_group_commit_does_not_wait_and_agrees():
     with lighthouse() as server:
         a, b = pair(server, commit="group")
-        both(a, b, lambda r, i: (r.run_to(20, gradient=float(i)), r.close()))
+        # Who leaves has acted on its last vote; the other might have to do that step again, alone.
+        both(a, b, lambda r, i: r.run_to(20, gradient=float(i)))
+        both(a, b, lambda r, i: r.close())
         assert torch.equal(a.weights, b.weights)
 
 

@@ -1,0 +1,376 @@
+"""Replica groups of several ranks in the simulator: the real `GroupLeader` between `Replica` machines
+and the real lighthouse.
+
+Each rank number is a world of its own (`World`): the processes of that rank in all groups, with
+their own mesh, state and checker, as with sharded models. What ties the worlds together are the
+leaders, so all that a rank is promised must hold in each world, and all ranks of a group must hear
+the same of each step. Leaders talk to the lighthouse over the simulator's network; ranks talk to
+their leader over links that keep order and lose nothing while both live.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft_core.group import GroupEffect, GroupLeader, SendUp, peer_of
+from ft_core.replica import Replica
+from lighthouse.config import LighthouseConfig, Timeouts
+from lighthouse.messages import Join, Refused, Reply, Request, RoomKey, Vote
+from lighthouse.room import Effect, Remember, Send
+from lighthouse.state import Lighthouse
+from tests.sim.checker import Checker, Position, Violation
+from tests.sim.clock import Clock
+from tests.sim.cluster import START, Cluster
+from tests.sim.network import Link, Network, NetworkProfile
+from tests.sim.plane import Plane
+from tests.sim.process import Habits, Process
+from tests.sim.profile import Profile
+
+ROOM = RoomKey("job", "room0")
+LOCAL_S = 0.0005
+RESTART_S = 0.3
+COMMITS_WANTED = 3
+"""Steps that all ranks of all groups must have made together once faults have stopped."""
+FAULTS = ("kill a rank", "kill the leader", "kill the group", "no", "give up", "all give up",
+          "hang a rank", "lighthouse")  # fmt: skip
+
+
+class RankChecker(Checker):
+    """A rank's yes is not its group's: it may be told "discard" of a step that others commit when
+    another rank of its group hung, and the group was evicted."""
+
+    group_yes: Set[tuple[str, int, int]] = frozenset()
+
+    def discarded(
+        self, replica_id: str, quorum_id: int, step: int, ok: bool, position: Position
+    ) -> None:
+        ok = ok and (replica_id, quorum_id, step) in self.group_yes
+        super().discarded(replica_id, quorum_id, step, ok, position)
+
+
+class World:
+    """What a `Process` takes for its cluster: one rank number of all groups."""
+
+    tracing = False
+    log = staticmethod(lambda text: None)
+    short = staticmethod(Cluster.short)
+
+    def __init__(self, groups: Groups, rank: int) -> None:
+        self.groups, self.rank = groups, rank
+        self.clock, self.work_rng, self.profile = groups.clock, groups.rng, groups.profile
+        self.network = self  # `attach` and `send_up`
+        self.running: dict[str, Process] = {}
+        self.checkpoints: dict[str, Any] = {}
+        self.checker = RankChecker(
+            now=lambda: self.clock.now,
+            unreachable=lambda: frozenset(groups.excused | groups.torn()),
+            living=lambda: frozenset(self.running),
+            cut_since=lambda since: frozenset(groups.excused),
+            life=lambda: groups.network.lighthouse_life,
+        )
+        self.checker.group_yes = groups.group_yes
+        self.checkers = {ROOM: self.checker}
+        self.planes = {ROOM: Plane(self.clock, self.work_rng, self.checker)}
+
+    def make_replica(self, template: Join, *, resend_s: float, revoke_grace_s: float) -> Replica:
+        return Replica(template, resend_s=resend_s, revoke_grace_s=revoke_grace_s)
+
+    def attach(self, link: Link) -> None:
+        self.clock.after(self.work_rng.random() * 0.01, link.owner.link_up)
+
+    def send_up(self, link: Link, message: Request) -> None:
+        group = self.groups.living.get(link.name)
+        if group is not None:
+            self.clock.after(LOCAL_S, group.asked, self.rank, message)
+
+    def process_ended(self, process: Process) -> None:
+        """It has left, or was refused."""
+        if process.alive:
+            process.alive = False
+            self.ended(process)
+            self.groups.rank_ended(process.replica_id, self.rank)
+
+    def ended(self, process: Process) -> None:
+        self.running.pop(process.replica_id, None)
+        self.checker.ended(process.replica_id)
+
+
+class Group:
+    """One life of a replica group: its leader, and a process in each world."""
+
+    def __init__(self, groups: Groups, slot: str, life: int) -> None:
+        self.groups, self.slot, self.replica_id = groups, slot, f"{slot}:{life}"
+        self.leader = GroupLeader(len(groups.worlds))
+        self.alive = True
+        self.link = Link(self.replica_id, self)
+        self.last_up: Request | None = None
+        self.ranks = {
+            world.rank: Process(
+                world,  # type: ignore[arg-type]
+                slot, ROOM, life, Habits(forward_s=groups.rng.uniform(0.04, 0.1)), START,
+            )
+            for world in groups.worlds
+        }  # fmt: skip
+
+    def start(self) -> None:
+        self.groups.network.attach(self.link)
+        for rank, process in self.ranks.items():
+            self.groups.worlds[rank].running[self.replica_id] = process
+            process.start()
+
+    # ------------------------------------------------------------------ the leader
+
+    def asked(self, rank: int, message: Request) -> None:
+        if self.alive:
+            self._apply(self.leader.handle(peer_of(rank), message, self.groups.clock.now))
+
+    def hear(self, message: Reply) -> None:
+        if self.alive:
+            self._apply(self.leader.from_lighthouse(message, self.groups.clock.now))
+
+    def link_up(self) -> None:
+        if self.last_up is not None:
+            self.groups.network.send_up(self.link, self.last_up)
+
+    def link_down(self) -> None:
+        pass
+
+    def _apply(self, effects: list[GroupEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, SendUp):
+                self.last_up = message = effect.message
+                if isinstance(message, Vote) and message.ok:
+                    self.groups.group_yes.add((self.replica_id, message.quorum_id, message.step))
+                self.groups.network.send_up(self.link, effect.message)
+                continue
+            for rank, process in self.ranks.items():
+                if peer_of(rank) in effect.peers:
+                    self.groups.clock.after(LOCAL_S, process.hear, effect.message)
+        self.leader.check()
+
+    # ------------------------------------------------------------------ ends
+
+    def kill(self, rank: int) -> None:
+        process = self.ranks[rank]
+        if not process.alive:
+            return
+        process.crash()
+        self.groups.worlds[rank].ended(process)
+        if rank == 0:
+            self._leader_gone()
+        else:
+            self.lost(rank)
+
+    def lost(self, rank: int) -> None:
+        """The leader sees the connection of `rank` close, after what it had sent."""
+        self.groups.clock.after(2 * LOCAL_S, self._lost, rank)
+
+    def _lost(self, rank: int) -> None:
+        if self.alive:
+            self._apply(self.leader.disconnected(peer_of(rank), self.groups.clock.now))
+        self.groups.restart_if_ended(self)
+
+    def _leader_gone(self) -> None:
+        self.alive = False
+        self.groups.network.break_link(self.link, lighthouse_s=0.002, process_s=0.0)
+        for process in self.ranks.values():
+            gone = Refused(ROOM, "replica group broken: its leader is gone")
+            self.groups.clock.after(LOCAL_S, process.hear, gone)
+        self.groups.restart_if_ended(self)
+
+    def rank_ended(self, rank: int) -> None:
+        if rank == 0:
+            self.groups.clock.after(2 * LOCAL_S, self._leader_gone)
+        else:
+            self.lost(rank)
+
+
+@dataclass
+class Groups:
+    """The whole: `slots` groups of `size` ranks, one lighthouse, faults by `seed`."""
+
+    seed: int
+    slots: tuple[str, ...] = ("a", "b", "c")
+    size: int = 2
+    faults: int = 6
+    faulty_s: float = 6.0
+    clock: Clock = field(default_factory=Clock)
+    living: dict[str, Group] = field(default_factory=dict)
+    group_yes: set[tuple[str, int, int]] = field(default_factory=set)
+    excused: set[str] = field(default_factory=set)
+    struck: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(f"groups {self.seed}")
+        self.profile = Profile(
+            slots=self.slots,
+            timeouts=Timeouts.derive(self.rng.choice((3.0, 6.0))),
+            heal_in_place=self.rng.random() < 0.5,
+        )
+        network = NetworkProfile(
+            heartbeat_timeout_s=self.profile.timeouts.heartbeat_timeout_s, stable_peers=True
+        )
+        self.network = Network(self.clock, self.rng, network)
+        self.network.to_lighthouse = self._request
+        self.network.lighthouse_lost = self._lost
+        self.worlds: list[World] = []
+        self.worlds = [World(self, rank) for rank in range(self.size)]
+        self.lighthouse: Lighthouse | None = None
+        self._lives = dict.fromkeys(self.slots, 0)
+        self._journal: dict[RoomKey, tuple[int, tuple[str, ...]]] = {}
+        self._wake: float | None = None
+
+    # ------------------------------------------------------------------ groups
+
+    def spawn(self, slot: str) -> None:
+        self._lives[slot] += 1
+        group = Group(self, slot, self._lives[slot])
+        self.living[group.replica_id] = group
+        group.start()
+
+    def restart_if_ended(self, group: Group) -> None:
+        """The launcher: a group that has lost a rank is started again when all have ended."""
+        if group.replica_id not in self.living or any(p.alive for p in group.ranks.values()):
+            return
+        if group.alive:
+            group.alive = False
+            self.network.break_link(group.link, lighthouse_s=0.002, process_s=0.0)
+        del self.living[group.replica_id]
+        self.clock.after(RESTART_S, self.spawn, group.slot)
+
+    def rank_ended(self, replica_id: str, rank: int) -> None:
+        group = self.living.get(replica_id)
+        if group is not None:
+            group.rank_ended(rank)
+
+    def torn(self) -> set[str]:
+        """Groups whose ranks hold different states: together they hold none."""
+        found = set()
+        for replica_id in self.living:
+            held = {world.checker.at.get(replica_id) for world in self.worlds}
+            if len(held) > 1:
+                found.add(replica_id)
+        return found
+
+    # ------------------------------------------------------------------ the lighthouse
+
+    def start_lighthouse(self) -> None:
+        if self.lighthouse is None:
+            config = LighthouseConfig(min_replicas=1, timeouts=self.profile.timeouts)
+            first_id = int(1_000 + self.clock.now * 1_000)
+            self.lighthouse = Lighthouse(config, first_id, dict(self._journal))
+            self.network.lighthouse_started()
+
+    def crash_lighthouse(self) -> None:
+        self.lighthouse = None
+        self.excused |= set(self.living)
+        self.network.lighthouse_down()
+
+    def _request(self, peer: bytes, message: Request) -> None:
+        if self.lighthouse is not None:
+            self._carry_out(self.lighthouse.handle(peer, message, self.clock.now))
+
+    def _lost(self, peer: bytes) -> None:
+        if self.lighthouse is not None:
+            self._carry_out(self.lighthouse.disconnected(peer, self.clock.now))
+
+    def _expire(self, planned: float) -> None:
+        if self._wake == planned:
+            self._wake = None
+            wanted = self.lighthouse.deadline() if self.lighthouse is not None else None
+            if self.lighthouse is not None and wanted is not None:
+                due = wanted <= self.clock.now
+                self._carry_out(self.lighthouse.expire(self.clock.now) if due else [])
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                for peer in effect.peers:
+                    self.network.send_down(peer, effect.message)
+            elif isinstance(effect, Remember):
+                self._journal[effect.room] = (effect.quorum_id, effect.members)
+                for world in self.worlds:
+                    world.checker.announced(effect.quorum_id, effect.members)
+        assert self.lighthouse is not None
+        self.lighthouse.check()
+        wanted = self.lighthouse.deadline()
+        if wanted is not None and (self._wake is None or wanted < self._wake):
+            self._wake = wanted
+            self.clock.at(wanted, self._expire, wanted)
+
+    # ------------------------------------------------------------------ faults
+
+    def strike(self, kind: str) -> None:
+        """Let a fault of this kind happen to some group now."""
+        if kind == "lighthouse":
+            self.crash_lighthouse()
+            self.clock.after(self.rng.choice((0.1, 1.0)), self.start_lighthouse)
+            return
+        if not self.living:
+            return
+        group = self.living[self.rng.choice(sorted(self.living))]
+        rank = self.rng.randrange(self.size)
+        self.excused.add(group.replica_id)
+        self.struck.append(kind)
+        if kind == "kill a rank":
+            group.kill(rank)
+        elif kind == "kill the leader":
+            group.kill(0)
+        elif kind == "kill the group":
+            for number in reversed(range(self.size)):
+                group.kill(number)
+        elif kind == "no":
+            group.ranks[rank].habits.error_rate = 0.3
+        elif kind == "hang a rank":
+            group.ranks[rank].habits.hung = True
+            self.clock.after(self.rng.choice((0.5, 4.0)), group.ranks[rank].unhang)
+        else:
+            for number in range(self.size) if kind == "all give up" else (rank,):
+                group.ranks[number].habits.gives_up = True
+
+    def calm(self) -> None:
+        self.start_lighthouse()
+        for group in self.living.values():
+            for process in group.ranks.values():
+                process.habits.error_rate, process.habits.gives_up = 0.0, False
+                if process.habits.hung:
+                    process.unhang()
+
+    def run(self) -> None:
+        """Raises Violation (a broken promise) or AssertionError (a broken invariant)."""
+        self.clock.at(0.0, self.start_lighthouse)
+        for slot in self.slots:
+            self.clock.at(self.rng.random() * 0.3, self.spawn, slot)
+        kinds = self.rng.sample(FAULTS, self.rng.randint(1, 4))
+        for _ in range(self.faults):
+            when = self.rng.uniform(0.2, self.faulty_s)
+            self.clock.at(when, self.strike, self.rng.choice(kinds))
+        self.clock.run_until(self.faulty_s)
+        self.calm()
+        wanted = max(self._steps(), default=0) + COMMITS_WANTED
+        until = self.clock.now + self.profile.recovery_s
+        if not self.clock.run_until(until, lambda: self._all_past(wanted)):
+            raise Violation(f"L1: steps {self._steps()} {self.profile.recovery_s:.0f} s later")
+        self._agree()
+
+    def _steps(self) -> list[int]:
+        return [p.replica.step for w in self.worlds for p in w.running.values()]
+
+    def _all_past(self, step: int) -> bool:
+        steps = self._steps()
+        return len(steps) == len(self.slots) * self.size and min(steps) >= step
+
+    def _agree(self) -> None:
+        """All ranks of a group have heard the same of each step, in all worlds."""
+        for key in self.worlds[0].checker.told:
+            for replica_id in self.worlds[0].checker.told[key]:
+                heard = {
+                    world.checker.told[key][replica_id]
+                    for world in self.worlds
+                    if replica_id in world.checker.told.get(key, {})
+                }
+                if len(heard) > 1:
+                    raise Violation(f"ranks of {replica_id} heard {heard} of {key}")

@@ -1,0 +1,67 @@
+"""Replica groups of several ranks under faults: what a rank is promised holds for each rank, and all
+ranks of a group hear the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from ft_core.group import GroupLeader
+from lighthouse.messages import Leave, Vote
+from tests.sim.groups import Groups
+
+SEEDS = 100
+
+
+@pytest.mark.parametrize(("size", "seeds"), [(2, range(SEEDS)), (3, range(SEEDS, 2 * SEEDS))])
+def test_promises_hold_for_every_rank(size: int, seeds: range) -> None:
+    struck: Counter[str] = Counter()
+    heals = 0
+    for seed in seeds:
+        groups = Groups(seed, size=size)
+        try:
+            groups.run()
+        except Exception as error:
+            raise AssertionError(f"Groups({seed}, size={size}).run(): {error}") from error
+        struck.update(groups.struck)
+        heals += sum(world.checker.heals for world in groups.worlds)
+    assert len(struck) >= 7
+    assert heals > len(seeds)
+
+
+def complaint() -> str:
+    """What the first failing seed says; empty if none fails."""
+    for seed in range(SEEDS):
+        try:
+            Groups(seed).run()
+        except Exception as error:
+            return f"seed {seed}: {error}"
+    return ""
+
+
+def test_a_leader_that_votes_yes_for_one_rank_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_vote(self: Any, rank: int, vote: Vote) -> None:
+        self._votes[rank] = vote
+        original(self, rank, vote)
+        if vote.ok and len(self._votes) < self._size:
+            for other in range(self._size):
+                if other not in self._votes:
+                    original(self, other, vote)
+
+    original = GroupLeader._on_vote
+    monkeypatch.setattr(GroupLeader, "_on_vote", on_vote)
+    assert complaint()
+
+
+def test_a_leader_that_lets_the_others_stay_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank gives up its state, and the others are not told to join again."""
+
+    def on_leave(self: Any, rank: int, leave: Leave) -> None:
+        original(self, rank, leave)
+        self._left.discard(rank)
+
+    original = GroupLeader._on_leave
+    monkeypatch.setattr(GroupLeader, "_on_leave", on_leave)
+    assert "L1" in complaint()
