@@ -31,6 +31,8 @@ from lighthouse.watcher import ProcessWatch, Report
 
 log = logging.getLogger("ft_core")
 
+LOCAL_PATIENCE_S = 3.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
@@ -228,7 +230,13 @@ class Session:
     def await_lighthouse(self) -> None:
         """Raises LighthouseUnavailable unless somebody answers within the connect timeout."""
         limit_s = self._options.timeouts.connect_timeout_s
-        if not self.control.await_connected(time.monotonic() + limit_s):
+        deadline = time.monotonic() + limit_s
+        while not self._options.lighthouse and time.monotonic() < deadline:
+            if self.control.await_connected(min(deadline, time.monotonic() + LOCAL_PATIENCE_S)):
+                return
+            # The one on this machine that answered a moment ago has ended (idle, or killed).
+            _local_lighthouse()
+        if not self.control.await_connected(deadline):
             self.close()
             raise LighthouseUnavailable(
                 f"no lighthouse answers at {self.lighthouse} within {limit_s:g} s: start one "

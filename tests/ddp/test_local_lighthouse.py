@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ft_core import session
 from ft_core.local import ensure_local_lighthouse
+from ft_core.manager import Manager
+from ft_core.process_group import ProcessGroupGloo
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseUnavailable
 from lighthouse.standby import Idle
@@ -120,3 +123,26 @@ def test_a_port_in_other_use_is_said_so(port: int) -> None:
         other.listen()
         with pytest.raises(LighthouseUnavailable, match="something listens"):
             ensure_local_lighthouse(port)
+
+
+def test_one_that_ends_before_it_is_used_is_started_again(
+    port: int, stopped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been idle for as long as it waits just when it was asked."""
+    calls: list[str] = []
+
+    def local() -> str:
+        calls.append(ensure_local_lighthouse(port))
+        if len(calls) == 1:
+            end(port)
+        return calls[-1]
+
+    monkeypatch.setattr(session, "_local_lighthouse", local)
+    monkeypatch.setattr(session, "LOCAL_PATIENCE_S", 0.2)
+    manager = Manager(ProcessGroupGloo(10), lambda state: None, dict, rank=0, world_size=1)
+    try:
+        manager.start_quorum()
+        assert manager.should_commit()
+    finally:
+        manager.shutdown()
+    assert len(calls) >= 2
