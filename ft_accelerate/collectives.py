@@ -39,7 +39,7 @@ class Collectives:
         return dist.get_rank(group) if group is not None else self._current().slot
 
     def init_process_group(self, backend: Any = None, **kwargs: Any) -> None:
-        """The replica group's own; one process needs no port for it."""
+        """A world of this process alone, which no other's end can break; it needs no port."""
         kwargs.update(rank=0, world_size=1, store=dist.HashStore())
         kwargs.pop("init_method", None)
         dist.init_process_group(backend=backend, **kwargs)

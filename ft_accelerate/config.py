@@ -96,8 +96,9 @@ def layout(
 ) -> Layout:
     """Which groups machine `machine_rank` of `num_machines` starts, each with how many processes.
 
-    `num_processes` is the total over all machines, as everywhere in Accelerate. Every process is a
-    replica group, unless `group_size` or `num_replica_groups` say otherwise. `replica_group_id` is
+    `num_processes` is the total over all machines, as everywhere in Accelerate. On one machine every
+    process is a replica group, since processes fail alone; of several machines each is one, since
+    those are what fails. `group_size` or `num_replica_groups` say otherwise. `replica_group_id` is
     the first group's number here where it does not follow from `machine_rank`. Raises ValueError.
     """
     if num_processes < 1:
@@ -147,7 +148,12 @@ def _default_size(here: int, num_machines: int, num_replica_groups: int | None) 
                 f"num_processes must be a multiple of {argument_name('num_replica_groups')}"
             )
         return total // num_replica_groups
-    return 1
+    return default_group_size(here, num_machines)
+
+
+def default_group_size(here: int, num_machines: int) -> int:
+    """Processes of a replica group where nothing says so; `here`: those of each machine."""
+    return here if num_machines > 1 else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,13 @@
 
 First every member says in a header of fixed size what it is about to do, at which event, with how
 many bytes. Only if all say the same does the data plane see tensors of other sizes: Gloo ends the
-process when collectives don't match. Everything travels in sums to which each member adds its own
-rows and zeros elsewhere, which is exact for bytes.
+process when collectives don't match. Payloads travel in sums to which each member adds its own rows
+and zeros elsewhere, which is exact for bytes.
+
+Gradients go without a header once a gradient step was committed under the same quorum, which all of
+its members know alike. A member whose script is elsewhere waits at its header then, which Gloo keeps
+apart from the others' gradients; its patience ends the attempt, a new quorum follows, and in that
+all begin with headers.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ft_core.manager import Manager
+from ft_core.rows import gather_rows
 
 
 class Kind(IntEnum):
@@ -43,7 +49,6 @@ NAMES = {
     Kind.PARAMETERS: "an average of parameters",
 }
 JUST_BACK_EVENTS = 1
-_FIELDS = 6  # present, kind, event, bytes, element size and shape, agreed
 
 
 class Diverged(RuntimeError):
@@ -63,22 +68,32 @@ class Exchange:
     device: torch.device
 
     def agree(
-        self, kind: Kind, event: int, agreed: int, nbytes: int = 0, shape: Sequence[int] = ()
+        self,
+        kind: Kind,
+        event: int,
+        agreed: int,
+        nbytes: int = 0,
+        shape: Sequence[int] = (),
+        *,
+        patience_s: float | None = None,
     ) -> list[tuple[int, int, int, int] | None] | None:
         """The header: (kind, event, bytes, shape's hash) of each process; None where one is away.
 
-        Returns None if the attempt has failed. Raises Diverged if this process is the odd one, and
-        ValueError if all do the same on tensors that don't fit together.
+        Returns None if the attempt has failed, as it does when the others have not come within
+        `patience_s`. Raises Diverged if this process is the odd one, and ValueError if all do the
+        same on tensors that don't fit together.
         """
-        header = torch.zeros(self.slots, _FIELDS, dtype=torch.int64, device=self.device)
         mine = (kind.value, event, nbytes, hash(tuple(shape)) % (1 << 31))
-        header[self.slot] = torch.tensor([1, *mine, agreed])
-        self.manager.allreduce(header, reduce_op=ReduceOp.SUM).wait()
-        if self.manager.errored() is not None:
+        header = torch.tensor([[1, self.slot, *mine, agreed]], device=self.device)
+        table = gather_rows(self.manager, header, patience_s)
+        if table is None:
             return None
-        rows = header.tolist()
-        said = [tuple(row[1:5]) if row[0] == 1 else None for row in rows]
-        ages = [(row[5], -slot) for slot, row in enumerate(rows) if row[0] == 1]
+        rows: list[list[int]] = [[0] * header.shape[1] for _ in range(self.slots)]
+        for row in table.tolist():
+            if row[0] == 1:  # who does not take part sends zeros
+                rows[row[1]] = row
+        said = [tuple(row[2:6]) if row[0] == 1 else None for row in rows]
+        ages = [(row[6], -slot) for slot, row in enumerate(rows) if row[0] == 1]
         if not ages:
             return None
         reference = said[-max(ages)[1]]  # those who have done most together are right
@@ -95,8 +110,8 @@ class Exchange:
             return None
         # One that has just come back may bring a tensor that was made (padded, say) when it did not
         # count yet: it does not count in this either.
-        return [  # type: ignore[return-value]
-            None if s is not None and s[3] != reference[3] and row[5] <= JUST_BACK_EVENTS else s
+        return [  # type: ignore[misc]
+            None if s is not None and s[3] != reference[3] and row[6] <= JUST_BACK_EVENTS else s
             for s, row in zip(said, rows, strict=True)
         ]
 

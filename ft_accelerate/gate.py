@@ -2,8 +2,11 @@
 
 A process that comes back may leave the quorum and join it again while its script catches up, each
 time with a new manager; models are prepared once. And a raw loop can't be asked to compute a batch
-again, so each bucket's local gradients are kept until the step is committed: a discarded step is
-tried again from them, with whoever is left, and the script does not notice.
+again, so local gradients are kept until the step is committed: a discarded step is tried again from
+them, with whoever is left, and the script does not notice.
+
+Keeping them costs memory and no time: autograd's own tensors, which the reducer has copied to its
+buckets and would let go of, live on until the vote.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
@@ -24,12 +26,11 @@ from ft_core.telemetry import Telemetry
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Gradients on their way. `kept`: what `tensor` held, divided by `divided_by` already."""
+    """Something on its way. `kept`: what `tensor` held; None: gradients, which are kept one by one."""
 
     tensor: Tensor
     reduce_op: ReduceOp.RedOpType
-    divided_by: int
-    kept: Tensor
+    kept: Tensor | None
 
 
 class Gate:
@@ -44,8 +45,10 @@ class Gate:
         self._manager: Manager | None = None
         self._schemas: dict[str, str] = {}
         self._state_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
-        self._buckets: list[_Bucket] = []
-        self._spare: dict[int, Tensor] = {}
+        self._buckets: list[_Bucket | Callable[[], None]] = []
+        self._repeats = False
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._memory: set[int] = set()
         self._wires: set[int] = set()
         self._reducing: bool | None = None
         self.telemetry = Telemetry()
@@ -107,11 +110,14 @@ class Gate:
         reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
         divided_by: int = 1,
     ) -> Future[Tensor]:
-        """Reduce a bucket in place, and keep what it held."""
+        """Reduce a bucket in place, and see to it that what it held can be had again."""
         if not self._reduces() or self._manager is None:
             return completed(tensor)
-        if tensor.data_ptr() not in self._wires:
-            self._buckets.append(_Bucket(tensor, reduce_op, divided_by, self._kept(tensor)))
+        if tensor.is_floating_point():
+            self._memory.add(tensor.untyped_storage().data_ptr())
+            self._buckets.append(_Bucket(tensor, reduce_op, None))
+        elif tensor.data_ptr() not in self._wires:
+            self._buckets.append(_Bucket(tensor, reduce_op, tensor.clone()))
         return self._manager.allreduce(tensor, reduce_op=reduce_op, divided_by=divided_by)
 
     def _reduces(self) -> bool:
@@ -130,6 +136,28 @@ class Gate:
         """`tensor` is filled anew by its owner for each attempt: it needs no copy."""
         self._wires.add(tensor.data_ptr())
 
+    def keep(self, parameter: Tensor) -> None:
+        """A gradient is ready to be copied to its bucket: hold it until the step is over.
+
+        One that is in its bucket already, since it was not set to None before backward, is copied.
+        """
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.untyped_storage().data_ptr() in self._memory:
+            gradient = gradient.clone()
+        self._gradients.append((parameter, gradient))
+
+    def sends_buffers(self, send: Callable[[], None]) -> bool:
+        """A model's buffers follow its last bucket: whether they are to be sent. `send` does it
+        when the step is tried again, in the same order: others may do it for the first time."""
+        if self._reducing and not self._repeats:
+            self._buckets.append(send)
+        return bool(self._reducing)
+
+    def is_bucket(self, gradient: Tensor) -> None:
+        """`gradient` shares memory with a bucket from the beginning."""
+        self._memory.add(gradient.untyped_storage().data_ptr())
+
     @property
     def busy(self) -> bool:
         """Gradients of a backward pass have arrived, and their step is not over."""
@@ -138,27 +166,29 @@ class Gate:
     def again(self) -> None:
         """Reduce the kept gradients once more."""
         assert self._manager is not None
-        futures = []
         for bucket in self._buckets:
-            bucket.tensor.copy_(bucket.kept)
-            futures.append(
-                self._manager.allreduce(
-                    bucket.tensor, reduce_op=bucket.reduce_op, divided_by=bucket.divided_by
-                )
-            )
+            if not isinstance(bucket, _Bucket):
+                continue
+            if bucket.kept is not None:
+                bucket.tensor.copy_(bucket.kept)
+            else:
+                bucket.tensor.zero_()  # unused parameters have no gradient, and a place
+        for parameter, gradient in self._gradients:
+            assert parameter.grad is not None
+            parameter.grad.copy_(gradient)  # which is the place in the bucket by now
+        futures = []
+        self._repeats = True
+        for bucket in self._buckets:
+            if isinstance(bucket, _Bucket):
+                futures.append(self._manager.allreduce(bucket.tensor, reduce_op=bucket.reduce_op))
+            else:
+                bucket()
+        self._repeats = False
         for future in futures:
             future.wait()
 
     def over(self) -> None:
         """The step is committed, or given up: the kept gradients are not needed any more."""
         self._buckets.clear()
+        self._gradients.clear()
         self._reducing = None
-
-    def _kept(self, tensor: Tensor) -> Tensor:
-        """A copy, in memory that the last step's copy of this bucket used."""
-        spare = self._spare.get(tensor.data_ptr())
-        if spare is None or spare.shape != tensor.shape or spare.dtype != tensor.dtype:
-            spare = torch.empty_like(tensor)
-            self._spare[tensor.data_ptr()] = spare
-        spare.copy_(tensor)
-        return spare

@@ -1,7 +1,7 @@
-"""Refuses the script's own use of torch.distributed's world, which is only its replica group.
+"""Refuses the script's own use of torch.distributed's world, which is only its process.
 
-`torch.distributed.all_reduce(x)` in a script would reduce over one replica group and look as if it
-had worked. Libraries that know about process groups of their own are left alone.
+`torch.distributed.all_reduce(x)` in a script would reduce over one process and look as if it had
+worked. Libraries that know about process groups of their own are left alone.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
             if not any(g is not dist.group.WORLD for g in groups) and caller not in _LIBRARIES:
                 raise RuntimeError(
-                    f"torch.distributed.{name} reaches this replica group only, not the "
-                    f"{runtime.slots} replica groups that train together: use {INSTEAD[name]}, or "
-                    "pass the group that you mean"
+                    f"torch.distributed.{name} reaches this process only, not the "
+                    f"{runtime.slots} processes that train together: use {INSTEAD[name]}, or pass "
+                    "the group that you mean"
                 )
         return original(*args, **kwargs)
 

@@ -156,6 +156,8 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
             ),
             environment(made, env, address=address, devices=devices),
             count=made.place.groups,
+            first=made.place.first,
+            elsewhere=not made.place.alone,
             min_alive=made.plugin.min_replicas if made.place.alone else 1,
             max_restarts=made.plugin.max_restarts,
             speaker=SPEAKER,
@@ -186,9 +188,11 @@ def environment(
         told = {**env, **plugin.to_env()}
         if len(devices) >= made.place.groups * size:
             told["CUDA_VISIBLE_DEVICES"] = ",".join(devices[index * size : (index + 1) * size])
-        told |= Supervision(pid=os.getpid(), restarts=restarts, child=index).to_env()
+        told |= Supervision(
+            pid=os.getpid(), restarts=restarts, child=index, children=made.place.groups
+        ).to_env()
         if size > 1:
-            return told
+            return told  # `rank_group` tells its ranks where they are
         return rank_group.rank_environment(told, rank=0, size=1, port=rank_group.free_port())
 
     return of_group
@@ -209,9 +213,10 @@ def describe(made: Launch, address: str) -> None:
     place = made.place
     first, last = place.first, place.first + place.groups - 1
     which = f"replica group {first}" if first == last else f"replica groups {first} to {last}"
+    each = "1 process" if place.group_size == 1 else f"{place.group_size} processes"
     print(
-        f"{SPEAKER}: starting {which} of {place.num_replica_groups}, {place.group_size} "
-        f"process(es) each, lighthouse {address}",
+        f"{SPEAKER}: starting {which} of {place.num_replica_groups}, {each} each, "
+        f"lighthouse {address}",
         file=sys.stderr,
         flush=True,
     )

@@ -15,6 +15,13 @@ from ft_accelerate.state import generator_of
 
 Original = Callable[[Any], Iterator[Any]]
 
+_LoaderState = dict[str, Any] | None
+_COUNTS = ("_num_yielded", "_sampler_iter_yielded")
+_POSITIONS_OF_OTHERS = (
+    "_index_sampler_state", "_sampler_iter_state", "fetcher_state", "dataset_state",
+)  # fmt: skip
+"""Of torchdata's states: where all of these are None, counts are all there is to a place."""
+
 EVALUATION_BATCHES = 1
 """What a ghost sees of an evaluation: enough for the script's variables to exist."""
 
@@ -32,6 +39,8 @@ class Passes:
         course = runtime.course
         generator = generator_of(loader)
         iteration = course.begin(generator.get_state() if generator is not None else None)
+        resumed = _take_resumed(loader)
+        length = None if _length(loader) is None else _length(loader) - _done_in(resumed)
         real: Iterator[Any] | None = None
         try:
             while True:
@@ -40,14 +49,15 @@ class Passes:
                     if real is not None:
                         real.close()  # type: ignore[attr-defined]
                         real = None
-                    if self._ghost_is_over(runtime, loader, iteration):
+                    if self._ghost_is_over(runtime, loader, iteration, length):
                         break
                     batch = self._remembered(loader)
                 else:
                     if real is None:
-                        if self._is_over(loader, iteration):
+                        if iteration.yielded and iteration.yielded == length:
+                            _end(loader)
                             break
-                        real = self._start(runtime, loader, iteration)
+                        real = self._start(runtime, loader, iteration, resumed)
                     try:
                         batch = next(real)
                     except StopIteration:
@@ -58,15 +68,19 @@ class Passes:
         finally:
             if real is not None:
                 real.close()  # type: ignore[attr-defined]
-            course.finish(iteration, has_length=_length(loader) is not None)
+            course.finish(iteration, has_length=length is not None)
 
-    def _start(self, runtime: Runtime, loader: Any, iteration: Iteration) -> Iterator[Any]:
+    def _start(
+        self, runtime: Runtime, loader: Any, iteration: Iteration, resumed: _LoaderState
+    ) -> Iterator[Any]:
         """The real batches, from where this pass stands."""
         generator = generator_of(loader)
         state = runtime.course.generator_states.pop(iteration.seq, None)
         if generator is not None and state is not None:
             generator.set_state(state)
             iteration.generator_state = state
+        if _is_stateful(loader):
+            return self._start_stateful(loader, iteration.yielded, resumed)
         if not iteration.yielded:
             return self._original(loader)
         sampler = _index_sampler(loader)
@@ -75,12 +89,24 @@ class Passes:
         sampler._ft_skip = iteration.yielded
         return self._original(loader)
 
-    def _ghost_is_over(self, runtime: Runtime, loader: Any, iteration: Iteration) -> bool:
+    def _start_stateful(self, loader: Any, skip: int, resumed: _LoaderState) -> Iterator[Any]:
+        """The loader itself goes to its place, so that what it says of that place is right."""
+        state = resumed or loader.dl_state_dict
+        if skip and all(state.get(name, 0) is None for name in _POSITIONS_OF_OTHERS):
+            done = _done_in(resumed) + skip
+            resumed = {**state, **dict.fromkeys(_COUNTS, done), "_iterator_finished": False}
+            skip = 0
+        loader.base_dataloader.load_state_dict(resumed or {})
+        batches = self._original(loader)
+        return _later(batches, skip) if skip else batches
+
+    def _ghost_is_over(
+        self, runtime: Runtime, loader: Any, iteration: Iteration, length: int | None
+    ) -> bool:
         """Whether a ghost's pass has no more batches; keeps what Accelerate knows of the pass."""
         course = runtime.course
         if not iteration.yielded:
             loader.begin()
-        length = _length(loader)
         if length is None:
             length = course.lengths.get(iteration.seq)
         if course.phase is Phase.GHOST and not runtime.training():
@@ -91,14 +117,6 @@ class Passes:
         loader.end_of_dataloader = length is not None and iteration.yielded == length - 1
         return False
 
-    def _is_over(self, loader: Any, iteration: Iteration) -> bool:
-        """Whether a pass that goes on as a real one stands at its end already."""
-        length = _length(loader)
-        if length is None or not iteration.yielded or iteration.yielded < length:
-            return False
-        _end(loader)
-        return True
-
     def _remembered(self, loader: Any) -> Any:
         """This loader's first batch, always the same."""
         if loader not in self._first:
@@ -107,6 +125,8 @@ class Passes:
             iterator = iter(loader.base_dataloader)
             batch = next(iterator)
             del iterator
+            if _is_stateful(loader):
+                loader.base_dataloader.load_state_dict({})  # forget it
             if generator is not None and before is not None:
                 generator.set_state(before)
             if loader.device is not None:
@@ -148,6 +168,30 @@ def _index_sampler(loader: Any) -> Any | None:
         if isinstance(sampler, BatchSamplerShard):
             return sampler
     return None
+
+
+def _is_stateful(loader: Any) -> bool:
+    """Whether torchdata's StatefulDataLoader reads for it."""
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _take_resumed(loader: Any) -> _LoaderState:
+    """The state with which a checkpoint lets this pass begin, which is used once."""
+    if not _is_stateful(loader):
+        return None
+    base = loader.base_dataloader
+    resumed: _LoaderState = base.next_iter_state
+    base.next_iter_state = None
+    return resumed
+
+
+def _done_in(resumed: _LoaderState) -> int:
+    """Batches that the pass of this state had yielded before."""
+    if resumed is None or resumed.get("_iterator_finished"):
+        return 0  # the next pass begins anew
+    if "_num_yielded" in resumed:
+        return int(resumed["_num_yielded"])
+    return int(resumed["_snapshot"]["_snapshot_step"]) + int(resumed["_steps_since_snapshot"])
 
 
 def _length(loader: Any) -> int | None:

@@ -11,11 +11,9 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +23,14 @@ from torch.utils._pytree import tree_map
 from ft_accelerate import state as states
 from ft_accelerate.course import Course, Phase
 from ft_accelerate.gate import Gate
-from ft_accelerate.options import FaultTolerancePlugin, Supervision
+from ft_accelerate.options import FaultTolerancePlugin, GroupPlace, Supervision
+from ft_accelerate.peers import Peers, ended_with_its_group
 from ft_accelerate.prelude import Prelude
-from ft_core.config import ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.manager import Manager
-from ft_core.process_group import process_group_for
-from ft_core.supervisor import die_with, report_joined
+from ft_core.supervisor import die_with
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import JoinRefused
-from lighthouse.messages import TORN
 
 log = logging.getLogger("ft_accelerate")
 
@@ -48,14 +44,21 @@ FINISHED = "the training has finished"
 
 
 class Membership:
-    """Joining, voting, healing and leaving. The loop's thread, but where said otherwise."""
+    """Joining, voting, healing and leaving. The loop's thread, but where said otherwise.
+
+    `slot` of `slots`: this process's number among all processes of all replica groups.
+    """
 
     def __init__(
-        self, options: FaultTolerancePlugin, supervision: Supervision, gate: Gate
+        self,
+        options: FaultTolerancePlugin,
+        place: GroupPlace,
+        supervision: Supervision,
+        gate: Gate,
     ) -> None:
         self.options, self._supervision = options, supervision
-        self.slots = options.num_replica_groups
-        self.slot = options.replica_group_id
+        self.peers = Peers(options, place, supervision.restarts)
+        self.slots, self.slot = self.peers.slots, self.peers.slot
         self.course = Course()
         self.gate = gate
         self.manager: Manager | None = None
@@ -66,19 +69,22 @@ class Membership:
         self._open = False
         self._at = "fetch"
         self._joined = False
+        self._aside = False
         self._closed = False
-        self._leader = self.slot == 0 and supervision.restarts == 0
+        only = options.num_replica_groups == 1
+        self._leader = self.slot == 0 and (supervision.restarts == 0 or only)
         self._healed: dict[str, Any] | None = None
         self.serve_copies = False
         """Whether the state changes between the steps that are voted on (LocalSGD)."""
         self.on_live: list[Callable[[], None]] = []
         """Called when the script stands where its peers' stood when they sent their state."""
-        self.prelude = Prelude(options, supervision)
+        self.prelude = Prelude(options, supervision, self.peers)
         self._has_turn = False
         self._starting = 0
         self._owes_report = True
-        event_log = ReplicaEnv.read().event_log
-        self._sink = JsonlSink(Path(event_log), name=str(self.slot)) if event_log else None
+        self._sink: JsonlSink | None = None
+        if place.event_log:
+            self._sink = JsonlSink(Path(place.event_log), name=str(self.slot))
         if self._sink is not None:
             self.gate.telemetry.add_sink(self._sink)
         if supervision.pid:
@@ -93,13 +99,26 @@ class Membership:
         return self._leader and self.course.phase is Phase.LIVE
 
     @property
+    def local_leader(self) -> bool:
+        """Whether this process is the main one of its machine.
+
+        On a machine of several: the first one that the launcher has started there, since each
+        machine has files of its own. On the only one: the main one, so that one speaks.
+        """
+        told = self._supervision
+        if 0 < told.children < self.options.num_replica_groups:
+            first = told.child == 0 and self.peers.place.local_rank == 0
+            return first and self.course.phase is Phase.LIVE
+        return self.leader
+
+    @property
     def live(self) -> bool:
         """Whether the script's work counts."""
         return self.course.phase is Phase.LIVE
 
     @property
     def participants(self) -> int:
-        """Replica groups that contribute to the current (or last) step; 0 before the first."""
+        """Processes that contribute to the current (or last) step; 0 before the first."""
         if self.manager is None or not self._joined:
             return 0
         try:
@@ -148,7 +167,7 @@ class Membership:
 
     def _begin(self, at: str) -> None:
         """Open an attempt, unless one is open: be in a quorum, heal, serve."""
-        if self.manager is None:
+        if self.manager is None or self._aside:
             self._join(at)
             return
         if self._open:
@@ -156,7 +175,8 @@ class Membership:
         self._start(at)
 
     def _vote(self) -> bool:
-        committed = self._manager.should_commit()
+        with ended_with_its_group():
+            committed = self._manager.should_commit()
         self._open = False
         self.attempts_discarded += not committed
         return committed
@@ -165,7 +185,8 @@ class Membership:
         self._at = at
         manager, self._starting = self._manager, threading.get_ident()
         try:
-            manager.start_quorum()
+            with ended_with_its_group():
+                manager.start_quorum()
         finally:
             self._starting = 0
         self._open = self._joined = True
@@ -176,13 +197,17 @@ class Membership:
             return  # the attempt has failed already; its vote tells
         if self._owes_report:
             self._owes_report = False
-            report_joined(os.environ, self._supervision.child)
+            self._supervision.tell_joined()
 
     def _join(self, at: str) -> None:
-        """Join (again) and learn where the others are; stay if that place is near."""
-        first = not self._joined
+        """Join (again) and learn where the others are; stay if that place is near.
+
+        The processes of one group get the same state, and so decide alike.
+        """
         while True:
-            self._connect(behind=not first)
+            if self.manager is None:
+                self._connect()
+            self._aside = False
             try:
                 self._start(at)
             except JoinRefused as error:
@@ -190,54 +215,59 @@ class Membership:
                     raise
                 # Nothing is left to do, and nothing has failed.
                 log.warning("this process came back too late: %s", error)
-                self._leave()
+                self._leave_for_good()
                 raise SystemExit(0) from None
             target = self.course.target
             if target is None or self.course.phase is Phase.LIVE:
                 return
             if not target.reachable:
-                self._leave()
+                self._leave("the others are where this process cannot join them")
                 time.sleep(UNREACHABLE_PAUSE_S)
-                first = False
                 continue
             if self.course.distance > FAR_BATCHES:
                 log.info("about %s batches behind: catching up first", self.course.distance)
-                self._leave()
+                self._leave(f"about {self.course.distance} batches behind")
             return
 
-    def _connect(self, *, behind: bool) -> None:
+    def _connect(self) -> None:
         self.prelude.close()
-        options = self.options
-        manager = Manager(
-            process_group_for(self._device, options.timeout_s),
-            min_replica_size=options.min_replicas,
-            use_async_quorum=False,
-            timeout=timedelta(seconds=options.timeout_s),
-            quorum_timeout=options.quorum_timeout,
-            rank=0,
-            world_size=1,
-            lighthouse_addr=options.lighthouse or None,
-            replica_id=str(options.replica_group_id),
-            job_id=options.job_id,
-            expected_replicas=options.num_replica_groups,
-            commit=options.commit,
-            heal_allow_objects=options.heal_allow_objects,
-            token=options.token,
-        )
+        allow_objects = self.options.heal_allow_objects
+        manager = self.peers.manager(self._device)
         manager.set_state_dict_fns(self._load, self._dump)
         self.gate.attach(manager)
-        # A state that is on its way to its peers' is nobody's source (lighthouse.messages.TORN).
-        lineage = f"{TORN}{uuid.uuid4().hex[:12]}" if behind else states.lineage_of_start(
-            self.accelerator, allow_objects=options.heal_allow_objects
-        )  # fmt: skip
+        lineage = self.peers.begin_alike(
+            states.lineage_of_start(self.accelerator, allow_objects=allow_objects),
+            give=lambda: states.dump(self.accelerator, None),
+            into=states.places(self.accelerator),
+            take=self._take_start,
+        )
         manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
         self.manager = manager
+
+    def _take_start(self, state: dict[str, Any]) -> None:
+        """Begin with the state of another process of this group, as with DistributedDataParallel.
+
+        A pass over data that has begun goes on with that process's shuffling, too.
+        """
+        generators = states.generators(self.accelerator)
+        before = [generator.get_state() for generator in generators]
+        states.restore(self.accelerator, state, models=True)
+        for iteration in self.course.active:
+            for generator, mine in zip(generators, before, strict=True):
+                known = iteration.generator_state
+                if known is not None and torch.equal(known, mine):
+                    iteration.generator_state = generator.get_state()
+
+    def _leave(self, reason: str = "this process has left for a while") -> None:
+        """Leave the quorum, to join it again and heal; the whole group leaves."""
+        self._open, self._aside = False, True
+        self._manager.forget_state(reason)
 
     def _at_exit(self) -> None:
         """The script has ended without `end_training`: in a pass over data, or by an error?"""
         self.close(finished=not self.course.active and not hasattr(sys, "last_value"))
 
-    def _leave(self, *, finished: bool = False) -> None:
+    def _leave_for_good(self, *, finished: bool = False) -> None:
         manager, self.manager, self._open = self.manager, None, False
         self.gate.detach()
         if manager is not None:
@@ -259,7 +289,7 @@ class Membership:
         self._closed = True
         atexit.unregister(self._at_exit)
         self.prelude.close()
-        self._leave(finished=finished)
+        self._leave_for_good(finished=finished)
         if self._sink is not None:
             self._sink.close()
 

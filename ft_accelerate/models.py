@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ft_accelerate.gate import Gate
-from ft_core.ddp import DistributedDataParallel
+from ft_core.ddp import DistributedDataParallel, never_compile
 
 
 class FaultTolerantModel(DistributedDataParallel):
@@ -35,6 +36,7 @@ class FaultTolerantModel(DistributedDataParallel):
         **kwargs: Any,
     ) -> None:
         super().__init__(gate, module, **kwargs)  # type: ignore[arg-type]
+        never_compile(__package__)
         self._gate = gate
         self._is_ghost, self._on_ghost_backward = is_ghost, on_ghost_backward
         self._is_replay = is_replay
@@ -42,11 +44,37 @@ class FaultTolerantModel(DistributedDataParallel):
         self._ghost_queued = False
         if self._shared:
             gate.is_wire(self._shared._wire.bytes)
+            send = weakref.WeakMethod(self._shared.send)
+
+            def before_send() -> bool:
+                again = send()
+                return again is not None and gate.sends_buffers(again)
+
+            self._shared.before_send = before_send
+        self._keep_gradients(gate)
+
+    def _keep_gradients(self, gate: Gate) -> None:
+        """Let the gate see each gradient when it is complete, before the reducer does."""
+        me = weakref.ref(self)
+
+        def ready(parameter: Tensor) -> None:
+            model = me()
+            if model is not None and model.require_backward_grad_sync:
+                gate.keep(parameter)
+
+        ignored = set(self.parameters_to_ignore)
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and name not in ignored:
+                parameter.register_post_accumulate_grad_hook(ready)
+                if parameter.grad is not None:
+                    gate.is_bucket(parameter.grad)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._is_ghost():
             return self._ghost_forward(inputs, kwargs)
         self._remembered.clear()
+        if not self._gate.busy:
+            self._gate.over()  # a backward whose forward was in no_sync has left gradients there
         if not self._is_replay():
             return super().forward(*inputs, **kwargs)
         with _without_trace(self.module):
@@ -87,16 +115,13 @@ class FaultTolerantModel(DistributedDataParallel):
         return self._reduction._unsent > 0
 
     def keep_buffers(self) -> list[Tensor]:
-        """This replica's running statistics after its forward."""
-        return [b.detach().clone() for b in self._shared._buffers()] if self._shared else []
+        """This replica's running statistics after its forward, which a discard undoes."""
+        return [b.detach().clone() for b in self._shared._buffers()]
 
-    @torch.no_grad()
-    def send_buffers_again(self, kept: list[Tensor]) -> None:
-        """Take part in another exchange of them, after an attempt that was discarded."""
-        if self._shared:
-            for buffer, value in zip(self._shared._buffers(), kept, strict=True):
-                buffer.data.copy_(value)  # see `_without_trace`
-            self._shared.send()
+    def put_buffers(self, kept: list[Tensor]) -> None:
+        """Before the gate repeats an attempt that was discarded."""
+        for buffer, value in zip(self._shared._buffers(), kept, strict=True):
+            buffer.data.copy_(value)  # see `_without_trace`
 
 
 @contextmanager

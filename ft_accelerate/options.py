@@ -24,18 +24,26 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from ft_core.config import ENV_JOB, ENV_LIGHTHOUSE, ENV_NUM_GROUPS, ENV_REPLICA_GROUP
+from ft_accelerate.values import number, read, truth
+from ft_core.config import (
+    ENV_JOB,
+    ENV_LIGHTHOUSE,
+    ENV_NUM_GROUPS,
+    ENV_REPLICA_GROUP,
+    ReplicaEnv,
+)
+from ft_core.supervisor import report_joined
 
 ENV_USE = "ACCELERATE_USE_FAULT_TOLERANCE"
 ENV_PREFIX = "ACCELERATE_FAULT_TOLERANCE_"
 ENV_SUPERVISOR = ENV_PREFIX + "SUPERVISOR"
 ENV_RESTARTS = ENV_PREFIX + "RESTARTS"
 ENV_CHILD = ENV_PREFIX + "CHILD"
+ENV_CHILDREN = ENV_PREFIX + "CHILDREN"
+ENV_TORCHRUN_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 ENV_AUTOLOAD = "FT_ACCELERATE_AUTOLOAD"
 """Set to 0: the package does nothing by being installed."""
 
-_TRUE = ("1", "true", "yes", "on", "y", "t")
-_FALSE = ("0", "false", "no", "off", "n", "f", "")
 COMMITS = ("quorum", "group")
 
 
@@ -80,7 +88,8 @@ class FaultTolerancePlugin:
         heal_allow_objects (`bool`, *optional*, defaults to `False`):
             Let states travel that hold arbitrary Python objects (pickle).
         group_size (`int`, *optional*, defaults to `0`):
-            Processes of one replica group. 0: one.
+            Processes of one replica group. 0: as many as the launcher says (`WORLD_SIZE`), and
+            for `accelerate launch` one; on several machines, all processes of a machine.
         token (`str`, *optional*, defaults to `""`):
             Shared secret that is asked for when a state is fetched.
 
@@ -128,7 +137,7 @@ class FaultTolerancePlugin:
     group_size: int = _option(
         int,
         0,
-        "Processes of one replica group. 0: one.",
+        "Processes of one replica group. 0: one; on several machines all of a machine.",
     )
     token: str = _option(str, "", "Shared secret that is asked for when a state is fetched.")
 
@@ -211,24 +220,25 @@ class Supervision:
 
     Attributes:
         pid: of the launcher, this process's parent, for `ft_core.supervisor.die_with`; 0: none.
-        restarts: how often this replica group has been started again.
+        restarts: how often this replica group has been started again (by torchrun, too).
         child: number of this replica group among the launcher's children on this machine, for
             `ft_core.supervisor.report_joined`.
+        children: how many those are; 0: nobody has said.
     """
 
     pid: int = 0
     restarts: int = 0
     child: int = 0
+    children: int = 0
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Supervision:
         env = os.environ if env is None else env
-
-        def number(name: str) -> int:
-            return _number(env.get(name) or "0", f"environment variable {name}")
-
         return cls(
-            pid=number(ENV_SUPERVISOR), restarts=number(ENV_RESTARTS), child=number(ENV_CHILD)
+            pid=_number_in(env, ENV_SUPERVISOR, 0),
+            restarts=_number_in(env, ENV_RESTARTS, _number_in(env, ENV_TORCHRUN_RESTARTS, 0)),
+            child=_number_in(env, ENV_CHILD, 0),
+            children=_number_in(env, ENV_CHILDREN, 0),
         )
 
     def to_env(self) -> dict[str, str]:
@@ -236,13 +246,76 @@ class Supervision:
             ENV_SUPERVISOR: str(self.pid),
             ENV_RESTARTS: str(self.restarts),
             ENV_CHILD: str(self.child),
+            ENV_CHILDREN: str(self.children),
         }
+
+    def tell_joined(self) -> None:
+        """Let the launcher, if there is one, know that this process takes part in a quorum."""
+        report_joined(os.environ, self.child)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlace:
+    """This process's place in its replica group, as the launcher says.
+
+    Attributes:
+        rank, size: in the replica group.
+        local_rank: among the group's processes on this machine.
+        store_addr, store_port: of the group's rendezvous; "" and 0 where there is none.
+        event_log: file for telemetry events; "": none.
+        interface: network interface or IP address to advertise; "": any that leads to the others.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    store_addr: str = ""
+    store_port: int = 0
+    event_log: str = ""
+    interface: str = ""
+
+    @classmethod
+    def from_env(cls, group_size: int = 0, env: Mapping[str, str] | None = None) -> GroupPlace:
+        """`group_size`: what the options say; 0: nothing. Raises ValueError."""
+        env = os.environ if env is None else env
+        core = ReplicaEnv.read(env)
+        rank, size = core.group_rank, core.group_world_size
+        if group_size not in (0, size):
+            raise ValueError(
+                f"group_size is {group_size}, but this process was started as one of {size} "
+                f"(WORLD_SIZE): start it with `accelerate launch`, or with torchrun "
+                f"--nproc_per_node {group_size} for each replica group"
+            )
+        if not 0 <= rank < size:
+            raise ValueError(f"RANK must be a number from 0 to {size - 1}, got {rank}")
+        if size > 1 and not (core.master_addr and core.master_port):
+            raise ValueError(
+                f"a replica group of {size} processes needs MASTER_ADDR and MASTER_PORT, by which "
+                "they find each other: `accelerate launch` and torchrun set them"
+            )
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=_number_in(env, "LOCAL_RANK", rank),
+            store_addr=core.master_addr,
+            store_port=core.master_port,
+            event_log=core.event_log,
+            interface=core.interface,
+        )
+
+    def slots(self, plugin: FaultTolerancePlugin) -> int:
+        """Processes of the whole job: Accelerate's `num_processes`."""
+        return plugin.num_replica_groups * self.size
+
+    def slot(self, plugin: FaultTolerancePlugin) -> int:
+        """This process's number among them: Accelerate's `process_index`."""
+        return plugin.replica_group_id * self.size + self.rank
 
 
 def is_enabled(env: Mapping[str, str] | None = None) -> bool:
     """Whether the switch is on. Raises ValueError if it is neither on nor off."""
     env = os.environ if env is None else env
-    return _truth(env.get(ENV_USE, ""), f"environment variable {ENV_USE}")
+    return truth(env.get(ENV_USE, ""), f"environment variable {ENV_USE}")
 
 
 def switched_off(env: Mapping[str, str]) -> bool:
@@ -262,8 +335,22 @@ def given_in(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def switch_on() -> None:
-    """Turn the switch of this process and its children on. The package's only write to the env."""
+    """Turn the switch of this process and its children on."""
     os.environ[ENV_USE] = "true"
+
+
+def as_one_process() -> None:
+    """Let Accelerate find a group of one process where no launcher has said so."""
+    for name, value in (
+        ("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"),
+    ):  # fmt: skip
+        os.environ.setdefault(name, value)
+
+
+def uses(name: str) -> bool:
+    """Whether Accelerate's switch `ACCELERATE_USE_<name>` is on."""
+    return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
 
 
 def may_autoload(env: Mapping[str, str] | None = None) -> bool:
@@ -303,34 +390,8 @@ def parse(name: str, value: Any, what: str) -> Any:
 
     `what` names it in the error. Raises ValueError.
     """
-    kind = kind_of(name)
-    if kind is bool:
-        return value if isinstance(value, bool) else _truth(str(value), what)
-    if kind is int:
-        return _number(value, what)
-    if kind is float:
-        try:
-            if isinstance(value, bool):
-                raise ValueError
-            return float(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"{what} must be a number of seconds, got {value!r}") from None
-    return str(value)
+    return read(kind_of(name), value, what)
 
 
-def _number(value: Any, what: str) -> int:
-    try:
-        if isinstance(value, bool | float):
-            raise ValueError
-        return int(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{what} must be a whole number, got {value!r}") from None
-
-
-def _truth(text: str, what: str) -> bool:
-    text = text.strip().lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ValueError(f"{what} must be true or false, got {text!r}")
+def _number_in(env: Mapping[str, str], name: str, default: int) -> int:
+    return number(env.get(name) or default, f"environment variable {name}")

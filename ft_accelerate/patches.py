@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ft_accelerate import local_sgd, processes, trackers
+from ft_accelerate.checkpoints import save_whole
 from ft_accelerate.collectives import Collectives, nothing_to_synchronize
 from ft_accelerate.loaders import Passes, skipping
 from ft_accelerate.models import FaultTolerantModel
@@ -126,9 +127,8 @@ def _states() -> list[Replacement]:
         return runtime.leader if runtime is not None else is_main.fget(self)
 
     def is_local_main_process(self: Any) -> bool:
-        """Each process is the first of its group: on the screen and in files one is to speak."""
         runtime = processes.active()
-        return runtime.leader if runtime is not None else is_local_main.fget(self)
+        return runtime.local_leader if runtime is not None else is_local_main.fget(self)
 
     def first(original: Any) -> Any:
         def main_process_first(self: Any) -> Any:
@@ -182,7 +182,7 @@ def _accelerator() -> list[Replacement]:
         _wrapped(owner, "prepare_data_loader", _prepare_data_loader),
         _wrapped(owner, "join_uneven_inputs", _join_uneven_inputs),
         _wrapped(owner, "pad_across_processes", _pad_across_processes),
-        _wrapped(owner, "save_state", _unless_ghost),
+        _wrapped(owner, "save_state", _save_state),
         _wrapped(owner, "save_model", _unless_ghost),
         _wrapped(owner, "save", _unless_ghost),
         _wrapped(owner, "init_trackers", _init_trackers),
@@ -211,8 +211,8 @@ def _refuse_unspread(accelerator: Any, runtime: Any) -> None:
     if accelerator.num_processes != runtime.slots:
         raise ValueError(
             f"Accelerate sees {accelerator.num_processes} processes where there are "
-            f"{runtime.slots} replica groups ({accelerator.distributed_type}): fault tolerance "
-            "trains on CPUs and CUDA devices, one process a replica group"
+            f"{runtime.slots} in all replica groups ({accelerator.distributed_type}): fault "
+            "tolerance trains on CPUs and CUDA devices"
         )
 
 
@@ -256,6 +256,22 @@ def _pad_across_processes(original: Any) -> Any:
             return tensor  # longer than all of its peers', for whom it does not count yet
 
     return pad_across_processes
+
+
+def _save_state(original: Any) -> Any:
+    def save_state(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        runtime = processes.active()
+        if runtime is None:
+            return original(self, output_dir, *args, **kwargs)
+        if runtime.live:
+            return save_whole(original, self, output_dir, *args, **kwargs)
+        settings = self.project_configuration
+        if settings.automatic_checkpoint_naming:
+            self.wait_for_everyone()  # as the original does
+            settings.iteration += runtime.live  # its peers stood in this, and count on now
+        return None  # they have saved at this place, or do so now
+
+    return save_state
 
 
 def _unless_ghost(original: Any) -> Any:

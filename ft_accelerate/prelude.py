@@ -3,23 +3,23 @@ main process has made a folder, a look at the processes that are there.
 
 Processes that start together do them together, in a quorum of its own which ends when a model is
 prepared: nothing can be healed yet. A process that comes back to others that have passed this place
-answers for itself; what it broadcasts, it has to find out by itself.
+answers for itself; what it broadcasts, it has to find out by itself. Those of the only replica
+group do them together also when it was started again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from ft_accelerate.exchange import Diverged, Exchange, Kind
 from ft_accelerate.options import FaultTolerancePlugin, Supervision
+from ft_accelerate.peers import Peers, ended_with_its_group
 from ft_core.local import DEFAULT_PORT
 from ft_core.manager import Manager
-from ft_core.process_group import process_group_for
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseError
 
@@ -33,16 +33,19 @@ SUFFIX = "/before"
 class Prelude:
     """The loop's thread only."""
 
-    def __init__(self, options: FaultTolerancePlugin, supervision: Supervision) -> None:
-        self._options = options
+    def __init__(
+        self, options: FaultTolerancePlugin, supervision: Supervision, peers: Peers
+    ) -> None:
+        self._peers = peers
         self._manager: Manager | None = None
         self._events = 0
-        self._over = supervision.restarts > 0 or options.num_replica_groups == 1
+        self._only_group = options.num_replica_groups == 1
+        self._over = peers.slots == 1 or (supervision.restarts > 0 and not self._only_group)
 
     def together(self) -> bool:
         """Whether this process has started together with the others, as far as is known."""
         if not self._over and self._manager is None:
-            self._over = others_train(self._options)
+            self._over = not self._only_group and others_train(self._peers)
         return not self._over
 
     def operation(
@@ -55,13 +58,12 @@ class Prelude:
             self._manager = self._connect()
         manager = self._manager
         while True:
-            manager.start_quorum()
+            with ended_with_its_group():
+                manager.start_quorum()
             if self._over:  # the others have done more than this process: it is late
                 self.close()
                 return alone()
-            exchange = Exchange(
-                manager, self._options.replica_group_id, self._options.num_replica_groups, _device()
-            )
+            exchange = Exchange(manager, self._peers.slot, self._peers.slots, _device())
             result = None
             if manager.errored() is None:
                 try:
@@ -69,7 +71,9 @@ class Prelude:
                 except Diverged:
                     self.close()
                     raise
-            if manager.should_commit():
+            with ended_with_its_group():
+                committed = manager.should_commit()
+            if committed:
                 self._events += 1
                 return result
 
@@ -86,23 +90,13 @@ class Prelude:
         return agree
 
     def _connect(self) -> Manager:
-        options = self._options
-        return Manager(
-            process_group_for(_device(), options.timeout_s),
+        return self._peers.manager(
+            _device(),
+            suffix=SUFFIX,
             load_state_dict=self._late,
             state_dict=lambda: {"events": self._events},
-            min_replica_size=options.min_replicas,
-            use_async_quorum=False,
+            commit="quorum",
             init_sync=False,  # there is no state that could differ, and nobody to sit out a step
-            timeout=timedelta(seconds=options.timeout_s),
-            quorum_timeout=options.quorum_timeout,
-            rank=0,
-            world_size=1,
-            lighthouse_addr=options.lighthouse or None,
-            replica_id=str(options.replica_group_id),
-            job_id=options.job_id + SUFFIX,
-            expected_replicas=options.num_replica_groups,
-            token=options.token,
         )
 
     def _late(self, state: dict[str, Any]) -> None:
@@ -110,8 +104,15 @@ class Prelude:
             self._over = True
 
 
-def others_train(options: FaultTolerancePlugin) -> bool:
-    """Whether somebody is there who has committed steps of this job, be it that he waits."""
+def others_train(peers: Peers) -> bool:
+    """Whether somebody is there who has committed steps of this job, be it that he waits.
+
+    All processes of a group hear the same answer, and must ask alike.
+    """
+    return peers.settle(lambda: b"yes" if _others_train(peers.options) else b"no") == b"yes"
+
+
+def _others_train(options: FaultTolerancePlugin) -> bool:
     address = options.lighthouse or f"tcp://127.0.0.1:{DEFAULT_PORT}"
     try:
         with LighthouseClient(address, timeout_s=ASK_TIMEOUT_S) as client:

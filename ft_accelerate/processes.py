@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
-from ft_accelerate.options import FaultTolerancePlugin, Supervision, is_enabled, switch_on
+from ft_accelerate.options import (
+    FaultTolerancePlugin,
+    GroupPlace,
+    Supervision,
+    as_one_process,
+    is_enabled,
+    switch_on,
+    uses,
+)
 from ft_accelerate.runtime import Runtime
 
 _runtime: Runtime | None = None
@@ -60,29 +65,9 @@ def forget() -> None:
 
 
 def _make(plugin: FaultTolerancePlugin) -> Runtime:
-    world = int(os.environ.get("WORLD_SIZE") or 1)
-    if world > 1 or plugin.group_size > 1:
-        raise ValueError(
-            f"a replica group of {max(world, plugin.group_size)} processes can't be trained "
-            "fault-tolerantly under Accelerate yet: start one process a group (group_size=1)"
-        )
-    return Runtime(plugin, Supervision.from_env())
+    return Runtime(plugin, GroupPlace.from_env(plugin.group_size), Supervision.from_env())
 
 
-def as_one_process() -> None:
-    """Let Accelerate find a group of one process where no launcher has said so."""
-    for name, value in (
-        ("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"),
-        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"),
-    ):  # fmt: skip
-        os.environ.setdefault(name, value)
-
-
-def uses(name: str) -> bool:
-    """Whether Accelerate's switch `ACCELERATE_USE_<name>` is on."""
-    return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
-
-
-__all__: list[Any] = [
+__all__ = [
     "activate", "activate_with", "active", "as_one_process", "current", "forget", "uses",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ft_accelerate.config import SWITCH, argument_name, read_section
+from ft_accelerate.config import SWITCH, argument_name, default_group_size, read_section
 from ft_accelerate.options import COMMITS, default_of, parse
 
 KINDS = ("NO", "MULTI_GPU", "MULTI_CPU")
@@ -30,10 +30,13 @@ def ask(*, num_processes: int, num_machines: int) -> dict[str, Any]:
         return {}
     section: dict[str, Any] = {SWITCH: True}
     here = max(1, num_processes // num_machines)
+    usual = default_group_size(here, num_machines)
+    each = "one" if usual == 1 else "all of a machine"
     size = _field(
-        "How many processes should one replica group have? [1]: ",
+        f"How many processes should one replica group have ({each}: what fails together, or "
+        f"what is restarted together)? [{usual}]: ",
         lambda text: _divides(parse("group_size", text, "it"), here),
-        1,
+        usual,
         f"Please enter a number that divides the {here} process(es) of a machine.",
     )
     section[argument_name("group_size")] = size

@@ -25,19 +25,27 @@ from ft_accelerate.exchange import Diverged, Exchange, Kind
 from ft_accelerate.gate import Gate
 from ft_accelerate.membership import Membership
 from ft_accelerate.models import FaultTolerantModel
-from ft_accelerate.options import FaultTolerancePlugin, Supervision
+from ft_accelerate.options import FaultTolerancePlugin, GroupPlace, Supervision
 
 log = logging.getLogger("ft_accelerate")
+
+PATIENCE = 0.25
+"""Of the timeout: how long a header waits for those who may be at a gradient step (without one)."""
+NO_QUORUM = -1
 
 
 class Runtime(Membership):
     """Fault tolerance of one process. The loop's thread, but where said otherwise."""
 
-    def __init__(self, options: FaultTolerancePlugin, supervision: Supervision) -> None:
-        super().__init__(options, supervision, Gate(self._begin_gradients, self._fail))
+    def __init__(
+        self, options: FaultTolerancePlugin, place: GroupPlace, supervision: Supervision
+    ) -> None:
+        super().__init__(options, place, supervision, Gate(self._begin_gradients, self._fail))
         self._models: list[weakref.ref[FaultTolerantModel]] = []
         self._failure: Exception | None = None
         self._skipping = False
+        self._graded_in = NO_QUORUM
+        """The quorum that has committed a gradient step of this process, if it is the last one."""
 
     # ------------------------------------------------------------------ models
 
@@ -83,7 +91,7 @@ class Runtime(Membership):
                 if not course.arrive(iteration):
                     return
                 self._arrived(iteration)
-                if self.manager is None:
+                if self._aside:
                     self._join("fetch")
                     continue
             self._settle()
@@ -136,8 +144,22 @@ class Runtime(Membership):
         if self.course.grad_is_done:
             self._skipping = True
             return False
-        self._agree(Kind.GRADIENTS)
+        self._agree_on_gradients()
         return True
+
+    def _agree_on_gradients(self) -> bool:
+        """Be sure that all are at this step; False: the attempt has failed.
+
+        Under a quorum that has committed one before it is taken for granted, which all know alike:
+        see `ft_accelerate.exchange`. NCCL does not keep a header apart from gradients, and with
+        several models the others may be at another one's.
+        """
+        manager = self._manager
+        if not manager.bind():
+            return False
+        if self._graded_in == manager.quorum_id() and len(self._models) == 1:
+            return True
+        return self._agree(Kind.GRADIENTS) is not None
 
     def _queue_finish(self) -> None:
         # The reducer's own callback, which copies averages to the gradients, stands before it.
@@ -161,14 +183,20 @@ class Runtime(Membership):
                     if self.course.phase is Phase.REPLAY:
                         self.course.replay_grad()
                     return
-                if self._agree(Kind.GRADIENTS):
-                    self.gate.again()
+                if self._agree_on_gradients():
                     for model, buffers in kept:
-                        model.send_buffers_again(buffers)
-            self.course.graded()
+                        model.put_buffers(buffers)
+                    self.gate.again()
+            self._graded()
         finally:
             self._skipping = False
             self.gate.over()
+
+    def _graded(self) -> None:
+        """A gradient step is committed."""
+        self.course.graded()
+        alike = self.options.commit == "quorum" and self._device.type == "cpu"
+        self._graded_in = self._manager.quorum_id() if alike else NO_QUORUM
 
     def _check_complete(self) -> None:
         if any(model.unfinished() for model in self.models()):
@@ -244,9 +272,15 @@ class Runtime(Membership):
             raise
 
     def _agree(self, kind: Kind, nbytes: int = 0, shape: Any = ()) -> Any:
-        exchange = Exchange(self._manager, self.slot, self.slots, self._device)
+        manager = self._manager
+        exchange = Exchange(manager, self.slot, self.slots, self._device)
+        patience_s = None
+        if manager.bind() and manager.quorum_id() == self._graded_in:
+            patience_s = PATIENCE * self.options.timeout_s
         try:
-            return exchange.agree(kind, self.course.events, self.course.agreed, nbytes, shape)
+            return exchange.agree(
+                kind, self.course.events, self.course.agreed, nbytes, shape, patience_s=patience_s
+            )
         except Diverged:
             self.close()  # the others go on without this process
             raise

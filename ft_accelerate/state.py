@@ -1,7 +1,7 @@
 """What a process that comes back takes from its peers: all that `save_state` would save, and more.
 
 Models, optimizers, schedulers, scaler, registered objects, generators and seeds of the data loaders'
-samplers, the number of the next checkpoint. Random number generators are not copied: equal dropout
+samplers, states of stateful loaders, the number of the next checkpoint. Random number generators are not copied: equal dropout
 masks on two replicas would correlate their gradients; they are seeded anew (`reseed`).
 """
 
@@ -30,6 +30,7 @@ def dump(accelerator: Any, target: Target | None) -> dict[str, Any]:
         "save_iteration": accelerator.project_configuration.iteration,
         "generators": [g.get_state() for g in generators(accelerator)],
         "seeds": [s.initial_seed for s in _seeded(accelerator)],
+        "loaders": [loader.dl_state_dict for loader in _stateful(accelerator)],
     }
     if target is not None:
         state["place"] = {
@@ -98,6 +99,8 @@ def restore(accelerator: Any, state: dict[str, Any], *, models: bool) -> None:
         generator.set_state(value)
     for sampler, seed in zip(_seeded(accelerator), state["seeds"], strict=False):
         sampler.initial_seed = seed
+    for loader, values in zip(_stateful(accelerator), state["loaders"], strict=False):
+        loader.dl_state_dict = values  # what `save_state` writes; the place itself is in `course`
 
 
 def lineage_of_start(accelerator: Any, *, allow_objects: bool) -> str:
@@ -134,6 +137,10 @@ def generator_of(loader: Any) -> torch.Generator | None:
 def _seeded(accelerator: Any) -> list[SeedableRandomSampler]:
     samplers = [getattr(loader, "get_sampler", lambda: None)() for loader in accelerator._dataloaders]
     return [s for s in samplers if isinstance(s, SeedableRandomSampler)]
+
+
+def _stateful(accelerator: Any) -> list[Any]:
+    return [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]
 
 
 def _unwrapped(model: Any) -> Any:

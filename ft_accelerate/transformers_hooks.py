@@ -10,6 +10,7 @@ is left is here, put into `transformers.trainer` when a script imports it:
 | `should_save`, `should_log`, `is_world_process_zero` | mean the first replica group that is there |
 | the mean of the logged loss, the barrier before a best checkpoint | reach over all groups |
 | `rng_state_*.pth` | is not written again by a process that runs through its past |
+| `_save_checkpoint`, `get_last_checkpoint` | a checkpoint whose writer has died is never the last |
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import inspect
 import json
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +31,7 @@ import torch.distributed
 from ft_accelerate import processes
 from ft_accelerate.collectives import Collectives
 from ft_accelerate.options import is_enabled
-from ft_accelerate.transformers_start import started_from
+from ft_accelerate.transformers_start import being_written, last_whole, started_from
 from ft_core.import_hook import when_imported
 
 MARK = "__ft_accelerate__"
@@ -41,6 +43,10 @@ RESULTS = frozenset(
 SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("transformers.trainer", "Trainer.train", ("self", "resume_from_checkpoint")),
     ("transformers.trainer", "Trainer._save_rng_state", ("self", "output_dir")),
+    ("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial")),
+    ("transformers.trainer", "Trainer._get_output_dir", ("self", "trial")),
+    ("transformers.trainer", "get_last_checkpoint", ("folder",)),
+    ("transformers.trainer_utils", "get_last_checkpoint", ("folder",)),
     ("transformers.trainer", "Trainer.is_world_process_zero", ("self",)),
     ("transformers.trainer", "Trainer.is_local_process_zero", ("self",)),
     ("transformers.trainer", "dist", ()),
@@ -95,7 +101,7 @@ def _on_trainer(module: ModuleType) -> None:
         if processes.active() is not None or is_enabled():
             raise SystemExit(f"ft_accelerate: {error}") from None
         return
-    from transformers import trainer_callback, trainer_pt_utils, training_args
+    from transformers import trainer_callback, trainer_pt_utils, trainer_utils, training_args
 
     world = Collectives(processes.current)
     vars(module)["dist"] = _Dist(barrier=world.barrier)
@@ -104,6 +110,9 @@ def _on_trainer(module: ModuleType) -> None:
     )
     _replace(trainer, "train", _train)
     _replace(trainer, "_save_rng_state", _unless_past)
+    _replace(trainer, "_save_checkpoint", _save_checkpoint)
+    for owner in (module, trainer_utils):
+        _replace(owner, "get_last_checkpoint", _last_whole)
     _replace(trainer, "is_world_process_zero", _is_leader)
     _replace(trainer, "is_local_process_zero", _is_leader)
     _replace(trainer_callback.CallbackHandler, "call_event", _call_event)
@@ -176,6 +185,25 @@ def _unless_past(stock: Any) -> Any:
         return stock(self, *args, **kwargs)
 
     return save
+
+
+def _save_checkpoint(stock: Any) -> Any:
+    def save(self: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        runtime = processes.active()
+        if runtime is None or not runtime.live or not self.args.should_save:
+            return stock(self, model, trial, *args, **kwargs)
+        run = Path(self._get_output_dir(trial=trial))
+        with being_written(run / f"checkpoint-{self.state.global_step}"):
+            return stock(self, model, trial, *args, **kwargs)
+
+    return save
+
+
+def _last_whole(stock: Any) -> Any:
+    def get_last_checkpoint(folder: Any) -> Any:
+        return stock(folder) if processes.active() is None else last_whole(folder)
+
+    return get_last_checkpoint
 
 
 def _is_leader(stock: Any) -> Any:

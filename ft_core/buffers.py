@@ -10,6 +10,7 @@ first participant adds anything but zeros: exact for every dtype, and one collec
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,8 @@ class SharedBuffers:
         self._owners = _persistent_buffers(module, ignored or set())
         self._began = self._sent = False
         self._in_flight: Future[Tensor] | None = None
+        self.before_send: Callable[[], bool] | None = None
+        """Asked by `send`, also where an error keeps it from sending: whether it is to send."""
         if not self._owners:
             return
         buffers = self._buffers()
@@ -89,7 +92,9 @@ class SharedBuffers:
 
     def send(self) -> None:
         """Start the exchange, after the step's last gradients and in the same order everywhere."""
-        if not self._owners or self._manager.errored() is not None:
+        if not self._owners or (self.before_send is not None and not self.before_send()):
+            return
+        if self._manager.errored() is not None:
             return
         if self._in_flight is not None:
             self._in_flight.wait()  # of an earlier backward of this step; long done

@@ -90,6 +90,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             **kwargs,
         )
         self._manager = manager
+        never_compile(__package__)
         if not self.find_unused_parameters:
             self._freeze_buckets()
         number = _next_number(manager)
@@ -109,6 +110,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if self.training and torch.is_grad_enabled():
             self._shared.begin()
         return super().forward(*inputs, **kwargs)
+
+    def mute(self, muted: bool) -> None:
+        """Whether gradients stay at home from here on, as those of a step that is computed again
+        though it was made. Unlike in `no_sync`, it matters where backward is, not forward.
+        """
+        self._reduction.muted = muted
+
+    def forget_forward(self) -> None:
+        """No backward will follow the forward passes so far.
+
+        Else torch's reducer would wait for one, and reduce in the next `no_sync`, in which other
+        members reduce nothing.
+        """
+        self.reducer._reset_state()
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Refused: a hook would reduce in the place of the manager."""
@@ -166,6 +181,7 @@ class _Reduction(dist.ProcessGroup):
         self._shared: SharedBuffers | None = None
         self._values = self._unsent = 0
         self._divisor = 1
+        self.muted = False
 
     def begin_with(self, values: int, shared: SharedBuffers) -> None:
         """Backward passes begin: each is to send so many values, then the buffers."""
@@ -189,13 +205,15 @@ class _Reduction(dist.ProcessGroup):
     def getSize(self) -> int:
         """The reducer asks once a backward, with its first gradient; others may at any time."""
         if self._shared is not None and torch._C._current_graph_task_id() >= 0:
-            self._unsent = self._values
-            self._divisor = self._manager.mean_divisor()
+            self._unsent = 0 if self.muted else self._values
+            self._divisor = 1 if self.muted else self._manager.mean_divisor()
         return self._divisor
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """A bucket of gradients, or (integers) how often each parameter was used."""
         tensor = tensors[0]
+        if self.muted:
+            return _work(_completed(tensor))
         try:
             if not tensor.is_floating_point():
                 return _work(self._manager.allreduce(tensor, reduce_op=ReduceOp.SUM))
@@ -213,6 +231,18 @@ class _Reduction(dist.ProcessGroup):
 
 
 _numbers: weakref.WeakKeyDictionary[Manager, int] = weakref.WeakKeyDictionary()
+
+
+def never_compile(package: str | None) -> None:
+    """Have torch.compile run this package's functions as they are, as it does torch's own
+    DistributedDataParallel, and compile the module inside. Twice is once."""
+    assert package is not None
+    if package not in _not_compiled:
+        _not_compiled.add(package)
+        torch._dynamo.trace_rules.add(package)
+
+
+_not_compiled: set[str] = set()
 
 
 def _next_number(manager: Manager) -> int:

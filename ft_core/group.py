@@ -7,7 +7,8 @@ which speaks for all of them:
 - *Join*: when every rank has asked to join, the group joins with all their addresses. Ranks that
   do not stand at the same position make a torn state: the group then says so, and heals.
 - *Vote*: all ranks yes is the group's yes. The first no is the group's no, at once; the other
-  ranks are told to stop. A group that was healing stays behind unless all its ranks have healed.
+  ranks are told to stop. A group that was healing stays behind unless all its ranks have healed:
+  its no waits until that is known.
 - What the lighthouse says goes to all ranks, unchanged.
 - *Leave*: the first goodbye is the group's. If that rank then joins again (it had given up its
   state), the group was not to end: the other ranks are told to join, too, and all heal.
@@ -204,25 +205,32 @@ class GroupLeader:
                 return  # of a step that is long decided
             self._votes.clear()
         self._votes[rank] = vote
-        if not vote.ok:
-            self._say_no(vote)
-        elif len(self._votes) == self._size and all(v.ok for v in self._votes.values()):
+        against = [v for v in self._votes.values() if not v.ok]
+        if against:
+            self._say_no(against[0] if vote.ok else vote)
+        elif len(self._votes) == self._size:
             control = self._votes[0].control
             leaving = any(v.leaving for v in self._votes.values())
             self._effects.append(SendUp(replace(vote, control=control, leaving=leaving)))
 
     def _say_no(self, vote: Vote) -> None:
-        """The first no is the group's; its repetition is passed on as a repetition."""
+        """The first no is the group's; its repetition is passed on as a repetition.
+
+        A no of a group that heals says whether all of its ranks have healed by now, or the
+        lighthouse would take it for behind for ever: it waits for the others' votes, which are
+        asked for at once.
+        """
         key = (vote.quorum_id, vote.step)
-        phases = [v.phase for v in self._votes.values()]
-        phase = PHASE_HEALING if self._healing and len(phases) < self._size else vote.phase
-        if self._healing and PHASE_HEALING in phases:
-            phase = PHASE_HEALING
-        self._effects.append(SendUp(replace(vote, phase=phase)))
         if self._said_no != key:
             self._said_no = key
             others = [r for r in range(self._size) if r not in self._votes]
             self._send(others, Revoke(vote.room, vote.quorum_id, vote.step, vote.reason or "no"))
+        if self._healing:
+            if any(v.phase == PHASE_HEALING for v in self._votes.values()):
+                vote = replace(vote, phase=PHASE_HEALING)
+            elif len(self._votes) < self._size:
+                return
+        self._effects.append(SendUp(vote))
 
     def _on_leave(self, rank: int, leave: Leave) -> None:
         """The first goodbye is the group's: it cannot go on with a rank less."""

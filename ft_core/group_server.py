@@ -221,7 +221,7 @@ def announce_leader(
 
     Like torch's "env://", rank 0 runs the store unless the launcher does.
     """
-    store = _store(store_addr, store_port, timeout_s, hosts=True)
+    store = group_store(store_addr, store_port, timeout_s, hosts=True)
     store.set(_key(job, store_addr, store_port, 0), msgpack.packb([leader.address, leader.replica_id]))
     return store
 
@@ -230,12 +230,17 @@ def find_leader(
     store_addr: str, store_port: int, job: str, timeout_s: float, *, rank: int
 ) -> Leader:
     """Other ranks: wait for the leader. Raises ValueError, or as the store does."""
-    store = _store(store_addr, store_port, timeout_s, hosts=False)
+    store = group_store(store_addr, store_port, timeout_s, hosts=False)
     address, replica_id = msgpack.unpackb(store.get(_key(job, store_addr, store_port, rank)))
     return Leader(address, replica_id)
 
 
-def _store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:
+def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:
+    """The replica group's store; `hosts`: this rank (number 0) runs it, if the launcher does not.
+
+    Waits up to `timeout_s` for it, as each `get` does for its key. Raises ValueError for a missing
+    address, or as the store does.
+    """
     if not store_addr or not store_port:
         raise ValueError(
             "a replica group of several ranks needs its rendezvous store: set MASTER_ADDR and "

@@ -228,11 +228,7 @@ class Manager:
     def state_dict(self) -> dict[str, Any]:
         """The manager's own state: save and restore it with every checkpoint."""
         step, lineage = self._position()
-        return {
-            "step": step,
-            "batches_committed": self._batches_committed,
-            "lineage": lineage,
-        }
+        return {"step": step, "batches_committed": self._batches_committed, "lineage": lineage}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore from a checkpoint; before the first `start_quorum`.
@@ -298,11 +294,7 @@ class Manager:
         self._enter(self._need_session(), heal=not self._async)
 
     def should_commit(
-        self,
-        timeout: timedelta | None = None,
-        *,
-        control: bytes = b"",
-        changes_nothing: bool = False,
+        self, timeout: timedelta | None = None, *, control: bytes = b"", no_update: bool = False
     ) -> bool:
         """End the step: wait for its collectives, vote, and say whether to step the optimizer.
 
@@ -310,8 +302,7 @@ class Manager:
         not counted, and `last_outcome` says why. `timeout`: how long to wait for the answer.
         `control`: up to 1,024 bytes that travel with a yes; when the step is committed, all
         members find those of the lowest-ranked one in `last_outcome().control` (empty under
-        per-group commit). `changes_nothing`: no state follows from this step, so that fewer
-        participants than `min_replica_size` may commit it (the members are as many, always).
+        per-group commit). `no_update`: fewer than `min_replica_size` participants may commit it.
 
         Raises:
             StepInDoubt: the lighthouse stayed away past the timeout.
@@ -334,7 +325,7 @@ class Manager:
         part = self._part or self._take_part(session)
         ok = self._error is None
         reason = "" if ok else f"{type(self._error).__name__}: {self._error}"
-        needed = 1 if changes_nothing else self._min_replica_size
+        needed = 1 if no_update else self._min_replica_size
         if ok and (part is None or part.groups < needed):
             ok, reason = False, f"fewer than min_replica_size={self._min_replica_size} participants"
         wait_s = timeout or timedelta(seconds=self._options.timeouts.connect_timeout_s)
@@ -417,11 +408,7 @@ class Manager:
         return result
 
     def bind(self) -> bool:
-        """Bind this step to its quorum now, as its first collective does; False: it has failed.
-
-        Who takes part (`num_participants`, `participating_rank`) is settled then, for tensors
-        whose shapes follow from it. Waits for the quorum.
-        """
+        """Settle who takes part in this step, as its first collective does; False: it failed."""
         return self._error is None and (self._pinned_at is not None or self._pin() is not None)
 
     def mean_divisor(self) -> int:

@@ -2,7 +2,8 @@
 
 They live and die together: when one ends badly the others are killed, and this process ends as it
 did (the same exit code, or the same signal), so that the supervisor above can tell a crash from a
-kill. It starts nothing again; the supervisor does. Imports no torch.
+kill. A rank that ends with `BROKEN_EXIT_CODE` has noticed another's end, which is the one that
+counts. It starts nothing again; the supervisor does. Imports no torch.
 
 PARENT names the environment variable in which a process is told its parent's id (`die_with`).
 """
@@ -22,6 +23,9 @@ from ft_core.supervisor import ENV_JOINED, die_with
 
 STOP_TIMEOUT_S = 20.0
 """Less than the supervisor's, which would kill us and so the ranks."""
+
+BROKEN_EXIT_CODE = 75
+"""Of a rank that ends because its replica group has lost another (EX_TEMPFAIL: try again)."""
 
 
 def group_command(command: Sequence[str], size: int, *, parent_env: str) -> list[str]:
@@ -98,13 +102,15 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
         threading.Thread(
             target=lambda r=rank, p=process: ended.put((r, p.wait())), daemon=True
         ).start()
-    first_failure = 0
+    failure = 0
     for _ in range(size):
         _, code = ended.get()
-        if code and not first_failure:
-            first_failure = code
+        if code and not failure:
+            failure = code
             send_all(signal.SIGKILL)
-    return first_failure
+        elif code and failure == BROKEN_EXIT_CODE:
+            failure = code  # of the rank that was gone, or of one that we have killed for it
+    return failure
 
 
 if __name__ == "__main__":

@@ -31,9 +31,13 @@ Environment = Callable[[int, int], dict[str, str]]
 
 @dataclass(slots=True)
 class Child:
-    """One replica group's process, and those before it."""
+    """One replica group's process, and those before it.
+
+    `index`: among those of this supervisor; `number`: in the whole job, for people (-1: the same).
+    """
 
     index: int
+    number: int = -1
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     restart_at: float | None = None
@@ -41,6 +45,10 @@ class Child:
     """Whether the process that runs (or ended last) has taken part in a quorum."""
     exit_code: int | None = None
     """Of the last process that ended; as Popen's: negative for a signal."""
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            self.number = self.index
 
     @property
     def running(self) -> bool:
@@ -65,38 +73,41 @@ class Policy:
     Attributes:
         max_restarts: of each child.
         min_alive: with fewer children that run or will run, the rest cannot go on.
+        elsewhere: there are replica groups that others look after.
     """
 
     max_restarts: int
     min_alive: int
     children: list[Child] = field(default_factory=list)
+    elsewhere: bool = False
 
     def ended(self, child: Child, exit_code: int, now: float) -> str:
         """Book the end of a child's process; returns why it is (not) started again."""
         child.process, child.exit_code = None, exit_code
         how = _how(exit_code)
         if exit_code == 0:
-            return f"replica group {child.index} has finished"
+            return f"replica group {child.number} has finished"
         if any(c.exit_code == 0 and not c.running for c in self.children):
             return (
-                f"replica group {child.index} {how}; it is not started again, since another has "
+                f"replica group {child.number} {how}; it is not started again, since another has "
                 "finished and would not be there to heal from"
             )
-        if exit_code > 0 and not any(c.running for c in self.children):
+        alone = not any(c.running for c in self.children)
+        if exit_code > 0 and alone and not (self.elsewhere and child.joined):
             for other in self.children:
                 other.restart_at = None
             return (
-                f"replica group {child.index} {how} and no other is alive: an error of the "
+                f"replica group {child.number} {how} and no other is alive: an error of the "
                 "script, so nothing is started again"
             )
         if child.restarts >= self.max_restarts:
             return (
-                f"replica group {child.index} {how}; it is given up after "
+                f"replica group {child.number} {how}; it is given up after "
                 f"{self.max_restarts} restarts"
             )
         pause_s = min(FIRST_PAUSE_S * 2**child.restarts, LONGEST_PAUSE_S)
         child.restart_at = now + pause_s
-        return f"replica group {child.index} {how}; it is started again in {pause_s:g} s"
+        return f"replica group {child.number} {how}; it is started again in {pause_s:g} s"
 
     def too_late(self) -> list[Child]:
         """Children that run for nothing: others have trained to the end, and these have not met
@@ -151,6 +162,8 @@ def supervise(
     count: int,
     min_alive: int,
     max_restarts: int,
+    first: int = 0,
+    elsewhere: bool = False,
     cwd: str | None = None,
     speaker: str = "ft",
 ) -> int:
@@ -158,13 +171,15 @@ def supervise(
 
     `environment(index, restarts)` gives a child's environment. SIGINT and SIGTERM are passed on;
     children that have not ended `STOP_TIMEOUT_S` later are killed. What happens is told on stderr,
-    a line an event, under the name `speaker`. Main thread only.
+    a line an event, under the name `speaker`; `first` is the first child's number there.
+    `elsewhere`: there are replica groups that others look after. Main thread only.
     """
     say = partial(_say, speaker)
     events: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
     joined, tell_joined = os.pipe()
     os.set_blocking(joined, False)
-    policy = Policy(max_restarts, min_alive, [Child(i) for i in range(count)])
+    children = [Child(i, first + i) for i in range(count)]
+    policy = Policy(max_restarts, min_alive, children, elsewhere)
 
     def start(child: Child) -> None:
         # A group of their own: the terminal's Ctrl-C reaches them through us, and once.
@@ -229,7 +244,7 @@ def _loop(
         _read_joined(policy, joined)
         say(policy.ended(child, event.exit_code, time.monotonic()))
         for late in policy.too_late():
-            say(f"replica group {late.index} comes too late: the training is over")
+            say(f"replica group {late.number} comes too late: the training is over")
             assert late.process is not None
             late.process.kill()
         if policy.stuck():

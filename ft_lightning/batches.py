@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ft_core.heal import UnsupportedObjectError, pack
 from ft_lightning import position
 
 log = logging.getLogger("ft_lightning")
@@ -84,12 +85,12 @@ class Batches:
         self._at_boundary = at_boundary
         self._set_sampler_epoch = set_sampler_epoch
         self._samplers: list[Any] = []
-        self._fetchers: list[Any] = []
+        self._adopted: list[Any] = []
         self._warned = False
 
     def adopt_loader(self, loader: object) -> None:
         """Make a training data loader's position choosable."""
-        sampler = self._index_sampler(loader)
+        sampler = self.index_sampler(loader)
         if sampler is not None and not adopted(sampler):
             adopt(sampler, _placing)
             self._samplers.append(sampler)
@@ -102,21 +103,51 @@ class Batches:
                 "is tried again with the same batch; take (self, batch, batch_idx)"
             )
         if not adopted(fetcher):
-            adopt(fetcher, _announcing(self._at_boundary))
-            self._fetchers.append(fetcher)
+            self.adopt(fetcher, _announcing(self._at_boundary))
 
-    def jump(self, trainer: Any) -> None:
-        """Make the next batch that is fetched the one at which the loops' counters stand."""
+    def adopt(self, instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
+        """Give `instance` a subclass of its own class, until `release`."""
+        adopt(instance, methods)
+        self._adopted.append(instance)
+
+    def states(self, trainer: Any) -> list[Any]:
+        """Of each loader, what a peer's needs to go on from here, at the boundary; None: nothing.
+
+        Only of streams that have a state: others are placed by index, or not at all.
+        """
+        fit_loop = trainer.fit_loop
+        if getattr(fit_loop._data_fetcher, "batches", ()):
+            return []  # of unknown length: Lightning has fetched a batch in advance
+        found = []
+        for loader in fit_loop._combined_loader.flattened:
+            owner = self._stateful(loader)
+            state = None if owner is None else owner.state_dict()
+            try:
+                pack(state)
+            except UnsupportedObjectError as error:
+                log.warning("the state of %s cannot travel: %s", type(owner).__name__, error)
+                state = None
+            found.append(state)
+        return found
+
+    def jump(self, trainer: Any, states: list[Any]) -> None:
+        """Make the next batch that is fetched the one at which the loops' counters stand.
+
+        `states`: of a peer that is there, or empty.
+        """
         fit_loop = trainer.fit_loop
         done = position.batches_done(trainer)
-        for loader in fit_loop._combined_loader.flattened:
+        loaders = fit_loop._combined_loader.flattened
+        for loader, state in zip_longest(loaders, states[: len(loaders)]):
             self._set_sampler_epoch(loader, position.epoch(trainer))
-            sampler = self._index_sampler(loader)
-            if sampler is None:
+            sampler, owner = self.index_sampler(loader), self._stateful(loader)
+            if sampler is not None:
+                # A shorter loader may have started over within the epoch.
+                sampler._ft_skip = done % len(loader) if len(loader) else 0
+            elif owner is not None and state is not None:
+                owner.load_state_dict(state)
+            else:
                 self._warn_unplaceable(loader)
-                continue
-            # A shorter loader may have started over within the epoch.
-            sampler._ft_skip = done % len(loader) if len(loader) else 0
         fetcher = fit_loop._data_fetcher
         iter(fetcher)
         fetcher.fetched += done
@@ -131,19 +162,35 @@ class Batches:
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def release(self) -> None:
-        """Give fetchers and samplers their own classes back."""
+        """Give all that was adopted its own class back."""
         for sampler in self._samplers:
             release(sampler, "_ft_skip", "_ft_chosen")
-        for fetcher in self._fetchers:
-            release(fetcher)
+        for instance in self._adopted:
+            release(instance)
         self._samplers.clear()
-        self._fetchers.clear()
+        self._adopted.clear()
+
+    def set_epoch(self, loader: object, epoch: int) -> None:
+        """Let samplers shuffle for this epoch."""
+        self._set_sampler_epoch(loader, epoch)
 
     @staticmethod
-    def _index_sampler(loader: object) -> Any | None:
+    def index_sampler(loader: object) -> Any | None:
+        """What chooses the (batches of) samples of `loader`; None: nothing that we could ask."""
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return None
         return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+    def _stateful(self, loader: Any) -> Any | None:
+        """Who keeps the place in a stream: its loader, or a dataset that is read in this process.
+
+        As in Lightning's checkpoints the state is one for all shards: how far, not of what.
+        """
+        dataset = getattr(loader, "dataset", None) if not getattr(loader, "num_workers", 0) else None
+        for owner in (loader, dataset):
+            if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+                return None if self.index_sampler(loader) is not None else owner
+        return None
 
     def _warn_unplaceable(self, loader: object) -> None:
         if not self._warned:

@@ -62,8 +62,8 @@ class Checkpoints:
         return not self.failed
 
     def take(self, checkpoint: dict[str, Any]) -> None:
-        """Note the manager's part of a checkpoint that was loaded; it stays in there."""
-        self.loaded = dict(checkpoint.get(KEY) or {})
+        """Take the manager's part out of a checkpoint that was loaded: hooks see their own."""
+        self.loaded = dict(checkpoint.pop(KEY, None) or {})
 
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ class CheckpointMixin(_Base):
         if not self.is_global_zero:
             return
         if self._manager is not None:
-            checkpoint[KEY] = self._manager.state_dict()
+            # In a copy: hooks may have kept theirs, and look at it.
+            checkpoint = {**checkpoint, KEY: self._manager.state_dict()}
         io = self.checkpoint_io
         plain = isinstance(io, self._from("plugins.io").TorchCheckpointIO)
         self._checkpoints.save(io, checkpoint, filepath, storage_options, plain=plain)

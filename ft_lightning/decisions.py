@@ -36,7 +36,6 @@ from ft_lightning.batches import adopt, release
 
 log = logging.getLogger("ft_lightning")
 
-MAX_BYTES = 1_000
 MAX_DIFFERENCES = 3
 """In a row: then the difference is not in what heals."""
 

@@ -28,6 +28,7 @@ STATE_KEY = "ft_outer_optimizer"
 class PeriodicMixin(FTDDPMixin):
     """What both strategies share. Not used alone."""
 
+    _ranks_may_share_a_group = False
     _driver: InnerDriver | None  # type: ignore[assignment]
     _restored: Any = None
     _aside: dict[str, Tensor] | None = None

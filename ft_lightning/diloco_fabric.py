@@ -58,8 +58,10 @@ class _NothingToHoldBack:
 class FabricPeriodicMixin(FTFabricMixin):
     """What both strategies share. Not used alone."""
 
+    _ranks_may_share_a_group = False
     _steps: InnerSteps | None = None
     _entered = _stepped = False
+    _votes_each_step = False
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

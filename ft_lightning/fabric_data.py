@@ -32,6 +32,7 @@ class Place:
         active: an iteration is under way.
         moved: the iteration under way must go on from elsewhere.
         resumed: the next iteration goes on with this epoch instead of beginning the next.
+        placeable: the loader can go to a place, and its epochs are as long in all processes.
     """
 
     epoch: int = -1
@@ -39,11 +40,12 @@ class Place:
     active: bool = False
     moved: bool = False
     resumed: bool = False
+    placeable: bool = True
 
     def go_to(self, epoch: int, batch: int, active: bool) -> None:
         """Stand where another process's (or an earlier) iteration stands."""
         if self.active:
-            self.moved = (epoch, batch) != (self.epoch, self.batch)
+            self.moved = self.moved or (epoch, batch) != (self.epoch, self.batch)
         else:
             self.resumed = active
         self.epoch, self.batch = epoch, batch
@@ -94,6 +96,11 @@ class _SkippingSampler:
         return len(self._sampler)
 
 
+def is_placeable(loader: Any) -> bool:
+    """Whether the loader can begin with another batch than its first."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
 def follow(
     loader: Any,
     place: Place,
@@ -106,8 +113,7 @@ def follow(
     Map-style data is placed by its sampler, which must give the same order for the same epoch. An
     iterable has no place to go to: it starts over, which is said in the log.
     """
-    placeable = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    sampler = _SkippingSampler(loader._index_sampler) if placeable else None  # type: ignore[attr-defined]
+    sampler = _SkippingSampler(loader._index_sampler) if is_placeable(loader) else None
 
     def methods(cls: Any) -> dict[str, Any]:
         def __iter__(self: Any) -> Iterator[Any]:

@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp
 
 from ft_lightning.collectives import gather_in_step, reduce_in_step
 from ft_lightning.fabric_scoping import FabricScopedMixin
-from ft_lightning.fabric_window import Window
+from ft_lightning.fabric_window import Where, Window
 
 log = logging.getLogger("ft_lightning")
 
@@ -45,6 +45,8 @@ class FabricRoundsMixin(FabricScopedMixin):
     _votes_each_step = True
     """Not those strategies that meet every so many steps: their collectives stay at home."""
     _rounds = 0
+    _where: Where | None = None
+    """Where a quorum is asked for; None: nowhere."""
     _round_of: Call | None = None
     _visit: Call | None = None
     _warned = False
@@ -88,12 +90,14 @@ class FabricRoundsMixin(FabricScopedMixin):
         return tensor.expand(rows, *tensor.shape) if self.world_size > 1 else tensor
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """A round between steps; within a step, and before the first batch, nobody waits.
+        """A round between steps; within a step, and before the first batch, only the ranks of
+        this replica group wait for each other.
 
         Who does not come within a few timeouts is left behind.
         """
-        if not self._open:
-            self._round("barrier", torch.zeros(1), "sum")
+        met = None if self._open else self._round("barrier", torch.zeros(1), "sum")
+        if met is None and self._scope is not None:
+            self._in_group.barrier()
 
     # ------------------------------------------------------------------ rounds
 
@@ -106,15 +110,17 @@ class FabricRoundsMixin(FabricScopedMixin):
         """Whether members are at the same place of their scripts."""
         raise NotImplementedError
 
-    def _attempt_round(self) -> None:
-        """Be in a quorum for a round. Sets `_lost` if this group is behind."""
+    def _attempt(self, where: Where) -> None:
+        """Be in a quorum. For a round: sets `_lost` if this group is behind."""
         raise NotImplementedError
 
     def _meets(self) -> bool:
         """Whether a round is possible here."""
         manager = self._manager
-        if manager is None or not self._votes_each_step or manager.last_outcome() is None:
-            return False  # nothing has been trained yet, or all is between two outer steps
+        if manager is None or not self._votes_each_step or self.world_size == 1:
+            return False
+        if manager.last_outcome() is None:
+            return False  # peers train perhaps, and this group has just come back
         if self._window.local or self._lost or manager.left():
             return False
         return self._options.commit == "quorum" and self._aligned()
@@ -131,15 +137,18 @@ class FabricRoundsMixin(FabricScopedMixin):
         try:
             self._lost = manager.is_healing()  # evicted, and let in again
             while not self._lost:
-                self._attempt_round()
+                result, committed = None, False
+                self._attempt(Where.ROUND)
+                if not self._lost:
+                    result = self._exchange(self._round_of, tensor)
+                    committed = manager.should_commit(patience, no_update=True)
+                self._where = None  # until here: who joins before the vote is told so, too
                 if self._lost:
                     manager.forget_state("fell behind between steps")
-                    break
-                result = self._exchange(self._round_of, tensor)
-                if manager.should_commit(patience):
+                elif committed:
                     return self._agreed(name, result)
         finally:
-            self._round_of = None
+            self._where = self._round_of = None
         return None
 
     def _exchange(self, call: Call, tensor: Tensor) -> Tensor | None:
@@ -149,10 +158,8 @@ class FabricRoundsMixin(FabricScopedMixin):
         words = [_number(repr(call)), self._rounds]
         header = torch.tensor([*words, *(-w for w in words)], device=tensor.device)
         manager.allreduce(header, reduce_op=ReduceOp.MAX).wait()
-        half = len(words)
-        differ = bool((header[:half] != -header[half:]).any())
-        if differ and manager.errored() is None and manager.is_participating():
-            return None
+        if (header[: len(words)] != -header[len(words) :]).any():
+            return None  # or the round has failed, and is repeated
         if name == "barrier":
             return tensor
         if name == "all_gather":
@@ -175,7 +182,8 @@ class FabricRoundsMixin(FabricScopedMixin):
         empty = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.root_device)
         manager = self._known_manager
         self._exchange(call, empty)
-        manager.should_commit()
+        manager.should_commit(no_update=True)
+        self._visit = None  # again, if the quorum has changed meanwhile
         manager.forget_state("joined while its peers were between steps")
 
     def _warn(self, name: str) -> None:

@@ -49,7 +49,8 @@ class Sigterm:
             signal.signal(signal.SIGTERM, self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again, self.noted = self.noted, True
+        again = self.noted or self._installed is None  # somebody has put us back after our end
+        self.noted = True
         if callable(self._before):
             self._before(number, frame)
         elif again:

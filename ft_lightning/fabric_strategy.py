@@ -9,31 +9,30 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from ft_core.errors import QuorumUnavailable
 from ft_core.heal import digest
 from ft_core.manager import Manager
-from ft_core.supervisor import report_joined
 from ft_core.telemetry import JsonlSink
 from ft_lightning.batches import adopt
-from ft_lightning.fabric_data import Place, Progress, follow
-from ft_lightning.fabric_scoping import FabricScopedMixin
-from ft_lightning.launcher import SupervisorLauncher, die_with_supervisor
-from ft_lightning.options import Options, make_manager, refuse_ddp_options
+from ft_lightning.fabric_data import Place, Progress, follow, is_placeable
+from ft_lightning.fabric_step import FabricStepMixin
+from ft_lightning.fabric_window import Where
+from ft_lightning.in_group import on_cpu
+from ft_lightning.launcher import SupervisorLauncher, live_with_group
+from ft_lightning.options import Options, make_manager, refuse_ddp_options, refuse_lbfgs
 from ft_lightning.scope import Role
-from ft_lightning.scoping import act_as_leader
 
 
-class FTFabricMixin(FabricScopedMixin):
+class FTFabricMixin(FabricStepMixin):
     """Strategy for data-parallel training with Fabric that survives the loss of processes.
 
     Each process is a replica group: it holds the whole model and may die at any time; the others
@@ -66,6 +65,24 @@ class FTFabricMixin(FabricScopedMixin):
 
     _namespace: str
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Put the beginning of a further step before `backward`, which `fabric.backward` calls.
+
+        In the form of a wrapper: Lightning refuses `loss.backward()` where a strategy overrides
+        `backward`, and with one step a batch it works here.
+        """
+        super().__init_subclass__(**kwargs)
+        inherited: Any = getattr(super(), "backward", None)
+        if inherited is None:
+            return
+
+        @wraps(inherited)
+        def backward(self: Any, *args: Any, **options: Any) -> None:
+            if self._before_backward():
+                inherited(self, *args, **options)
+
+        cls.backward = backward  # type: ignore[method-assign]
+
     def __init__(
         self,
         min_replicas: int = 1,
@@ -80,6 +97,7 @@ class FTFabricMixin(FabricScopedMixin):
         heal_allow_objects: bool = False,
         token: str = "",
         job_id: str | None = None,
+        group_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_ddp_options(kwargs)
@@ -97,16 +115,15 @@ class FTFabricMixin(FabricScopedMixin):
             heal_allow_objects=heal_allow_objects,
             token=token,
             job_id=job_id,
+            group_size=group_size,
         )
         self._thread = threading.get_ident()
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
         self._registered: dict[str, Any] = {}
-        self._before: list[tuple[int, int, bool]] = []
-        """Places of the loaders when the open step began."""
-        self._open = self._starting = self._started = False
-        self._fed_by_loader = self._finished = False
+        self._wrapped: list[Any] = []
+        self._finished = False
         self.progress = Progress()
         self.last_step_committed: bool | None = None
         """Whether the last optimizer step was committed; None before the first one's end."""
@@ -151,6 +168,7 @@ class FTFabricMixin(FabricScopedMixin):
         """Leave the quorum, for good. Done at the end of the process, if not before: call it if
         long work without training follows. Twice is once."""
         self._open = False
+        self._sigterm.unwatch()
         if self._manager is not None:
             self._manager.shutdown(finished=self._finished)
 
@@ -158,13 +176,13 @@ class FTFabricMixin(FabricScopedMixin):
 
     def _configure_launcher(self) -> None:
         if self.scope.role is Role.MEMBER:
-            die_with_supervisor(self.scope.supervisor_pid)
+            live_with_group(self.scope)
             self._launcher = None
             return
         self._launcher = SupervisorLauncher(self.scope, self._options)  # type: ignore[assignment]
 
     def _setup_distributed(self) -> None:
-        """No default process group: the replica group is this process."""
+        """No default process group: Fabric would take the replica group for the world."""
         self._set_world_ranks()
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -185,15 +203,12 @@ class FTFabricMixin(FabricScopedMixin):
                 me._begin(by_loader=False)
 
         wrapped.register_forward_pre_hook(before_forward)
+        self._wrapped.append(wrapped)
         return wrapped
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Called by `fabric.setup` and `setup_optimizers`."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "LBFGS evaluates the loss several times a step, which a fault-tolerant step "
-                "cannot: use an optimizer that evaluates it once"
-            )
+        refuse_lbfgs([optimizer])
         self._optimizers.append(optimizer)
         return optimizer
 
@@ -222,49 +237,41 @@ class FTFabricMixin(FabricScopedMixin):
         place = Place()
         self.progress.places.append(place)
         set_epoch = importlib.import_module(f"{self._namespace}.utilities.data")._set_sampler_epoch
-        follow(loader, place, boundary=self._before_batch, set_epoch=set_epoch)
+        place.placeable = is_placeable(loader)
+        follow(loader, place, boundary=partial(self._before_batch, place), set_epoch=set_epoch)
         return loader
 
     def _ensure_manager(self) -> Manager:
         if self._manager is None:
             self._manager = make_manager(self._options, self.scope, self.root_device)
-            self._manager.set_state_dict_fns(self._load, self._state)
-            self._manager.register_schema("replica groups", str(self.world_size))
-            if self.scope.event_log:
+            apart = self._in_group.apart
+            self._manager.set_state_dict_fns(apart(self._load), apart(self._state))
+            self._manager.register_schema("replica groups", str(self.scope.num_groups))
+            self._manager.register_schema("processes a group", str(self.scope.group_size))
+            if self.scope.event_log and self.scope.group_rank == 0:
                 sink = JsonlSink(Path(self.scope.event_log), name=self.scope.name)
                 self._manager.telemetry.add_sink(sink)
         return self._manager
 
     # ------------------------------------------------------------------ the step
 
-    def _before_batch(self) -> None:
-        """A loader is about to fetch: for training, if models train and gradients are recorded."""
-        if torch.is_grad_enabled() and any(model.training for model in self._models):
-            self._begin(by_loader=True)
-
-    def _begin(self, *, by_loader: bool) -> None:
-        if self._open or self._starting or self._manager is None or not self._optimizers:
-            return
-        if self._fed_by_loader and not by_loader:
-            return  # the second step of one batch; `optimizer_step` says so
-        self._fed_by_loader = by_loader
-        if not self._started:
-            self._start()
-        self._starting = True
-        try:
-            self._manager.start_quorum()
-        finally:
-            self._starting = False
-        self._open = True
-        self._before = [(p.epoch, p.batch, p.active) for p in self.progress.places]
-        self._follow_leader()
-
     def _start(self) -> None:
         """Now all is set up, and a checkpoint loaded: say where this group starts."""
         assert self._manager is not None
         self._started = True
-        state = {**self._places_to_receive(), "step": self.progress.step}
-        start = digest(state, allow_objects=self._options.heal_allow_objects)
+        objects = self._options.heal_allow_objects
+
+        def name() -> str:
+            state = {**self._places_to_receive(), "step": self.progress.step}
+            return digest(state, allow_objects=objects)
+
+        def take(states: list[dict[str, Any]]) -> None:
+            for model, state in zip(self._models, states, strict=True):
+                model.load_state_dict(state)
+
+        start = self._in_group.begin_alike(
+            name, lambda: [on_cpu(model.state_dict()) for model in self._models], take
+        )
         self._manager.load_state_dict(
             {"step": self.progress.step, "batches_committed": 0, "lineage": f"start-{start}"}
         )
@@ -276,60 +283,27 @@ class FTFabricMixin(FabricScopedMixin):
                 strategy.leave()
 
         atexit.register(leave)
-
-    def _follow_leader(self) -> None:
-        """Membership may have changed: so may the leader."""
-        assert self._manager is not None
-        try:
-            self._leader = self._manager.participating_rank() == 0
-        except QuorumUnavailable:
-            return  # the attempt has failed already; the next one tells
-        act_as_leader(self._leader, self.scope)
-        report_joined(os.environ, self.scope.device)
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Called by `optimizer.step()`: vote, and step if all agreed.
-
-        A discarded step leaves the parameters alone, clears the gradients, and has the loader give
-        out its batches again; `last_step_committed` tells.
-        """
-        manager = self._manager
-        if manager is None or not self._open:
-            raise RuntimeError(
-                "the optimizer was stepped without a step under way: fetch a batch (in train mode, "
-                "with gradients enabled) before each optimizer.step(), and step once a batch (or "
-                "accumulation window) - a fault-tolerant step holds one update"
-            )
-        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
-        result = None if closure is None else closure()
-        committed = manager.should_commit()
-        self._open, self.last_step_committed = False, committed
-        self.progress.step = manager.current_step()
-        if committed:
-            output = super().optimizer_step(optimizer, **kwargs)
-            return output if closure is None else result
-        for each in self._optimizers:
-            each.zero_grad()
-            scaler = getattr(self.precision, "scaler", None)
-            if scaler is not None:
-                # If the user has unscaled these gradients, the next ones may be unscaled again.
-                scaler._per_optimizer_states.pop(id(each), None)
-        for place, before in zip(self.progress.places, self._before, strict=False):
-            place.go_to(*before)
-        return result
+        self._sigterm.watch()
 
     # ------------------------------------------------------------------ heal
 
     def _state(self) -> dict[str, Any]:
-        """What a healing peer needs, as of the boundary at which the step began."""
-        state = self._places_to_receive()
+        """What a healing peer needs, as of where the step began."""
+        in_round = self._where is Where.ROUND
         if threading.get_ident() != self._thread:
-            return state  # asked for where to receive a state; users' objects keep their thread
+            # Asked for where to receive a state; users' objects keep their thread.
+            return {} if in_round else self._places_to_receive()
+        if in_round:
+            return {"round": self._round_of}
+        lead = self._lead
         return {
-            **state,
+            **self._places_to_receive(),
+            "updates": self._window.done,
+            "lead": -1 if lead is None else self.progress.places.index(lead),
             "schedulers": [s.state_dict() for s in self._schedulers],
             "precision": self.precision.state_dict(),
-            "progress": self.progress.state_dict(),
+            # Of where the window began: its batches are what the target begins with.
+            "progress": {**self.progress.state_dict(), "places": [[*p] for p in self._before]},
             "registered": {
                 name: dict(thing) if isinstance(thing, dict) else thing.state_dict()
                 for name, thing in self._registered.items()
@@ -343,11 +317,22 @@ class FTFabricMixin(FabricScopedMixin):
         }
 
     def _load(self, state: dict[str, Any]) -> None:
+        if self._where is Where.ROUND:
+            self._lost = True
+            return
+        if "round" in state:
+            name, dtype, shape, op = state["round"]
+            self._visit = (name, dtype, list(shape), op)
+            return
+        self._healed = True
+        self._window.done = state["updates"]
         for name in ("models", "optimizers", "schedulers"):
             for mine, its in zip(getattr(self, f"_{name}"), state[name], strict=True):
                 mine.load_state_dict(its)
         self.precision.load_state_dict(state["precision"])
         self.progress.load_state_dict(state["progress"])
+        lead = state["lead"]
+        self._lead = self.progress.places[lead] if lead >= 0 else None
         for name, thing in self._registered.items():
             if isinstance(thing, dict):
                 thing.clear()

@@ -12,10 +12,20 @@ the same way.
 | a window's open update | reduced | votes | over the step |
 | between two updates | | | a round of its own |
 | left out, as it is committed | stay at home | does nothing | this process's value |
-| void, until the loader is asked for a batch | stay at home | does nothing | this process's value |
+| void, until the loader is asked for a batch | zeros | does nothing | this process's value |
 """
 
 from __future__ import annotations
+
+from enum import Enum
+
+
+class Where(Enum):
+    """Where in the loop a quorum is asked for."""
+
+    BOUNDARY = "before a batch"
+    BATCH = "in a batch"
+    ROUND = "between steps"
 
 
 class Window:
@@ -24,7 +34,6 @@ class Window:
     Attributes:
         done: updates of the window that are committed.
         void: the rest of this pass counts for nothing.
-        stale: the parameters have changed under what this pass has computed: no backward for that.
         arrived: this pass is past all that peers have done already.
         settled: what becomes of the gradients at hand is known: `fate`. Another optimizer that
             steps on them needs no vote.
@@ -33,12 +42,12 @@ class Window:
 
     def __init__(self) -> None:
         self.done = self._left = 0
-        self.void = self.stale = self.settled = self.fate = False
+        self.void = self.settled = self.fate = False
         self.arrived = True
 
     @property
     def muted(self) -> bool:
-        """Gradients stay at home: those of updates that are committed, or void."""
+        """Gradients stay at home: of updates that are committed, or void."""
         return self.void or self._left > 0
 
     @property
@@ -49,7 +58,7 @@ class Window:
     def begin(self) -> None:
         """A pass begins, with the window's first batch; `done` updates are left out."""
         self._left = self.done
-        self.void = self.stale = self.settled = self.fate = False
+        self.void = self.settled = self.fate = False
         self.arrived = self.done == 0
 
     def gradients(self) -> None:
@@ -74,9 +83,9 @@ class Window:
         self._left -= 1
         self._settle(False)
 
-    def break_off(self, *, stale: bool = False) -> None:
+    def break_off(self) -> None:
         """The rest of this pass is void."""
-        self.void, self.stale = True, stale
+        self.void = True
 
     def _settle(self, fate: bool) -> None:
         self.settled, self.fate = True, fate

@@ -14,6 +14,7 @@ import torch
 
 from ft_core.heal import digest
 from ft_lightning import leader, position
+from ft_lightning.in_group import InGroup, on_cpu
 
 log = logging.getLogger("ft_lightning")
 
@@ -32,6 +33,16 @@ def lineage_of_start(trainer: Any, *, allow_objects: bool) -> str:
         "step": trainer.global_step,
     }
     return f"start-{digest(state, allow_objects=allow_objects)}"
+
+
+def begin(trainer: Any, in_group: InGroup, *, allow_objects: bool) -> str:
+    """Make the ranks of this replica group begin alike; returns `lineage_of_start`, after that."""
+    strategy = trainer.strategy
+    return in_group.begin_alike(
+        lambda: lineage_of_start(trainer, allow_objects=allow_objects),
+        lambda: on_cpu(strategy.lightning_module_state_dict()),
+        lambda state: strategy.load_model_state_dict({"state_dict": state}, strict=True),
+    )
 
 
 def dump(trainer: Any, *, batches: int, updates: int = 0) -> dict[str, Any]:

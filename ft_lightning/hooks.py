@@ -13,6 +13,20 @@ from ft_lightning.decisions import Decisions
 from ft_lightning.rounds import Rounds
 
 
+def searching(trainer: Any) -> bool:
+    """Whether the learning rate finder trains, before the fit: with a callback of its own only."""
+    return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
+
+
+def refuse_search(trainer: Any) -> None:
+    """Several groups would find several rates. Raises ValueError."""
+    if any(cls.__name__ == "LearningRateFinder" for c in trainer.callbacks for cls in type(c).mro()):
+        raise ValueError(
+            "ft_ddp finds a learning rate with one replica group only, whose losses decide: run "
+            "the finder in a Trainer with devices=1 first, and give the rate to all"
+        )
+
+
 def make(
     early_stopping: type, adopt_fetcher: Callable[[], None], rounds: Rounds, decisions: Decisions
 ) -> tuple[Any, Any]:
@@ -47,7 +61,11 @@ def make(
         "on_validation_end": first_validation_end,
         "on_train_epoch_end": first_epoch_end,
     }
-    last = {"on_validation_end": last_validation_end, "on_train_epoch_end": last_epoch_end}
+    last = {
+        "on_train_epoch_start": first_epoch_start,  # a callback may have made another fetcher
+        "on_validation_end": last_validation_end,
+        "on_train_epoch_end": last_epoch_end,
+    }
     return _callback("First", early_stopping, first), _callback("Last", early_stopping, last)
 
 

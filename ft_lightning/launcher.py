@@ -1,6 +1,6 @@
-"""Lightning's side of `devices=N`: N replica groups on this machine under one supervisor.
+"""Lightning's side of `devices=N`: replica groups on this machine under one supervisor.
 
-Each replica group runs the user's script from its first line, as under `torchrun`; code that
+Each process of a replica group runs the user's script from its first line, as under `torchrun`; code that
 follows `fit` runs in each of them, and not in the supervisor, which ends when they have ended.
 """
 
@@ -13,9 +13,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ft_core.errors import GroupBroken
+from ft_core.rank_group import BROKEN_EXIT_CODE, group_command
 from ft_core.supervisor import die_with, supervise
 from ft_lightning.options import Options
-from ft_lightning.scope import Scope, child_environment
+from ft_lightning.scope import ENV_SUPERVISOR, Scope, child_environment
 
 through_main = False
 """Whether this process was started by `python -m ft_lightning`: then children are, too."""
@@ -41,7 +43,8 @@ class SupervisorLauncher:
         Raises RuntimeError if there is no script to run.
         """
         scope = self._scope
-        command = script_command(scope.supervised)
+        script = script_command(scope.supervised * scope.group_size)
+        command = group_command(script, scope.group_size, parent_env=ENV_SUPERVISOR)
         server = None
         address = self._options.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
         if not address:
@@ -95,7 +98,7 @@ class SupervisorLauncher:
         )
 
 
-def script_command(num_groups: int) -> list[str]:
+def script_command(processes: int) -> list[str]:
     """The command that runs this script again. Raises RuntimeError if there is no script."""
     import __main__
 
@@ -106,7 +109,7 @@ def script_command(num_groups: int) -> list[str]:
     runnable = hasattr(__main__, "__file__") and (spec is not None or os.path.isfile(path))
     if test_runner or not runnable:
         raise RuntimeError(
-            f"devices={num_groups} starts {num_groups} processes that run your script again, and "
+            f"devices={processes} starts {processes} processes that run your script again, and "
             "there is none to run (a notebook, a test runner or `python -c`): put the training "
             "into a script, or start the processes yourself with REPLICA_GROUP_ID, "
             "NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE set"
@@ -119,7 +122,27 @@ def script_command(num_groups: int) -> list[str]:
     return [*python, "-m", name, *sys.argv[1:]]
 
 
-def die_with_supervisor(supervisor_pid: int) -> None:
-    """For a supervised process; 0: it is not one."""
-    if supervisor_pid:
-        die_with(supervisor_pid)
+def live_with_group(scope: Scope) -> None:
+    """For a process that trains: end with its supervisor, if it has one, and with its group.
+
+    What another rank's end makes of this one is no error of the script: said in a line, and by
+    the exit code. Whoever has started the group starts it again as a whole.
+    """
+    if scope.supervisor_pid:
+        die_with(scope.supervisor_pid)
+    if scope.group_size > 1 and not hasattr(sys.excepthook, "ft_lightning"):
+        sys.excepthook = _ending_with_group(sys.excepthook)
+
+
+def _ending_with_group(otherwise: Any) -> Any:
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not issubclass(kind, GroupBroken):
+            otherwise(kind, error, trace)
+            return
+        print(f"ft_lightning: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(BROKEN_EXIT_CODE)
+
+    hook.ft_lightning = True  # type: ignore[attr-defined]
+    return hook

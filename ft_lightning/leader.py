@@ -18,6 +18,7 @@ import os
 from typing import Any
 
 from ft_lightning.batches import adopt, release
+from ft_lightning.hooks import refuse_search
 from ft_lightning.scope import Scope
 from ft_lightning.scoping import act_as_leader
 
@@ -28,39 +29,49 @@ def before_quorum(trainer: Any, scope: Scope, dummy: Any) -> bool:
     """A fit is being set up; whether this group writes already. The loop's thread.
 
     Loggers open their files at their first use as rank zero, under a version number that follows
-    from the files there are: all groups have to choose one before any opens. So the loggers of the
-    group that speaks are silent until `release_loggers`. `dummy()`: the experiment of a logger
-    that is not rank zero's.
+    from the files there are: all groups have to choose one before any opens. So until the first
+    quorum the loggers of the group that speaks are silent. `dummy()`: the experiment of a logger
+    that is not rank zero's. Raises ValueError for what several groups cannot agree about.
     """
+    first = scope.index == 0 and scope.group_rank == 0
     if scope.num_groups == 1:
-        act_as_leader(True, scope)
-        for logger in trainer.loggers if scope.restarts else ():
+        act_as_leader(first, scope)
+        for logger in trainer.loggers if first and scope.restarts else ():
             keep_metrics(logger)
-        return True
-    speaks = scope.index == 0 and scope.restarts == 0
+        return first
+    refuse_search(trainer)
+    speaks = first and scope.restarts == 0
     try:
         for logger in trainer.loggers if speaks else ():
             adopt(logger, _silent(dummy))
     except TypeError:  # of a class whose instances cannot change theirs
-        release_loggers(trainer)
+        _release(trainer)
         speaks = False
     act_as_leader(speaks, scope)
     return False
 
 
-def release_loggers(trainer: Any) -> None:
-    """The first quorum is there, or the fit is over without one. Twice is once."""
-    for logger in trainer.loggers:
-        release(logger)
+def in_quorum(trainer: Any, scope: Scope, leads: bool) -> None:
+    """Who leads is known, for the first time or anew."""
+    act_as_leader(leads, scope)
+    _release(trainer)
 
 
-def without_quorum(scope: Scope, *, interrupted: bool) -> bool:
+def without_quorum(trainer: Any, scope: Scope) -> bool:
     """Whether this group writes after a fit that met nobody: it took no step, or failed before.
 
     One that was started again may have peers whose files are newer than what it failed with.
     """
-    follower = scope.index != 0 or (scope.num_groups > 1 and scope.restarts and interrupted)
-    return not follower
+    _release(trainer)
+    risky = scope.num_groups > 1 and scope.restarts > 0 and trainer.interrupted
+    leads = scope.index == 0 and scope.group_rank == 0 and not risky
+    act_as_leader(leads, scope)
+    return leads
+
+
+def _release(trainer: Any) -> None:
+    for logger in trainer.loggers:
+        release(logger)
 
 
 def _silent(dummy: Any) -> Any:

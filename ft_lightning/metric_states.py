@@ -148,22 +148,25 @@ def share(module: nn.Module, gathered: list[dict[str, State]]) -> Callable[[], N
     """
     names = dict.fromkeys(name for each in gathered for name in each)
     known = dict(module.named_modules())
-    changed: list[tuple[Any, Any]] = []
+    changed: list[tuple[Any, Any, int]] = []
     for name in names:
         metric: Any = known.get(name)
         if metric is None:
             continue
         merged = merge(metric, [each[name] for each in gathered if name in each])
-        changed.append((metric, metric.distributed_available_fn))
+        changed.append((metric, metric.distributed_available_fn, metric._update_count))
+        metric._update_count = max(metric._update_count, 1)  # else it warns of having nothing
         metric._sync_dist = partial(_put, metric, merged)
         metric.distributed_available_fn = _available
         metric._computed = None
 
     def undo() -> None:
-        for metric, available in changed:
+        for metric, available, count in changed:
             vars(metric).pop("_sync_dist", None)
             metric.distributed_available_fn = available
             metric._computed = None
+            if not count and metric._update_count == 1:
+                metric._update_count = 0
 
     return undo
 

@@ -79,6 +79,8 @@ class TimelineMixin(_Base):
         if manager is None:
             log.warning("FTTimeline draws fits under ft_ddp only: there will be no picture")
             return
+        if trainer.strategy.scope.group_rank:
+            return  # rank 0 tells for its replica group
         folder = self._folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         self._sink = JsonlSink(event_file(folder, trainer.strategy.scope.index, os.getpid()))

@@ -1,8 +1,9 @@
 """Agreements between steps: at the end of a validation, and of an epoch.
 
-A round is a step of the manager's without an optimizer step: a quorum, perhaps one small sum, a
-vote that carries the first member's word. It is repeated until it is committed, so that all
-members have the same result or none has; a peer that dies costs a repetition.
+A round is a step of the manager's without an optimizer step: a quorum, perhaps a gathering of what
+each member has to say, a vote. It is repeated until it is committed, so that all members have the
+same result or none has; a peer that dies costs a repetition. Members with less than `min_replicas`
+participants may commit it: it changes no state.
 
 Replica groups join where batches begin, not in the midst of Lightning's hooks. One that is let in
 while its peers are in a round is told so in place of a state: it adds nothing to the round, and
@@ -12,29 +13,27 @@ batch, and heals there.
 
 from __future__ import annotations
 
-import logging
-import math
+from collections.abc import Callable
 from typing import Any
 
-import msgpack
 import torch
 
-from ft_lightning.decisions import MAX_BYTES, Decisions
+from ft_lightning import metric_states, totals
+from ft_lightning.decisions import Decisions
 
-log = logging.getLogger("ft_lightning")
-
-SLOTS = 64
-"""Sums travel in tensors of a multiple of so many float64: peers that log other metrics than this
-one must not make the process group's sizes differ."""
+Gathered = tuple[list[Any], int]
+"""What each who takes part has given, in the order of ranks; and the rank of this group."""
+Round = Callable[[bytes | None], tuple[list[bytes], int] | None]
 
 
 class Rounds:
     """What is agreed at the ends of validations and epochs. The loop's thread."""
 
-    def __init__(self, trainer: Any, decisions: Decisions, round_of: Any) -> None:
-        """`round_of(control, sums)`: one round, see `StepDriver.round`; None: no agreements."""
+    def __init__(self, trainer: Any, decisions: Decisions, round_of: Round | None) -> None:
+        """`round_of(mine)`: one round, see `StepDriver.round`; None: no agreements."""
         self._trainer, self._decisions, self._round = trainer, decisions, round_of
-        self._warned = False
+        self.divided = False
+        """Whether the validation under way is divided: its tallies are what all meet for."""
 
     @property
     def _off(self) -> bool:
@@ -44,107 +43,84 @@ class Rounds:
         outside = trainer.sanity_checking or trainer.state.fn != "fit"
         return self._round is None or endless or outside
 
-    def meet(self) -> None:
+    def meet(self, *, tally: bool = False) -> None:
         """A validation's batches are over, nothing is logged: who died meanwhile does not lead."""
-        if not self._off:
-            self._round(b"", None)
+        if self._round is not None and not self._off and self.divided == tally:
+            self._round(None)
+
+    def gather(self, mine: Any) -> Gathered | None:
+        """Show all members what each has: plain values and tensors. None: each for itself now."""
+        if self._round is None or self._off:
+            return None
+        result = self._round(metric_states.pack(mine))
+        if result is None:
+            return None
+        return [metric_states.unpack(packed) for packed in result[0]], result[1]
 
     def validation_metrics(self) -> None:
         """A validation's metrics are complete, nobody has acted on them: take the first member's."""
         if not self._off:
-            self._adopt_metrics()
+            self._agree(lambda result: False)
 
     def epoch_metrics(self) -> None:
         """An epoch's metrics are complete, nobody has acted on them: sum up, then as above."""
         if not self._off:
-            self._sum_up()
-            self._adopt_metrics()
+            self._agree(lambda result: result.meta.sync.should or not result.is_tensor)
+
+    def shared_metrics(self, known: set[str]) -> None:
+        """As `epoch_metrics`, at the end of a sharded validation: `known` are complete already."""
+        results = self._trainer._results
+        new = {id(result) for key, result in results.items() if key not in known}
+        self._agree(lambda r: id(r) in new and r.is_tensor and r.meta.sync.should)
 
     def stop(self) -> None:
         """All have acted on the metrics: stop if anybody wants to."""
-        if self._off:
-            return
-        wishes = torch.zeros(SLOTS, dtype=torch.float64)
-        wishes[0] = float(self._decisions.stop_wished)
-        result = self._round(b"", wishes)
+        result = self.gather(bool(self._decisions.stop_wished))
         if result is not None:
-            self._decisions.agree_to_stop(bool(result[1][0] > 0))
+            self._decisions.agree_to_stop(any(result[0]))
 
-    def _adopt_metrics(self) -> None:
-        """Replace what callbacks and schedulers see by the first member's numbers."""
-        connector = self._trainer._logger_connector
-        mine = {k: v for k, v in self._trainer.callback_metrics.items() if v.numel() == 1}
-        result = self._round(_pack(mine, self._monitored()), None)
-        if result is None or not result[0]:
-            return
-        for name, value in _unpack(result[0]).items():
-            if name in mine:
-                agreed = torch.full_like(mine[name], value)
-                connector._callback_metrics[name] = agreed
-                for metric in self._computed(name):
-                    metric._computed = agreed
+    def _agree(self, summed: Callable[[Any], bool]) -> None:
+        """Replace what callbacks and schedulers see by what is the same for all.
 
-    def _monitored(self) -> set[str]:
-        """Metrics that decide something: they travel first."""
-        trainer = self._trainer
-        names = {getattr(c, "monitor", None) for c in trainer.callbacks}
-        names |= {c.monitor for c in trainer.lr_scheduler_configs}
-        return {str(name) for name in names if name}
-
-    def _computed(self, name: str) -> list[Any]:
-        results = self._trainer._results or {}
-        return [
-            m
-            for m in results.values()
-            if m._computed is not None and name in (m.meta.name, m.meta.forked_name(False))
-        ]
-
-    def _sum_up(self) -> None:
-        """`sync_dist=True` of an epoch: sums and sizes over the quorum, in one round.
-
-        Over those who take part at the epoch's end, of what each has seen of the epoch.
+        `summed(result)`: over those who are there, of what each has seen (torchmetrics objects:
+        of their states). All other numbers: the first member's.
         """
-        results = self._trainer._results or {}
-        metrics = [
-            (key, m)
-            for key, m in sorted(results.items())
-            if m.is_tensor and not m.has_reset and m.meta.on_epoch and m.meta.sync.should
-            and (m.meta.is_mean_reduction or m.meta.is_sum_reduction)
-        ]  # fmt: skip
-        if not metrics:
+        trainer, results = self._trainer, self._trainer._results or {}
+        numbers = {k: v for k, v in trainer.callback_metrics.items() if v.numel() == 1}
+        objects = {
+            key: metric_states.states(result.value, {})
+            for key, result in results.items()
+            if not result.is_tensor and not result.has_reset and result.meta.on_epoch
+            and summed(result)
+        }  # fmt: skip
+        mine: dict[str, dict[str, Any]] = {
+            "first": {name: float(value) for name, value in numbers.items()},
+            "rows": totals.rows(results, lambda r: r.is_tensor and summed(r)),
+            "objects": objects,
+        }
+        gathered = self.gather(mine)
+        if gathered is None:
             return
-        names = float(sum(map(ord, "".join(key for key, _ in metrics))))
-        row = [1.0, names]
-        for _, metric in metrics:
-            size = metric.cumulated_batch_size if metric.meta.is_mean_reduction else 1.0
-            row += [float(metric.value), float(size)]
-        sums = torch.zeros(-(-len(row) // SLOTS) * SLOTS, dtype=torch.float64)
-        sums[: len(row)] = torch.tensor(row, dtype=torch.float64)
-        result = self._round(b"", sums)
-        if result is None:
-            return
-        total = result[1].tolist()
-        if total[1] != total[0] * names:
-            if not self._warned:
-                self._warned = True
-                log.warning("sync_dist: replica groups log different metrics; each has its own")
-            return
-        for index, (_, metric) in enumerate(metrics):
-            value, size = total[2 + 2 * index], total[3 + 2 * index]
-            mean = value / size if metric.meta.is_mean_reduction and size else value
-            metric._computed = torch.full_like(metric.value, mean)
+        members = gathered[0]
+        for name, value in members[0]["first"].items():
+            if name in numbers:
+                self._adopt(name, torch.full_like(numbers[name], value))
+        for key in mine["rows"]:
+            same = [member["rows"][key] for member in members if key in member["rows"]]
+            results[key]._computed = totals.total(same).to(results[key].value.device)
+        for key in objects:
+            metric = results[key].value
+            with metric_states.shared(
+                metric, [member["objects"].get(key, {}) for member in members]
+            ):
+                results[key]._computed = metric.compute()
+
+    def _adopt(self, name: str, agreed: torch.Tensor) -> None:
+        self._trainer._logger_connector._callback_metrics[name] = agreed
+        for metric in (self._trainer._results or {}).values():
+            if metric._computed is not None and name in _names(metric.meta):
+                metric._computed = agreed
 
 
-def _pack(metrics: dict[str, torch.Tensor], first: set[str]) -> bytes:
-    """As many of the metrics as fit."""
-    values = {k: float(metrics[k]) for k in sorted(metrics, key=lambda k: (k not in first, k))}
-    while True:
-        packed: bytes = msgpack.packb(values)
-        if len(packed) <= MAX_BYTES:
-            return packed
-        values.popitem()
-
-
-def _unpack(packed: bytes) -> dict[str, float]:
-    values: dict[str, float] = msgpack.unpackb(packed)
-    return {k: v if v is not None else math.nan for k, v in values.items()}
+def _names(meta: Any) -> tuple[str, ...]:
+    return meta.name, meta.forked_name(False)

@@ -1,10 +1,10 @@
 """What a Trainer is told about ranks and the world, and how far its collectives reach.
 
-Barriers, broadcasts and boolean decisions stay inside the replica group, which is one process
-here: nothing of it can hang on a group that died. Over the quorum go gradients, what is reduced or
+Barriers, broadcasts and boolean decisions stay inside the replica group (`in_group.py`), which lives
+and dies as a whole: nothing of it can hang on a group that died. Over the quorum go gradients, what is reduced or
 gathered inside `training_step` (`collectives.py`), the votes (`decisions.py`), and agreements at
 the ends of validations and epochs (`rounds.py`). `trainer.world_size` and
-`trainer.global_rank` are nominal: the configured number of groups, and this group's number. How
+`trainer.global_rank` are nominal: the processes of all configured groups, and this one's number. How
 many take part right now is `trainer.strategy.num_participants`. Training data is sharded over the
 nominal world; validation, test and prediction data is not sharded: each group computes the same
 metrics, so that early stopping and plateau schedulers decide alike everywhere.
@@ -12,6 +12,7 @@ metrics, so that early stopping and plateau schedulers decide alike everywhere.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -26,8 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from ft_core.config import ENV_JOB
 from ft_lightning.collectives import gather_in_step, reduce_in_step
 from ft_lightning.nominal import NominalRanks
-from ft_lightning.options import Options
-from ft_lightning.scope import ENV_DEVICE, Scope, resolve
+from ft_lightning.scope import Scope
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -38,21 +38,21 @@ else:
 class ScopedMixin(NominalRanks, _Base):
     """The part of the strategy that answers questions about ranks."""
 
-    _options: Options
     _prepare_lock: int | None = None
+    _prepared = False
     _driver: Any
     _manager: Any
 
     @property
     def local_rank(self) -> int:
-        """Within the replica group, which is one process."""
-        return 0
+        """Among the processes of this replica group on this machine."""
+        return self._scope.local_rank if self._scope else 0
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this group is the leader: the first of those that take part in the step.
+        """Whether this process is the leader: the first of those that take part in the step.
 
-        Before the first quorum of a fit nobody is; outside of a fit, group 0 of a fresh start.
+        Before the first quorum of a fit nobody is; outside of a fit, rank 0 of a fresh start.
         """
         return self._leader
 
@@ -89,31 +89,39 @@ class ScopedMixin(NominalRanks, _Base):
         return True
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision  # of the replica group, which is one process
+        """Of the replica group."""
+        with self._where_ranks_meet():
+            return self._in_group.decide(decision, all_of_them=all)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Within the replica group: from its rank number `src`."""
+        if self._scope is None:
+            return obj
+        with self._where_ranks_meet():
+            return self._in_group.broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Of the replica group. The first one after `prepare_data` lets the next process in."""
+        first, self._prepared = not self._prepared, True
+        self.release_machine()
+        if self._scope is not None:
+            with self._where_ranks_meet():
+                self._in_group.barrier(limited=not first)
+
+    def _where_ranks_meet(self) -> Any:
+        """Ranks that end with an error do so alone."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.interrupted:
+            return self._in_group.alone()
+        return contextlib.nullcontext()
 
     def set_world_ranks(self) -> None:
         """Called by Lightning when the Trainer is made, and before a run."""
         if self._scope is None:
-            scope = resolve(
-                os.environ,
-                devices=len(self.parallel_devices or ()),
-                num_nodes=self.num_nodes,
-                num_replica_groups=self._options.num_replica_groups,
-                replica_name=self._options.replica_name,
-                lighthouse=self._options.lighthouse,
-            )
-            if scope.device >= len(self.parallel_devices or ()):
-                raise ValueError(
-                    f"{ENV_DEVICE} is {scope.device}, but the Trainer has "
-                    f"{len(self.parallel_devices or ())} device(s)"
-                )
-            self._scope = scope
-            self._leader = scope.index == 0 and scope.restarts == 0
+            scope = self._find_scope(self.num_nodes)
+            self._leader = scope.rank == 0 and scope.restarts == 0
             act_as_leader(self._leader, scope)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Of the replica group. The first one after `prepare_data` lets the next process in."""
-        self.release_machine()
 
     def release_machine(self) -> None:
         """Let the next process of this machine prepare its data."""
@@ -122,11 +130,12 @@ class ScopedMixin(NominalRanks, _Base):
             self._prepare_lock = None
 
 
-def schema(trainer: Any, num_groups: int) -> dict[str, str]:
+def schema(trainer: Any, scope: Scope) -> dict[str, str]:
     """What replica groups must have in common; one that differs is refused when it joins."""
     module = trainer.lightning_module
     return {
-        "replica groups": str(num_groups),
+        "replica groups": str(scope.num_groups),
+        "processes a replica group": str(scope.group_size),
         "batches an epoch": str(trainer.num_training_batches),
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "precision": str(trainer.precision),
@@ -143,7 +152,8 @@ def schema(trainer: Any, num_groups: int) -> dict[str, str]:
 def act_as_leader(leader: bool, scope: Scope) -> None:
     """Set the rank that Lightning's loggers and messages go by: 0 is who speaks."""
     rank: Any = rank_zero_only
-    rank.rank = 0 if leader else max(scope.index, 1)
+    # Others must differ from each other, too: seeds of data loader workers follow from it.
+    rank.rank = 0 if leader else scope.rank or scope.world_size
 
 
 def lock_machine(job_id: str) -> int:

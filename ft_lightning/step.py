@@ -24,8 +24,6 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-import torch
-
 from ft_core.manager import Manager
 from ft_lightning import healing, logged, position
 from ft_lightning.batches import Batches
@@ -125,7 +123,8 @@ class StepDriver:
         self._visit = None
         if gathers:
             gather_bytes(self._manager, b"")
-        self._manager.should_commit(changes_nothing=True)
+        self._manager.should_commit(no_update=True)
+        self._visit = None  # again, if the quorum changed meanwhile
         self._manager.forget_state("joined while its peers were between batches")
 
     def ensure_open(self, *, to_reduce: bool = False) -> None:
@@ -325,20 +324,24 @@ class StepDriver:
     def round(self, mine: bytes | None) -> tuple[list[bytes], int] | None:
         """One agreement between batches: (what each who takes part gives, the rank of this group).
 
-        `mine` None: only to meet; nothing is given. Returns None if this group is behind: it heals
-        at the next batch.
+        `mine` None: only to meet. Returns None if this group is behind: it heals at the next batch.
         """
         if self.open:
             return None  # a window goes on over the end of an epoch: `optimizer_step` overridden
         self._lost = self._lost or self._manager.is_healing()  # evicted, and let in again
         while not self._lost:
-            self._gathers = mine is not None
+            self._gathers, gathered, committed = mine is not None, list[bytes](), False
             self._start(Place.ROUND)
+            if not self._lost:
+                self._place = Place.ROUND  # who joins before the vote is told so, too
+                try:
+                    gathered = [] if mine is None else gather_bytes(self._manager, mine)
+                    committed = self._manager.should_commit(self._patience, no_update=True)
+                finally:
+                    self._place = None
             if self._lost:
                 self._manager.forget_state("fell behind between batches")
-                break
-            gathered = [] if mine is None else gather_bytes(self._manager, mine)
-            if self._manager.should_commit(self._patience, changes_nothing=True):
+            elif committed:
                 rank = self._manager.participating_rank()
                 assert rank is not None
                 return gathered, rank
@@ -363,8 +366,9 @@ class StepDriver:
             batches=len(self._window) if self._place is Place.STEP else 0,
             updates=self._replay.done if self._counted else 0,
         )
-        state["updates"] = self._replay.done
-        return state
+        at_boundary = self._place is Place.BOUNDARY
+        state["data"] = self._batches.states(self._trainer) if at_boundary else []
+        return {**state, "updates": self._replay.done}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a peer's state and go to its place in epoch and data."""
@@ -380,7 +384,7 @@ class StepDriver:
             # What was gathered for the epoch that this group was in is not of this one.
             trainer.fit_loop.epoch_loop._results.reset()
             self._hooks("on_train_epoch_start")
-        self._batches.jump(trainer)
+        self._batches.jump(trainer, state["data"])
         self._replay.done = state["updates"]
         if self._place is Place.STEP:
             self._refill_window()

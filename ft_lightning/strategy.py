@@ -24,13 +24,14 @@ from ft_lightning.closures import once
 from ft_lightning.collectives import zero_loss
 from ft_lightning.counts import Counts, count, hide_from_bar, show_in_bar
 from ft_lightning.decisions import Decisions
-from ft_lightning.launcher import SupervisorLauncher, die_with_supervisor
-from ft_lightning.options import Options, make_manager, refuse_ddp_options
+from ft_lightning.launcher import SupervisorLauncher, live_with_group
+from ft_lightning.options import Options, make_manager, refuse_ddp_options, refuse_lbfgs
 from ft_lightning.registration import DESCRIPTION, NAME
 from ft_lightning.rounds import Rounds
 from ft_lightning.scope import Role
-from ft_lightning.scoping import ScopedMixin, act_as_leader, lock_machine, schema
+from ft_lightning.scoping import ScopedMixin, lock_machine, schema
 from ft_lightning.step import StepDriver
+from ft_lightning.validation import Validation
 
 
 class FTDDPMixin(CheckpointMixin, ScopedMixin):
@@ -48,19 +49,18 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             one is started on this machine.
         timeout_s: how long one step's communication may take, in seconds. The other times follow
             from it.
-        quorum_timeout_s: how long to wait for enough replica groups, in seconds; None: as long as
-            it takes.
+        quorum_timeout_s: how long to wait for enough replica groups, in seconds; None: for ever.
         replica_name: what this replica group is called; stable over restarts, unique in the job.
             Default: REPLICA_GROUP_ID.
         commit: "quorum": all groups take a step or none does. "group": each decides by its own
             success, which saves a round trip where links are slow.
         max_retries: raise after this many discarded steps in a row; None: never.
-        max_restarts: how often each replica group is started again when the Trainer starts them
-            (``devices`` greater than 1).
-        heal_allow_objects: let states hold arbitrary Python objects, which travel by pickle. Only
-            on a network that you trust.
+        max_restarts: how often each group is started again that the Trainer (``devices=N``) starts.
+        heal_allow_objects: let states hold any Python object (pickle): on trusted networks only.
         token: shared secret that replica groups ask of each other before they give their state.
         job_id: keeps two jobs on one lighthouse apart. Default: FT_JOB_ID.
+        validation: "replicated": each group validates on all of the data. "sharded": the groups
+            divide it; metrics are those of all of it, whoever dies meanwhile.
         **kwargs: options of :class:`DDPStrategy` and of torch's DistributedDataParallel.
     """
 
@@ -81,6 +81,8 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         heal_allow_objects: bool = False,
         token: str = "",
         job_id: str | None = None,
+        group_size: int | None = None,
+        validation: Literal["replicated", "sharded"] = "replicated",
         **kwargs: Any,
     ) -> None:
         refuse_ddp_options(kwargs)
@@ -98,6 +100,8 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             heal_allow_objects=heal_allow_objects,
             token=token,
             job_id=job_id,
+            group_size=group_size,
+            validation=validation,
         )
         self._manager: Manager | None = None
         self._driver: StepDriver | None = None
@@ -106,7 +110,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         self._rounds: Rounds | None = None
         self._callbacks: tuple[Any, ...] = ()
         self._sink: JsonlSink | None = None
-        self._writes = self._met = False
+        self._writes = self._met = self._shows_bar = False
         self._owes_join_report = True
 
     @classmethod
@@ -136,16 +140,17 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
 
     def _configure_launcher(self) -> None:
         if self.scope.role is Role.MEMBER:
-            die_with_supervisor(self.scope.supervisor_pid)
+            live_with_group(self.scope)
             self._launcher = None
             return
         self._launcher = SupervisorLauncher(self.scope, self._options)  # type: ignore[assignment]
 
     def setup_environment(self) -> None:
-        # Before callbacks are set up, which disables bars where rank zero is not.
-        self._shows_bar = getattr(self._trainer.progress_bar_callback, "is_enabled", False)
-        if self.scope.num_groups > 1:
-            self._prepare_lock = lock_machine(self._options.job_id or "")
+        if self.scope.world_size > 1:
+            # Before callbacks are set up, which disables bars where rank zero is not.
+            self._shows_bar = getattr(self._trainer.progress_bar_callback, "is_enabled", False)
+            if self.scope.local_rank == 0:
+                self._prepare_lock = lock_machine(self._options.job_id or "")
         super().setup_environment()
         if self._trainer.state.fn == "fit":
             dummy = self._from("fabric.loggers.logger")._DummyExperiment
@@ -153,7 +158,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             self._met = False
 
     def setup_distributed(self) -> None:
-        """No default process group: the replica group is this process."""
+        """No default process group: Lightning would take the replica group for the world."""
         self._from("fabric.utilities.seed").reset_seed()
         self.set_world_ranks()
 
@@ -172,9 +177,9 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             self._at_boundary, self._from("fabric.utilities.data")._set_sampler_epoch
         )
         self._manager = make_manager(self._options, self.scope, self.root_device)
-        self.counts = count(self._manager, self.world_size)
-        show_in_bar(trainer, self.counts, visible=self._shows_bar and self.scope.index == 0)
-        if self.scope.event_log:
+        self.counts = count(self._manager, self.scope.num_groups)
+        show_in_bar(trainer, self.counts, visible=self._shows_bar and self.scope.rank == 0)
+        if self.scope.event_log and self.scope.group_rank == 0:
             self._sink = JsonlSink(Path(self.scope.event_log), name=self.scope.name)
             self._manager.telemetry.add_sink(self._sink)
         self._decisions = Decisions(trainer)
@@ -183,17 +188,15 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         agrees = isinstance(self._driver, StepDriver) and self._options.commit == "quorum"
         self._decisions.alone = not agrees
         self._rounds = Rounds(trainer, self._decisions, self._driver.round if agrees else None)
-        self._manager.set_state_dict_fns(self._driver.load, self._driver.state)
+        if self._options.validation == "sharded":
+            Validation(trainer, self._rounds, self._batches)
+        apart = self._in_group.apart
+        self._manager.set_state_dict_fns(apart(self._driver.load), apart(self._driver.state))
         super().setup(trainer)
-        self._check_optimizers()
-        self._callbacks = first, last = hooks.make(
-            self._from("callbacks").EarlyStopping,
-            self._adopt_fetcher,
-            self._rounds,
-            self._decisions,
-        )
-        trainer.callbacks.insert(0, first)
-        trainer.callbacks.append(last)
+        refuse_lbfgs(self.optimizers)
+        stopping = self._from("callbacks").EarlyStopping
+        first, last = hooks.make(stopping, self._adopt_fetcher, self._rounds, self._decisions)
+        self._callbacks, trainer.callbacks[:] = (first, last), [first, *trainer.callbacks, last]
 
     def _make_driver(self, trainer: Any) -> Any:
         """What works the manager at each step; before the model is wrapped."""
@@ -225,34 +228,26 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
     def _register_ddp_hooks(self) -> None:
         """ft_core's wrapper has registered its own."""
 
-    def _check_optimizers(self) -> None:
-        if any(isinstance(o, torch.optim.LBFGS) for o in self.optimizers):
-            raise ValueError(
-                "LBFGS evaluates the loss several times a step, which a fault-tolerant step "
-                "cannot: use an optimizer that evaluates it once"
-            )
-
     # ------------------------------------------------------------------ the step
 
     def on_train_start(self) -> None:
         """The state is complete: say where this group starts, and take over the data."""
         super().on_train_start()
-        assert self._manager is not None
-        trainer = self._trainer
-        assert self._decisions is not None
-        start = healing.lineage_of_start(trainer, allow_objects=self._options.heal_allow_objects)
-        known = self._checkpoints.loaded
-        self._manager.load_state_dict(
-            {
-                "step": known.get("step", trainer.global_step),
-                "batches_committed": known.get("batches_committed", 0),
-                "lineage": start,
-            }
-        )
-        for key, text in schema(trainer, self.scope.num_groups).items():
-            self._manager.register_schema(key, text)
+        assert self._manager is not None and self._decisions is not None
+        if not self._met:  # else the learning rate finder has trained already
+            self._manager.load_state_dict(self._start())
+            for key, text in schema(self._trainer, self.scope).items():
+                self._manager.register_schema(key, text)
         self._decisions.begin()
         self._adopt_fetcher()
+
+    def _start(self) -> dict[str, Any]:
+        known, objects = self._checkpoints.loaded, self._options.heal_allow_objects
+        return {
+            "step": known.get("step", self._trainer.global_step),
+            "batches_committed": known.get("batches_committed", 0),
+            "lineage": healing.begin(self._trainer, self._in_group, allow_objects=objects),
+        }
 
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)
@@ -327,15 +322,15 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             self._leader = self._manager.participating_rank() == 0
         except QuorumUnavailable:
             return  # the attempt has failed already; the next one tells
-        act_as_leader(self._leader, self.scope)
-        leader.release_loggers(self._trainer)
+        leader.in_quorum(self._trainer, self.scope, self._leader)
         if self._owes_join_report:
             self._owes_join_report = False
-            report_joined(os.environ, self.scope.device)
+            report_joined(os.environ, self.scope.number)
         if self._leader and not self._writes:
             self._writes = True
             log_hyperparams = self._from("loggers.utilities")._log_hyperparams
-            leader.begin(self._trainer, log_hyperparams, takes_over=self._met)
+            with self._in_group.alone():
+                leader.begin(self._trainer, log_hyperparams, takes_over=self._met)
         self._met = True
 
     def _call_hooks(self, name: str) -> None:
@@ -350,17 +345,15 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        # Before user code that follows the fit: its duration is nobody's business.
-        self._shut_down(finished=True)
+        if not hooks.searching(self._trainer):
+            # Before user code that follows the fit: its duration is nobody's business.
+            self._shut_down(finished=True)
 
     def teardown(self) -> None:
         self.release_machine()
         self._shut_down()
-        trainer = self._trainer
-        if trainer.state.fn == "fit" and not self._met:
-            leader.release_loggers(trainer)
-            self._leader = leader.without_quorum(self.scope, interrupted=trainer.interrupted)
-            act_as_leader(self._leader, self.scope)
+        if self._trainer.state.fn == "fit" and not self._met:
+            self._leader = leader.without_quorum(self._trainer, self.scope)
         # Unwrapped here: DDP's own teardown would recommend options that are refused.
         self.model = self.lightning_module
         super().teardown()

@@ -60,7 +60,8 @@ def dtensor_type() -> Any:
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor as a one-dimensional uint8 tensor on the same memory."""
     assert tensor.is_contiguous()
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # The stride of a single element may be anything; only 1 can be seen as bytes.
+    return tensor.detach().reshape(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def plain_tensor(tensor: torch.Tensor, path: Callable[[], str]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import signal
 import sys
@@ -36,12 +37,27 @@ OPTIONS: dict[str, Any] = {
     "norm": True,
     "start": 0,  # skip_first_batches in the first epoch
     "save": 0,
+    "die_in_save": 0,  # the first main process is killed in a save from this step on, with a peer
     "step_delay_s": 0.0,
     "holds": [],
     "inject": {},  # {"<step>": index}: in the discriminator's update
     "inject_second": {},  # in the generator's
     "far": 0,  # membership.FAR_BATCHES
 }
+
+
+class Grave:
+    """A registered object, in whose turn to be written a process may die."""
+
+    def __init__(self) -> None:
+        self.dies = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"nothing": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Generator(nn.Module):
@@ -75,6 +91,15 @@ def loader(options: dict[str, Any]) -> Any:
     images = torch.randn(options["samples"], 8, generator=generator)
     images[:, 0] = torch.arange(options["samples"]) / 64  # every sample can be told by its number
     return DataLoader(TensorDataset(images), 4, shuffle=True)
+
+
+def injection(log: Log, step: int) -> Any:
+    """A gradient's hook: fails the step in the midst of its reductions."""
+
+    def hook(gradient: Tensor) -> None:
+        log.inject(step)
+
+    return hook
 
 
 def make(options: dict[str, Any]) -> Any:
@@ -113,6 +138,9 @@ def run(options: dict[str, Any]) -> None:
     draws, judges, g_steps, d_steps, train, g_ticks = accelerator.prepare(
         draws, judges, g_steps, d_steps, loader(options), g_ticks
     )
+    grave = Grave()
+    accelerator.register_for_checkpointing(grave)
+    first_life = "ACCELERATE_FAULT_TOLERANCE_RESTARTS" not in os.environ
     step = 0
     for epoch in range(options["epochs"]):
         batches = train
@@ -133,7 +161,7 @@ def run(options: dict[str, Any]) -> None:
                 log.hold(f"between-{step}")
                 loss = judged(judges(fake), 1.0)
                 if accelerator.sync_gradients and fake.requires_grad:
-                    fake.register_hook(lambda gradient: second.inject(step))
+                    fake.register_hook(injection(second, step))
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(draws.parameters(), 1.0)
@@ -148,10 +176,13 @@ def run(options: dict[str, Any]) -> None:
                 log.step(
                     step=step, epoch=epoch, index=index, digest=digest(state),
                     weights=digest(weights), lr=g_ticks.get_last_lr()[0], average=0, count=0,
-                    ticks=g_ticks.scheduler.last_epoch,
+                    ticks=g_ticks.scheduler.last_epoch, main=accelerator.is_main_process,
+                    loader=str(train.state_dict()) if options["stateful"] else "",
                     batch=[round(float(v) * 64) for v in x[:, 0]],
                 )  # fmt: skip
                 if options["save"] and step % options["save"] == 0:
+                    late = 0 < options["die_in_save"] <= step
+                    grave.dies = late and first_life and log.leads_another
                     accelerator.save_state(f"{options['log']}/checkpoint_{step}")
     log.end(step=step, digest=digest(state), weights=digest(weights))
     accelerator.wait_for_everyone()
@@ -167,4 +198,6 @@ if __name__ == "__main__":
 
         membership.FAR_BATCHES = given["far"] or membership.FAR_BATCHES
         install()
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
+    logging.getLogger("accelerate").setLevel(logging.WARNING)
     run(given)

@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ft_accelerate.options import ENV_SUPERVISOR
+from ft_core.rank_group import group_command
+
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("loop_worker.py")
 SCENARIOS = Path(__file__).with_name("scenarios.py")
@@ -30,8 +33,10 @@ class Run:
         self.options = {"log": str(log), **options}
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, index: int, groups: int = 2, **env: str) -> subprocess.Popen[bytes]:
-        """Replica group `index` of `groups`."""
+    def start(
+        self, index: int, groups: int = 2, size: int = 1, **env: str
+    ) -> subprocess.Popen[bytes]:
+        """Replica group `index` of `groups`; of `size` processes that live and die together."""
         prefix = "ACCELERATE_FAULT_TOLERANCE_"
         return self._start(
             {
@@ -43,7 +48,14 @@ class Run:
                 prefix + "TIMEOUT_S": "20",
                 "FT_EVENT_LOG": str(self.log / f"{index}.events"),
                 **env,
-            }
+            },
+            size,
+        )
+
+    def start_by_torchrun(self, size: int) -> subprocess.Popen[bytes]:
+        """The only replica group, of `size` processes, with torchrun as its launcher."""
+        return self.start(
+            0, 1, 1, TORCHRUN=json.dumps(["--standalone", "--nproc_per_node", str(size)])
         )
 
     def start_plain(self, world_size: int = 2) -> list[subprocess.Popen[bytes]]:
@@ -57,7 +69,7 @@ class Run:
             for rank in range(world_size)
         ]
 
-    def _start(self, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, env: dict[str, str], size: int = 1) -> subprocess.Popen[bytes]:
         clean = {
             k: v
             for k, v in os.environ.items()
@@ -65,8 +77,9 @@ class Run:
         }
         path = self.log / f"output.{len(self.processes)}"
         with path.open("wb") as output:
+            command = [sys.executable, str(self.worker), json.dumps(self.options)]
             process = subprocess.Popen(
-                [sys.executable, str(self.worker), json.dumps(self.options)],
+                group_command(command, size, parent_env=ENV_SUPERVISOR),
                 env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -120,15 +133,26 @@ class Run:
         (self.log / f"go.{hold}").touch()
 
     def killed_and_back(
-        self, victim: subprocess.Popen[bytes], index: int, *, hold: str, of: int, groups: int = 2
+        self,
+        victim: subprocess.Popen[bytes],
+        index: int,
+        *,
+        hold: str,
+        of: int,
+        groups: int = 2,
+        size: int = 1,
     ) -> subprocess.Popen[bytes]:
-        """SIGKILL replica `index` while replica `of` waits at `hold`; its next process, when the
-        others have been told to go on and it has come back to them."""
+        """SIGKILL replica group `index` while process `of` waits at `hold`: its last process, which
+        the group does not survive. Its next life, when the others have been told to go on and it
+        has come back to them."""
         self.until_held(of, hold)
-        victim.kill()
-        victim.wait()
+        if size == 1:
+            victim.kill()
+        else:
+            os.kill(self.lives(index * size + size - 1)[-1], signal.SIGKILL)
+        victim.wait(WAIT_S)
         asked, met = self.events(index, "waiting", "quorum"), self.events(index, "quorum")
-        again = self.start(index, groups, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1")
+        again = self.start(index, groups, size, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1")
         self.until(
             lambda: self.events(index, "waiting", "quorum") > asked,
             f"replica {index} asks for a quorum",

@@ -33,6 +33,7 @@ OPTIONS: dict[str, Any] = {
     "norm": True,
     "dropout": 0.0,
     "seed": 7,
+    "first_seed_only": False,  # the others begin with weights of their own
     "step_delay_s": 0.0,
     "eval_delay_s": 0.0,
     "holds": [],  # "step-12", "eval-1": wait there until the file <log>/go.<that> is there
@@ -97,8 +98,7 @@ class Log:
 
     def __init__(self, options: dict[str, Any], accelerator: Any) -> None:
         self.options, self.accelerator = options, accelerator
-        index = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID")
-        self.name = index or os.environ.get("RANK", "0")
+        self.name = str(accelerator.process_index)
         self.path = Path(options["log"]) / f"{self.name}.steps"
         self.go = Path(options["log"]) / "go"
         self.started = False
@@ -109,6 +109,13 @@ class Log:
 
         runtime = processes.active()
         return runtime is None or runtime.live
+
+    @property
+    def leads_another(self) -> bool:
+        from ft_accelerate import processes
+
+        runtime = processes.active()
+        return runtime is not None and runtime.leader and runtime.participants == 2
 
     def hold(self, here: str) -> None:
         if here in self.options["holds"] and self.live:
@@ -187,6 +194,8 @@ def run(options: dict[str, Any]) -> None:
     set_seed(options["seed"])
     log = Log(options, accelerator)
     train, test = loaders(options)
+    if options["first_seed_only"] and accelerator.process_index:
+        torch.manual_seed(accelerator.process_index)
     model = Net(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     total = len(train) * options["epochs"]
@@ -262,3 +271,5 @@ if __name__ == "__main__":
 
         install()
     run({**OPTIONS, **json.loads(sys.argv[1])})
+    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
+        os._exit(0)  # torch's own Gloo group now and then aborts or hangs at exit, when all is done

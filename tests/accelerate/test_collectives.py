@@ -73,6 +73,13 @@ def test_all_train_on_from_equal_weights(ends: list[dict[str, Any]]) -> None:
     assert sum(end["main"] for end in ends) == 1
 
 
+def test_a_script_that_parts_from_the_others_is_told_and_they_go_on(
+    ends: list[dict[str, Any]],
+) -> None:
+    assert "is at gather" in ends[2]["parted"] and "are at a gradient step" in ends[2]["parted"]
+    assert ends[0]["parted"] == ends[1]["parted"] != ends[0]["weight"]
+
+
 def test_save_state_is_written_by_the_main_process_and_numbered_alike(
     ends: list[dict[str, Any]],
 ) -> None:

@@ -16,7 +16,8 @@ from ft_accelerate.config import (
     lighthouse_plan,
     read_section,
 )
-from ft_accelerate.options import Supervision, field_names, is_enabled
+from ft_accelerate.options import GroupPlace, Supervision, field_names, is_enabled
+from ft_core.rank_group import rank_environment
 
 
 def test_options_go_through_the_environment_and_come_back() -> None:
@@ -81,9 +82,36 @@ def test_a_wrong_variable_is_named() -> None:
 
 
 def test_supervision_goes_through_the_environment() -> None:
-    told = Supervision(pid=12, restarts=3, child=1)
+    told = Supervision(pid=12, restarts=3, child=1, children=2)
     assert Supervision.from_env(told.to_env()) == told
     assert Supervision.from_env({}) == Supervision()
+    assert Supervision.from_env({"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == 2
+
+
+def test_a_process_finds_its_place_among_all() -> None:
+    env = rank_environment({}, rank=2, size=4, port=29500)
+    plugin = FaultTolerancePlugin(num_replica_groups=3, replica_group_id=1)
+    for group_size in (0, 4):
+        found = GroupPlace.from_env(group_size, env)
+        assert (found.slots(plugin), found.slot(plugin), found.local_rank) == (12, 6, 2)
+        assert (found.store_addr, found.store_port) == ("127.0.0.1", 29500)
+    alone = GroupPlace.from_env(0, {})
+    assert (alone.slots(plugin), alone.slot(plugin), alone.local_rank) == (3, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "group_size", "said"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, 0, "RANK must be a number from 0 to 1, got 2"),
+        ({"WORLD_SIZE": "2"}, 0, "of 2 processes needs MASTER_ADDR and MASTER_PORT"),
+        ({}, 2, "group_size is 2, but this process was started as one of 1"),
+        ({"WORLD_SIZE": "many"}, 0, "WORLD_SIZE must be a number, got 'many'"),
+    ],
+)
+def test_a_wrong_place_is_refused(env: dict[str, str], group_size: int, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        GroupPlace.from_env(group_size, env)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_section_gets_its_prefix_and_types() -> None:
@@ -128,7 +156,16 @@ def place(total: int, first: int, groups: int, size: int) -> Layout:
         ({"num_processes": 4, "group_size": 4}, place(1, 0, 1, 4)),
         ({"num_processes": 4, "group_size": 2}, place(2, 0, 2, 2)),
         ({"num_processes": 4, "num_replica_groups": 2}, place(2, 0, 2, 2)),
-        ({"num_processes": 32, "num_machines": 4, "machine_rank": 2}, place(32, 16, 8, 1)),
+        ({"num_processes": 32, "num_machines": 4, "machine_rank": 2}, place(4, 2, 1, 8)),
+        (
+            {"num_processes": 32, "num_machines": 4, "machine_rank": 2, "group_size": 1},
+            place(32, 16, 8, 1),
+        ),
+        ({"num_processes": 4, "num_machines": 4, "machine_rank": 3}, place(4, 3, 1, 1)),
+        (
+            {"num_processes": 32, "num_machines": 4, "machine_rank": 1, "num_replica_groups": 8},
+            place(8, 2, 2, 4),
+        ),
         (
             {"num_processes": 32, "num_machines": 4, "machine_rank": 3, "group_size": 4},
             place(8, 6, 2, 4),

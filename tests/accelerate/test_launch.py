@@ -82,15 +82,16 @@ def test_an_existing_multi_node_yaml_becomes_replica_groups(
     args = arguments(stock, "--config_file", config)
     assert wanted(args, {})
     made = plan(args, {})
-    assert made.place == Layout(num_replica_groups=32, first=16, groups=8, group_size=1)
+    assert made.place == Layout(num_replica_groups=4, first=2, groups=1, group_size=8)
     assert made.plugin.lighthouse == "tcp://10.0.0.1:4000"
     assert made.lighthouse.bind == ""  # the first machine's launcher runs it
     assert made.plugin.min_replicas == 3
     first = plan(arguments(stock, "--config_file", config, "--machine_rank", "0"), {})
     assert first.lighthouse.bind == "tcp://0.0.0.0:4000"
-    config = written(tmp_path, {**MULTI_NODE, "num_processes": 4}, {"min_replicas": 3})
-    one_each = plan(arguments(stock, "--config_file", config), {})
-    assert one_each.place == Layout(num_replica_groups=4, first=2, groups=1, group_size=1)
+    one_each = plan(
+        arguments(stock, "--config_file", config, "--fault_tolerance_group_size", "1"), {}
+    )
+    assert one_each.place == Layout(num_replica_groups=32, first=16, groups=8, group_size=1)
 
 
 def test_flags_beat_the_yaml_which_beats_the_environment(stock: ModuleType, tmp_path: Path) -> None:
@@ -342,7 +343,7 @@ def test_accelerate_config_asks_our_questions_too(tmp_path: Path) -> None:
         ("How many processes", "4\n"),
         ("mixed precision", MENU[0]),
         ("train fault-tolerantly", "yes\n"),
-        ("should one replica group have", "3\n"),
+        ("restarted together)? [1]", "3\n"),
         ("Please enter a number that divides the 4", "2\n"),
         ("smallest number of replica groups to train with (there are 2)", "2\n"),
         ("lighthouse that runs already", "\n"),

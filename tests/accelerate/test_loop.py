@@ -58,7 +58,9 @@ def test_equals_plain_ddp_bit_for_bit_also_with_discards(
     assert compare(run.lines(0), run.lines(1)) == len(run.lines(0))
     assert sum(run.end(i)["main"] for i in (0, 1)) == 1
     if "gather_loss" not in options:  # after which no step is open where these are injected
-        assert run.events(0, "discard") == len(inject)
+        for index in (0, 1):  # of the other's it hears only once it takes part in that step
+            own = sum(by == index for by in inject.values())
+            assert own <= run.events(index, "discard") <= len(inject)
     if "save" in options:
         saved = sorted(p.name for p in (tmp_path / "ft" / "checkpoint_10").iterdir())
         assert saved == sorted(p.name for p in (tmp_path / "plain" / "checkpoint_10").iterdir())

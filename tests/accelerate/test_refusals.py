@@ -82,7 +82,7 @@ def test_reading_for_all_in_one_process_is_refused() -> None:
 def test_the_script_s_own_collectives_are_refused(name: str) -> None:
     accelerator()
     arguments = (torch.ones(1), 0) if name == "broadcast" else (torch.ones(1),)
-    with pytest.raises(RuntimeError, match=f"torch.distributed.{name} reaches this replica group"):
+    with pytest.raises(RuntimeError, match=f"torch.distributed.{name} reaches this process only"):
         getattr(dist, name)(*arguments)
 
 
@@ -93,9 +93,16 @@ def test_collectives_with_a_group_of_one_s_own_are_left_alone() -> None:
     assert value.item() == 1
 
 
-def test_groups_of_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_another_size_than_was_started_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="start one process a group"):
+    monkeypatch.setenv("ACCELERATE_FAULT_TOLERANCE_GROUP_SIZE", "2")
+    with pytest.raises(ValueError, match="group_size is 2, but this process was started as one of"):
+        accelerator()
+    monkeypatch.delenv("ACCELERATE_FAULT_TOLERANCE_GROUP_SIZE")
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(ValueError, match="4 processes needs MASTER_ADDR and MASTER_PORT"):
         accelerator()
 
 

@@ -155,6 +155,7 @@ def test_views_travel_by_contents() -> None:
     tree = {
         "t": base.t(),
         "row": base[1],
+        "one": base[:1, 0],  # its stride is 4
         "every": base[:, ::2],
         "wide": torch.ones(1).expand(5),
         "conj": torch.complex(base, base).conj(),

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ft_lightning  # noqa: F401
-from tests.lightning.worker import digest
+from tests.lightning.worker import digest, process_name
 from tests.stock import leave_stock
 
 OPTIONS: dict[str, Any] = {
@@ -38,7 +38,9 @@ OPTIONS: dict[str, Any] = {
     "clip": None,
     "step_delay_s": 0.0,
     "hold": None,  # before this step wait until the file <log>/go is there
+    "holds": {},  # {"<place>": file}: write <name>.at.<place>, and wait for the file
     "inject": {},  # {"<step>": replica index}: this replica reports an error once
+    "critic": False,  # every second window has two updates: of a critic, then of the net
     "save_at": None,  # save after this step
     "load": False,  # start from what was saved
     "stop_at": None,  # end after this step
@@ -60,7 +62,7 @@ class Worker:
         self.fabric.seed_everything(7, verbose=False)
         self.strategy: Any = self.fabric.strategy
         self.ours = options["strategy"] == "ft_ddp"
-        self.name = os.environ.get("REPLICA_GROUP_ID") or os.environ.get("LOCAL_RANK", "0")
+        self.name = process_name()
         self.counts = {"committed": 0}
         self.injected: set[str] = set()
         self.set_up()
@@ -72,6 +74,11 @@ class Worker:
         self.net, self.optimizer, self.scheduler = self.fabric.setup(
             net, optimizer, scheduler=scheduler
         )
+        critic = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        if self.options["critic"]:
+            self.critic, self.critic_optimizer = self.fabric.setup(
+                critic, torch.optim.AdamW(critic.parameters(), lr=0.02)
+            )
         generator = torch.Generator().manual_seed(3)
         images = torch.randn(self.options["samples"], 8, generator=generator)
         images[:, 0] = torch.arange(self.options["samples"]) / 64
@@ -80,11 +87,14 @@ class Worker:
         self.loader, self.val = self.fabric.setup_dataloaders(
             DataLoader(dataset, self.options["batch_size"], shuffle=True), DataLoader(dataset, 50)
         )
-        self.step = 0
+        self.step, self.criticism, self.val_loss = 0, 0.0, 0.0
+        self.val_ranks: list[int] = []
         if self.ours:
             self.strategy.register("counts", self.counts)
         state = {"net": self.net, "optimizer": self.optimizer, "scheduler": self.scheduler,
                  "progress": self.strategy.progress if self.ours else {}}  # fmt: skip
+        if self.options["critic"]:
+            state |= {"critic": self.critic, "critic_optimizer": self.critic_optimizer}
         self.checkpoint = state
         if self.options["load"]:
             self.fabric.load(self.log / "saved.ckpt", state)
@@ -100,25 +110,65 @@ class Worker:
             for number, (images, labels) in enumerate(self.loader):
                 if self.ours:
                     self.step, number = self.strategy.current_step, self.place() - 1
-                self.disturb()
+                time.sleep(self.options["step_delay_s"])
+                while self.step == self.options["hold"] and not (self.log / "go").exists():
+                    time.sleep(0.02)
                 window += [round(float(x) * 64) for x in images[:, 0]]
                 k = self.options["accumulate"]
                 last = (number + 1) % k == 0
                 with self.fabric.no_backward_sync(self.net, enabled=not last):
-                    loss = nn.functional.cross_entropy(self.net(images), labels)
+                    logits = self.net(images)
+                    loss = nn.functional.cross_entropy(logits, labels)
+                    if last and self.options["critic"] and number // k % 2 == 0:
+                        # As in a GAN: the critic's update first, then the net's, through both.
+                        self.criticise(logits, labels)
+                        loss = loss + 0.1 * self.critic(logits).mean()
                     self.fabric.backward(loss / k)
                 if last:
                     self.finish_step(loss, epoch, number, window)
                     window = []
                     if self.step == self.options["stop_at"]:
                         return
-            self.net.eval()
-            with torch.no_grad():
-                losses = [
-                    nn.functional.cross_entropy(self.net(x), y, reduction="sum")
-                    for x, y in self.val
-                ]
-            self.val_loss = float(sum(losses))
+            self.validate()
+
+    def validate(self) -> None:
+        """Each process sees its shard; the metric is over all."""
+        self.net.eval()
+        with torch.no_grad():
+            losses = [
+                nn.functional.cross_entropy(self.net(x), y, reduction="sum") for x, y in self.val
+            ]
+        self.hold(f"validation:{self.step}")
+        self.val_loss = float(self.fabric.all_reduce(sum(losses), reduce_op="sum"))
+        self.val_ranks = self.gather_ranks()
+        self.fabric.barrier()
+
+    def gather_ranks(self) -> list[int]:
+        everyone = self.fabric.all_gather(torch.tensor(self.fabric.global_rank))
+        return sorted(int(x) for x in everyone.flatten())
+
+    def criticise(self, logits: Any, labels: Any) -> None:
+        """The first update of a window that has two."""
+        self.critic_optimizer.zero_grad()
+        wanted = (labels == 0).float()[:, None]
+        self.fabric.backward((self.critic(logits.detach()) - wanted).square().mean())
+        self.inject()
+        self.critic_optimizer.step()
+        # Outside of a step: between two. Where it comes again, it is this process's value.
+        mean = self.fabric.all_reduce(self.critic(logits.detach()).mean().detach())
+        if self.count_update():
+            self.criticism = float(mean)
+            self.hold(f"between:{self.step}")
+
+    def count_update(self) -> bool:
+        """Whether the update is made, and for the first time."""
+        if self.ours and not self.strategy.last_step_committed:
+            return False
+        self.counts["committed"] += 1
+        self.step += 1
+        if self.ours:
+            assert self.step == self.strategy.current_step
+        return True
 
     def place(self) -> int:
         place: int = self.strategy.progress.places[0].batch
@@ -126,18 +176,15 @@ class Worker:
 
     def finish_step(self, loss: Any, epoch: int, number: int, window: list[float]) -> None:
         mean = self.fabric.all_reduce(loss.detach().clone())
-        everyone = self.fabric.all_gather(torch.tensor(self.fabric.global_rank))
+        everyone = self.gather_ranks()
         if self.options["clip"]:
             self.fabric.clip_gradients(self.net, self.optimizer, max_norm=self.options["clip"])
+        self.inject()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        if self.ours and not self.strategy.last_step_committed:
+        if not self.count_update():
             return
-        self.counts["committed"] += 1
-        self.step += 1
-        if self.ours:
-            assert self.step == self.strategy.current_step
         line = {
             "pid": os.getpid(),
             "step": self.step,
@@ -146,7 +193,9 @@ class Worker:
             "digest": digest(self.net.module),
             "lr": self.optimizer.param_groups[0]["lr"],
             "loss": float(mean),
-            "ranks": sorted(int(x) for x in everyone.flatten()),
+            "after": float(self.fabric.all_reduce(loss.detach().clone())),
+            "criticism": self.criticism,
+            "ranks": everyone,
             "count": self.counts["committed"],
             "batch": window,
             "leader": self.fabric.is_global_zero,
@@ -156,10 +205,14 @@ class Worker:
         if self.step == self.options["save_at"]:
             self.fabric.save(self.log / "saved.ckpt", self.checkpoint)
 
-    def disturb(self) -> None:
-        time.sleep(self.options["step_delay_s"])
-        while self.step == self.options["hold"] and not (self.log / "go").exists():
-            time.sleep(0.02)
+    def hold(self, place: str) -> None:
+        if place in self.options["holds"]:
+            (self.log / f"{self.name}.at.{place}").touch()
+            while not (self.log / self.options["holds"][place]).exists():
+                time.sleep(0.02)
+
+    def inject(self) -> None:
+        """In the step under way."""
         step = str(self.step)
         if self.options["inject"].get(step) == self.fabric.global_rank and (
             step not in self.injected
@@ -174,6 +227,8 @@ class Worker:
             "world_size": self.fabric.world_size,
             "rank": self.fabric.global_rank,
             "epoch": self.strategy.progress.epoch if self.ours else self.options["epochs"],
+            "val_loss": self.val_loss,
+            "val_ranks": self.val_ranks,
         }
         (self.log / f"{self.name}.end").write_text(json.dumps(end))
 

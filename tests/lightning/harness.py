@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from ft_core.rank_group import free_port, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
@@ -34,9 +36,10 @@ class Run:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, index: int | None = None, groups: int = 2, **env: str
+        self, index: int | None = None, groups: int = 2, through: Sequence[str] = (), **env: str
     ) -> subprocess.Popen[bytes]:
-        """Replica group `index` of `groups`; None: a plain start of the script."""
+        """Replica group `index` of `groups`; None: a plain start of the script. `through`: what
+        Python runs in its place, such as torchrun's module."""
         clean = {
             k: v
             for k, v in os.environ.items()
@@ -49,13 +52,23 @@ class Run:
         path = self.log / f"output.{len(self.processes)}"
         with path.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, str(self.script), json.dumps(self.options)],
+                [sys.executable, *through, str(self.script), json.dumps(self.options)],
                 env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
         self.processes.append(process)
         return process
+
+    def start_ranks(
+        self, index: int, *, size: int, groups: int, **env: str
+    ) -> list[subprocess.Popen[bytes]]:
+        """The processes of replica group `index`, as a launcher would start them."""
+        port = free_port()
+        return [
+            self.start(index, groups, **rank_environment(env, rank=rank, size=size, port=port))
+            for rank in range(size)
+        ]
 
     def lines(self, name: int) -> list[Line]:
         """What replica `name` logged so far, in order, over all its lives."""
@@ -85,6 +98,13 @@ class Run:
             lambda: any(line["step"] >= step for line in self.lines(name)[-1:]),
             f"step {step} of replica {name}",
         )
+
+    def validations(self, name: int) -> dict[int, Line]:
+        """What replica `name` logged of each epoch's validation; its metric is that of the set."""
+        lines = [json.loads(text) for text in (self.log / f"{name}.validations").open()]
+        for line in lines:
+            assert abs(line["val_loss"] - line["truth"]) < 1e-5, (name, line)
+        return {line["epoch"]: line for line in lines}
 
     def lives(self, name: int) -> list[int]:
         """Process ids of replica `name`, in the order in which their training started."""

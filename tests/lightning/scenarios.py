@@ -20,14 +20,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -58,7 +58,7 @@ class Place:
         return self.strategy == "ft_ddp"
 
     def trainer(self, *callbacks: Callback, unused: bool = False, **options: Any) -> Trainer:
-        strategy: Any = self.strategy
+        strategy: Any = options.pop("strategy", self.strategy)
         if not self.tolerant and unused:
             strategy = "ddp_find_unused_parameters_true"
         known: dict[str, Any] = {
@@ -471,9 +471,10 @@ def refusals(place: Place) -> Result:
             return torch.optim.LBFGS(self.parameters())
 
     said = {}
-    for name, module in {"lbfgs": Lbfgs(place)}.items():
+    finder = LearningRateFinder(num_training_steps=5)
+    for name, module, callbacks in (("lbfgs", Lbfgs(place), []), ("finder", Net(place), [finder])):
         try:
-            fit(place.trainer(), module)
+            fit(place.trainer(*callbacks), module)
         except ValueError as error:
             said[name] = str(error)
     return said
@@ -508,6 +509,17 @@ def failing_saves(place: Place) -> Result:
     return {**trace.result(trainer), "files": files}
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """This process as the only replica group of another job."""
+    groups, job = os.environ["NUM_REPLICA_GROUPS"], os.environ["FT_JOB_ID"]
+    os.environ.update(NUM_REPLICA_GROUPS="1", FT_JOB_ID=f"{job} alone")
+    try:
+        yield
+    finally:
+        os.environ.update(NUM_REPLICA_GROUPS=groups, FT_JOB_ID=job)
+
+
 def resume(place: Place) -> Result:
     """Two groups save; one of them goes on alone from there, as one group."""
     folder = place.log / "resume"
@@ -517,17 +529,12 @@ def resume(place: Place) -> Result:
     saved = trainer.strategy.manager.current_step()
     if place.rank:
         return {}
-    groups = os.environ.pop("NUM_REPLICA_GROUPS")
-    job = os.environ["FT_JOB_ID"]
-    os.environ.update(NUM_REPLICA_GROUPS="1", FT_JOB_ID=f"{job} alone")
-    try:
+    with alone():
         trace = Trace()
         saving = ModelCheckpoint(folder, save_last=True)
         trainer = place.trainer(trace, saving, enable_checkpointing=True, max_epochs=3)
         module = Net(place)
         fit(trainer, module, ckpt_path="last")
-    finally:
-        os.environ.update(NUM_REPLICA_GROUPS=groups, FT_JOB_ID=job)
     manager = trainer.strategy.manager
     return {
         **trace.result(trainer),
@@ -538,7 +545,7 @@ def resume(place: Place) -> Result:
 
 
 def around(place: Place) -> Result:
-    """What is said before the first quorum; what can be pickled; a fit that takes no step."""
+    """What is said before the first quorum; pickles; a fit without a step; a search before one."""
     logger = CSVLogger(place.log, "around", version=0)
     seen: dict[str, Any] = {}
 
@@ -570,6 +577,14 @@ def around(place: Place) -> Result:
     path = place.log / f"no_step.{place.rank}.ckpt"
     trainer.save_checkpoint(path)
     seen["saved"] = path.exists()
+    if place.rank == 0:
+        with alone():
+            finder = LearningRateFinder(num_training_steps=15)
+            trainer = place.trainer(finder, max_epochs=1, default_root_dir=place.log)
+            module = Net(place)
+            module.lr = 0.01
+            fit(trainer, module)
+            seen["found"] = [module.lr != 0.01, trainer.global_step]
     return seen
 
 
@@ -595,7 +610,13 @@ def main(options: dict[str, Any]) -> None:
         os.environ["FT_JOB_ID"] = f"{log} {name}"
         if world is not None:
             os.environ["WORLD_SIZE"] = world  # stock Lightning takes it away
-        result = SCENARIOS[kind](place)
+        if kind in SCENARIOS:
+            result = SCENARIOS[kind](place)
+        else:
+            from tests.lightning import stream_scenarios, validation_scenarios
+
+            more = {**stream_scenarios.SCENARIOS, **validation_scenarios.SCENARIOS}
+            result = more[kind](place, variant)
         missed = [step for step, who in place.inject.items() if who == rank]
         assert not (variant and missed), f"{name}: no vote on {missed}"
         (log / f"{rank}.{name}").write_text(json.dumps(result))

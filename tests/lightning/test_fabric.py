@@ -16,6 +16,9 @@ from tests.lightning.harness import Line, running
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 WORKER = Path(__file__).with_name("fabric_worker.py")
+LIKE_STOCK = (
+    "step", "epoch", "batch_idx", "batch", "lr", "loss", "after", "criticism", "ranks", "count",
+)  # fmt: skip
 AGREE = ("epoch", "batch_idx", "digest", "lr", "loss", "ranks", "count")
 
 
@@ -33,18 +36,21 @@ def values(lines: list[Line], key: str) -> list[Any]:
 
 
 def test_equals_stock_ddp_with_discarded_steps_and_resumes(tmp_path: Path, lighthouse: str) -> None:
-    """Accumulation and clipping; two steps are discarded; saved in mid-epoch and loaded again."""
-    options: dict[str, Any] = {"worker": WORKER, "accumulate": 2, "clip": 0.5}
+    """Accumulation, clipping, windows of one and of two updates; updates of both kinds are
+    discarded; saved in mid-epoch and loaded again."""
+    options: dict[str, Any] = {"worker": WORKER, "accumulate": 2, "clip": 0.5, "critic": True}
     with running(tmp_path / "ddp", strategy="ddp", devices=2, **options) as stock:
         stock.wait(stock.start())
-    inject = {"3": 0, "9": 1}
-    with running(tmp_path / "ft", lighthouse, inject=inject, save_at=7, **options) as run:
+    inject = {"3": 0, "9": 1, "17": 0, "18": 1}  # the first, second, second, only one of a window
+    with running(tmp_path / "ft", lighthouse, inject=inject, save_at=11, **options) as run:
         run.wait(run.start(0), run.start(1))
     for index in (0, 1):
         lines, expected = run.lines(index), stock.lines(index)
         assert len(expected) == 15
-        for key in ("step", "epoch", "batch_idx", "batch", "lr", "loss", "ranks", "count"):
+        for key in LIKE_STOCK:
             assert values(lines, key) == values(expected, key), key
+        for key in ("val_loss", "val_ranks"):
+            assert run.end(index)[key] == stock.end(index)[key], key
         # Statistics of batch norm follow the first; stock DDP's do only in the forward.
         assert values(lines, "digest") == values(stock.lines(0), "digest")
         assert (run.end(index)["rank"], run.end(index)["world_size"]) == (index, 2)

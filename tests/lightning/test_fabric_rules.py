@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +29,12 @@ def address() -> Iterator[str]:
 def fabric(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     # Lightning sets it when it looks for devices, for good.
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    made = make(address)
+    yield made
+    made.strategy.leave()
+
+
+def make(address: str) -> Any:
     from lightning.fabric import Fabric
 
     from ft_lightning.fabric import FTDDPStrategy
@@ -34,8 +42,7 @@ def fabric(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     strategy = FTDDPStrategy(lighthouse=address, job_id=uuid.uuid4().hex, timeout_s=20)
     made = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     made.launch()
-    yield made
-    strategy.leave()
+    return made
 
 
 def data(batches: int = 4) -> DataLoader[Any]:
@@ -72,13 +79,113 @@ def test_validation_does_not_begin_a_step(fabric: Any) -> None:
     assert fabric.strategy.current_step == 4
 
 
-def test_one_step_a_batch(fabric: Any) -> None:
+def test_optimizers_that_share_a_backward_are_one_step(fabric: Any) -> None:
+    net = nn.Linear(1, 1)
+    weight = torch.optim.SGD([net.weight], lr=0.01)
+    bias = torch.optim.SGD([net.bias], lr=0.01)
+    model, weight, bias = fabric.setup(net, weight, bias)
+    seen = []
+    for (batch,) in fabric.setup_dataloaders(data(3)):
+        seen.append(float(batch[0]))
+        before = net.weight.item(), net.bias.item()
+        fabric.backward(model(batch + 1).sum())
+        if len(seen) == 2:
+            fabric.strategy.manager.report_error(RuntimeError("injected"))
+        weight.step()
+        bias.step()
+        committed = fabric.strategy.last_step_committed
+        assert committed == (len(seen) != 2)
+        assert (net.weight.item() != before[0], net.bias.item() != before[1]) == (committed,) * 2
+    assert seen == [0.0, 2.0, 2.0, 4.0]
+    assert fabric.strategy.current_step == 3
+
+
+def two_updates(fabric: Any, inject: int | None) -> tuple[list[float], list[bool], Any, Any]:
+    """As a GAN: (first samples of the batches seen, what became of each update, critic, net).
+
+    `inject`: the number of the update that is discarded.
+    """
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    critic = nn.Linear(1, 1)
+    net_optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(net_optimizer, step_size=1, gamma=0.5)
+    model, net_optimizer, scheduler = fabric.setup(net, net_optimizer, scheduler=scheduler)
+    judge, optimizer = fabric.setup(critic, torch.optim.Adam(critic.parameters(), lr=0.01))
+    seen: list[float] = []
+    committed: list[bool] = []
+
+    def step(which: Any) -> None:
+        if len(committed) == inject:
+            fabric.strategy.manager.report_error(RuntimeError("injected"))
+        which.step()
+        committed.append(fabric.strategy.last_step_committed)
+
+    for (batch,) in fabric.setup_dataloaders(data(3)):
+        seen.append(float(batch[0]))
+        made = model(batch)  # for both updates
+        optimizer.zero_grad()
+        fabric.backward(judge(made.detach()).square().mean())
+        step(optimizer)
+        net_optimizer.zero_grad()
+        fabric.backward(judge(made).mean())
+        step(net_optimizer)
+        scheduler.step()
+    return seen, committed, net, critic
+
+
+def test_a_discarded_second_update_comes_again_without_the_first(fabric: Any, address: str) -> None:
+    seen, committed, net, critic = two_updates(fabric, inject=3)
+    assert seen == [0.0, 2.0, 2.0, 4.0]
+    assert committed == [True, True, True, False, False, True, True, True]
+    assert fabric.strategy.current_step == 6
+    again = make(address)
+    expected = two_updates(again, inject=None)
+    again.strategy.leave()
+    assert expected[:2] == ([0.0, 2.0, 4.0], [True] * 6)
+    for mine, other in ((net, expected[2]), (critic, expected[3])):
+        for name, value in mine.state_dict().items():
+            assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_a_discarded_first_update_voids_the_second(fabric: Any) -> None:
+    seen, committed, _, _ = two_updates(fabric, inject=2)
+    assert seen == [0.0, 2.0, 2.0, 4.0]
+    assert committed == [True, True, False, False, True, True, True, True]
+    assert fabric.strategy.current_step == 6
+
+
+def test_a_further_update_needs_its_gradients_in_a_step(fabric: Any) -> None:
     model, optimizer, loader = ready(fabric, data())
     (batch,) = next(iter(loader))
-    fabric.backward(model(batch).square().mean())
+    model(batch).square().mean().backward()  # works with one update a batch
     optimizer.step()
-    with pytest.raises(RuntimeError, match="step once a batch"):
+    model(batch).square().mean().backward()
+    with pytest.raises(RuntimeError, match="in place of loss.backward"):
         optimizer.step()
+
+
+def test_sigterm_ends_the_process_after_the_step_under_way(fabric: Any) -> None:
+    calls: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    try:
+        users = signal.getsignal(signal.SIGTERM)
+        model, optimizer, loader = ready(fabric, data())
+        seen = []
+        with pytest.raises(SystemExit) as end:
+            for (batch,) in loader:
+                seen.append(float(batch[0]))
+                if len(seen) == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                assert fabric.strategy.last_step_committed
+        assert (seen, calls, end.value.code) == ([0.0, 2.0], [signal.SIGTERM], 143)
+        assert fabric.strategy.manager.left()
+        fabric.strategy.leave()
+        assert signal.getsignal(signal.SIGTERM) is users
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def test_what_comes_too_late_or_cannot_work_is_said(fabric: Any) -> None:

@@ -106,9 +106,13 @@ def test_joins_between_the_two_updates_of_a_batch(
 def test_one_that_hangs_between_epochs_is_left_behind_and_heals(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
-    """It is evicted while it validates; it comes to a round of epochs ago, and goes on alone."""
+    """It is evicted while it validates; it comes to a round of epochs ago, and goes on alone.
+
+    The validation was to be divided: each does all of it.
+    """
     options = {
         "max_epochs": 5,
+        "strategy_options": {"validation": "sharded"},
         "holds": {"validation:1": "go"},
         "step_delay_s": 0.1,
     }
@@ -125,3 +129,36 @@ def test_one_that_hangs_between_epochs_is_left_behind_and_heals(
     assert compare(*lines) > 3 * BATCHES
     assert run.end(0)["digest"] == run.end(1)["digest"]
     assert run.end(0)["step"] == run.end(1)["step"] == 5 * BATCHES
+    validations = [run.validations(rank) for rank in (0, 1)]
+    assert [sorted(each[1]["batches"]) for each in validations] == [[0, 1, 2, 3]] * 2
+    assert [each[4]["batches"] for each in validations] == [[0, 2], [1, 3]]
+
+
+def test_the_leader_dies_in_a_divided_validation_and_is_let_in_at_an_epochs_end(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """Its share is done by the other one; it is let in between epochs, and begins with a batch."""
+    holds = {"val batch:1:2": "one", "end:2": "two"}
+    options = {"max_epochs": 4, "holds": holds, "strategy_options": {"validation": "sharded"}}
+    with running(tmp_path, coordinator.address(), **options) as run:
+        zero, one = run.start(0), run.start(1)
+        until_at(run, 0, "val batch:1:2")
+        zero.kill()
+        zero.wait()
+        (tmp_path / "one").touch()
+        again = run.start(0)
+        until_at(run, 1, "end:2")
+        until_waiting(run, coordinator, "0")
+        (tmp_path / "two").touch()
+        run.wait(one, again)
+    zeros, ones = run.validations(0), run.validations(1)
+    assert [zeros[0]["batches"], ones[0]["batches"]] == [[0, 2], [1, 3]]
+    assert ones[1]["batches"] == [1, 3, 0, 2]
+    assert ones[2]["batches"] == [0, 1, 2, 3]
+    assert [zeros[3]["batches"], ones[3]["batches"]] == [[1, 3], [0, 2]]  # who stayed is first
+    assert zeros[3]["val_loss"] == ones[3]["val_loss"]
+    lines = [run.lines(rank) for rank in (0, 1)]
+    healed = [line for line in lines[0] if line["pid"] == again.pid]
+    assert (healed[0]["epoch"], healed[0]["batch_idx"], len(healed)) == (3, 0, BATCHES)
+    assert compare(*lines) == 2 * BATCHES + len(healed)
+    assert run.end(0)["digest"] == run.end(1)["digest"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ft_lightning.options import Options, refuse_ddp_options
+from ft_core.config import ReplicaEnv
+from ft_lightning.options import Options, job_of, refuse_ddp_options
+from ft_lightning.scope import Role, Scope
 
 FINE: dict[str, Any] = {
     "min_replicas": 1,
@@ -53,3 +56,18 @@ def test_options_of_stock_ddp_that_do_not_fit(name: str) -> None:
     refuse_ddp_options({"find_unused_parameters": True, name: None})
     with pytest.raises(ValueError, match=f"takes no {name}"):
         refuse_ddp_options({name: object()})
+
+
+def test_who_is_alone_has_a_job_of_its_own() -> None:
+    """Two scripts on one machine share its lighthouse, but not their weights."""
+    alone = Scope(role=Role.MEMBER, name="0", index=0, num_groups=1)
+    jobs = {job_of(Options(**FINE), alone, ReplicaEnv()) for _ in range(2)}
+    assert len(jobs) == 2 and None not in jobs
+    for options, scope, known in (
+        (FINE, replace(alone, num_groups=2), ReplicaEnv()),
+        (FINE, alone, ReplicaEnv(job_id="mine")),
+        (FINE, alone, ReplicaEnv(name="0")),
+        ({**FINE, "replica_name": "0"}, alone, ReplicaEnv()),
+    ):
+        assert job_of(Options(**options), scope, known) is None
+    assert job_of(Options(**{**FINE, "job_id": "mine"}), alone, ReplicaEnv()) == "mine"

@@ -11,12 +11,16 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from tests.lightning.harness import Line, compare, running
+from tests.lightning.worker import OPTIONS, Model, loaders
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -40,13 +44,17 @@ def samples_of(lines: list[Line], epoch: int) -> list[int]:
 def test_equals_stock_ddp_bit_for_bit_and_retries_discarded_steps(
     tmp_path: Path, lighthouse: str
 ) -> None:
+    """As two replica groups of one process, two steps of which are discarded, and as one of two."""
     with running(tmp_path / "ddp", strategy="ddp", devices=2) as stock:
         stock.wait(stock.start())
     expected = [stock.lines(i) for i in (0, 1)]
     inject = {"4": 0, "11": 1, "25": 1}
-    for name, faults in (("clean", {}), ("discards", inject)):
+    for name, faults in (("ranks", {}), ("discards", inject)):
         with running(tmp_path / name, lighthouse, inject=faults) as run:
-            run.wait(run.start(0), run.start(1))
+            if name == "ranks":
+                run.wait(*run.start_ranks(0, size=2, groups=1))
+            else:
+                run.wait(run.start(0), run.start(1))
         assert compare(run.lines(0), run.lines(1)) == 2 * BATCHES
         assert run.end(0)["digest"] == run.end(1)["digest"] == stock.end(0)["digest"]
         for index in (0, 1):
@@ -61,33 +69,61 @@ def test_equals_stock_ddp_bit_for_bit_and_retries_discarded_steps(
 
 
 def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path) -> None:
-    options = {"max_epochs": 6, "step_delay_s": 0.05, "hold": 17, "checkpoints": True}
-    with running(tmp_path, devices=3, **options) as run:
+    """Two replica groups of two ranks, which begin unlike: one rank takes its group along."""
+    options = {"max_epochs": 5, "step_delay_s": 0.05, "hold": 17, "checkpoints": True}
+    options |= {"strategy_options": {"group_size": 2}, "own_start": True}
+    with running(tmp_path, devices=4, **options) as run:
         main = run.start()
-        for index in range(3):
-            run.until_step(index, 3)
-        first = run.lives(1)[0]
-        os.kill(first, signal.SIGKILL)
-        run.until(lambda: len(run.lives(1)) == 2, "the second life of replica 1")
+        for rank in range(4):
+            run.until_step(rank, 3)
+        first = [run.lives(rank)[0] for rank in range(4)]
+        os.kill(first[3], signal.SIGKILL)
+        for rank in (2, 3):
+            run.until(lambda r=rank: len(run.lives(r)) == 2, f"the second life of rank {rank}")  # type: ignore[misc]
         run.go()
         run.wait(main)
-    lines = [run.lines(i) for i in range(3)]
-    healed = [line for line in lines[1] if line["pid"] != first]
-    assert healed[0]["step"] > 17
-    assert healed[0]["started"] == [healed[0]["epoch"], healed[0]["batch_idx"]]
-    assert compare(lines[0], lines[2]) == len(lines[0])
-    assert compare(lines[0], lines[1]) > len(healed) > 5
-    ends = [run.end(i) for i in range(3)]
-    assert len({end["digest"] for end in ends}) == 1
-    assert len({(end["step"], end["epoch"]) for end in ends}) == 1
+    lines = [run.lines(rank) for rank in range(4)]
+    assert compare(lines[0], lines[1]) == len(lines[0]) == 50
+    assert [run.lives(rank) for rank in (0, 1)] == [[first[0]], [first[1]]]
+    for rank in (2, 3):
+        healed = [line for line in lines[rank] if line["pid"] != first[rank]]
+        assert healed[0]["step"] > 17
+        assert healed[0]["started"] == [healed[0]["epoch"], healed[0]["batch_idx"]]
+        assert compare(lines[0], lines[rank]) > len(healed) > 5
+    ends = [run.end(rank) for rank in range(4)]
+    assert len({(end["digest"], end["step"], end["epoch"]) for end in ends}) == 1
     assert sum(end["leader"] for end in ends) == 1
-    # While three take part nobody trains on another's samples, nor twice on one.
-    for epoch in range(6):
+    assert [(end["rank"], end["world_size"]) for end in ends] == [(r, 4) for r in range(4)]
+    assert {line["participants"] for line in lines[0]} == {2, 4}
+    # While four take part nobody trains on another's samples, nor twice on one.
+    for epoch in range(5):
         seen = [x for replica in lines for x in samples_of(replica, epoch)]
-        assert len(seen) - len(set(seen)) <= 1  # the shards are padded to equal length by one
+        assert len(seen) == len(set(seen))
+    check_against_four_processes([replica[:3] for replica in lines])
     saved = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert len(saved) == ends[0]["step"] // 10
-    assert "was killed by SIGKILL; it is started again" in run.output()
+    assert "replica group 1 was killed by SIGKILL; it is started again" in run.output()
+
+
+def check_against_four_processes(lines: list[list[Line]]) -> None:
+    """Data order and parameters of the first steps are those of `ddp` in four processes."""
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(7)).tolist()
+    for rank, mine in enumerate(lines):
+        assert samples_of(mine, 0) == order[rank::4][: len(mine) * BATCH]
+    dataset: Any = loaders({**OPTIONS, "samples": SAMPLES})[0].dataset
+    norms = []
+    for begins in (0, 2):  # the first rank of the group whose state all begin with
+        torch.manual_seed(begins)
+        model = Model(OPTIONS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(len(lines[0])):
+            for mine in lines:
+                images, labels = dataset[[round(x * 64) for x in mine[step]["batch"]]]
+                (nn.functional.cross_entropy(model.net(images), labels) / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        norms.append(sum(float(p.detach().abs().sum()) for p in model.parameters()))
+    assert any(lines[0][-1]["norm"] == pytest.approx(norm, rel=1e-5) for norm in norms)
 
 
 def test_accumulation_repeats_discarded_windows_and_heals_at_a_window(

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torchmetrics.classification import MulticlassAccuracy
 
 from lighthouse import LighthouseServer
 from tests.lightning.harness import Scenarios
-from tests.lightning.scenarios import BATCHES
+from tests.lightning.scenarios import BATCHES, SAMPLES
+from tests.lightning.stream_scenarios import CHANGED_AT
+from tests.lightning.validation_scenarios import LOADERS, VAL_BATCH
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -28,6 +32,8 @@ RETRIED = {
 OWN = (
     "nothing_on_one", "scopes", "stops", "clocks", "plateau_by_step", "differing_rate",
     "leftovers", "refusals", "failing_saves", "resume", "around",
+    "sharded:one", "sharded:two", "sharded:tiny", "replicated:one",
+    "stream:plain", "stream:dataset", "stream:loader",
 )  # fmt: skip
 
 Runs = dict[str, Scenarios]
@@ -158,7 +164,9 @@ def test_a_fit_leaves_nothing_behind(runs: Runs) -> None:
 
 
 def test_what_cannot_work_is_said(runs: Runs) -> None:
-    assert "LBFGS evaluates the loss several times" in both(runs, "refusals")[0]["lbfgs"]
+    for said in both(runs, "refusals"):
+        assert "LBFGS evaluates the loss several times" in said["lbfgs"]
+        assert "finds a learning rate with one replica group only" in said["finder"]
 
 
 def test_a_failing_save_ends_nothing_and_costs_no_file(runs: Runs) -> None:
@@ -176,11 +184,62 @@ def test_a_job_is_resumed_with_another_number_of_groups(runs: Runs) -> None:
 
 
 def test_a_checkpoint_holds_the_managers_place(runs: Runs, tmp_path: Path) -> None:
-    import torch
-
     saved = torch.load(runs["ours"].log / "resume" / "last.ckpt", weights_only=False)
     assert saved["ft_lightning"]["step"] > saved["global_step"]
     assert saved["ft_lightning"]["batches_committed"] > 2 * BATCHES
+
+
+@pytest.mark.parametrize("name", ["sharded:one", "sharded:two", "sharded:tiny", "replicated:one"])
+def test_a_validation_gives_the_metrics_of_the_whole_set(runs: Runs, name: str) -> None:
+    """Divided or not, with shares that are uneven or empty: as one process computes them."""
+    mine, other = both(runs, name)
+    validations = len(mine["truth"])
+    assert mine["shown"] == other["shown"] and len(mine["shown"]) == validations == 2
+    for shown, truth in zip(mine["shown"], mine["truth"], strict=True):
+        # Not of the whole set, but of its own: what a hook logs apart from the batches.
+        assert shown.pop("once a member") == (3.0 if "replicated" in name else 6.0)
+        assert shown == pytest.approx(truth, rel=1e-5)
+    for index, size in enumerate(LOADERS[name.partition(":")[2]]):
+        batches = [(index, batch) for batch in range(-(-size // VAL_BATCH))]
+        seen = [
+            [tuple(place) for place in each["seen"] if place[0] == index] for each in (mine, other)
+        ]
+        if "replicated" in name:
+            assert seen == [batches * validations] * 2
+        else:
+            assert sorted(seen[0] + seen[1]) == sorted(batches * validations)
+            assert abs(len(seen[0]) - len(seen[1])) <= validations
+    total = sum(-(-size // VAL_BATCH) for size in LOADERS[name.partition(":")[2]])
+    assert mine["counted"] == other["counted"] == [[total, total]] * validations
+
+
+def test_torchmetrics_objects_in_training_are_those_of_all_at_the_epochs_end(runs: Runs) -> None:
+    mine, other = both(runs, "sharded:one")
+    guesses, labels = zip(*mine["learnt"], *other["learnt"], strict=True)
+    assert len(guesses) == SAMPLES
+    expected = MulticlassAccuracy(3)(torch.tensor(guesses), torch.tensor(labels))
+    assert mine["trained"] == other["trained"] == pytest.approx(float(expected))
+
+
+def test_a_learning_rate_is_found_before_a_fit_of_one_group(runs: Runs) -> None:
+    assert both(runs, "around")[0]["found"] == [True, 2 * BATCHES]
+
+
+@pytest.mark.parametrize("kind", ["plain", "dataset", "loader"])
+def test_streams_come_back_at_their_place_if_they_have_a_state(runs: Runs, kind: str) -> None:
+    """An iterable dataset (or its loader) with `state_dict`; a plain one starts over, as is said."""
+    mine, other = both(runs, f"stream:{kind}")
+    assert (mine["heals"], other["heals"]) == (0, 1)
+    assert mine["digests"][-1] == other["digests"][-1]
+    right = [(step, (step - 1) % BATCHES) for step in range(1, 2 * BATCHES + 1)]
+    assert [tuple(place) for place in mine["places"]] == right
+    healed = [tuple(place) for place in other["places"]]
+    before, after = healed[:CHANGED_AT], healed[CHANGED_AT:]
+    assert before == right[:CHANGED_AT]
+    if kind == "plain":
+        assert after[0] == (CHANGED_AT + 2, 0) and other["said"] == 1
+    else:
+        assert after == right[CHANGED_AT + 1 :] and other["said"] == 0
 
 
 def test_one_speaks_and_nobody_writes_before_the_first_quorum(runs: Runs) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from ft_lightning.scope import Role, child_environment, resolve
+from ft_core.rank_group import rank_environment
+from ft_lightning.scope import Role, Scope, child_environment, resolve
+from ft_lightning.slurm import machines
 
 AT = {"TORCHFT_LIGHTHOUSE": "tcp://host:1"}
 SLURM = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_NAME": "train"}
@@ -27,14 +31,90 @@ def test_one_group_a_node() -> None:
 
 
 def test_several_groups_on_each_node() -> None:
-    node = resolve({"NODE_RANK": "1"}, devices=2, num_nodes=3, lighthouse="tcp://h:1")
+    options: dict[str, Any] = {"devices": 2, "num_nodes": 3, "group_size": 1}
+    node = resolve({"NODE_RANK": "1"}, **options, lighthouse="tcp://h:1")
     assert (node.role, node.index, node.num_groups) == (Role.SUPERVISOR, 2, 6)
     assert node.supervised == 2
     env = child_environment(
         {"NODE_RANK": "1"}, node, number=1, lighthouse="tcp://h:1", supervisor_pid=42, restarts=0
     )
-    child = resolve(env, devices=2, num_nodes=3)
+    child = resolve(env, **options)
     assert (child.role, child.index, child.num_groups, child.device) == (Role.MEMBER, 3, 6, 1)
+
+
+def child_of(supervisor: Scope, number: int, rank: int) -> dict[str, str]:
+    """The environment of a rank of a supervised group."""
+    env = child_environment(
+        {"PATH": "/bin"}, supervisor, number=number, lighthouse="tcp://h:1", supervisor_pid=42,
+        restarts=1,
+    )  # fmt: skip
+    return rank_environment(env, rank=rank, size=supervisor.group_size, port=4000)
+
+
+def test_a_node_is_one_group_of_all_its_devices() -> None:
+    node = resolve({"NODE_RANK": "1", **AT}, devices=4, num_nodes=3)
+    assert (node.role, node.index, node.num_groups) == (Role.SUPERVISOR, 1, 3)
+    assert (node.supervised, node.group_size) == (1, 4)
+    child = resolve(child_of(node, 0, 2), devices=4, num_nodes=3)
+    assert (child.role, child.name, child.index, child.num_groups) == (Role.MEMBER, "1", 1, 3)
+    assert (child.group_rank, child.group_size, child.device, child.local_rank) == (2, 4, 2, 2)
+    assert (child.rank, child.world_size, child.number, child.node) == (6, 12, 0, 0)
+    half = resolve({"NODE_RANK": "1", **AT}, devices=4, num_nodes=3, group_size=2)
+    assert (half.index, half.num_groups, half.supervised, half.group_size) == (2, 6, 2, 2)
+
+
+def test_devices_of_one_machine_are_divided_into_groups() -> None:
+    parent = resolve({}, devices=6, group_size=2)
+    assert (parent.role, parent.num_groups, parent.supervised) == (Role.SUPERVISOR, 3, 3)
+    child = resolve(child_of(parent, 2, 1), devices=6, group_size=2)
+    assert (child.index, child.group_rank, child.group_size, child.restarts) == (2, 1, 2, 1)
+    assert (child.rank, child.world_size, child.device, child.number) == (5, 6, 5, 2)
+    assert (child.store_addr, child.store_port, child.supervisor_pid) == ("127.0.0.1", 4000, 42)
+    alone = resolve({}, devices=2, group_size=2)
+    assert (alone.num_groups, alone.supervised, alone.world_size) == (1, 1, 2)
+
+
+TORCHRUN = {
+    "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "host", "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "2",
+}  # fmt: skip
+
+
+def test_torchrun_is_one_group_of_its_ranks() -> None:
+    named = {**TORCHRUN, "REPLICA_GROUP_ID": "1", "NUM_REPLICA_GROUPS": "2"}
+    scope = resolve(named, devices=2, num_nodes=2)
+    assert (scope.role, scope.name, scope.index, scope.num_groups) == (Role.MEMBER, "1", 1, 2)
+    assert (scope.group_rank, scope.group_size, scope.local_rank, scope.node) == (3, 4, 1, 1)
+    assert (scope.rank, scope.world_size, scope.device, scope.restarts) == (7, 8, 1, 2)
+    assert (scope.store_addr, scope.store_port) == ("host", 29500)
+    # In a SLURM job, too; and without a number it is the only group.
+    only = resolve({**TORCHRUN, **SLURM}, devices=2, num_nodes=2)
+    assert (only.name, only.index, only.num_groups, only.world_size) == ("0", 0, 1, 4)
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "REPLICA_GROUP_ID": "0"}
+    assert resolve(one, devices=1).group_size == 1
+
+
+BLOCKS = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "train",
+          "SLURM_STEP_NODELIST": "gpu[08-09],big"}  # fmt: skip
+
+
+def test_slurm_tasks_in_a_row_are_a_group() -> None:
+    task = {**BLOCKS, "SLURM_NTASKS": "12", "SLURM_PROCID": "7", "SLURM_LOCALID": "3", **AT,
+            "SLURM_NODEID": "1", "SLURM_NNODES": "3"}  # fmt: skip
+    scope = resolve(task, devices=4, num_nodes=3, group_size=2)
+    assert (scope.role, scope.index, scope.num_groups) == (Role.MEMBER, 3, 6)
+    assert (scope.group_rank, scope.local_rank, scope.device, scope.rank) == (1, 1, 3, 7)
+    assert (scope.store_addr, scope.store_port) == ("127.0.0.1", 15000 + 3456 + 3)
+    # A group of tasks on several machines meets on that of its first.
+    wide = resolve(task, devices=4, num_nodes=3, group_size=6)
+    assert (wide.index, wide.group_rank, wide.node, wide.local_rank) == (1, 1, 0, 1)
+    assert wide.store_addr == "gpu09"
+    last = {**task, "SLURM_PROCID": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
+    scope = resolve(last, devices=4, num_nodes=3, group_size=6)
+    assert (scope.group_rank, scope.node, scope.local_rank, scope.store_addr) == (2, 1, 0, "gpu09")
+    assert machines("a[1-3,07]x,b c") == ["a1x", "a2x", "a3x", "a07x", "b", "c"]
+    with pytest.raises(ValueError, match="cannot be read"):
+        machines("a[1-3,x]")
 
 
 def test_one_device_and_no_environment_is_the_only_group() -> None:
@@ -80,7 +160,14 @@ def test_arguments_beat_the_environment() -> None:
 @pytest.mark.parametrize(
     ("env", "options", "says"),
     [
-        ({"WORLD_SIZE": "2"}, {"devices": 1}, "WORLD_SIZE is 2"),
+        ({"WORLD_SIZE": "2"}, {"devices": 1}, "WORLD_SIZE is 2, but RANK"),
+        ({**TORCHRUN, "NUM_REPLICA_GROUPS": "2"}, {"devices": 1}, "one torchrun for each"),
+        ({**TORCHRUN, "REPLICA_GROUP_ID": "0"}, {"devices": 1, "group_size": 2}, "4 process"),
+        ({"REPLICA_GROUP_ID": "0"}, {"devices": 1, "group_size": 2}, "torchrun --nproc-per-node"),
+        ({}, {"devices": 3, "group_size": 2}, "cannot be divided"),
+        ({"NODE_RANK": "0", **AT}, {"devices": 3, "num_nodes": 2, "group_size": 2}, "multiple of"),
+        ({**SLURM}, {"devices": 2, "group_size": 3}, "4 SLURM tasks cannot be divided"),
+        ({**SLURM, **BLOCKS, "SLURM_NODEID": "1"}, {"devices": 2, "group_size": 2}, "block"),
         ({}, {"devices": 1, "num_nodes": 2}, "NODE_RANK does not say"),
         ({"NODE_RANK": "2", **AT}, {"devices": 1, "num_nodes": 2}, "there are num_nodes=2"),
         ({"NODE_RANK": "0"}, {"devices": 1, "num_nodes": 2}, "need a lighthouse"),

@@ -44,13 +44,15 @@ OPTIONS: dict[str, Any] = {
     "accumulate": 1,
     "step_delay_s": 0.0,
     "seed": 7,
+    "own_start": False,  # each process begins with other parameters
     "hold": None,  # at this global step wait until the file <log>/go is there
     "inject": {},  # {"<global step>": replica index}: this replica reports an error once
     "manual": False,
     "gan": False,  # two optimizers, by hand
     "checkpoints": False,
     "logs": False,  # a CSV logger, a weight average, an early stopping
-    "holds": {},  # {"validation:<epoch>" or "step:<global step>": file}: wait for <log>/<file> there
+    "holds": {},  # {place: file}: wait for <log>/<file> there, where a place is
+    # "validation:<epoch>", "val batch:<epoch>:<index>", "step:<global step>" or "end:<epoch>"
 }
 
 
@@ -61,6 +63,14 @@ def digest(module: nn.Module) -> str:
     return total.hexdigest()
 
 
+def process_name() -> str:
+    """Of this process's files: its number among those of all replica groups."""
+    group, size = os.environ.get("REPLICA_GROUP_ID"), int(os.environ.get("WORLD_SIZE", "1"))
+    if group and size > 1:
+        return str(int(group) * size + int(os.environ["RANK"]))
+    return group or os.environ.get("LOCAL_RANK", "0")
+
+
 class Model(LightningModule):
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
@@ -69,6 +79,7 @@ class Model(LightningModule):
         self.save_hyperparameters({"batch_size": options["batch_size"]})
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         self.injected: set[str] = set()
+        self.validated: list[int] = []
         self.go = Path(options["log"]) / "go"
 
     def hold(self, place: str) -> None:
@@ -77,6 +88,24 @@ class Model(LightningModule):
             (self.go.parent / f"{self.global_rank}.at.{place}").touch()
             while not (self.go.parent / name).exists():
                 time.sleep(0.02)
+
+    def on_train_epoch_end(self) -> None:
+        self.hold(f"end:{self.trainer.current_epoch}")
+
+    def on_validation_end(self) -> None:
+        """A line for each validation: the batches that were done here, the metric, the truth."""
+        if self.trainer.sanity_checking:
+            return
+        images, labels = self.trainer.val_dataloaders.dataset.tensors
+        line = {
+            "epoch": self.trainer.current_epoch,
+            "batches": self.validated,
+            "val_loss": float(self.trainer.callback_metrics["val_loss"]),
+            "truth": float(nn.functional.cross_entropy(self.net(images), labels)),
+        }
+        self.validated = []
+        with (self.go.parent / f"{self.global_rank}.validations").open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def on_validation_start(self) -> None:
         if not self.trainer.sanity_checking:
@@ -111,6 +140,9 @@ class Model(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.hold(f"val batch:{self.trainer.current_epoch}:{batch_idx}")
+            self.validated.append(batch_idx)
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> Any:
@@ -132,8 +164,7 @@ class Recorder(Callback):
     """Has a state that a heal must bring along; writes a line a committed step."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        name = os.environ.get("REPLICA_GROUP_ID") or os.environ.get("LOCAL_RANK", "0")
-        self.path = Path(options["log"]) / f"{name}.steps"
+        self.path = Path(options["log"]) / f"{process_name()}.steps"
         self.average: Tensor | None = None
         self.steps = 0
         self.last_step = 0
@@ -168,6 +199,7 @@ class Recorder(Callback):
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "batch_idx": batch_idx,
+            "norm": float(flat.abs().sum()),
             "module_batch_idx": module.batch_idx,
             "last": trainer.is_last_batch,
             "total": trainer.fit_loop.total_batch_idx,
@@ -205,6 +237,8 @@ def loaders(options: dict[str, Any]) -> tuple[DataLoader[Any], DataLoader[Any]]:
 def run(options: dict[str, Any]) -> Trainer:
     torch.set_num_threads(1)
     seed_everything(options["seed"], verbose=False)
+    if options["own_start"]:
+        torch.manual_seed(int(process_name()))
     model = Model(options)
     train, val = loaders(options)
     recorder = Recorder(options)

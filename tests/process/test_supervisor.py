@@ -57,6 +57,16 @@ def test_an_error_in_all_scripts_ends_it() -> None:
     assert rules.exit_code() == 1
 
 
+def test_an_error_after_having_trained_with_groups_elsewhere_is_none_of_the_script() -> None:
+    rules = Policy(5, 1, [Child(0, 3)], elsewhere=True)
+    (child,) = rules.children
+    child.joined = True
+    assert rules.ended(child, 75, 1.0).startswith("replica group 3 failed with exit code 75; it is")
+    assert rules.due(60.0) == [child]
+    assert "an error of the script" in rules.ended(child, 1, 61.0)  # before it met anybody
+    assert rules.over()
+
+
 def test_all_killed_are_started_again() -> None:
     rules = policy(2)
     for child in rules.children:

@@ -227,6 +227,30 @@ def test_too_few_participants_never_commit():
         assert both(a, b, script)[0] == 2
 
 
+def test_what_updates_nothing_may_be_committed_by_fewer():
+    """Else a member whose peers are all new would wait for ever where they cannot heal."""
+    with lighthouse() as server:
+        a, b = pair(server, min_replica_size=2)
+        both(a, b, lambda replica, index: replica.run_to(2))
+        b.close()
+        c = Replica(server, "r1", expected_replicas=2, min_replica_size=2)
+
+        def script(replica, index):
+            committed, sums = [], torch.ones(1)
+            for no_update in (False, True):
+                replica.manager.start_quorum()
+                assert replica.manager.bind()
+                seen = replica.manager.num_participants(), replica.manager.participating_rank()
+                replica.manager.allreduce(sums.fill_(1), reduce_op=ReduceOp.SUM).wait()
+                committed.append(replica.manager.should_commit(no_update=no_update))
+                if index == 1:
+                    replica.manager.forget_state("as one that sits in")
+            replica.close()
+            return seen, committed, float(sums)
+
+        assert both(a, c, script) == [((1, 0), [False, True], 1.0), ((1, None), [False, True], 1.0)]
+
+
 def test_a_quorum_lost_before_the_first_collective_is_waited_for_no_longer_than_asked():
     """The step began at once; its timeout counts all the same when the quorum must form anew."""
     with lighthouse() as server:

@@ -7,6 +7,8 @@ import pytest
 from ft_core.group import BROKEN, GroupLeader, SendUp, peer_of
 from lighthouse.messages import (
     FINISHED,
+    PHASE_HEALING,
+    PHASE_REDUCING,
     TORN,
     Decision,
     Expelled,
@@ -113,6 +115,43 @@ def test_the_first_no_is_the_groups_and_stops_the_others() -> None:
     assert revoke.reason == "broken link"
     group.hears(Decision(ROOM, 1, 3, False, "no"))
     assert len(group.down[1]) == 1
+
+
+def healing() -> Group:
+    """Both ranks are members of quorum 1 that heal."""
+    group = Group()
+    group.join(0)
+    group.join(1)
+    member = Member(GROUP, 2, (b"at-0", b"at-1"), True)
+    group.hears(Quorum(ROOM, 1, 3, "a", 0, (), (member,)))
+    group.up.clear()
+    return group
+
+
+def test_a_no_of_ranks_that_have_healed_is_not_that_of_a_group_behind() -> None:
+    """As where too few take part in the step in which the group heals."""
+    group = healing()
+    no = Vote(ROOM, GROUP, 1, 3, "a", False, "too few", PHASE_REDUCING)
+    group.says(0, no)
+    assert group.up == []  # the other rank may not have healed
+    assert isinstance(group.down[1][-1], Revoke)
+    group.says(1, no)
+    assert group.up == [no]
+    group = healing()
+    group.says(0, no)
+    group.says(1, Vote(ROOM, GROUP, 1, 3, "a", True))  # on its way already
+    assert group.up == [no]
+
+
+def test_a_no_of_a_rank_that_has_not_healed_is_that_of_a_group_behind() -> None:
+    for first in (0, 1):
+        group = healing()
+        phases = [PHASE_REDUCING, PHASE_HEALING]
+        for rank, phase in zip((first, 1 - first), phases, strict=True):
+            group.says(rank, Vote(ROOM, GROUP, 1, 3, "a", False, "revoked", phase))
+        (vote,) = group.up
+        assert isinstance(vote, Vote)
+        assert vote.phase == PHASE_HEALING
 
 
 def test_leaving_is_said_once() -> None:

@@ -1,0 +1,148 @@
+"""`save_state` that leaves a whole checkpoint or none, also if its writer dies in the midst of it.
+
+Each process writes to a folder of its own in `.ft_saving`, beside the checkpoint. The main process
+gives its folder the checkpoint's name when all is written; the others bring their random states to
+it, or leave them for the main process to take along if it is not done yet. There is no barrier in
+this: scripts may save on the main process only. What a dead writer has left behind is removed by
+the next save of its replica group.
+
+A checkpoint that is written over an older one, or into a folder in use, replaces it file by file,
+each of them whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = ".ft_saving"
+OWN = re.compile(r"random_states_\d+\.pkl$")
+"""What each process writes under a name of its own; else the main process's files count."""
+
+
+def save_whole(
+    original: Callable[..., Any],
+    accelerator: Any,
+    output_dir: str | os.PathLike[str] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`original(accelerator, output_dir, ...)`, whole or not at all. Returns the checkpoint's path.
+
+    Raises as `original`, with nothing written then.
+    """
+    settings = accelerator.project_configuration
+    numbered = settings.automatic_checkpoint_naming
+    if output_dir is None and not numbered:
+        return original(accelerator, output_dir, *args, **kwargs)  # which says what is wrong
+    final = _numbered(accelerator) if numbered else Path(os.path.abspath(str(output_dir)))
+    root = Path(settings.project_dir) / FOLDER if numbered else final.parent / FOLDER
+    index = accelerator.process_index
+    draft, parts = root / f"{final.name}.{index}", root / f"{final.name}.parts"
+    for left in root.glob(f"*.{index}"):
+        shutil.rmtree(left, ignore_errors=True)
+    _make(draft)
+    try:
+        if numbered:
+            written = _in_project(draft, original, accelerator, output_dir, *args, **kwargs)
+        else:
+            written = Path(original(accelerator, str(draft), *args, **kwargs))
+        if accelerator.is_main_process:
+            _publish(written, final)
+            _bring(parts, final)
+            for left in root.glob("*.parts"):
+                shutil.rmtree(left, ignore_errors=True)
+            if numbered:
+                _delete_oldest(final.parent, settings.total_limit)
+        else:
+            _contribute(written, parts, final)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            root.rmdir()  # if nobody else is in it
+    return final
+
+
+def _make(draft: Path) -> None:
+    while not draft.is_dir():
+        with contextlib.suppress(FileNotFoundError):  # another has removed `.ft_saving`, empty
+            draft.mkdir(parents=True)
+
+
+def _numbered(accelerator: Any) -> Path:
+    folder = Path(accelerator.project_dir) / "checkpoints"
+    final = folder / f"checkpoint_{accelerator.save_iteration}"
+    if final.exists():
+        raise ValueError(
+            f"Checkpoint directory {final} ({accelerator.save_iteration}) already exists. Please "
+            "manually override `self.save_iteration` with what iteration to start with."
+        )
+    return final
+
+
+def _in_project(
+    draft: Path, original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any
+) -> Path:
+    """Have Accelerate number its checkpoint in another project's folder, which is empty."""
+    settings = accelerator.project_configuration
+    before, settings.project_dir = settings.project_dir, str(draft)
+    try:
+        return Path(original(accelerator, *args, **kwargs))
+    finally:
+        settings.project_dir = before
+
+
+def _publish(written: Path, final: Path) -> None:
+    final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        written.rename(final)
+    except OSError:  # it is there, and not empty
+        _move(written, final)
+
+
+def _move(source: Path, to: Path) -> None:
+    to.mkdir(exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            _move(path, to / path.name)
+        else:
+            path.replace(to / path.name)
+
+
+def _contribute(written: Path, parts: Path, final: Path) -> None:
+    """Bring this process's own files to the checkpoint, whether it is there yet or not."""
+    own = [path for path in written.iterdir() if OWN.match(path.name)]
+    for path in own:
+        try:
+            path.replace(final / path.name)
+        except OSError:  # the main process is not done
+            with contextlib.suppress(OSError):
+                parts.mkdir(exist_ok=True)
+                path.replace(parts / path.name)
+    if final.exists():  # it may have become so, after it had looked for parts
+        _bring(parts, final)
+
+
+def _bring(parts: Path, final: Path) -> None:
+    """Several processes may do so at once: a file that is gone was brought by another."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in list(parts.iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                path.replace(final / path.name)
+        with contextlib.suppress(OSError):
+            parts.rmdir()
+
+
+def _delete_oldest(folder: Path, limit: int | None) -> None:
+    """Accelerate's `total_limit`, when the new checkpoint is there."""
+    if limit is None:
+        return
+    numbers = {path: re.search(r"(\d+)$", path.name) for path in folder.iterdir()}
+    known = sorted((int(m[1]), path) for path, m in numbers.items() if m is not None)
+    for _, path in known[: max(0, len(known) - limit)]:
+        shutil.rmtree(path)

@@ -1,0 +1,67 @@
+"""Replica groups of several processes, each with a copy of the model: raw loops in real processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+from tests.accelerate.harness import compare, running
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+EPOCHS, STEPS = 3, 10
+SAMPLES, BATCH = 160, 4
+EVERYBODY = range(4)
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    config = LighthouseConfig(
+        timeouts=Timeouts.derive(heartbeat_timeout_s=5.0, join_timeout_s=120.0)
+    )
+    with LighthouseServer(config=config) as server:
+        yield server.address()
+
+
+def test_a_rank_is_killed_and_its_group_comes_back_as_a_whole(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """Two groups of two. The oracle is one process with the batches of all four, to rounding: no
+    step is trained without both groups, so the fault must not show in the numbers.
+
+    No two processes begin with the same weights: the first one's count, as with
+    DistributedDataParallel.
+    """
+    options = {"epochs": EPOCHS, "samples": SAMPLES, "norm": False}
+    with running(tmp_path / "plain", **options, batch_size=4 * BATCH) as plain:
+        plain.wait(*plain.start_plain(1))
+    two = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    with running(
+        tmp_path / "ft", lighthouse, holds=["step-14"], first_seed_only=True, **options
+    ) as run:
+        zero, one = (run.start(index, 2, 2, **two) for index in (0, 1))
+        again = run.killed_and_back(one, 1, hold="step-14", of=0, size=2)
+        run.wait(zero, again)
+    assert one.returncode == -signal.SIGKILL  # as the rank did
+    assert [len(run.lives(index)) for index in EVERYBODY] == [1, 1, 2, 2]
+    ends = [run.end(index) for index in EVERYBODY]
+    assert [(end["index"], end["processes"]) for end in ends] == [(i, 4) for i in EVERYBODY]
+    for key in ("digest", "step", "ticks", "lr", "accuracy", "count"):
+        assert len({end[key] for end in ends}) == 1, key
+    assert sum(end["main"] for end in ends) == 1
+    assert ends[0]["step"] == EPOCHS * STEPS
+    expected = {line["step"]: line for line in plain.lines(0)}
+    for index in EVERYBODY:
+        assert compare(run.lines(0), run.lines(index)) == len(run.lines(index))
+        for line in run.lines(index):
+            alike = expected[line["step"]]
+            assert line["average"] == pytest.approx(alike["average"], rel=1e-4)
+            assert line["lr"] == pytest.approx(alike["lr"])
+            assert set(line["batch"]) < set(alike["batch"])
+    whole = {line["step"] for index in (2, 3) for line in run.lines(index)}
+    assert whole == set(range(1, EPOCHS * STEPS + 1))

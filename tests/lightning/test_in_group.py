@@ -1,0 +1,115 @@
+"""Calls among the ranks of one replica group, with real sockets; ranks are threads here."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from ft_core.rank_group import free_port
+from ft_lightning.in_group import InGroup
+from ft_lightning.scope import Role, Scope
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@contextmanager
+def ranks(size: int) -> Iterator[list[InGroup]]:
+    port = free_port()
+    scopes = [
+        Scope(
+            role=Role.MEMBER, name="0", index=0, num_groups=1, group_rank=rank, group_size=size,
+            store_addr="127.0.0.1", store_port=port,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    groups = [InGroup(scope, timeout_s=20.0) for scope in scopes]
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            group.close()
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Their results; an exception is one, too."""
+
+    def run(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def test_barrier_broadcast_and_decisions_reach_all_ranks() -> None:
+    with ranks(3) as groups:
+        arrived = threading.Event()
+
+        def script(rank: int) -> Any:
+            group = groups[rank]
+            if rank == 2:
+                arrived.set()
+            group.barrier(limited=False)
+            assert arrived.is_set()
+            sent = [group.broadcast({"from": rank}, src=src)["from"] for src in (0, 2, 4)]
+            votes = [group.decide(rank > 0, all_of_them=each) for each in (True, False)]
+            with group.alone():
+                assert group.broadcast(rank, src=1) == rank
+            return sent, votes
+
+        results = together(*[lambda r=r: script(r) for r in range(3)])
+        assert results == [([0, 2, 1], [False, True])] * 3
+        pickle.loads(pickle.dumps(groups[0])).close()  # as a Trainer that holds it may be copied
+
+
+def test_different_calls_and_a_rank_that_is_gone_are_said() -> None:
+    with ranks(2) as (zero, one):
+        together(zero.barrier, one.barrier)
+        errors = together(zero.barrier, lambda: one.decide(True, all_of_them=True))
+        assert all("call different things (barrier, decision)" in str(error) for error in errors)
+        one.close()
+        with pytest.raises(RuntimeError, match="another rank of this replica group is gone"):
+            zero.barrier()
+
+
+def test_ranks_begin_with_the_state_of_the_first() -> None:
+    with ranks(2) as groups:
+        states = [{"weights": 1}, {"weights": 2}]
+
+        def script(rank: int) -> str:
+            return groups[rank].begin_alike(
+                lambda: str(states[rank]), lambda: dict(states[rank]), states[rank].update
+            )
+
+        names = together(*[lambda r=r: script(r) for r in (0, 1)])
+        assert names == [str(states[0])] * 2
+        assert states[1] == {"weights": 1}
+        groups[1].apart(lambda: groups[1].barrier())()  # waits for nobody
+
+
+def test_a_stranger_at_the_door_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 takes only connections that know the token from the group's own store."""
+    make = socket.create_server
+    strangers: list[socket.socket] = []
+
+    def server(*args: Any, **kwargs: Any) -> socket.socket:
+        made = make(*args, **kwargs)
+        stranger = socket.create_connection(made.getsockname())
+        stranger.sendall(b"x" * 40)
+        strangers.append(stranger)
+        return made
+
+    monkeypatch.setattr("ft_lightning.in_group.socket.create_server", server)
+    with ranks(2) as (zero, one):
+        assert together(lambda: zero.broadcast("mine"), lambda: one.broadcast("his")) == ["mine"] * 2
+        with strangers[0] as stranger:
+            assert stranger.recv(1) == b""

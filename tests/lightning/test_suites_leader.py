@@ -1,0 +1,111 @@
+"""Who speaks and who writes: what needs no fit (`test_scenarios.py` has those that do)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from ft_lightning.leader import before_quorum, in_quorum, without_quorum
+from ft_lightning.scope import Role, Scope
+from ft_lightning.scoping import act_as_leader
+
+
+class Logger:
+    """Like Lightning's: what it wrote, and an experiment."""
+
+    experiment = "its own"
+
+    def __init__(self) -> None:
+        self.wrote: list[Any] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.wrote.append(metrics)
+
+
+@pytest.fixture(autouse=True)
+def rank() -> Iterator[None]:
+    function: Any = rank_zero_only
+    before = function.rank
+    yield
+    function.rank = before
+
+
+def speaks() -> bool:
+    function: Any = rank_zero_only
+    return bool(function.rank == 0)
+
+
+def scope(index: int, groups: int = 2, restarts: int = 0) -> Scope:
+    return Scope(
+        role=Role.MEMBER, name=str(index), index=index, num_groups=groups, restarts=restarts
+    )
+
+
+def trainer(*loggers: Any, interrupted: bool = False) -> Any:
+    return SimpleNamespace(loggers=list(loggers), callbacks=[], interrupted=interrupted)
+
+
+@pytest.mark.parametrize("leader", [0, 1, 2])
+def test_no_two_groups_are_one_rank(leader: int) -> None:
+    """Workers of data loaders would draw the same augmentations in both."""
+    function: Any = rank_zero_only
+    ranks = []
+    for index in range(3):
+        act_as_leader(index == leader, scope(index, 3))
+        ranks.append(function.rank)
+    assert len(set(ranks)) == 3 and ranks[leader] == 0
+
+
+def test_until_the_first_quorum_the_one_that_speaks_has_silent_loggers() -> None:
+    logger = Logger()
+    assert not before_quorum(trainer(logger), scope(0), lambda: "nobody's")
+    logger.log_metrics({"a": 1})
+    assert speaks() and not logger.wrote and logger.experiment == "nobody's"
+    in_quorum(trainer(logger), scope(0), False)
+    logger.log_metrics({"a": 2})
+    assert not speaks() and logger.wrote == [{"a": 2}] and logger.experiment == "its own"
+    assert type(logger) is Logger
+
+
+@pytest.mark.parametrize("place", [scope(1), scope(0, restarts=1)])
+def test_others_are_silent_until_the_first_quorum(place: Scope) -> None:
+    assert not before_quorum(trainer(Logger()), place, None)
+    assert not speaks()
+
+
+def test_a_logger_that_cannot_be_silenced_silences_its_group() -> None:
+    class Fixed(Logger):
+        __slots__ = ("extra",)
+
+    loggers = [Logger(), Fixed()]
+    assert not before_quorum(trainer(*loggers), scope(0), None)
+    assert not speaks() and type(loggers[0]) is Logger
+
+
+def test_the_only_group_writes_at_once() -> None:
+    logger = Logger()
+    assert before_quorum(trainer(logger), scope(0, groups=1), None)
+    logger.log_metrics({})
+    assert speaks() and logger.wrote == [{}]
+
+
+@pytest.mark.parametrize(
+    ("place", "interrupted", "writes"),
+    [
+        (scope(0), False, True),
+        (scope(0), True, True),
+        (scope(1), False, False),
+        (scope(0, restarts=1), False, True),
+        (scope(0, restarts=1), True, False),  # its peers' files may be newer
+        (scope(0, groups=1, restarts=1), True, True),
+    ],
+)
+def test_who_writes_after_a_fit_that_met_nobody(
+    place: Scope, interrupted: bool, writes: bool
+) -> None:
+    assert without_quorum(trainer(interrupted=interrupted), place) is writes
+    assert speaks() is writes
