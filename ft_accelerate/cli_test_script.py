@@ -47,7 +47,7 @@ def main(folder: Path, kill_group: int, kill_epoch: int) -> None:
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
     found = {
         "group": group, "steps": total, "loss": mean, "lives": life + 1,
-        "weights": digest.hexdigest()[:12],
+        "weights": digest.hexdigest()[:12], "local_main": accelerator.is_local_main_process,
     }  # fmt: skip
     (folder / f"{group}.json").write_text(json.dumps(found))
 

@@ -48,14 +48,18 @@ class Peers:
 
     # ------------------------------------------------------------------ the quorum
 
-    def manager(self, device: torch.device, *, suffix: str = "", **more: Any) -> Manager:
+    def manager(
+        self, device: torch.device, *, suffix: str = "", commit: str = "", **more: Any
+    ) -> Manager:
         """A manager for this process; its group's other processes must make theirs, too.
 
-        `suffix`: of the job's name. Waits for the others. `more`: as `Manager` takes it.
+        `suffix`: of the job's name. `commit`: "": as the options say. `more`: as `Manager` takes
+        it. Waits for the others.
         """
         self.settle(lambda: b"")  # what follows waits for as long as the lighthouse may be away
         options = self.options
-        how: dict[str, Any] = dict(
+        return Manager(
+            process_group_for(device, options.timeout_s),
             min_replica_size=options.min_replicas,
             use_async_quorum=False,
             timeout=timedelta(seconds=options.timeout_s),
@@ -69,11 +73,11 @@ class Peers:
             replica_id=str(options.replica_group_id),
             job_id=options.job_id + suffix,
             expected_replicas=options.num_replica_groups,
-            commit=options.commit,
+            commit=commit or options.commit,
             heal_allow_objects=options.heal_allow_objects,
             token=options.token,
+            **more,
         )
-        return Manager(process_group_for(device, options.timeout_s), **{**how, **more})
 
     # ------------------------------------------------------------------ before the quorum
 

@@ -45,7 +45,7 @@ class Runtime(Membership):
         self._failure: Exception | None = None
         self._skipping = False
         self._graded_in = NO_QUORUM
-        """The quorum that has committed a gradient step of this process, if it is the last one."""
+        """The quorum that has committed a gradient step, while later ones go without a header."""
 
     # ------------------------------------------------------------------ models
 
@@ -195,7 +195,8 @@ class Runtime(Membership):
     def _graded(self) -> None:
         """A gradient step is committed."""
         self.course.graded()
-        alike = self.options.commit == "quorum" and self._device.type == "cpu"
+        alike = self.options.commit == "quorum" and len(self._models) == 1
+        alike = alike and self._device.type == "cpu"
         self._graded_in = self._manager.quorum_id() if alike else NO_QUORUM
 
     def _check_complete(self) -> None:

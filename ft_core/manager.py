@@ -703,7 +703,7 @@ class Manager:
         for future in self._pending:
             future.wait()
         self._pending.clear()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             # The optimizer runs on this stream; a vote must not outrun a failing kernel.
             torch.cuda.current_stream().synchronize()
 

@@ -12,8 +12,9 @@ Two objects of Lightning get a subclass of their own class while a fit lasts (bo
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -86,6 +87,7 @@ class Batches:
         self._set_sampler_epoch = set_sampler_epoch
         self._samplers: list[Any] = []
         self._adopted: list[Any] = []
+        self._marked: list[Any] = []
         self._warned = False
 
     def adopt_loader(self, loader: object) -> None:
@@ -110,27 +112,35 @@ class Batches:
         adopt(instance, methods)
         self._adopted.append(instance)
 
-    def states(self, trainer: Any) -> list[Any]:
-        """Of each loader, what a peer's needs to go on from here, at the boundary; None: nothing.
+    def mark(self, trainer: Any) -> None:
+        """A step (or window of batches) begins here: note how far the streams are.
 
-        Only of streams that have a state: others are placed by index, or not at all.
+        Only streams that have a state: other loaders are placed by index, or not at all.
         """
         fit_loop = trainer.fit_loop
+        self._marked = []
         if getattr(fit_loop._data_fetcher, "batches", ()):
-            return []  # of unknown length: Lightning has fetched a batch in advance
-        found = []
+            return  # of unknown length: Lightning has fetched a batch in advance
         for loader in fit_loop._combined_loader.flattened:
             owner = self._stateful(loader)
-            state = None if owner is None else owner.state_dict()
+            self._marked.append(None if owner is None else copy.deepcopy(owner.state_dict()))
+
+    def states(self, trainer: Any | None) -> list[Any]:
+        """For each loader, what a peer's needs to go on from the mark; None: nothing there is.
+
+        `trainer`: the mark is to be here.
+        """
+        if trainer is not None:
+            self.mark(trainer)
+        for index, state in enumerate(self._marked):
             try:
                 pack(state)
             except UnsupportedObjectError as error:
-                log.warning("the state of %s cannot travel: %s", type(owner).__name__, error)
-                state = None
-            found.append(state)
-        return found
+                log.warning("the state of a training data loader cannot travel: %s", error)
+                self._marked[index] = None
+        return self._marked
 
-    def jump(self, trainer: Any, states: list[Any]) -> None:
+    def jump(self, trainer: Any, states: Sequence[Any] = ()) -> None:
         """Make the next batch that is fetched the one at which the loops' counters stand.
 
         `states`: of a peer that is there, or empty.
@@ -138,6 +148,7 @@ class Batches:
         fit_loop = trainer.fit_loop
         done = position.batches_done(trainer)
         loaders = fit_loop._combined_loader.flattened
+        self._marked = list(states)
         for loader, state in zip_longest(loaders, states[: len(loaders)]):
             self._set_sampler_epoch(loader, position.epoch(trainer))
             sampler, owner = self.index_sampler(loader), self._stateful(loader)
@@ -186,11 +197,11 @@ class Batches:
 
         As in Lightning's checkpoints the state is one for all shards: how far, not of what.
         """
-        dataset = getattr(loader, "dataset", None) if not getattr(loader, "num_workers", 0) else None
-        for owner in (loader, dataset):
-            if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
-                return None if self.index_sampler(loader) is not None else owner
-        return None
+        owners = [loader] if self.index_sampler(loader) is None else []
+        if owners and not getattr(loader, "num_workers", 0):
+            owners.append(getattr(loader, "dataset", None))
+        both = ("state_dict", "load_state_dict")
+        return next((o for o in owners if all(hasattr(o, name) for name in both)), None)
 
     def _warn_unplaceable(self, loader: object) -> None:
         if not self._warned:

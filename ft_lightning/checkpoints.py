@@ -83,7 +83,8 @@ class CheckpointMixin(_Base):
         """A copy of a Trainer, or of what refers to one, has no fit under way: sockets, threads
         and what works with them stay with this one."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
-        return {**state, **{name: None for name in _LIVE if name in state}}
+        dead = {name: None for name in _LIVE if name in state}
+        return {**state, **dead, "_model": self.lightning_module}  # without its wrapper
 
     @property
     def _checkpoints(self) -> Checkpoints:

@@ -2,8 +2,8 @@
 
 | call | inside `training_step` | elsewhere |
 |---|---|---|
-| `barrier`, `broadcast`, `reduce_boolean_decision` | the replica group: one process | the same |
-| `reduce`, `log(sync_dist=True)` | all who take part in the step | the replica group |
+| `barrier`, `broadcast`, `reduce_boolean_decision` | the replica group (`in_group.py`) | the same |
+| `reduce`, `log(sync_dist=True)` | all who take part in the step | this process |
 | `all_gather` | all who take part in the step: `(participants, ...)` | `(1, ...)` |
 
 A `training_step` is repeated as a whole if its step is discarded, on all members alike: so what is

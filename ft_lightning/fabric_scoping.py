@@ -1,7 +1,7 @@
 """What a Fabric is told about ranks and the world, and how far its collectives reach.
 
-As for a Trainer (`scoping.py`): `world_size` and `global_rank` are nominal, the replica group is
-one process, and what is reduced while a step is under way goes over those who take part in it.
+As for a Trainer (`scoping.py`): `world_size` and `global_rank` are nominal, and what is reduced
+while a step is under way goes over those who take part in it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FabricScopedMixin(NominalRanks, _Base):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this group is the leader: the first of those that take part; it saves."""
+        """Whether this process is the leader: the first of those that take part; it saves."""
         return self._leader
 
     @property

@@ -35,14 +35,14 @@ from ft_lightning.scope import Role
 class FTFabricMixin(FabricStepMixin):
     """Strategy for data-parallel training with Fabric that survives the loss of processes.
 
-    Each process is a replica group: it holds the whole model and may die at any time; the others
-    train on. A process that (re)starts takes models, optimizers, the scheduler, what was given to
+    Each replica group (one process, or several) holds the whole model and may die at any time; the
+    others train on. One that (re)starts takes models, optimizers, the scheduler, what was given to
     :meth:`register`, and its place in the data from its peers, and joins them at their step.
 
     Args:
         min_replicas: no step is taken with fewer replica groups; the others wait.
-        num_replica_groups: how many replica groups there are meant to be. The data is sharded by
-            this number. Default: NUM_REPLICA_GROUPS, else Fabric's ``devices``.
+        num_replica_groups: how many replica groups there are meant to be; the data is sharded by
+            their processes. Default: NUM_REPLICA_GROUPS, else as many as ``devices`` make.
         lighthouse: address of the lighthouse, "tcp://host:port". Default: TORCHFT_LIGHTHOUSE, else
             one is started on this machine.
         timeout_s: how long one step's communication may take, in seconds. The other times follow
@@ -60,6 +60,8 @@ class FTFabricMixin(FabricStepMixin):
             on a network that you trust.
         token: shared secret that replica groups ask of each other before they give their state.
         job_id: keeps two jobs on one lighthouse apart. Default: FT_JOB_ID.
+        group_size: processes a replica group, which live and die together. Default: 1; all devices
+            of a machine with ``num_nodes`` > 1; WORLD_SIZE under torchrun.
         **kwargs: options of :class:`DDPStrategy` and of torch's DistributedDataParallel.
     """
 
@@ -137,7 +139,7 @@ class FTFabricMixin(FabricStepMixin):
 
     @property
     def num_participants(self) -> int:
-        """How many replica groups contribute to the step; 0 before the first. Never waits."""
+        """How many processes contribute to the step; 0 before the first. Never waits."""
         return self._manager.num_participants() if self._open and self._manager else 0
 
     @property

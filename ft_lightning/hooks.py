@@ -20,7 +20,9 @@ def searching(trainer: Any) -> bool:
 
 def refuse_search(trainer: Any) -> None:
     """Several groups would find several rates. Raises ValueError."""
-    if any(cls.__name__ == "LearningRateFinder" for c in trainer.callbacks for cls in type(c).mro()):
+    if any(
+        cls.__name__ == "LearningRateFinder" for c in trainer.callbacks for cls in type(c).mro()
+    ):
         raise ValueError(
             "ft_ddp finds a learning rate with one replica group only, whose losses decide: run "
             "the finder in a Trainer with devices=1 first, and give the rate to all"

@@ -44,7 +44,7 @@ def before_quorum(trainer: Any, scope: Scope, dummy: Any) -> bool:
     try:
         for logger in trainer.loggers if speaks else ():
             adopt(logger, _silent(dummy))
-    except TypeError:  # of a class whose instances cannot change theirs
+    except TypeError:  # of a class that has no subclasses
         _release(trainer)
         speaks = False
     act_as_leader(speaks, scope)

@@ -46,7 +46,7 @@ def capture(trainer: Any, *, batches: int = 0, updates: int = 0) -> dict[str, An
     (manual optimization).
     """
     state: dict[str, Any] = trainer.fit_loop.state_dict()
-    # The state of a peer's data loader is that of the peer's shard.
+    # Data has ways of its own to its place (`Batches.jump`).
     state.get("state_dict", {}).pop("combined_loader", None)
     state[BATCHES]["is_last_batch"] = False
     for part in PARTS:

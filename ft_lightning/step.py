@@ -100,6 +100,7 @@ class StepDriver:
             self._lost = False
             self._decisions.at_boundary()
             self._start(Place.BOUNDARY)
+            self._batches.mark(self._trainer)
             self._logged = logged.snapshot(self._trainer.fit_loop.epoch_loop._results)
             if self._manual:
                 self._replay.mark()
@@ -366,9 +367,9 @@ class StepDriver:
             batches=len(self._window) if self._place is Place.STEP else 0,
             updates=self._replay.done if self._counted else 0,
         )
-        at_boundary = self._place is Place.BOUNDARY
-        state["data"] = self._batches.states(self._trainer) if at_boundary else []
-        return {**state, "updates": self._replay.done}
+        begins = self._place is Place.BOUNDARY
+        data = self._batches.states(self._trainer if begins else None)
+        return {**state, "updates": self._replay.done, "data": data}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a peer's state and go to its place in epoch and data."""
@@ -392,9 +393,7 @@ class StepDriver:
     def _refill_window(self) -> None:
         """The loop holds batches of the place that it has left: fetch the right ones."""
         trainer = self._trainer
-        arity = len(self._window[-1])
-        self._window = []
-        more = True
+        arity, self._window, more = len(self._window[-1]), [], True
         while more:
             batch = self._batches.fetch(trainer)
             more = position.count_fetched(trainer)

@@ -37,14 +37,14 @@ from ft_lightning.validation import Validation
 class FTDDPMixin(CheckpointMixin, ScopedMixin):
     """Strategy for data-parallel training that survives the loss of processes.
 
-    Each process is a replica group: it holds the whole model and may die at any time; the others
-    train on. A process that (re)starts takes model, optimizers, schedulers, callbacks and the
+    Each replica group (one process, or several) holds the whole model and may die at any time; the
+    others train on. One that (re)starts takes model, optimizers, schedulers, callbacks and the
     place in the data from its peers and joins them at their step.
 
     Args:
         min_replicas: no step is taken with fewer replica groups; the others wait.
-        num_replica_groups: how many replica groups there are meant to be. The data is sharded by
-            this number. Default: NUM_REPLICA_GROUPS, else the Trainer's ``devices``.
+        num_replica_groups: how many replica groups there are meant to be; the data is sharded by
+            their processes. Default: NUM_REPLICA_GROUPS, else as many as ``devices`` make.
         lighthouse: address of the lighthouse, "tcp://host:port". Default: TORCHFT_LIGHTHOUSE, else
             one is started on this machine.
         timeout_s: how long one step's communication may take, in seconds. The other times follow
@@ -59,6 +59,8 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         heal_allow_objects: let states hold any Python object (pickle): on trusted networks only.
         token: shared secret that replica groups ask of each other before they give their state.
         job_id: keeps two jobs on one lighthouse apart. Default: FT_JOB_ID.
+        group_size: processes a replica group, which live and die together. Default: 1; all devices
+            of a machine with ``num_nodes`` > 1; WORLD_SIZE under torchrun.
         validation: "replicated": each group validates on all of the data. "sharded": the groups
             divide it; metrics are those of all of it, whoever dies meanwhile.
         **kwargs: options of :class:`DDPStrategy` and of torch's DistributedDataParallel.
@@ -127,7 +129,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
 
     @property
     def num_participants(self) -> int:
-        """How many replica groups contribute to the current (or last) step; 0 before the first."""
+        """How many processes contribute to the current (or last) step; 0 before the first."""
         driver = self._driver
         return 0 if driver is None else driver.participants
 

@@ -1,10 +1,11 @@
-"""One of three replica groups that does each operation four times, while membership changes.
+"""A process that does each operation four times, while membership changes.
 
     python tests/accelerate/collectives_worker.py '{"log": "/dir", "operations": ["gather", ...]}'
 
-Group 2 leaves before the first time, and asks to come back when the others have done it without
-waiting for it; they do the second time when it asks. So it is away in both, heals in the third, and
-is there in the fourth. `<log>/<index>.json` gets what each call returned.
+Processes 0 and 1 stay. The others, from 2 on, are in the last replica group (`group`, its number).
+They leave before the first time, and ask to come back when the others have done it without waiting
+for them; those do the second time when they ask. So they are away in both, heal in the third, and
+are there in the fourth. `<log>/<index>.json` gets what each call returned.
 """
 
 from __future__ import annotations
@@ -115,14 +116,13 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)  # other processes' files announce nothing
 
 
-def asks(folder: Path) -> int:
+def asks(events: Path) -> int:
     """How often the victim has asked for a quorum that did not take it at once."""
-    text = (folder / f"{VICTIM}.events").read_text()
-    return text.count("waiting for the step in progress to end")
+    return events.read_text().count("waiting for the step in progress to end")
 
 
-def asks_again(folder: Path, before: int) -> bool:
-    return asks(folder) > before
+def asks_again(events: Path, before: int) -> bool:
+    return asks(events) > before
 
 
 def all_there(paths: list[Path]) -> bool:
@@ -137,6 +137,7 @@ def run(options: dict[str, Any]) -> None:
     from ft_accelerate import processes
 
     folder = Path(options["log"])
+    events = folder / f"{options['group']}.events"
     accelerator = Accelerator(cpu=True)
     accelerator.log_with = [make_tracker(folder, accelerator.process_index)]
     accelerator.init_trackers("job")
@@ -160,14 +161,14 @@ def run(options: dict[str, Any]) -> None:
     for name in options["operations"]:
         marks = [folder / f"{name}.{index}" for index in (0, 1)]
         for turn in range(4):
-            if accelerator.process_index == VICTIM:
+            if accelerator.process_index >= VICTIM:
                 if turn == 0:
                     processes.current()._leave()
                     until(partial(all_there, marks))
             elif turn == 1:
-                before = asks(folder)
+                before = asks(events)
                 marks[accelerator.process_index].touch()
-                until(partial(asks_again, folder, before))
+                until(partial(asks_again, events, before))
             results.setdefault(name, []).append(calls[name]())
     train(2)
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ft_core.rank_group import group_command
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("loop_worker.py")
 SCENARIOS = Path(__file__).with_name("scenarios.py")
-WAIT_S = 150.0
+WAIT_S = 60.0
 
 Line = dict[str, Any]
 
@@ -34,9 +34,15 @@ class Run:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, index: int, groups: int = 2, size: int = 1, **env: str
+        self,
+        index: int,
+        groups: int = 2,
+        size: int = 1,
+        launcher: Sequence[str] = (),
+        **env: str,
     ) -> subprocess.Popen[bytes]:
-        """Replica group `index` of `groups`; of `size` processes that live and die together."""
+        """Replica group `index` of `groups`; of `size` processes that live and die together.
+        `launcher`: python's arguments before the script."""
         prefix = "ACCELERATE_FAULT_TOLERANCE_"
         return self._start(
             {
@@ -50,13 +56,13 @@ class Run:
                 **env,
             },
             size,
+            launcher,
         )
 
     def start_by_torchrun(self, size: int) -> subprocess.Popen[bytes]:
         """The only replica group, of `size` processes, with torchrun as its launcher."""
-        return self.start(
-            0, 1, 1, TORCHRUN=json.dumps(["--standalone", "--nproc_per_node", str(size)])
-        )
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
+        return self.start(0, 1, launcher=torchrun)
 
     def start_plain(self, world_size: int = 2) -> list[subprocess.Popen[bytes]]:
         """Plain Accelerate on torch's DistributedDataParallel, the oracle."""
@@ -69,7 +75,9 @@ class Run:
             for rank in range(world_size)
         ]
 
-    def _start(self, env: dict[str, str], size: int = 1) -> subprocess.Popen[bytes]:
+    def _start(
+        self, env: dict[str, str], size: int = 1, launcher: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
         clean = {
             k: v
             for k, v in os.environ.items()
@@ -77,7 +85,7 @@ class Run:
         }
         path = self.log / f"output.{len(self.processes)}"
         with path.open("wb") as output:
-            command = [sys.executable, str(self.worker), json.dumps(self.options)]
+            command = [sys.executable, *launcher, str(self.worker), json.dumps(self.options)]
             process = subprocess.Popen(
                 group_command(command, size, parent_env=ENV_SUPERVISOR),
                 env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},

@@ -51,7 +51,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     worker = Path(__file__).with_name("collectives_worker.py")
     names = [*EXPECTED, "save_state", "load_state", "log"]
     with LighthouseServer(config=config) as server:
-        with running(folder, server.address(), worker, operations=names) as run:
+        with running(folder, server.address(), worker, operations=names, group=2) as run:
             run.wait(*[run.start(index, 3) for index in range(3)])
     texts = [(folder / f"{index}.json").read_text() for index in range(3)]
     tracked = [len(p.read_text().splitlines()) for p in sorted(folder.glob("tracked.*"))]

@@ -287,7 +287,10 @@ def test_plain_accelerate_launch_starts_the_groups(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_two_machines_train_together(tmp_path: Path) -> None:
-    """The same file and command on both, but for `machine_rank`; the first runs the lighthouse."""
+    """The same file and command on both, but for `machine_rank`; the first runs the lighthouse.
+
+    Each machine is a replica group of two processes.
+    """
     from ft_accelerate.cli_test import SCRIPT
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -296,6 +299,7 @@ def test_two_machines_train_together(tmp_path: Path) -> None:
         tmp_path,
         {
             **ON_CPU,
+            "num_processes": 4,
             "num_machines": 2,
             "main_process_ip": "127.0.0.1",
             "main_process_port": port,
@@ -314,9 +318,12 @@ def test_two_machines_train_together(tmp_path: Path) -> None:
     ]  # fmt: skip
     said = [machine.communicate(timeout=100)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], "".join(said)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert found[0]["weights"] == found[1]["weights"]
-    assert "starting replica group 1 of 2" in said[1]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert len({process["weights"] for process in found}) == 1
+    assert [process["group"] for process in found] == [0, 1, 2, 3]
+    assert [process["local_main"] for process in found] == [True, False, True, False]
+    assert "starting replica group 1 of 2, 2 processes each" in said[1]
+    assert "replica group 1 has finished" in said[1]  # its number in the job, not on the machine
 
 
 @pytest.mark.process

@@ -9,7 +9,7 @@ import pytest
 
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
-from tests.accelerate.harness import Line, compare, running
+from tests.accelerate.harness import Line, Run, compare, running
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
@@ -57,6 +57,8 @@ def test_equals_plain_ddp_bit_for_bit_also_with_discards(
     assert run.end(0)["digest"] == plain.end(0)["digest"]
     assert compare(run.lines(0), run.lines(1)) == len(run.lines(0))
     assert sum(run.end(i)["main"] for i in (0, 1)) == 1
+    if "save" in options:
+        in_one_group(tmp_path / "one", lighthouse, plain, **options)
     if "gather_loss" not in options:  # after which no step is open where these are injected
         for index in (0, 1):  # of the other's it hears only once it takes part in that step
             own = sum(by == index for by in inject.values())
@@ -64,6 +66,19 @@ def test_equals_plain_ddp_bit_for_bit_also_with_discards(
     if "save" in options:
         saved = sorted(p.name for p in (tmp_path / "ft" / "checkpoint_10").iterdir())
         assert saved == sorted(p.name for p in (tmp_path / "plain" / "checkpoint_10").iterdir())
+
+
+def in_one_group(log: Path, lighthouse: str, plain: Run, **options: object) -> None:
+    """Two processes that torchrun starts are one replica group, and no less equal to plain DDP."""
+    with running(log, lighthouse, **options) as run:
+        run.wait(run.start_by_torchrun(2))
+    for index in (0, 1):
+        mine, expected = run.lines(index), plain.lines(index)
+        for key in ("step", "index", "epoch", "batch", "weights", "lr", "ticks"):
+            assert [x[key] for x in mine] == [x[key] for x in expected], key
+        for key in ("processes", "index", "accuracy", "weights", "main"):
+            assert run.end(index)[key] == plain.end(index)[key], key
+        assert run.evaluations(index) == plain.evaluations(index)
 
 
 def test_three_replicas_equal_plain_ddp_to_rounding(tmp_path: Path, lighthouse: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +39,7 @@ def test_a_rank_is_killed_and_its_group_comes_back_as_a_whole(
     No two processes begin with the same weights: the first one's count, as with
     DistributedDataParallel.
     """
-    options = {"epochs": EPOCHS, "samples": SAMPLES, "norm": False}
+    options = {"epochs": EPOCHS, "samples": SAMPLES, "norm": False, "seedable": True}
     with running(tmp_path / "plain", **options, batch_size=4 * BATCH) as plain:
         plain.wait(*plain.start_plain(1))
     two = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
@@ -65,3 +67,30 @@ def test_a_rank_is_killed_and_its_group_comes_back_as_a_whole(
             assert set(line["batch"]) < set(alike["batch"])
     whole = {line["step"] for index in (2, 3) for line in run.lines(index)}
     assert whole == set(range(1, EPOCHS * STEPS + 1))
+
+
+REACHES: dict[str, tuple[Any, Any]] = {  # (processes 2 and 3 are away, all are there)
+    "gather": ([1.0, 2.0, 1.0, 2.0], [1.0, 2.0, 3.0, 4.0]),
+    "gather_for_metrics": ([1, 2, 1, 2], [1, 2, 3, 4]),
+    "gather_object": (["p1", "p2"], ["p1", "p2", "p3", "p4"]),
+    "reduce_sum": (6.0, 10.0),
+    "reduce_mean": (1.5, 2.5),
+    "broadcast": ([1], [3]),
+    "broadcast_object_list": (["p1"], ["p3"]),
+    "wait_for_everyone": ("out", "out"),
+}
+
+
+def test_operations_reach_all_processes_while_a_group_is_away(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """Four processes bring 1 to 4; the group of the last two leaves, heals and is back."""
+    worker = Path(__file__).with_name("collectives_worker.py")
+    with running(tmp_path, lighthouse, worker, operations=list(REACHES), group=1) as run:
+        run.wait(*[run.start(index, 2, 2) for index in (0, 1)])
+    ends = [json.loads((tmp_path / f"{index}.json").read_text()) for index in EVERYBODY]
+    for name, (away, there) in REACHES.items():
+        for index, end in enumerate(ends):
+            assert end["results"][name] == [away, away, away, there], f"{name}, process {index}"
+    assert all(end["weight"] == ends[0]["weight"] for end in ends)
+    assert [end["main"] for end in ends].count(True) == 1

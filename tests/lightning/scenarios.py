@@ -11,6 +11,7 @@ returns what must be equal (over replicas, or to stock `ddp` in as many processe
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
 import json
 import os
@@ -562,6 +563,8 @@ def around(place: Place) -> Result:
         def on_train_start(self) -> None:
             super().on_train_start()
             seen["wrote"] = os.path.exists(logger.log_dir)
+            strategy = copy.deepcopy(self.trainer.strategy)
+            seen["copied"] = [strategy.manager is None, type(strategy.model) is type(self)]
 
     trainer = place.trainer(max_epochs=1, logger=logger)
     fit(trainer, Saying(place))

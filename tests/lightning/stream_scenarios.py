@@ -22,17 +22,15 @@ class Stream(IterableDataset[Any]):
     def __init__(self, place: Place) -> None:
         self.images, self.labels = (t[place.rank :: 2].clone() for t in data().tensors)
         self.images[:, 0] = torch.arange(len(self.images)) / 64
-        self.at = 0
+        self.at = self.start = 0
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        start, self.at = self.at, 0
-        for index in range(start, len(self)):
-            self.at = index + 1
-            yield self.images[index], self.labels[index]
-        self.at = 0
+        self.at, self.start = self.start, 0
+        for self.at in range(self.at + 1, len(self) + 1):
+            yield self.images[self.at - 1], self.labels[self.at - 1]
 
 
 class Resumable(Stream):
@@ -40,7 +38,7 @@ class Resumable(Stream):
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+        self.start = state["at"]
 
 
 class ResumableLoader:

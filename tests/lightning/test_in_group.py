@@ -93,7 +93,7 @@ def test_ranks_begin_with_the_state_of_the_first() -> None:
         names = together(*[lambda r=r: script(r) for r in (0, 1)])
         assert names == [str(states[0])] * 2
         assert states[1] == {"weights": 1}
-        groups[1].apart(lambda: groups[1].barrier())()  # waits for nobody
+        groups[1].apart(groups[1].barrier)()  # waits for nobody
 
 
 def test_a_stranger_at_the_door_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +26,8 @@ class Logger:
 
 
 @pytest.fixture(autouse=True)
-def rank() -> Iterator[None]:
-    function: Any = rank_zero_only
-    before = function.rank
-    yield
-    function.rank = before
+def rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
 
 
 def speaks() -> bool:
@@ -78,10 +74,11 @@ def test_others_are_silent_until_the_first_quorum(place: Scope) -> None:
 
 
 def test_a_logger_that_cannot_be_silenced_silences_its_group() -> None:
-    class Fixed(Logger):
-        __slots__ = ("extra",)
+    class Final(Logger):
+        def __init_subclass__(cls) -> None:
+            raise TypeError("no subclasses")
 
-    loggers = [Logger(), Fixed()]
+    loggers = [Logger(), Final()]
     assert not before_quorum(trainer(*loggers), scope(0), None)
     assert not speaks() and type(loggers[0]) is Logger
 

@@ -108,7 +108,7 @@ def test_torchmetrics_objects_see_what_all_have(case: str, division: tuple[int, 
         start += size
     sent = [metric_states.pack(metric_states.states(m, {"metric": 0})) for m in members]
     for member in members:
-        own = {k: v for k, v in member.metric.metric_state.items()}
+        own = dict(member.metric.metric_state)
         undo = metric_states.share(member, [metric_states.unpack(each) for each in sent])
         torch.testing.assert_close(member.metric.compute(), truth.compute())
         undo()
