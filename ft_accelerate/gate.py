@@ -1,9 +1,8 @@
-"""The manager as the models see it: it may be replaced, and gradients survive a discarded step.
+"""The manager as the models see it: it comes later, and gradients survive a discarded step.
 
-A process that comes back may leave the quorum and join it again while its script catches up, each
-time with a new manager; models are prepared once. And a raw loop can't be asked to compute a batch
-again, so local gradients are kept until the step is committed: a discarded step is tried again from
-them, with whoever is left, and the script does not notice.
+Models are prepared before there is a manager, whose state they are part of. And a raw loop can't be
+asked to compute a batch again, so local gradients are kept until the step is committed: a discarded
+step is tried again from them, with whoever is left, and the script does not notice.
 
 Keeping them costs memory and no time: autograd's own tensors, which the reducer has copied to its
 buckets and would let go of, live on until the vote.

@@ -40,7 +40,9 @@ class Passes:
         generator = generator_of(loader)
         iteration = course.begin(generator.get_state() if generator is not None else None)
         resumed = _take_resumed(loader)
-        length = None if _length(loader) is None else _length(loader) - _done_in(resumed)
+        length = _length(loader)
+        if length is not None:
+            length -= _done_in(resumed)
         real: Iterator[Any] | None = None
         try:
             while True:

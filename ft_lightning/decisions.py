@@ -22,7 +22,6 @@ Per-group commit carries nothing: each group then decides for itself.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
@@ -33,6 +32,7 @@ import torch
 
 from ft_lightning import position
 from ft_lightning.batches import adopt, release
+from ft_lightning.fingerprint import Hyperparameters, digest
 
 log = logging.getLogger("ft_lightning")
 
@@ -54,8 +54,7 @@ class Decisions:
         self._differences = 0
         self._aligned = True
         self._mine: list[bytes] = [b"", b""]
-        self._groups: Any = None
-        self._groups_digest = b""
+        self._hyperparameters = Hyperparameters()
         adopt(trainer, _asking(self))
 
     def release(self) -> None:
@@ -143,20 +142,15 @@ class Decisions:
 
     def _fingerprint(self, optimizer: Any, update: int) -> list[bytes]:
         trainer = self._trainer
-        groups = [
-            [(key, _plain(group[key])) for key in sorted(group) if key != "params"]
-            for known in trainer.optimizers
-            for group in known.param_groups
-        ]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        hyperparameters = [groups, scaler.state_dict() if scaler is not None else None]
-        if hyperparameters != self._groups:
-            self._groups, self._groups_digest = hyperparameters, _digest(hyperparameters)
+        hyperparameters = self._hyperparameters.digest(
+            trainer.optimizers, scaler.state_dict() if scaler is not None else None
+        )
         number = next((i for i, o in enumerate(trainer.optimizers) if o is optimizer), -1)
         place = [trainer.global_step, number, update]
         if self._aligned:
             place += [position.epoch(trainer), position.batch_index(trainer)]
-        return [self._groups_digest, _digest(place)]
+        return [hyperparameters, digest(place)]
 
     # ------------------------------------------------------------------ validation by the clock
 
@@ -209,16 +203,3 @@ def _asking(decisions: Decisions) -> Any:
         return {"should_stop": property(get, put), "early_stopping_callbacks": property(callbacks)}
 
     return methods
-
-
-def _plain(value: Any) -> Any:
-    """Hyperparameters that all processes write alike; other objects say nothing."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist() if value.numel() == 1 else None
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str)) else None
-
-
-def _digest(value: Any) -> bytes:
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()

@@ -189,14 +189,15 @@ class FabricRoundsMixin(FabricScopedMixin):
     def _warn(self, name: str) -> None:
         """Once, if a stock user would get something else than what he asked for."""
         manager = self._manager
-        if self._warned or name == "barrier" or self.world_size == 1 or manager is None:
+        if self._warned or name == "barrier" or self.world_size == 1 or not self._votes_each_step:
             return
-        if self._window.local or self._lost or manager.left():
+        trained = manager is not None and manager.last_outcome() is not None
+        if trained and (self._window.local or self._lost or manager.left()):
             return  # it comes again, or this group has no peers at this place
         self._warned = True
         why = (
             "before the first batch"
-            if manager.last_outcome() is None
+            if not trained
             else "where replica groups need not be at the same place"
         )
         log.warning(

@@ -183,6 +183,13 @@ class FTFabricMixin(FabricStepMixin):
             return
         self._launcher = SupervisorLauncher(self.scope, self._options)  # type: ignore[assignment]
 
+    def setup_environment(self) -> None:
+        """Called by Fabric when it is launched, or made under `fabric run`."""
+        if self.scope.role is Role.SUPERVISOR:
+            assert isinstance(self._launcher, SupervisorLauncher)
+            self._launcher.launch(lambda: None)  # `fabric run`: the script is not to call launch
+        super().setup_environment()
+
     def _setup_distributed(self) -> None:
         """No default process group: Fabric would take the replica group for the world."""
         self._set_world_ranks()

@@ -36,7 +36,8 @@ class Rounds:
         """Whether the validation under way is divided: its tallies are what all meet for."""
 
     @property
-    def _off(self) -> bool:
+    def off(self) -> bool:
+        """Whether each group is for itself here."""
         trainer = self._trainer
         # Epochs of unknown length may end at another step elsewhere: then each is for itself.
         endless = trainer.num_training_batches == float("inf")
@@ -45,12 +46,12 @@ class Rounds:
 
     def meet(self, *, tally: bool = False) -> None:
         """A validation's batches are over, nothing is logged: who died meanwhile does not lead."""
-        if self._round is not None and not self._off and self.divided == tally:
+        if self._round is not None and not self.off and self.divided == tally:
             self._round(None)
 
     def gather(self, mine: Any) -> Gathered | None:
         """Show all members what each has: plain values and tensors. None: each for itself now."""
-        if self._round is None or self._off:
+        if self._round is None or self.off:
             return None
         result = self._round(metric_states.pack(mine))
         if result is None:
@@ -59,12 +60,12 @@ class Rounds:
 
     def validation_metrics(self) -> None:
         """A validation's metrics are complete, nobody has acted on them: take the first member's."""
-        if not self._off:
+        if not self.off:
             self._agree(lambda result: False)
 
     def epoch_metrics(self) -> None:
         """An epoch's metrics are complete, nobody has acted on them: sum up, then as above."""
-        if not self._off:
+        if not self.off:
             self._agree(lambda result: result.meta.sync.should or not result.is_tensor)
 
     def shared_metrics(self, known: set[str]) -> None:

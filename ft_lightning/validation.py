@@ -75,6 +75,9 @@ class Validation:
         """The loaders are there and are not read yet: agree on the shares."""
         if not self._running or self._trainer.sanity_checking:
             return
+        if self._rounds.off:
+            self._warn()
+            return
         indices = self._index_lists()
         mine = b"" if indices is None else _digest(indices)
         result = self._rounds.gather(mine)
@@ -241,7 +244,8 @@ class Validation:
             log.warning(
                 'validation="sharded": this validation is not divided, each replica group does '
                 "all of it: only DataLoaders over map-style datasets can be, one or several in "
-                "sequence, whose samplers give the same indices in all groups"
+                "sequence, whose samplers give the same indices in all groups; in epochs of known "
+                "length, and where groups take each step together (not with DiLoCo and LocalSGD)"
             )
 
     @property

@@ -42,7 +42,6 @@ OPTIONS: dict[str, Any] = {
     "holds": [],
     "inject": {},  # {"<step>": index}: in the discriminator's update
     "inject_second": {},  # in the generator's
-    "far": 0,  # membership.FAR_BATCHES
 }
 
 
@@ -193,10 +192,8 @@ if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
     given = {**OPTIONS, **json.loads(sys.argv[1])}
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
-        from ft_accelerate import membership
         from ft_accelerate.install import install  # what the installed package does by itself
 
-        membership.FAR_BATCHES = given["far"] or membership.FAR_BATCHES
         install()
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)

@@ -177,7 +177,9 @@ def run(options: dict[str, Any]) -> None:
 
     end = {"results": results, "weight": weight(), "main": accelerator.is_main_process}
     # Now the scripts part, where gradients have gone without a header for two steps.
-    if accelerator.process_index == VICTIM:
+    if options.get("stay_together"):
+        pass
+    elif accelerator.process_index == VICTIM:
         try:
             accelerator.gather(torch.ones(1))
         except RuntimeError as error:

@@ -162,6 +162,7 @@ def local_training(options: dict[str, Any], accelerator: Any, model: Any) -> Any
         model=model,
         local_sgd_steps=options["local_steps"],
         enabled=bool(options["local"]),
+        **({"fragments": 2, "codec": "int8"} if options["local"] == "diloco" else {}),
     )
 
 

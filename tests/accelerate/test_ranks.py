@@ -86,7 +86,8 @@ def test_operations_reach_all_processes_while_a_group_is_away(
 ) -> None:
     """Four processes bring 1 to 4; the group of the last two leaves, heals and is back."""
     worker = Path(__file__).with_name("collectives_worker.py")
-    with running(tmp_path, lighthouse, worker, operations=list(REACHES), group=1) as run:
+    options = {"operations": list(REACHES), "group": 1, "stay_together": True}
+    with running(tmp_path, lighthouse, worker, **options) as run:
         run.wait(*[run.start(index, 2, 2) for index in (0, 1)])
     ends = [json.loads((tmp_path / f"{index}.json").read_text()) for index in EVERYBODY]
     for name, (away, there) in REACHES.items():

@@ -7,6 +7,7 @@ with the same bits as one without.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ft_accelerate.transformers_start import being_written
 from tests.accelerate.installed import installed
 
 pytest.importorskip("transformers")
@@ -128,16 +130,21 @@ def test_the_others_go_on_and_the_killed_one_catches_up(tmp_path: Path) -> None:
 
 def test_resuming_from_the_last_checkpoint(tmp_path: Path) -> None:
     """A second job resumes, and one of its processes is started again when newer checkpoints are
-    there: it must not begin from those."""
+    there: it must not begin from those, nor from one whose writer had died."""
     out = tmp_path / "ft"
     protected(TRAINER, out, "--save_steps", "13", "--max_steps", "13")
     (out / "checkpoints" / "checkpoint-13" / "trainer_state.json").stat()
+    torn = out / "checkpoints" / "checkpoint-14"
+    with contextlib.suppress(KeyboardInterrupt), being_written(torn):
+        (torn / "trainer_state.json").write_text('{"epoch": 0.')
+        raise KeyboardInterrupt
     found, _ = protected(
         TRAINER, out, "--save_steps", "13", "--max_steps", "39", "--resume",
         kills="1:0:on_step_end:20",
     )  # fmt: skip
     same(*found)
     assert found[0]["global_step"] == 39
+    assert not torn.exists()
 
 
 def test_sft_trainer_of_trl(tmp_path: Path) -> None:

@@ -52,13 +52,16 @@ class Worker:
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.log = Path(options["log"])
-        self.fabric = Fabric(
-            accelerator="cpu",
-            strategy=options["strategy"],
-            devices=options["devices"],
-            precision=options["precision"],
-        )
-        self.fabric.launch()
+        if os.environ.get("LT_CLI_USED"):  # `fabric run` has the options, and launches
+            self.fabric = Fabric()
+        else:
+            self.fabric = Fabric(
+                accelerator="cpu",
+                strategy=options["strategy"],
+                devices=options["devices"],
+                precision=options["precision"],
+            )
+            self.fabric.launch()
         self.fabric.seed_everything(7, verbose=False)
         self.strategy: Any = self.fabric.strategy
         self.ours = options["strategy"] == "ft_ddp"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -66,21 +67,37 @@ def test_equals_stock_ddp_with_discarded_steps_and_resumes(tmp_path: Path, light
             assert values(again.lines(index), key) == rest, key
 
 
-def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path) -> None:
-    options = {"worker": WORKER, "devices": 2, "epochs": 5, "step_delay_s": 0.05, "hold": 17}
+CLI = "import ft_lightning; from lightning.fabric.cli import _main; _main()"
+FABRIC_RUN = ["-c", CLI, "run", "--strategy", "ft_ddp", "--accelerator", "cpu", "--devices", "2"]
+
+
+def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
+    """Replica group 1 is killed, comes back at its peer's place, gets a SIGTERM, comes back again.
+
+    Batches have two updates or one.
+    """
+    options: dict[str, Any] = {"worker": WORKER, "through": FABRIC_RUN, "devices": 2, "epochs": 5}
+    options |= {"critic": True, "step_delay_s": 0.05, "hold": 18, "holds": {"validation:60": "on"}}
+    events = tmp_path / "events.jsonl"
     with running(tmp_path, **options) as run:
-        main = run.start()
+        main = run.start(FT_EVENT_LOG=str(events))
         for index in (0, 1):
             run.until_step(index, 3)
         first = run.lives(1)[0]
         os.kill(first, signal.SIGKILL)
         run.until(lambda: len(run.lives(1)) == 2, "the second life of replica 1")
         run.go()
+        second = run.lives(1)[1]
+        run.until(lambda: any(line["pid"] == second for line in run.lines(1)), "it to heal")
+        os.kill(second, signal.SIGTERM)
+        run.until(lambda: len(run.lives(1)) == 3, "the third life of replica 1")
+        (tmp_path / "on").touch()
         run.wait(main)
+        assert "replica group 1 failed with exit code 143; it is started again" in run.output()
     alone = {line["step"]: line for line in run.lines(0)}
-    healed = [line for line in run.lines(1) if line["pid"] != first]
-    assert healed[0]["step"] > 17
-    assert len(healed) > 5
+    lives = {pid: [x for x in run.lines(1) if x["pid"] == pid] for pid in run.lives(1)}
+    assert lives[second][0]["step"] > 18
+    assert len(lives) == 3 and all(lives.values())
     for line in run.lines(1):
         other = alone[line["step"]]
         for key in AGREE:
@@ -92,3 +109,10 @@ def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path)
     for epoch in range(5):
         mine = [x for line in alone.values() if line["epoch"] == epoch for x in line["batch"]]
         assert len(mine) == len(set(mine)) == 38
+    # The other one has lost nothing by the SIGTERM.
+    told = [json.loads(text) for text in events.read_text().splitlines()]
+    mine = [e for e in told if e["name"] == "0" and e["kind"] in ("commit", "discard")]
+    both = [i for i, e in enumerate(mine) if e.get("participants") == 2]
+    healed = next(i for i in both if i and mine[i - 1].get("participants") != 2)
+    left = next(i for i in range(healed, len(mine)) if mine[i].get("participants") != 2)
+    assert left > healed and mine[left]["kind"] == "commit"

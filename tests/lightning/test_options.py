@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from ft_core.config import ReplicaEnv
+from ft_lightning.fingerprint import Hyperparameters
 from ft_lightning.options import Options, job_of, refuse_ddp_options
 from ft_lightning.scope import Role, Scope
 
@@ -35,6 +37,8 @@ FINE: dict[str, Any] = {
         ({"timeout_s": 0.0}, "timeout_s must be positive"),
         ({"quorum_timeout_s": -1.0}, "quorum_timeout_s must be positive"),
         ({"commit": "mine"}, "commit must be"),
+        ({"validation": "divided"}, "validation must be"),
+        ({"validation": "sharded", "commit": "group"}, 'needs commit="quorum"'),
         ({"max_restarts": -1}, "max_restarts must not be negative"),
     ],
 )
@@ -71,3 +75,32 @@ def test_who_is_alone_has_a_job_of_its_own() -> None:
     ):
         assert job_of(Options(**options), scope, known) is None
     assert job_of(Options(**{**FINE, "job_id": "mine"}), alone, ReplicaEnv()) == "mine"
+
+
+def test_hyperparameters_are_equal_or_not_whatever_changed_and_how() -> None:
+    """The digest that votes carry: equal for equal numbers, another one for each change."""
+
+    def optimizer(**options: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], **options)
+
+    rate = torch.tensor(1.0)
+    watched = [optimizer(lr=1), optimizer(lr=rate, betas=(0.5, torch.tensor(0.9)))]
+    known = Hyperparameters()
+    seen = [known.digest(watched, None)]
+    assert known.digest(watched, None) == seen[0]
+    watched[0].param_groups[0]["lr"] = 1.0  # as a scheduler leaves it
+    assert known.digest(watched, None) == seen[0]
+
+    def step(change: Any, *args: Any) -> None:
+        change(*args)
+        seen.append(known.digest(watched, {"scale": len(seen) // 5}))
+        assert seen[-1] == Hyperparameters().digest(watched, {"scale": (len(seen) - 1) // 5})
+
+    group = watched[0].param_groups[0]
+    step(group.update, {"lr": 0.5})
+    step(rate.fill_, 0.25)
+    step(watched[1].param_groups[0]["betas"][1].fill_, 0.8)
+    step(group.update, {"own": "name"})
+    step(group.pop, "own")
+    step(watched[0].add_param_group, {"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert len(set(seen)) == len(seen)

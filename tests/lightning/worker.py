@@ -199,7 +199,7 @@ class Recorder(Callback):
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "batch_idx": batch_idx,
-            "norm": float(flat.abs().sum()),
+            "norm": sum(float(p.abs().sum()) for p in module.parameters() if p.dim() > 1),
             "module_batch_idx": module.batch_idx,
             "last": trainer.is_last_batch,
             "total": trainer.fit_loop.total_batch_idx,

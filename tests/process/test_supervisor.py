@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ft_core.rank_group import BROKEN_EXIT_CODE, group_command
 from ft_core.supervisor import Child, Policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,3 +189,15 @@ def test_failing_script_is_not_run_for_ever(tmp_path: Path) -> None:
     parent = start(tmp_path, "sys.exit(3)")
     assert parent.wait(30) == 3
     assert parent.communicate()[1].count(b"failed with exit code 3") >= 2
+
+
+@pytest.mark.parametrize("broken", ["0", "1"])
+def test_a_rank_that_only_noticed_does_not_speak_for_its_group(broken: str) -> None:
+    """It ends first; the other is killed for it, and the group ends as one that was killed."""
+    script = (
+        "import os, signal, sys\n"
+        f"sys.exit({BROKEN_EXIT_CODE}) if os.environ['RANK'] == sys.argv[1] else signal.pause()"
+    )
+    command = group_command([sys.executable, "-c", script, broken], 2, parent_env="PARENT")
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=30)
+    assert ended.returncode == -signal.SIGKILL
