@@ -113,10 +113,11 @@ class Exchange:
             return None
         # One that has just come back may bring a tensor that was made (padded, say) when it did not
         # count yet: it does not count in this either.
-        return [  # type: ignore[misc]
+        counted = [
             None if s is not None and s[3] != reference[3] and row[6] <= JUST_BACK_EVENTS else s
             for s, row in zip(said, rows, strict=True)
         ]
+        return counted  # type: ignore[return-value]
 
     def rows(self, payload: Tensor, nbytes: int) -> Tensor:
         """`payload` (bytes, up to `nbytes` of them) of every process: shape (slots, nbytes)."""

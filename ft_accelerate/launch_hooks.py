@@ -252,6 +252,8 @@ def _instead_of_torchrun(stock: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_multi_gpu_env(args: Any) -> Any:
         _refuse_first(args)
         env = stock(args)
+        if not hasattr(args, "training_script"):
+            return env  # it is not `accelerate launch` that calls
         script = [args.training_script, *args.training_script_args]
         _launch_if_wanted(args, [sys.executable, *(["-m"] if args.module else []), *script], env)
         return env

@@ -114,16 +114,18 @@ class DiLoCo(LocalSGD):
         schedule = Schedule(local_sgd_steps, len(self._fragments))
         ends = accumulate(schedule.slot_steps(f.index) for f in self._fragments)
         self._due = dict(zip(ends, self._fragments, strict=True))
-        self._alpha, self._codec = fragment_update_alpha, None if codec is None else codec_named(codec)
+        self._alpha = fragment_update_alpha
+        self._codec = None if codec is None else codec_named(codec)
         self._last = {p: p.detach().clone() for f in self._fragments for p in f.parameters}
         self.outer_optimizer = (outer_optimizer or _nesterov)(list(self._last.values()))
         processes.current().gate.register_state_dict_fn("diloco", self._load, self._save)
 
     def step(self) -> None:
         self.num_steps += 1
-        due = self._due.get((self.num_steps - 1) % self.local_sgd_steps + 1) if self.enabled else None
-        if due is not None:
-            self._meet(due)
+        if self.enabled:
+            due = self._due.get((self.num_steps - 1) % self.local_sgd_steps + 1)
+            if due is not None:
+                self._meet(due)
 
     def _sync_and_avg_model_params(self) -> None:
         for fragment in self._fragments:
@@ -230,7 +232,8 @@ def _means(
                     mean = exchange.reduce(flat, ReduceOp.AVG)
                 else:
                     mean = exchange.coded_mean(flat, codec)
-                for tensor, value in zip(these, mean.split([t.numel() for t in these]), strict=True):
+                values = mean.split([t.numel() for t in these])
+                for tensor, value in zip(these, values, strict=True):
                     found[id(tensor)] = value.view_as(tensor)
         return [found[id(t)] for t in every]
 

@@ -1,8 +1,9 @@
 """What a process that comes back takes from its peers: all that `save_state` would save, and more.
 
 Models, optimizers, schedulers, scaler, registered objects, generators and seeds of the data loaders'
-samplers, states of stateful loaders, the number of the next checkpoint. Random number generators are not copied: equal dropout
-masks on two replicas would correlate their gradients; they are seeded anew (`reseed`).
+samplers, states of stateful loaders, the number of the next checkpoint. Random number generators are
+not copied: equal dropout masks on two replicas would correlate their gradients; they are seeded anew
+(`reseed`).
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ there, and a Trainer takes only its own), `ft_lightning.fabric` and `ft_lightnin
 for Fabric. `ft_lightning.FTDDPStrategy` is the one that fits what
 is imported already.
 
-Map: scope (who is who) - strategy (Lightning's view) - step (quorum, vote, retry), replay (several
+Map: scope, slurm, nominal (who is who) - strategy (Lightning's view) - step (quorum, vote, retry), replay (several
 steps in a batch), logged (what retries must not log twice) - decisions, rounds, hooks (decided by
-all, at a step and between batches) - collectives (how far calls reach) - leader, checkpoints (who
+all, at a step and between batches) - collectives, in_group (how far calls reach) - leader, checkpoints (who
 writes) - healing (a checkpoint that travels) - position (loop counters) - batches (data at the
 right place) -
-launcher and supervisor (one process a replica group) - registration (names; `import ft_lightning`
+launcher (replica groups under a supervisor) - registration (names; `import ft_lightning`
 registers, ft_lightning_autoload does without, `python -m ft_lightning` too) - fabric_strategy,
 fabric_data (Fabric) - counts, reporting (progress bar, loggers, picture) - diloco (strategies
 whose replica groups talk every so many steps), diloco_driver, diloco_state.

@@ -25,6 +25,7 @@ from torch import nn
 from ft_lightning import diloco_state
 from ft_lightning.diloco_arguments import DiLoCoArguments, LocalSGDArguments
 from ft_lightning.diloco_driver import InnerSteps
+from ft_lightning.fabric_step import FabricStepMixin
 from ft_lightning.fabric_strategy import FTFabricMixin
 
 
@@ -185,7 +186,7 @@ class FabricPeriodicMixin(FTFabricMixin):
         """Called by `optimizer.step()`: an inner step, once a batch however many optimizers."""
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
         result = None if closure is None else closure()
-        output = super(FTFabricMixin, self).optimizer_step(optimizer, **kwargs)
+        output = super(FabricStepMixin, self).optimizer_step(optimizer, **kwargs)
         self._stepped = True
         return output if closure is None else result
 

@@ -192,7 +192,7 @@ class FabricRoundsMixin(FabricScopedMixin):
         if self._warned or name == "barrier" or self.world_size == 1 or not self._votes_each_step:
             return
         trained = manager is not None and manager.last_outcome() is not None
-        if trained and (self._window.local or self._lost or manager.left()):
+        if trained and (self._window.local or self._lost or self._known_manager.left()):
             return  # it comes again, or this group has no peers at this place
         self._warned = True
         why = (

@@ -49,6 +49,8 @@ class FabricStepMixin(FabricRoundsMixin):
         """Of the loader whose batches windows begin with."""
         self._before: list[tuple[int, int, bool]] = []
         """Places of the loaders when the window began."""
+        self._alone: Any = None
+        """The optimizer that steps, where no loader says where a batch begins."""
         self._kept: list[Tensor] | None = None
         """Buffers to put back when this pass of the loop has left out what it must."""
 
@@ -173,14 +175,14 @@ class FabricStepMixin(FabricRoundsMixin):
         """
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
         result = None if closure is None else closure()
-        self.last_step_committed = self._decide()
+        self.last_step_committed = self._decide(optimizer)
         if self.last_step_committed:
             output = super().optimizer_step(optimizer, **kwargs)
             return output if closure is None else result
         self._forget_scaling(optimizer)
         return result
 
-    def _decide(self) -> bool:
+    def _decide(self, optimizer: Any) -> bool:
         """Whether the gradients at hand are to be applied."""
         window, manager = self._window, self._manager
         if window.void:
@@ -198,6 +200,13 @@ class FabricStepMixin(FabricRoundsMixin):
                 "the optimizer was stepped without a step under way: fetch a batch (in train mode, "
                 "with gradients enabled) before, and compute the gradients of a further update of "
                 "that batch with fabric.backward(loss), in place of loss.backward()"
+            )
+        if self._fed_by_loader or self._alone is None or self.world_size == 1:
+            self._alone = optimizer
+        if self._alone is not optimizer:
+            raise RuntimeError(
+                "optimizers that take turns need data from fabric.setup_dataloaders: else a "
+                "replica group that comes back cannot know whose turn it is"
             )
         return self._vote()
 

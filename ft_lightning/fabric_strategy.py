@@ -305,14 +305,15 @@ class FTFabricMixin(FabricStepMixin):
         if in_round:
             return {"round": self._round_of}
         lead = self._lead
+        # Of where the window began: its batches are what the target begins with.
+        places = self._before if self._votes_each_step else self._places()
         return {
             **self._places_to_receive(),
             "updates": self._window.done,
             "lead": -1 if lead is None else self.progress.places.index(lead),
             "schedulers": [s.state_dict() for s in self._schedulers],
             "precision": self.precision.state_dict(),
-            # Of where the window began: its batches are what the target begins with.
-            "progress": {**self.progress.state_dict(), "places": [[*p] for p in self._before]},
+            "progress": {**self.progress.state_dict(), "places": [[*p] for p in places]},
             "registered": {
                 name: dict(thing) if isinstance(thing, dict) else thing.state_dict()
                 for name, thing in self._registered.items()

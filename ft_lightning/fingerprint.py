@@ -51,11 +51,16 @@ class _Group:
 
     def changed(self, group: dict[str, Any]) -> bool:
         """Whether its digest is another one than at the last call."""
-        if len(group) != len(self._keys) or not all(map(group.__contains__, self._keys)):
+        try:
+            values = self._get(group) if len(group) == len(self._keys) else None
+        except KeyError:
+            values = None
+        if values is None:
             self._keys = tuple(sorted(group))  # "params" and at least a learning rate
             self._get, self._mutable = itemgetter(*self._keys), set()
             self._values, self._plain = (), [None] * len(self._keys)
-        before, values = self._values or (self,) * len(self._keys), self._get(group)
+            values = self._get(group)
+        before = self._values or (self,) * len(self._keys)
         if not self._mutable and all(map(is_, values, before)):
             return False
         for index, key in enumerate(self._keys):

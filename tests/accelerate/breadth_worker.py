@@ -198,3 +198,6 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)
     run(given)
+    if given["dynamo"]:
+        sys.stdout.flush()
+        os._exit(0)  # plain torch, too, may hang where an interpreter with compiled modules ends

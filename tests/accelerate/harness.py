@@ -20,7 +20,7 @@ from ft_core.rank_group import group_command
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("loop_worker.py")
 SCENARIOS = Path(__file__).with_name("scenarios.py")
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 Line = dict[str, Any]
 

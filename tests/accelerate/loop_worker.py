@@ -33,6 +33,7 @@ OPTIONS: dict[str, Any] = {
     "norm": True,
     "dropout": 0.0,
     "seed": 7,
+    "far": 0,  # membership.FAR_BATCHES
     "first_seed_only": False,  # the others begin with weights of their own
     "step_delay_s": 0.0,
     "eval_delay_s": 0.0,
@@ -267,10 +268,13 @@ def run(options: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
+    given = {**OPTIONS, **json.loads(sys.argv[1])}
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
+        from ft_accelerate import membership
         from ft_accelerate.install import install  # what the installed package does by itself
 
+        membership.FAR_BATCHES = given["far"] or membership.FAR_BATCHES
         install()
-    run({**OPTIONS, **json.loads(sys.argv[1])})
+    run(given)
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
         os._exit(0)  # torch's own Gloo group now and then aborts or hangs at exit, when all is done

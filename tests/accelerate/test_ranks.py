@@ -37,19 +37,20 @@ def test_a_rank_is_killed_and_its_group_comes_back_as_a_whole(
     step is trained without both groups, so the fault must not show in the numbers.
 
     No two processes begin with the same weights: the first one's count, as with
-    DistributedDataParallel.
+    DistributedDataParallel. The group that comes back leaves the quorum while it catches up.
     """
     options = {"epochs": EPOCHS, "samples": SAMPLES, "norm": False, "seedable": True}
     with running(tmp_path / "plain", **options, batch_size=4 * BATCH) as plain:
         plain.wait(*plain.start_plain(1))
     two = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     with running(
-        tmp_path / "ft", lighthouse, holds=["step-14"], first_seed_only=True, **options
+        tmp_path / "ft", lighthouse, holds=["step-14"], far=5, first_seed_only=True, **options
     ) as run:
         zero, one = (run.start(index, 2, 2, **two) for index in (0, 1))
         again = run.killed_and_back(one, 1, hold="step-14", of=0, size=2)
         run.wait(zero, again)
     assert one.returncode == -signal.SIGKILL  # as the rank did
+    assert " batches behind" in (tmp_path / "ft" / "1.events").read_text()
     assert [len(run.lives(index)) for index in EVERYBODY] == [1, 1, 2, 2]
     ends = [run.end(index) for index in EVERYBODY]
     assert [(end["index"], end["processes"]) for end in ends] == [(i, 4) for i in EVERYBODY]

@@ -32,7 +32,6 @@ class Run:
     def __init__(self, log: Path, lighthouse: str, **options: Any) -> None:
         self.log, self.lighthouse = log, lighthouse
         self.script = options.pop("worker", self.script)
-        self.through: list[str] = options.pop("through", [])  # Python's arguments before the script
         self.options = {"log": str(log), **options}
         self.processes: list[subprocess.Popen[bytes]] = []
 

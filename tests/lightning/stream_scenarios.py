@@ -29,7 +29,8 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.at, self.start = self.start, 0
-        for self.at in range(self.at + 1, len(self) + 1):
+        while self.at < len(self):
+            self.at += 1
             yield self.images[self.at - 1], self.labels[self.at - 1]
 
 

@@ -115,3 +115,16 @@ def test_global_values_are_shown_and_the_own_put_back() -> None:
     diloco_state.put_back(module, before)
     assert layer.weight.equal(own)
     assert DiLoCo.KEY == "diloco"
+
+
+@pytest.mark.parametrize("name", ["FTDiLoCoStrategy", "FTLocalSGDStrategy"])
+def test_one_process_a_replica_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_RANK", "1")
+    strategy = getattr(ft_lightning, name)(lighthouse="tcp://host:1")
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, num_nodes=3, logger=False)
+    assert (strategy.scope.group_size, trainer.world_size) == (1, 6)
+    with pytest.raises(ValueError, match="one process a replica group, not 2"):
+        Trainer(strategy=getattr(ft_lightning, name)(group_size=2), accelerator="cpu", devices=2)
+    with pytest.raises(ValueError, match="must decide as one"):
+        both = ft_lightning.FTDDPStrategy(commit="group", group_size=2)
+        Trainer(strategy=both, accelerator="cpu", devices=2)

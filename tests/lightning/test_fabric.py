@@ -76,11 +76,11 @@ def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
 
     Batches have two updates or one.
     """
-    options: dict[str, Any] = {"worker": WORKER, "through": FABRIC_RUN, "devices": 2, "epochs": 5}
+    options: dict[str, Any] = {"worker": WORKER, "devices": 2, "epochs": 5}
     options |= {"critic": True, "step_delay_s": 0.05, "hold": 18, "holds": {"validation:60": "on"}}
     events = tmp_path / "events.jsonl"
     with running(tmp_path, **options) as run:
-        main = run.start(FT_EVENT_LOG=str(events))
+        main = run.start(through=FABRIC_RUN, FT_EVENT_LOG=str(events))
         for index in (0, 1):
             run.until_step(index, 3)
         first = run.lives(1)[0]

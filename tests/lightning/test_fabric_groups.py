@@ -137,6 +137,18 @@ def test_different_calls_raise_in_all(two: Groups) -> None:
         assert "other replica groups called something else" in str(error)
 
 
+def test_taking_turns_needs_data_that_fabric_knows(two: Groups) -> None:
+    def body(fabric: Any, index: int) -> Any:
+        pairs = [linear(fabric) for _ in range(2)]
+        for model, optimizer in pairs:
+            fabric.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+
+    for error in two.run(body):
+        assert isinstance(error, RuntimeError)
+        assert "optimizers that take turns need data" in str(error)
+
+
 def test_who_comes_back_in_a_validation_heals_after_it(
     two: Groups, server: LighthouseServer
 ) -> None:

@@ -226,6 +226,22 @@ def test_a_discarded_step_gives_its_batch_again_and_stops_the_scheduler(fabric: 
     assert fabric.strategy.current_step == 3
 
 
+def test_a_compiled_model_is_compiled_around_what_reduces(fabric: Any) -> None:
+    torch.manual_seed(5)
+    net = nn.Linear(1, 1)
+    start = net.weight.item()
+    model, optimizer = fabric.setup(
+        torch.compile(net, backend="eager"), torch.optim.SGD(net.parameters(), lr=0.01)
+    )
+    assert isinstance(model._forward_module, torch._dynamo.OptimizedModule)
+    for (batch,) in fabric.setup_dataloaders(data(3)):
+        fabric.backward(model(batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert fabric.strategy.current_step == 3
+    assert net.weight.item() == pytest.approx(start - 0.01 * (0 + 1 + 2 + 3 + 4 + 5), abs=1e-6)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(torch.arange(6.0).reshape(-1, 1))

@@ -159,6 +159,7 @@ def test_the_leader_dies_in_a_divided_validation_and_is_let_in_at_an_epochs_end(
     assert zeros[3]["val_loss"] == ones[3]["val_loss"]
     lines = [run.lines(rank) for rank in (0, 1)]
     healed = [line for line in lines[0] if line["pid"] == again.pid]
-    assert (healed[0]["epoch"], healed[0]["batch_idx"], len(healed)) == (3, 0, BATCHES)
+    assert healed[0]["epoch"] == 3
+    assert healed[0]["batch_idx"] == BATCHES - len(healed) in (0, 1)
     assert compare(*lines) == 2 * BATCHES + len(healed)
     assert run.end(0)["digest"] == run.end(1)["digest"]

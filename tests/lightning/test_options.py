@@ -84,7 +84,7 @@ def test_hyperparameters_are_equal_or_not_whatever_changed_and_how() -> None:
         return torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], **options)
 
     rate = torch.tensor(1.0)
-    watched = [optimizer(lr=1), optimizer(lr=rate, betas=(0.5, torch.tensor(0.9)))]
+    watched = [optimizer(lr=1), optimizer(lr=rate, betas=(torch.tensor(0.5), torch.tensor(0.9)))]
     known = Hyperparameters()
     seen = [known.digest(watched, None)]
     assert known.digest(watched, None) == seen[0]

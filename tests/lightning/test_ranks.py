@@ -25,7 +25,7 @@ def test_torchrun_restarts_its_group_which_heals(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
     """Two torchruns of two processes each; one process dies, and takes its group along."""
-    options = {"worker": WORKER, "devices": 2, "epochs": 4, "step_delay_s": 0.02, "hold": 8}
+    options = {"worker": WORKER, "devices": 2, "epochs": 10, "step_delay_s": 0.05, "hold": 8}
     with running(tmp_path, coordinator.address(), **options) as run:
         started = [run.start(index, 2, TORCHRUN) for index in (0, 1)]
         for rank in range(4):
@@ -37,7 +37,7 @@ def test_torchrun_restarts_its_group_which_heals(
         run.wait(*started)
     lines = [run.lines(rank) for rank in range(4)]
     alone = {line["step"]: line for line in lines[0]}
-    assert list(alone) == list(range(1, 21))
+    assert list(alone) == list(range(1, 51))
     for rank in (2, 3):
         healed = [line for line in lines[rank] if line["pid"] != first[rank]]
         assert healed[0]["step"] > 8
@@ -52,6 +52,6 @@ def test_torchrun_restarts_its_group_which_heals(
     ends = [run.end(rank) for rank in range(4)]
     assert len({end["digest"] for end in ends}) == 1
     assert [(end["rank"], end["world_size"], end["epoch"]) for end in ends] == [
-        (rank, 4, 4) for rank in range(4)
+        (rank, 4, 10) for rank in range(4)
     ]
     assert [len(run.lives(rank)) for rank in range(4)] == [1, 1, 2, 2]
