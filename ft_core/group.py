@@ -76,6 +76,7 @@ class GroupLeader:
         self._joins: dict[int, Join] = {}
         self._last_join: Join | None = None
         self._joined = False  # the group's join was sent, and it has not left since
+        self._member = False  # and has led to a quorum
         self._votes: dict[int, Vote] = {}
         self._said_no: tuple[int, int] | None = None
         self._healing = False  # the group is a healing member of its quorum
@@ -237,17 +238,21 @@ class GroupLeader:
         self._left.add(rank)
         if self._joined:
             self._effects.append(SendUp(leave))
+            self._joined = False
+        if self._member:
             self._start_over()
+        # Else the others still wait where they are: they would not hear that they should ask anew.
         self._joins.pop(rank, None)
 
     def _start_over(self) -> None:
         """The group is no member any more: whoever wants to be one asks anew."""
         self._joins.clear()
         self._votes.clear()
-        self._joined = self._healing = False
+        self._joined = self._member = self._healing = False
 
     def _on_quorum(self, quorum: Quorum) -> None:
         self._votes.clear()
+        self._member = self._joined
         group = self._last_join
         if group is None:
             return

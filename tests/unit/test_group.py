@@ -195,6 +195,20 @@ def test_all_ranks_that_give_up_at_once_rejoin_once(order: str) -> None:
     assert [type(message) for message in group.up] == [Leave, Join]
 
 
+def test_a_rank_that_gives_up_twice_does_not_unseat_one_that_waits() -> None:
+    """Rank 1 has joined again because rank 0 had given up, and gives up itself only then: rank 0,
+    whose join is on its way, would take being told to join for something older."""
+    group = Group().seated()
+    torn = f"{TORN}{GROUP}"
+    group.says(0, Leave(ROOM, GROUP, "visited"))
+    group.join(0, 0, torn)
+    group.join(1)
+    group.says(1, Leave(ROOM, GROUP, "visited"))
+    group.join(1, 0, torn)
+    assert [type(message) for message in group.up] == [Leave, Join, Leave, Join]
+    assert group.down[0] == []
+
+
 def test_a_lost_rank_breaks_the_group() -> None:
     group = Group(3)
     for rank in range(3):
