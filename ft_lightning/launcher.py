@@ -67,6 +67,8 @@ class SupervisorLauncher:
                 command,
                 environment,
                 count=scope.supervised,
+                first=scope.index,
+                elsewhere=elsewhere > 0,
                 min_alive=max(1, self._options.min_replicas - elsewhere),
                 max_restarts=self._options.max_restarts,
                 speaker="ft_lightning",
