@@ -8,6 +8,26 @@ import pytest
 import zmq
 
 from tests.leaks import Snapshot, leaks_since
+from tests.lighthouses import patient_lighthouse
+
+
+class FailuresAtOnce:
+    """Prints a failure when it happens: a run of many minutes that is cut off says why."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"{report.nodeid} failed ({report.when}):", red=True)
+            self._terminal.write_line(report.longreprtext[-4000:])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(terminal))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -35,3 +55,10 @@ def no_leaks() -> Iterator[None]:
     found = leaks_since(before)
     if found:
         pytest.fail("the test left something behind: " + "; ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    """The address of a lighthouse of the test's own."""
+    with patient_lighthouse() as server:
+        yield server.address()

@@ -112,9 +112,7 @@ def make(options: dict[str, Any]) -> Any:
         dataloader_config=DataLoaderConfiguration(
             use_stateful_dataloader=options["stateful"], use_seedable_sampler=options["seedable"]
         ),
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(find_unused_parameters=options["optional"])
-        ],
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=options["optional"])],
     )
 
 

@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, TensorDataset
 VICTIM = 2
 
 
-
 def make_tracker(folder: Path, index: int) -> Any:
     from accelerate.tracking import GeneralTracker, on_main_process
 

@@ -194,7 +194,9 @@ class Run:
             except subprocess.TimeoutExpired:
                 self._ask_for_stacks()
                 raise AssertionError(f"process does not end:\n{self.output()}") from None
-            assert code is None or got == code, f"exit code {got} instead of {code}:\n{self.output()}"
+            assert code is None or got == code, (
+                f"exit code {got} instead of {code}:\n{self.output()}"
+            )
 
     def _ask_for_stacks(self) -> None:
         for process in self.processes:
@@ -241,9 +243,7 @@ class Scenarios(Run):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(groups)}
-        self.wait(
-            *[self.start(LOCAL_RANK=str(index), **world) for index in range(groups)]
-        )
+        self.wait(*[self.start(LOCAL_RANK=str(index), **world) for index in range(groups)])
 
     def result(self, rank: int, name: str) -> Line:
         result: Line = json.loads((self.log / f"{rank}.{name}").read_text())

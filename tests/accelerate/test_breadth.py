@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lighthouse import LighthouseConfig, LighthouseServer
-from lighthouse.config import Timeouts
 from tests.accelerate.harness import compare, running
+from tests.lighthouses import patient_lighthouse
 
 pytest.importorskip("torchdata")
 
@@ -26,10 +25,7 @@ STEPS = 9  # in an epoch, of each of two replicas
 
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
-    config = LighthouseConfig(
-        timeouts=Timeouts.derive(heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, join_timeout_s=120.0)
-    )
-    with LighthouseServer(config=config) as server:
+    with patient_lighthouse(HEARTBEAT_TIMEOUT_S) as server:
         yield server.address()
 
 

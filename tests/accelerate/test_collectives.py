@@ -63,7 +63,9 @@ def test_reaches_over_the_quorum_while_membership_changes(
     ends: list[dict[str, Any]], name: str
 ) -> None:
     away, there = EXPECTED[name]
-    third = there if name in TWO_EXCHANGES else away  # it heals in the second one of the call before
+    third = (
+        there if name in TWO_EXCHANGES else away
+    )  # it heals in the second one of the call before
     for index, end in enumerate(ends):
         assert end["results"][name] == [away, away, third, there], f"process {index}"
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lighthouse import LighthouseConfig, LighthouseServer
-from lighthouse.config import Timeouts
 from tests.accelerate.harness import Line, Run, compare, running
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -16,15 +13,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 SAMPLES, BATCH = 152, 4
 EPOCHS = 5
 STEPS = SAMPLES // BATCH // 2  # in an epoch, of one of two replicas: 19, odd and prime on purpose
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[str]:
-    config = LighthouseConfig(
-        timeouts=Timeouts.derive(heartbeat_timeout_s=5.0, join_timeout_s=120.0)
-    )
-    with LighthouseServer(config=config) as server:
-        yield server.address()
 
 
 def samples_of(lines: list[Line], epoch: int) -> list[int]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lighthouse import LighthouseConfig, LighthouseServer
-from lighthouse.config import Timeouts
 from tests.accelerate.harness import compare, running
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -19,15 +16,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 EPOCHS, STEPS = 3, 10
 SAMPLES, BATCH = 160, 4
 EVERYBODY = range(4)
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[str]:
-    config = LighthouseConfig(
-        timeouts=Timeouts.derive(heartbeat_timeout_s=5.0, join_timeout_s=120.0)
-    )
-    with LighthouseServer(config=config) as server:
-        yield server.address()
 
 
 def test_a_rank_is_killed_and_its_group_comes_back_as_a_whole(

@@ -20,7 +20,12 @@ ALLOWED = {
 # Reached by subpackage only, or by both names of one distribution.
 # Draws the timeline, if it is there.
 ALLOWED["ft_core"] |= {"matplotlib"}
-ALLOWED["ft_lightning"] |= {"pytorch_lightning", "lightning_fabric", "lightning_utilities", "msgpack"}
+ALLOWED["ft_lightning"] |= {
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "msgpack",
+}
 # Optional: only where a script has imported it.
 ALLOWED["ft_accelerate"] |= {"rich", "transformers"}
 

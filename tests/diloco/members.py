@@ -97,7 +97,9 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     """Of all bits."""
     found = hashlib.blake2b(digest_size=8)
     for name, tensor in tensors.items():
-        found.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return found.hexdigest()
 
 

@@ -111,7 +111,9 @@ class Reference:
         for n in self.members if contributors is None else contributors:
             local = dict(self.members[n].model.named_parameters())
             self.sent[n] = {
-                name: (local[name] if self.local_sgd else shared[name] - local[name]).detach().clone()
+                name: (local[name] if self.local_sgd else shared[name] - local[name])
+                .detach()
+                .clone()
                 for name in self.parts[part]
             }
             self.weights[n] = float(self.members[n].counts.get(part, 0)) if self.weighted else 1.0

@@ -64,9 +64,7 @@ def test_what_is_not_finite_is_not_hidden(name: str, bad: float) -> None:
     row[0, 1] = bad
     back = codec.decode(codec.encode(row), 2 * codec.block)
     assert not bool(torch.isfinite(back[0, 1]))
-    torch.testing.assert_close(
-        back[0, codec.block :], torch.ones(codec.block), rtol=0.01, atol=0.0
-    )
+    torch.testing.assert_close(back[0, codec.block :], torch.ones(codec.block), rtol=0.01, atol=0.0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -157,7 +157,9 @@ def test_buffers(kind: Any) -> None:
     with lighthouse() as server:
         zero, one = replicas(lambda: script(0), lambda: script(1))
     assert torch.equal(zero["first"]["norm.running_mean"], one["first"]["norm.running_mean"])
-    assert zero["first"]["norm.num_batches_tracked"] == one["first"]["norm.num_batches_tracked"] == 2
+    assert (
+        zero["first"]["norm.num_batches_tracked"] == one["first"]["norm.num_batches_tracked"] == 2
+    )
     assert 0 < float(zero["first"]["norm.running_mean"][0]) < 1
 
 
@@ -219,9 +221,10 @@ def test_modules_as_fragments_and_tied_parameters_once() -> None:
         ("b.weight", "b.bias"), ("c.bias", "unused"), ("a.weight", "a.bias"),
         ("head.weight", "head.bias"),
     ]  # fmt: skip
-    assert split(model, [["c.weight", "b.bias", "c.bias", "unused"], model.a, model.head])[0].names[
-        0
-    ] == "b.weight"
+    assert (
+        split(model, [["c.weight", "b.bias", "c.bias", "unused"], model.a, model.head])[0].names[0]
+        == "b.weight"
+    )
 
 
 @pytest.mark.parametrize(

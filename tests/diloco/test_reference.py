@@ -18,7 +18,9 @@ from tests.threads.cluster import lighthouse, replicas
 INNER = 240
 
 
-def expected(members: int, sync_every: int, fragments: Any, delay: int, **options: Any) -> Reference:
+def expected(
+    members: int, sync_every: int, fragments: Any, delay: int, **options: Any
+) -> Reference:
     """The reference run of the same schedule."""
     parts = [f.names for f in split(network(), fragments)]
     run = Reference(range(members), parts, **options)

@@ -63,9 +63,7 @@ def test_launch_comes_the_delay_before_apply_and_one_is_on_its_way_at_a_time(
 
 
 @given(schedules(), st.integers(0, 50), st.lists(st.booleans(), max_size=30))
-def test_the_order_survives_discards(
-    schedule: Schedule, start: int, outcomes: list[bool]
-) -> None:
+def test_the_order_survives_discards(schedule: Schedule, start: int, outcomes: list[bool]) -> None:
     """What is sent depends on the number of committed steps alone, not on what was discarded."""
 
     def commits(attempt: int) -> bool:

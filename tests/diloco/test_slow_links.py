@@ -178,9 +178,7 @@ def test_a_straggler_is_left_out_and_its_window_counts_later() -> None:
             finally:
                 trainer.close()
 
-        replicas(
-            lambda: fast(trainers[0]), lambda: fast(trainers[1]), lambda: slow(trainers[2])
-        )
+        replicas(lambda: fast(trainers[0]), lambda: fast(trainers[1]), lambda: slow(trainers[2]))
     check_states(trainers)
     before, after = watched[:2]
     assert any(bool(d.abs().sum() > 0) for d in before.values())

@@ -66,7 +66,14 @@ def test_accelerate_loops(name: str, tmp_path: Path) -> None:
 
 
 def test_transformers_trainer(tmp_path: Path) -> None:
-    said = run("examples/transformers_trainer.py", tmp_path, "--output_dir", str(tmp_path / "out"), "--epochs", "1")
+    said = run(
+        "examples/transformers_trainer.py",
+        tmp_path,
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--epochs",
+        "1",
+    )
     steps = dict(re.findall(r"process (\d): (\d+) steps", said))
     assert set(steps) == {"0", "1"}
     assert steps["0"] == steps["1"]

@@ -37,7 +37,7 @@ def test_round_trip(make_server: MakeServer, same_host: bool, copy: bool, source
     assert stats.bytes == sum(stats.source_bytes.values()) >= 24 << 20
     assert stats.same_host_bytes == (stats.bytes if same_host else 0)
     assert not stats.failed_sources
-    if sources > 1:
+    if sources > 1 and not same_host:  # one may have copied all of it before another is opened
         assert sum(amount > 0 for amount in stats.source_bytes.values()) > 1
 
 

@@ -167,9 +167,7 @@ class Scenarios(Run):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(groups)}
-        self.wait(
-            *[self.start(LOCAL_RANK=str(index), **world) for index in range(groups)]
-        )
+        self.wait(*[self.start(LOCAL_RANK=str(index), **world) for index in range(groups)])
 
     def result(self, rank: int, name: str) -> Line:
         result: Line = json.loads((self.log / f"{rank}.{name}").read_text())

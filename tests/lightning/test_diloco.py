@@ -8,23 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lighthouse import LighthouseConfig, LighthouseServer
-from lighthouse.config import Timeouts
 from tests.lightning import harness
 from tests.lightning.harness import Line, Run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 BATCHES = 19  # of one of two replicas in an epoch
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[str]:
-    config = LighthouseConfig(
-        timeouts=Timeouts.derive(heartbeat_timeout_s=5.0, join_timeout_s=120.0)
-    )
-    with LighthouseServer(config=config) as server:
-        yield server.address()
 
 
 @contextlib.contextmanager

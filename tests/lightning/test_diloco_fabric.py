@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lighthouse import LighthouseConfig, LighthouseServer
-from lighthouse.config import Timeouts
 from tests.lightning.harness import running
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 WORKER = Path(__file__).with_name("diloco_fabric_worker.py")
 BATCHES = 19  # of one of two replicas in an epoch
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[str]:
-    config = LighthouseConfig(
-        timeouts=Timeouts.derive(heartbeat_timeout_s=5.0, join_timeout_s=120.0)
-    )
-    with LighthouseServer(config=config) as server:
-        yield server.address()
 
 
 def test_killed_healed_and_resumed(tmp_path: Path, lighthouse: str) -> None:

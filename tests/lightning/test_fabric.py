@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lighthouse import LighthouseConfig, LighthouseServer
-from lighthouse.config import Timeouts
 from tests.lightning.harness import Line, running
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -21,15 +18,6 @@ LIKE_STOCK = (
     "step", "epoch", "batch_idx", "batch", "lr", "loss", "after", "criticism", "ranks", "count",
 )  # fmt: skip
 AGREE = ("epoch", "batch_idx", "digest", "lr", "loss", "ranks", "count")
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[str]:
-    config = LighthouseConfig(
-        timeouts=Timeouts.derive(heartbeat_timeout_s=5.0, join_timeout_s=120.0)
-    )
-    with LighthouseServer(config=config) as server:
-        yield server.address()
 
 
 def values(lines: list[Line], key: str) -> list[Any]:

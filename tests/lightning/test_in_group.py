@@ -110,6 +110,8 @@ def test_a_stranger_at_the_door_is_sent_away(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("ft_lightning.in_group.socket.create_server", server)
     with ranks(2) as (zero, one):
-        assert together(lambda: zero.broadcast("mine"), lambda: one.broadcast("his")) == ["mine"] * 2
+        assert (
+            together(lambda: zero.broadcast("mine"), lambda: one.broadcast("his")) == ["mine"] * 2
+        )
         with strangers[0] as stranger:
             assert stranger.recv(1) == b""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-from lighthouse import LighthouseConfig, LighthouseServer
-from lighthouse.config import Timeouts
 from tests.lightning.harness import Line, compare, running
 from tests.lightning.worker import OPTIONS, Model, loaders
 
@@ -26,15 +23,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 SAMPLES, BATCH = 152, 4
 BATCHES = SAMPLES // BATCH // 2  # of one of two replicas: 19, odd and prime on purpose
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[str]:
-    config = LighthouseConfig(
-        timeouts=Timeouts.derive(heartbeat_timeout_s=5.0, join_timeout_s=120.0)
-    )
-    with LighthouseServer(config=config) as server:
-        yield server.address()
 
 
 def samples_of(lines: list[Line], epoch: int) -> list[int]:

@@ -259,7 +259,9 @@ def run(options: dict[str, Any]) -> Trainer:
         max_epochs=options["max_epochs"],
         accumulate_grad_batches=options["accumulate"],
         callbacks=callbacks,
-        logger=CSVLogger(options["log"], "logs", flush_logs_every_n_steps=1) if options["logs"] else False,
+        logger=CSVLogger(options["log"], "logs", flush_logs_every_n_steps=1)
+        if options["logs"]
+        else False,
         log_every_n_steps=1,
         enable_checkpointing=options["checkpoints"],
         enable_progress_bar=False,

@@ -90,9 +90,7 @@ def replicas(*scripts: Callable[[], Any]) -> list[Any]:
         except BaseException as error:
             errors.append(error)
 
-    threads = [
-        threading.Thread(target=run, args=item, daemon=True) for item in enumerate(scripts)
-    ]
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(scripts)]
     for thread in threads:
         thread.start()
     for thread in threads:
