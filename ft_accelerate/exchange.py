@@ -141,7 +141,6 @@ class Exchange:
         self.manager.allreduce(result, reduce_op=op).wait()
         return result
 
-
     def coded_mean(self, flat: Tensor, codec: Codec) -> Tensor:
         """The mean of `flat`, which travels coded, over the participants; the same bits for all."""
         if self.manager.errored() is not None:

@@ -236,10 +236,10 @@ class Membership:
         manager.set_state_dict_fns(self._load, self._dump)
         self.gate.attach(manager)
         lineage = self.peers.begin_alike(
-            states.lineage_of_start(self.accelerator, allow_objects=allow_objects),
+            lambda: states.lineage_of_start(self.accelerator, allow_objects=allow_objects),
             give=lambda: states.dump(self.accelerator, None),
-            into=states.places(self.accelerator),
             take=self._take_start,
+            into=lambda: states.places(self.accelerator),
         )
         manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
         self.manager = manager
@@ -289,6 +289,7 @@ class Membership:
         self._closed = True
         atexit.unregister(self._at_exit)
         self.prelude.close()
+        self.peers.close()
         self._leave_for_good(finished=finished)
         if self._sink is not None:
             self._sink.close()

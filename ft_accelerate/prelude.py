@@ -109,7 +109,7 @@ def others_train(peers: Peers) -> bool:
 
     All processes of a group hear the same answer, and must ask alike.
     """
-    return peers.settle(lambda: b"yes" if _others_train(peers.options) else b"no") == b"yes"
+    return bool(peers.settle(lambda: _others_train(peers.options)))
 
 
 def _others_train(options: FaultTolerancePlugin) -> bool:

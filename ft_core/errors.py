@@ -23,7 +23,7 @@ class QuorumUnavailable(FaultToleranceError, TimeoutError):
     """No quorum formed in time."""
 
 
-class GroupBroken(FaultToleranceError):
+class GroupBroken(FaultToleranceError, RuntimeError):
     """The own replica group is incomplete."""
 
 

@@ -32,6 +32,7 @@ from lighthouse.watcher import ProcessWatch, Report
 log = logging.getLogger("ft_core")
 
 LOCAL_PATIENCE_S = 3.0
+"""For a lighthouse on this machine that was there a moment ago, before another is started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

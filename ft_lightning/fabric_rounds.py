@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ft_core.rows import gather_rows
 from ft_lightning.collectives import gather_in_step, reduce_in_step
 from ft_lightning.fabric_scoping import FabricScopedMixin
 from ft_lightning.fabric_window import Where, Window
@@ -155,11 +156,13 @@ class FabricRoundsMixin(FabricScopedMixin):
         """The collectives of a round; None: members have called different things."""
         manager = self._known_manager
         name, _, _, op = call
-        words = [_number(repr(call)), self._rounds]
-        header = torch.tensor([*words, *(-w for w in words)], device=tensor.device)
-        manager.allreduce(header, reduce_op=ReduceOp.MAX).wait()
-        if (header[: len(words)] != -header[len(words) :]).any():
-            return None  # or the round has failed, and is repeated
+        header = torch.tensor([[1, _number(repr(call)), self._rounds]], device=tensor.device)
+        said = gather_rows(manager, header)
+        if said is None:
+            return None  # the round has failed, and is repeated
+        said = said[said[:, 0] == 1]  # who takes no part sends zeros
+        if (said != said[:1]).any():
+            return None
         if name == "barrier":
             return tensor
         if name == "all_gather":
@@ -221,5 +224,5 @@ def _name_of(op: Any) -> str:
 
 
 def _number(text: str) -> int:
-    """A text as a number that has a negative one."""
+    """A text as a number of 56 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

@@ -26,7 +26,6 @@ from ft_lightning.batches import adopt
 from ft_lightning.fabric_data import Place, Progress, follow, is_placeable
 from ft_lightning.fabric_step import FabricStepMixin
 from ft_lightning.fabric_window import Where
-from ft_lightning.in_group import on_cpu
 from ft_lightning.launcher import SupervisorLauncher, live_with_group
 from ft_lightning.options import Options, make_manager, refuse_ddp_options, refuse_lbfgs
 from ft_lightning.scope import Role
@@ -278,8 +277,11 @@ class FTFabricMixin(FabricStepMixin):
             for model, state in zip(self._models, states, strict=True):
                 model.load_state_dict(state)
 
+        def give() -> list[dict[str, Any]]:
+            return [model.state_dict() for model in self._models]
+
         start = self._in_group.begin_alike(
-            name, lambda: [on_cpu(model.state_dict()) for model in self._models], take
+            name, give, take, into=give, allow_objects=objects, token=self._options.token
         )
         self._manager.load_state_dict(
             {"step": self.progress.step, "batches_committed": 0, "lineage": f"start-{start}"}

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ft_core.heal import digest
+from ft_core.in_group import InGroup
 from ft_lightning import leader, position
-from ft_lightning.in_group import InGroup, on_cpu
+from ft_lightning.options import Options
 
 log = logging.getLogger("ft_lightning")
 
@@ -35,13 +36,16 @@ def lineage_of_start(trainer: Any, *, allow_objects: bool) -> str:
     return f"start-{digest(state, allow_objects=allow_objects)}"
 
 
-def begin(trainer: Any, in_group: InGroup, *, allow_objects: bool) -> str:
+def begin(trainer: Any, in_group: InGroup, options: Options) -> str:
     """Make the ranks of this replica group begin alike; returns `lineage_of_start`, after that."""
-    strategy = trainer.strategy
+    strategy, allow_objects = trainer.strategy, options.heal_allow_objects
     return in_group.begin_alike(
         lambda: lineage_of_start(trainer, allow_objects=allow_objects),
-        lambda: on_cpu(strategy.lightning_module_state_dict()),
+        strategy.lightning_module_state_dict,
         lambda state: strategy.load_model_state_dict({"state_dict": state}, strict=True),
+        into=strategy.lightning_module_state_dict,
+        allow_objects=allow_objects,
+        token=options.token,
     )
 
 

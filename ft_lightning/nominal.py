@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ft_lightning.in_group import InGroup
+from ft_core.config import ReplicaEnv
+from ft_core.in_group import InGroup
 from ft_lightning.options import Options
-from ft_lightning.scope import ENV_DEVICE, Scope, resolve
+from ft_lightning.scope import ENV_DEVICE, Role, Scope, resolve
 
 _TIMEOUT = timedelta(minutes=30)
 
@@ -83,7 +84,17 @@ class NominalRanks:
                 'group must decide as one: use commit="quorum", or group_size=1'
             )
         timeout = getattr(self, "_timeout", None) or _TIMEOUT
-        self._in_group = InGroup(scope, timeout.total_seconds())
+        # A supervisor has ranks to look after, and no peers.
+        peers = scope.group_size if scope.role is Role.MEMBER else 1
+        self._in_group = InGroup(
+            scope.group_rank,
+            peers,
+            store_addr=scope.store_addr,
+            store_port=scope.store_port,
+            life=scope.restarts,
+            timeout_s=timeout.total_seconds(),
+            interface=ReplicaEnv.read().interface,
+        )
         self._scope = scope
         return scope
 

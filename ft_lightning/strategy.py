@@ -244,11 +244,11 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         self._adopt_fetcher()
 
     def _start(self) -> dict[str, Any]:
-        known, objects = self._checkpoints.loaded, self._options.heal_allow_objects
+        known = self._checkpoints.loaded
         return {
             "step": known.get("step", self._trainer.global_step),
             "batches_committed": known.get("batches_committed", 0),
-            "lineage": healing.begin(self._trainer, self._in_group, allow_objects=objects),
+            "lineage": healing.begin(self._trainer, self._in_group, self._options),
         }
 
     def process_dataloader(self, dataloader: object) -> object:

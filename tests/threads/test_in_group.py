@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
+from ft_core.errors import GroupBroken
+from ft_core.in_group import InGroup
 from ft_core.rank_group import free_port
-from ft_lightning.in_group import InGroup
-from ft_lightning.scope import Role, Scope
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -22,14 +23,10 @@ pytestmark = pytest.mark.timeout(60)
 @contextmanager
 def ranks(size: int) -> Iterator[list[InGroup]]:
     port = free_port()
-    scopes = [
-        Scope(
-            role=Role.MEMBER, name="0", index=0, num_groups=1, group_rank=rank, group_size=size,
-            store_addr="127.0.0.1", store_port=port,
-        )
+    groups = [
+        InGroup(rank, size, store_addr="127.0.0.1", store_port=port, timeout_s=20.0)
         for rank in range(size)
-    ]  # fmt: skip
-    groups = [InGroup(scope, timeout_s=20.0) for scope in scopes]
+    ]
     try:
         yield groups
     finally:
@@ -77,22 +74,27 @@ def test_different_calls_and_a_rank_that_is_gone_are_said() -> None:
         errors = together(zero.barrier, lambda: one.decide(True, all_of_them=True))
         assert all("call different things (barrier, decision)" in str(error) for error in errors)
         one.close()
-        with pytest.raises(RuntimeError, match="another rank of this replica group is gone"):
+        with pytest.raises(GroupBroken, match="another rank of this replica group is gone"):
             zero.barrier()
 
 
 def test_ranks_begin_with_the_state_of_the_first() -> None:
     with ranks(2) as groups:
-        states = [{"weights": 1}, {"weights": 2}]
+        states = [{"weights": torch.ones(5), "epoch": 1}, {"weights": torch.zeros(5), "epoch": 2}]
+        places = [state["weights"] for state in states]
 
         def script(rank: int) -> str:
             return groups[rank].begin_alike(
-                lambda: str(states[rank]), lambda: dict(states[rank]), states[rank].update
+                lambda: str(states[rank]),
+                lambda: states[rank],
+                states[rank].update,
+                into=lambda: states[rank],
             )
 
         names = together(*[lambda r=r: script(r) for r in (0, 1)])
         assert names == [str(states[0])] * 2
-        assert states[1] == {"weights": 1}
+        assert states[1]["epoch"] == 1 and states[1]["weights"].tolist() == [1.0] * 5
+        assert states[1]["weights"] is places[1]  # received in place
         groups[1].apart(groups[1].barrier)()  # waits for nobody
 
 
@@ -108,7 +110,7 @@ def test_a_stranger_at_the_door_is_sent_away(monkeypatch: pytest.MonkeyPatch) ->
         strangers.append(stranger)
         return made
 
-    monkeypatch.setattr("ft_lightning.in_group.socket.create_server", server)
+    monkeypatch.setattr("ft_core.in_group.socket.create_server", server)
     with ranks(2) as (zero, one):
         assert (
             together(lambda: zero.broadcast("mine"), lambda: one.broadcast("his")) == ["mine"] * 2

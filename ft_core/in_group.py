@@ -1,11 +1,12 @@
-"""What the ranks of one replica group say to each other outside of steps: barriers, broadcasts.
+"""What the ranks of one replica group say to each other outside of steps: barriers, broadcasts, and
+the state with which they begin.
 
 A replica group lives and dies as a whole. So a rank may wait here for the others of its own group:
 one that dies takes this one along (its launcher sees to that, and its connection ends). Nobody
 waits for another group. Each call goes to rank 0 and back, with its name, so that ranks which call
-different things hear of it instead of waiting.
+different things hear of it instead of waiting. They meet by the group's own rendezvous store.
 
-torch's default process group is not used: Lightning and torchmetrics would take it for the world.
+torch's default process group is not used: frameworks would take it for the world.
 """
 
 from __future__ import annotations
@@ -14,42 +15,49 @@ import contextlib
 import functools
 import hmac
 import itertools
-import os
 import pickle
 import secrets
 import socket
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-from ft_core.config import ReplicaEnv, advertised_host
+from ft_core.config import advertised_host
+from ft_core.errors import GroupBroken
 from ft_core.group_server import group_store
-from ft_lightning.scope import Role, Scope
+from ft_core.heal import HealKey, HealServer, fetch
 
 OPEN_TIMEOUT_S = 7 * 86_400.0
 """The first call waits for whoever starts late; the launcher ends a group that lost a rank."""
 _HANDSHAKE_TIMEOUT_S = 10.0
 _HEADER = struct.Struct("!Q")
 _TOKEN_BYTES = 32
-_KEY = "ft_lightning/ranks"
+_KEY = "ft_core/in_group"
 
 
 class InGroup:
-    """Calls among the ranks of `scope`'s replica group; with one rank they return at once.
+    """Calls among the ranks of a replica group; with one rank they return at once.
 
-    `timeout_s` bounds a call once all ranks have met. The training loop's thread. Raises
-    RuntimeError if another rank is gone, is late, or calls something else.
+    Args:
+        rank, size: this process's number in the group, and how many there are.
+        store_addr, store_port: of the group's rendezvous store; "" and 0 with one rank.
+        life: how often the group was started again; the store may outlive a group.
+        timeout_s: bounds a call once all ranks have met.
+        interface: network interface or IP address to meet at; "": the one that routes to the store.
+
+    Thread: the training loop's. Raises GroupBroken if another rank is gone or late, RuntimeError if
+    it calls something else.
     """
 
-    def __init__(self, scope: Scope, timeout_s: float) -> None:
-        # A supervisor has ranks to look after, and no peers.
-        trains = scope.role is Role.MEMBER
-        self._rank, self._size = scope.group_rank, scope.group_size if trains else 1
-        self._where = scope.store_addr, scope.store_port
-        self._life = f"{scope.restarts}"
+    def __init__(
+        self, rank: int, size: int, *, store_addr: str, store_port: int, life: int = 0,
+        timeout_s: float = OPEN_TIMEOUT_S, interface: str = "",
+    ) -> None:  # fmt: skip
+        self._rank, self._size = rank, size
+        self._where = store_addr, store_port
+        self._life, self._interface = life, interface
         self._timeout_s = timeout_s
         self._peers: list[socket.socket] = []
         self._store: Any = None
@@ -94,23 +102,55 @@ class InGroup:
         agreed: bool = self._all("decision", bool(decision), all if all_of_them else any)
         return agreed
 
+    def settle(self, decide: Callable[[], Any]) -> Any:
+        """What rank 0 decides, as long as that takes it; the others don't call `decide`."""
+        if not self._reaches_peers:
+            return decide()
+        mine = decide() if self._rank == 0 else None
+        return self._all("decision of the first", mine, lambda values: values[0], limited=False)
+
     def begin_alike(
-        self, name: Callable[[], str], give: Callable[[], Any], take: Callable[[Any], None]
+        self,
+        name: Callable[[], str],
+        give: Callable[[], Any],
+        take: Callable[[Any], None],
+        *,
+        into: Callable[[], Any] = lambda: None,
+        allow_objects: bool = False,
+        token: str = "",
     ) -> str:
         """Let all ranks begin with the state of rank 0; returns that state's name.
 
         A replica group joins with one voice, so its ranks must begin alike; those of another group
         need not: they heal. `name()`: of the own state, equal for equal states. `give()`: the
-        state; `take(state)` puts it in place where the own one is another.
+        state, which travels as a heal does and is received into the tensors of `into()`;
+        `take(state)` puts it in place where the own one is another. Raises HealError too.
         """
         mine = name()
+        if not self._reaches_peers:
+            return mine
         first: str = self.broadcast(mine)
-        if self.decide(first == mine, all_of_them=True):
+        differ = self._all("beginning", mine != first, _numbers_of_true)
+        if not differ:
             return first
-        state = self.broadcast(give() if self._rank == 0 else None)
-        if mine != first:
-            take(state)
-            mine = name()
+        key, server = HealKey(0, first), None
+        if self._rank == 0:
+            server = HealServer(host=self._host, token=token, allow_objects=allow_objects)
+            server.publish(key, give(), expected_targets=len(differ))
+        with contextlib.closing(server) if server else contextlib.nullcontext():
+            address = self.broadcast(server.address if server else "")
+            if mine != first:
+                state, _ = fetch(
+                    [address],
+                    key,
+                    into=into(),
+                    deadline=time.monotonic() + OPEN_TIMEOUT_S,
+                    allow_objects=allow_objects,
+                    token=token,
+                )
+                take(state)
+                mine = name()
+            self.barrier(limited=False)
         if not self.decide(first == mine, all_of_them=True):
             raise RuntimeError(
                 "the ranks of a replica group begin with different optimizers or schedulers: make "
@@ -148,7 +188,7 @@ class InGroup:
             failure, result = _receive(self._peers[0])
         except (OSError, EOFError) as error:
             self.close()
-            raise RuntimeError(
+            raise GroupBroken(
                 f"{name}: another rank of this replica group is gone or did not come within "
                 f"{self._timeout_s:g} s ({error or type(error).__name__}); all ranks of a group "
                 "must make the same calls"
@@ -193,12 +233,10 @@ class InGroup:
         self._peers = [peer]
 
     def _wait_for_ranks(self, key: str) -> None:
-        addr, _ = self._where
-        host = addr if addr == "127.0.0.1" else _address_towards(addr)
         token = secrets.token_bytes(_TOKEN_BYTES)
         arrived: dict[int, socket.socket] = {}
-        with socket.create_server((host, 0)) as server:
-            self._store.set(key, pickle.dumps((host, server.getsockname()[1], token)))
+        with socket.create_server((self._host, 0)) as server:
+            self._store.set(key, pickle.dumps((self._host, server.getsockname()[1], token)))
             while len(arrived) < self._size - 1:
                 peer, _ = server.accept()
                 peer.settimeout(_HANDSHAKE_TIMEOUT_S)
@@ -214,19 +252,21 @@ class InGroup:
                     peer.close()  # a stranger
         self._peers = [arrived[rank] for rank in sorted(arrived)]
 
-
-def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """A module's state as it travels: no rank has another's device."""
-    return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    @property
+    def _host(self) -> str:
+        """Our address for the other ranks."""
+        addr, port = self._where
+        if addr == "127.0.0.1":
+            return addr
+        return advertised_host(f"tcp://{addr}:{port}", self._interface)
 
 
 _meetings: defaultdict[tuple[str, int, int], itertools.count[int]] = defaultdict(itertools.count)
 """Of each rank at its store: all ranks open theirs in the same order."""
 
 
-def _address_towards(host: str) -> str:
-    """Ours, on the network that routes there, or of the interface that was chosen."""
-    return advertised_host(f"tcp://{host}:1", ReplicaEnv.read(os.environ).interface)
+def _numbers_of_true(values: list[bool]) -> list[int]:
+    return [number for number, value in enumerate(values) if value]
 
 
 def _send(peer: socket.socket, value: Any) -> None:
