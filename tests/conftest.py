@@ -24,10 +24,11 @@ class FailuresAtOnce:
             self._terminal.write_line(report.longreprtext[-4000:])
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    terminal = config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(FailuresAtOnce(terminal))
+def pytest_sessionstart(session: pytest.Session) -> None:
+    plugins = session.config.pluginmanager
+    terminal = plugins.get_plugin("terminalreporter")
+    if terminal is not None:  # the process that prints, where several run tests
+        plugins.register(FailuresAtOnce(terminal))
 
 
 @pytest.fixture(autouse=True, scope="session")
