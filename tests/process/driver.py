@@ -248,12 +248,12 @@ class Job:
     def __init__(self, pool: Pool, lighthouse: str, **options: Any) -> None:
         self._pool, self.lighthouse, self._options = pool, lighthouse, options
         self.workers: dict[str, Worker] = {}
-        self._reports: dict[int, tuple[Worker, int]] = {}
+        self._runs: list[tuple[int, Worker, int]] = []  # rank, whose reports, from which on
 
     def start(self, name: str, **options: Any) -> Worker:
         """Start (or restart) a replica group, or with rank=... one of its ranks."""
         worker = self._pool.take()
-        self._reports[len(self._reports)] = (worker, len(worker.reports))
+        self._runs.append((options.get("rank", 0), worker, len(worker.reports)))
         key = f"{name}.{options['rank']}" if "rank" in options else name
         self.workers[key] = worker
         worker.run(lighthouse=self.lighthouse, name=name, **{**self._options, **options})
@@ -268,17 +268,24 @@ class Job:
 
     def finish(self, *, end_of_group: bool = False) -> None:
         """End all runs; then: equal (step, lineage) means equal bits, over all that was ever
-        reported (S3), and each step has one lineage among the commits (S2)."""
+        reported (S3), and each step has one lineage among the commits (S2).
+
+        Ranks of one group hold shards here: each rank number is a world of its own.
+        """
         living = [w for w in self.workers.values() if w.alive and w.busy]
         for worker in living:
             worker.stop(end_of_group=end_of_group)
-        check_states(self.all_steps())
+        for rank in {rank for rank, _, _ in self._runs}:
+            check_states(self.all_steps(rank))
 
-    def all_steps(self) -> list[Report]:
-        found: list[Report] = []
-        for worker, start in self._reports.values():
-            found += [r for r in worker.reports[start:] if r["kind"] == "step"]
-        return found
+    def all_steps(self, rank: int = 0) -> list[Report]:
+        """What the processes of this rank have said of their steps."""
+        return [
+            report
+            for its_rank, worker, start in self._runs
+            for report in worker.reports[start:]
+            if its_rank == rank and report["kind"] == "step"
+        ]
 
     def abandon(self) -> None:
         """After a failed test: no process is left in a run."""
@@ -288,7 +295,7 @@ class Job:
 
 
 def check_states(steps: list[Report]) -> None:
-    """S3 and S2 over all reports of a job."""
+    """S3 and S2 over all reports of one rank number of a job."""
     digests: dict[tuple[int, str], str] = {}
     lineages: dict[int, str] = {}
     for report in steps:
