@@ -16,6 +16,8 @@ from typing import Any
 
 END = "end"
 """Kind of the event that a process writes last, if it comes to that."""
+NEARLY_DONE_S = 0.2
+"""How long after a process was killed its last step may still be committed."""
 
 
 @dataclass(slots=True)
@@ -84,14 +86,22 @@ class Gap:
 
 
 def gap_around(run: Run, group: int, moment_s: float) -> Gap | None:
-    """None if `group` did not commit both before and after `moment_s`."""
+    """The longest time between two commits that `moment_s` falls into, or that begins soon after: a
+    step that is nearly done ends in spite of a kill.
+
+    None if `group` did not commit both before and after `moment_s`.
+    """
     times = [t for t, _ in run.commit_times(group)]
     before = [t for t in times if t <= moment_s]
-    after = [t for t in times if t > moment_s]
-    if len(before) < 2 or not after:
+    if len(before) < 2:
+        return None
+    near = [
+        (a, b) for a, b in itertools.pairwise(times) if b > moment_s and a <= moment_s + NEARLY_DONE_S
+    ]
+    if not near:
         return None
     typical_s = statistics.median(b - a for a, b in itertools.pairwise(before))
-    return Gap(before[-1], after[0], typical_s)
+    return Gap(*max(near, key=lambda pair: pair[1] - pair[0]), typical_s)
 
 
 # ---------------------------------------------------------------- a folder of events
