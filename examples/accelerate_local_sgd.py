@@ -1,8 +1,8 @@
 """    accelerate launch --num_processes 3 --use_fault_tolerance examples/accelerate_local_sgd.py
 
 Digits with LocalSGD: three replica groups train by themselves and meet every eight steps. Kill any
-process: the others meet without it, and it comes back after a meeting. `DiLoCo` in its place takes a
-step of an outer optimizer at each meeting.
+process: the others meet without it, and it comes back after a meeting. `ft_accelerate.DiLoCo` in its
+place (made once, before the epochs) takes a step of an outer optimizer at each meeting.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = ".ft_saving"
-OWN = re.compile(r"random_states_\d+\.pkl$")
-"""What each process writes under a name of its own; else the main process's files count."""
+OWN = re.compile(r"random_states_\d+\.pkl$|rng_state_\d+\.pth$")
+"""What each process (of Accelerate, of transformers) writes under a name of its own; else the main process's files count."""
 
 
 def save_whole(
@@ -42,30 +42,50 @@ def save_whole(
         return original(accelerator, output_dir, *args, **kwargs)  # which says what is wrong
     final = _numbered(accelerator) if numbered else Path(os.path.abspath(str(output_dir)))
     root = Path(settings.project_dir) / FOLDER if numbered else final.parent / FOLDER
-    index = accelerator.process_index
+
+    def write(draft: Path) -> Path:
+        if numbered:
+            return _in_project(draft, original, accelerator, output_dir, *args, **kwargs)
+        return Path(original(accelerator, str(draft), *args, **kwargs))
+
+    main = publish(
+        final, root, accelerator.process_index, write, lambda: bool(accelerator.is_main_process)
+    )
+    if main and numbered:
+        _delete_oldest(final.parent, settings.total_limit)
+    return final
+
+
+def publish(
+    final: Path,
+    root: Path,
+    index: int,
+    write: Callable[[Path], Path],
+    is_main: Callable[[], bool],
+) -> bool:
+    """`write(folder)` writes process `index`'s part and says where in the empty `folder` it is; give
+    it the name `final`, if this is the main process (asked when all is written); its answer is
+    returned. `root`: on the same file system, holds what is not whole yet.
+    """
     draft, parts = root / f"{final.name}.{index}", root / f"{final.name}.parts"
     for left in root.glob(f"*.{index}"):
         shutil.rmtree(left, ignore_errors=True)
     _make(draft)
     try:
-        if numbered:
-            written = _in_project(draft, original, accelerator, output_dir, *args, **kwargs)
-        else:
-            written = Path(original(accelerator, str(draft), *args, **kwargs))
-        if accelerator.is_main_process:
+        written = write(draft)
+        main = is_main()
+        if main:
             _publish(written, final)
             _bring(parts, final)
             for left in root.glob("*.parts"):
                 shutil.rmtree(left, ignore_errors=True)
-            if numbered:
-                _delete_oldest(final.parent, settings.total_limit)
-        else:
+        elif written.is_dir():
             _contribute(written, parts, final)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         with contextlib.suppress(OSError):
             root.rmdir()  # if nobody else is in it
-    return final
+    return main
 
 
 def _make(draft: Path) -> None:

@@ -23,6 +23,10 @@ SWITCH = "use_fault_tolerance"
 DEFAULT_LIGHTHOUSE_PORT = 29510
 
 
+class SectionError(ValueError):
+    """The section of a config file is wrong: a sentence for whoever wrote it."""
+
+
 def argument_name(field: str) -> str:
     """Of a field, in the section and as a flag (after the dashes)."""
     return PREFIX + field

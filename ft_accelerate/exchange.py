@@ -21,10 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ft_core.attempts import participation_of
-from ft_core.codecs import Codec
 from ft_core.manager import Manager
-from ft_core.quantized import Reduction, queue_of, reduce_quantized
 from ft_core.rows import gather_rows
 
 
@@ -140,16 +137,6 @@ class Exchange:
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.manager.allreduce(result, reduce_op=op).wait()
         return result
-
-    def coded_mean(self, flat: Tensor, codec: Codec) -> Tensor:
-        """The mean of `flat`, which travels coded, over the participants; the same bits for all."""
-        if self.manager.errored() is not None:
-            return flat
-        part = participation_of(self.manager)
-        mean = flat / part.participants
-        jobs = [Reduction(mean)]
-        queue_of(self.manager).submit(lambda pg: reduce_quantized(pg, codec, jobs, part)).wait()
-        return mean
 
 
 def check_alike(said: Sequence[tuple[int, int, int, int] | None], what: str) -> None:

@@ -11,7 +11,7 @@ buckets and would let go of, live on until the vote.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,26 @@ class _Bucket:
     kept: Tensor | None
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class OptionalParameters:
+    """Those of a model that a forward may leave out (`find_unused_parameters`).
+
+    Who has used what is known with the commit: another attempt has other members. So the reducer is
+    told that all were used, which gives each parameter its place in a bucket for a gradient, and
+    what nobody had a gradient for is taken away afterwards (`Gate.committed`).
+
+    Attributes:
+        parameters: in the reducer's order.
+        absent: those which had no gradient when backward began.
+        counts: how many members have used each, as the last attempt found out; None: not asked.
+    """
+
+    parameters: list[Tensor]
+    absent: list[bool] = field(default_factory=list)
+    counts: Tensor | None = None
+    reduced: Future[Tensor] | None = None
+
+
 class Gate:
     """What `ft_core.ddp` calls in place of a `Manager`. Threads: as the manager's.
 
@@ -46,7 +66,8 @@ class Gate:
         self._state_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
         self._buckets: list[_Bucket | Callable[[], None]] = []
         self._repeats = False
-        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        self._optional: list[OptionalParameters] = []
         self._memory: set[int] = set()
         self._wires: set[int] = set()
         self._reducing: bool | None = None
@@ -78,6 +99,10 @@ class Gate:
         self._state_fns[key] = (load, save)
         if self._manager is not None:
             self._manager.register_state_dict_fn(key, load, save)
+
+    def registered(self, key: str) -> Callable[[], Any] | None:
+        """How the state of this key is saved; None: nobody has registered it."""
+        return self._state_fns[key][1] if key in self._state_fns else None
 
     def register_vote_check(self, check: Callable[[], None]) -> None:
         self.vote_checks.append(check)
@@ -139,12 +164,33 @@ class Gate:
         """A gradient is ready to be copied to its bucket: hold it until the step is over.
 
         One that is in its bucket already, since it was not set to None before backward, is copied.
+        What was kept of this parameter before does not count any more.
         """
         gradient = parameter.grad
         assert gradient is not None
         if gradient.untyped_storage().data_ptr() in self._memory:
             gradient = gradient.clone()
-        self._gradients.append((parameter, gradient))
+        self._gradients[id(parameter)] = (parameter, gradient)
+
+    def keep_accumulated(self, model: OptionalParameters) -> None:
+        """Before the first gradient of a backward pass is kept: the others may not come, and what
+        earlier passes have left there is reduced nevertheless."""
+        if any(known is model for known in self._optional):
+            return
+        self._optional.append(model)
+        model.absent = [parameter.grad is None for parameter in model.parameters]
+        model.counts = model.reduced = None
+        for parameter, absent in zip(model.parameters, model.absent, strict=True):
+            if not absent:
+                self.keep(parameter)
+
+    def reduce_used(self, model: OptionalParameters | None, counts: Tensor) -> Future[Tensor]:
+        """Find out who has used what, and tell the reducer that everything was."""
+        if model is not None and self._reduces():
+            model.counts = counts.clone()
+            model.reduced = self.allreduce(model.counts, reduce_op=ReduceOp.SUM)
+            counts.fill_(1)
+        return completed(counts)
 
     def sends_buffers(self, send: Callable[[], None]) -> bool:
         """A model's buffers follow its last bucket: whether they are to be sent. `send` does it
@@ -172,7 +218,7 @@ class Gate:
                 bucket.tensor.copy_(bucket.kept)
             else:
                 bucket.tensor.zero_()  # unused parameters have no gradient, and a place
-        for parameter, gradient in self._gradients:
+        for parameter, gradient in self._gradients.values():
             assert parameter.grad is not None
             parameter.grad.copy_(gradient)  # which is the place in the bucket by now
         futures = []
@@ -186,8 +232,24 @@ class Gate:
         for future in futures:
             future.wait()
 
+    def committed(self) -> None:
+        """Gradients are as DistributedDataParallel leaves them: None stays None where no member
+        has used the parameter. The optimizer tells that from zero."""
+        for model in self._optional:
+            if model.counts is None or model.reduced is None or not any(model.absent):
+                continue
+            model.reduced.wait()
+            for parameter, absent, count in zip(
+                model.parameters, model.absent, model.counts.tolist(), strict=True
+            ):
+                if absent and count == 0:
+                    parameter.grad = None
+
     def over(self) -> None:
         """The step is committed, or given up: the kept gradients are not needed any more."""
         self._buckets.clear()
         self._gradients.clear()
+        for model in self._optional:
+            model.counts = model.reduced = None
+        self._optional.clear()
         self._reducing = None

@@ -26,6 +26,7 @@ INSTEAD = {
     "broadcast": "accelerate.utils.broadcast",
     "broadcast_object_list": "accelerate.utils.broadcast_object_list",
     "scatter": "accelerate.utils.broadcast",
+    "barrier": "accelerator.wait_for_everyone",
     "reduce_scatter": "accelerator.reduce",
     "reduce_scatter_tensor": "accelerator.reduce",
 }

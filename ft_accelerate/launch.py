@@ -121,13 +121,15 @@ def refuse(args: argparse.Namespace) -> None:
     for attribute, name in (
         ("use_deepspeed", "DeepSpeed"),
         ("use_megatron_lm", "Megatron-LM"),
+        ("use_fsdp", "FSDP"),
+        ("use_parallelism_config", "ParallelismConfig"),
         ("tpu", "a TPU"),
         ("mpirun_hostfile", "mpirun"),
     ):
         if getattr(args, attribute, None):
             raise ValueError(
-                f"fault tolerance cannot be combined with {name}, which brings a process group of "
-                f"its own: take one of the two out of the configuration"
+                f"fault tolerance cannot be combined with {name}, which spreads one model over "
+                "processes or starts them itself: take one of the two out of the configuration"
             )
     if getattr(args, "no_python", None):
         raise ValueError(
@@ -146,6 +148,8 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
         getattr(args, "use_cpu", False)
     )
     devices = [] if on_cpu else visible_devices(env)
+    if getattr(args, argument_name("lighthouse"), None) or given_in(env).get("lighthouse"):
+        _await_lighthouse(made.plugin)
     server = _serve(made)
     address = made.plugin.lighthouse or server.address()
     describe(made, address)
@@ -225,6 +229,23 @@ def describe(made: Launch, address: str) -> None:
 def _num_processes(args: argparse.Namespace) -> int:
     given = getattr(args, "num_processes", None)
     return max(1, int(given or 1))  # 0: Accelerate counted the GPUs, and found none
+
+
+def _await_lighthouse(plugin: FaultTolerancePlugin) -> None:
+    """Raise ValueError if nobody answers at the address that the user has named."""
+    from lighthouse.client import LighthouseClient
+    from lighthouse.errors import LighthouseError, LighthouseUnavailable
+
+    try:
+        with LighthouseClient(plugin.lighthouse) as client:
+            client.wait_until_up(plugin.timeout_s)
+    except LighthouseUnavailable:
+        raise ValueError(
+            f"no lighthouse answers at {plugin.lighthouse} within {plugin.timeout_s:g} s: start one "
+            f"there with `lighthouse`, or correct {argument_name('lighthouse')}"
+        ) from None
+    except LighthouseError as error:
+        raise ValueError(str(error)) from None
 
 
 def _serve(made: Launch) -> Any:

@@ -1,6 +1,6 @@
 """Accelerate's own commands learn the section, its flags and its questions.
 
-Accelerate has no seam for third parties here, so five of its names are replaced, each right after
+Accelerate has no seam for third parties here, so some of its names are replaced, each right after
 its module was executed and before others have copied it:
 
 | module | name | becomes |
@@ -8,6 +8,7 @@ its module was executed and before others have copied it:
 | `accelerate.commands.config.config_args` | `ClusterConfig` | a subclass with `fault_tolerance_config` |
 | `accelerate.commands.config.cluster` | `get_cluster_input` | asks our questions, too |
 | `accelerate.commands.launch` | `launch_command_parser` | has our flags, too |
+| `accelerate.commands.launch` | `launch_command` | ends in a sentence where the section is wrong |
 | `accelerate.utils.launch` | `prepare_simple_launcher_cmd_env`, `prepare_multi_gpu_env` | start replica groups instead, if that is wanted |
 | `accelerate.utils.launch` | `prepare_deepspeed_cmd_env`, `prepare_tpu` | refuse fault tolerance |
 
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ft_accelerate.config import SECTION, SWITCH, argument_name, read_section
+from ft_accelerate.config import SECTION, SWITCH, SectionError, argument_name, read_section
 from ft_accelerate.options import field_names, help_of, kind_of, parse
 from ft_core.import_hook import when_imported
 
@@ -35,7 +36,7 @@ log = logging.getLogger("ft_accelerate")
 
 MARK = "__ft_accelerate__"
 GROUP_TITLE = "Fault Tolerance Arguments"
-UNSUPPORTED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+UNSUPPORTED = ("DEEPSPEED", "MEGATRON_LM", "FSDP", "XLA")
 
 _problems: list[str] = []
 
@@ -119,10 +120,13 @@ def _extended(stock: Any) -> Any:
         fault_tolerance_config: dict[str, Any] | None = None
 
         def __post_init__(self) -> None:
-            self.fault_tolerance_config = read_section(self.fault_tolerance_config)
             super().__post_init__()
-            if self.fault_tolerance_config.get(SWITCH, bool(self.fault_tolerance_config)):
-                _check_config(self)
+            try:
+                section = self.fault_tolerance_config = read_section(self.fault_tolerance_config)
+                if section.get(SWITCH, bool(section)):
+                    _check_config(self)
+            except ValueError as error:
+                raise SectionError(str(error)) from None
 
     ClusterConfig.__module__ = stock.__module__
     ClusterConfig.__qualname__ = stock.__qualname__
@@ -141,6 +145,8 @@ def _check_config(config: Any) -> None:
             for name, attribute in (
                 ("DEEPSPEED", "deepspeed_config"),
                 ("MEGATRON_LM", "megatron_lm_config"),
+                ("FSDP", "fsdp_config"),
+                ("ParallelismConfig", "parallelism_config"),
                 ("mpirun", "mpirun_config"),
             )
             if getattr(config, attribute, None)
@@ -149,8 +155,8 @@ def _check_config(config: Any) -> None:
     )
     if other:
         raise ValueError(
-            f"{SECTION} cannot be combined with {other}, which brings a process group of its own: "
-            "take one of the two out of the config file"
+            f"{SECTION} cannot be combined with {other}, which spreads one model over processes or "
+            "starts them itself: take one of the two out of the config file"
         )
 
 
@@ -189,6 +195,20 @@ def _on_launch(module: ModuleType) -> None:
         return launch_command_parser
 
     _replace(module, "launch_command_parser", make, first="subparsers")
+    _replace(module, "launch_command", _with_a_sentence, first="args")
+
+
+def _with_a_sentence(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A section that is wrong is no error of the program: no stack."""
+
+    @functools.wraps(stock)
+    def launch_command(args: Any) -> Any:
+        try:
+            return stock(args)
+        except SectionError as error:
+            raise SystemExit(f"ft_accelerate: {error}") from None
+
+    return launch_command
 
 
 def add_flags(parser: Any) -> None:

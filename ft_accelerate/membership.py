@@ -226,7 +226,7 @@ class Membership:
                 continue
             if self.course.distance > FAR_BATCHES:
                 log.info("about %s batches behind: catching up first", self.course.distance)
-                self._leave(f"about {self.course.distance} batches behind")
+                self._leave(f"about {self.course.distance} batches behind", keep_state=True)
             return
 
     def _connect(self) -> None:
@@ -258,10 +258,13 @@ class Membership:
                 if known is not None and torch.equal(known, mine):
                     iteration.generator_state = generator.get_state()
 
-    def _leave(self, reason: str = "this process has left for a while") -> None:
-        """Leave the quorum, to join it again and heal; the whole group leaves."""
+    def _leave(
+        self, reason: str = "this process has left for a while", *, keep_state: bool = False
+    ) -> None:
+        """Leave the quorum, to join it again and heal; the whole group leaves. `keep_state`: what it
+        has healed is as new as any if all others die meanwhile."""
         self._open, self._aside = False, True
-        self._manager.forget_state(reason)
+        self._manager.forget_state(reason, keep_state=keep_state)
 
     def _at_exit(self) -> None:
         """The script has ended without `end_training`: in a pass over data, or by an error?"""
@@ -299,6 +302,8 @@ class Membership:
     def _dump(self) -> dict[str, Any]:
         if threading.get_ident() != self._starting:  # the heal's thread asks where to receive
             return states.places(self.accelerator)
+        if self.course.target is not None and self._healed is not None:
+            return self._healed  # this script is on its way there, and so are parts of its state
         state = states.dump(self.accelerator, self.course.describe(self._at))
         return tree_map(_copied, state) if self.serve_copies else state
 

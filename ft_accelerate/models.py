@@ -12,7 +12,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ft_accelerate.gate import Gate
+from ft_accelerate.gate import Gate, OptionalParameters
 from ft_core.ddp import DistributedDataParallel, never_compile
 
 
@@ -24,6 +24,8 @@ class FaultTolerantModel(DistributedDataParallel):
     pass. Neither this nor a forward that is done over (`is_replay()`) leaves a trace in running
     statistics: those came with the peers' state.
     """
+
+    _optional: OptionalParameters | None = None
 
     def __init__(
         self,
@@ -51,6 +53,11 @@ class FaultTolerantModel(DistributedDataParallel):
                 return again is not None and gate.sends_buffers(again)
 
             self._shared.before_send = before_send
+        if self.find_unused_parameters:
+            parameters, _ = self._build_params_for_reducer()
+            self._optional = OptionalParameters(parameters)
+            optional = weakref.ref(self._optional)
+            self._reduction.reduce_used = lambda counts: gate.reduce_used(optional(), counts)
         self._keep_gradients(gate)
 
     def _keep_gradients(self, gate: Gate) -> None:
@@ -60,6 +67,8 @@ class FaultTolerantModel(DistributedDataParallel):
         def ready(parameter: Tensor) -> None:
             model = me()
             if model is not None and model.require_backward_grad_sync:
+                if model._optional is not None:
+                    gate.keep_accumulated(model._optional)
                 gate.keep(parameter)
 
         ignored = set(self.parameters_to_ignore)

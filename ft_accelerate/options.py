@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from ft_accelerate.values import number, read, truth
+from ft_accelerate.values import check_names, number, read, truth
 from ft_core.config import (
     ENV_JOB,
     ENV_LIGHTHOUSE,
@@ -313,8 +313,9 @@ class GroupPlace:
 
 
 def is_enabled(env: Mapping[str, str] | None = None) -> bool:
-    """Whether the switch is on. Raises ValueError if it is neither on nor off."""
+    """Whether the switch is on. Raises ValueError if it is neither on nor off, or misspelt."""
     env = os.environ if env is None else env
+    check_names(env, "ACCELERATE_USE_FAULT", {ENV_USE})
     return truth(env.get(ENV_USE, ""), f"environment variable {ENV_USE}")
 
 
@@ -324,7 +325,9 @@ def switched_off(env: Mapping[str, str]) -> bool:
 
 
 def given_in(env: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that `env` names. Raises ValueError."""
+    """The fields that `env` names. Raises ValueError, also for a name that is nearly ours."""
+    known = {ENV_SUPERVISOR, ENV_RESTARTS, ENV_CHILD, ENV_CHILDREN, *map(env_name, field_names())}
+    check_names(env, ENV_PREFIX, known)
     found: dict[str, Any] = {}
     for f in dataclasses.fields(FaultTolerancePlugin):
         for name in (env_name(f.name), f.metadata["also"]):

@@ -46,6 +46,8 @@ class Runtime(Membership):
         self._skipping = False
         self._graded_in = NO_QUORUM
         """The quorum that has committed a gradient step, while later ones go without a header."""
+        self.unfinished: Callable[[], None] | None = None
+        """Ends what `begin_early` has begun: called before any other event."""
 
     # ------------------------------------------------------------------ models
 
@@ -139,6 +141,11 @@ class Runtime(Membership):
         self._skipping = True
         if self.course.grad_is_done:
             return False
+        if self.unfinished is not None:
+            raise RuntimeError(
+                "gradients are to be averaged while a fragment of DiLoCo is on its way: use "
+                "fragment_sync_delay=0 in a script that does both"
+            )
         self._skipping = False
         self._begin("grad")
         if self.course.grad_is_done:
@@ -194,6 +201,7 @@ class Runtime(Membership):
 
     def _graded(self) -> None:
         """A gradient step is committed."""
+        self.gate.committed()
         self.course.graded()
         alike = self.options.commit == "quorum" and len(self._models) == 1
         alike = alike and self._device.type == "cpu"
@@ -239,6 +247,9 @@ class Runtime(Membership):
         in bytes; `keep` False: those who come back get `alone()`, since it is in their state.
         """
         course = self.course
+        if self.unfinished is not None:
+            finish, self.unfinished = self.unfinished, None
+            finish()
         if self.beginning:
             return self.prelude.operation(kind, attempt, alone)
         if not self.ready:
@@ -258,6 +269,23 @@ class Runtime(Membership):
             if self._vote():
                 course.log(result if keep else None, size(result) if keep else 0)
                 return result
+
+    def begin_early(
+        self, kind: Kind, attempt: Callable[[Exchange, Callable[..., Any]], Any]
+    ) -> Any:
+        """Begin what a later `operation` of this kind ends; `unfinished` must say how.
+
+        What `attempt` returns belongs to the attempt that is open now: it is worth nothing once
+        `attempts_discarded` has grown. None where this process has nothing to begin.
+        """
+        if self.beginning or not self.ready:
+            return None
+        self._settle()
+        if self.course.op_is_done:
+            return None
+        self._begin("op")
+        self._settle()
+        return None if self.course.op_is_done else self._attempt(kind, attempt)
 
     def _attempt(self, kind: Kind, attempt: Callable[..., Any]) -> Any:
         def agree(nbytes: int = 0, shape: Any = ()) -> Any:

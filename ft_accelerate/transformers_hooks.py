@@ -10,7 +10,8 @@ is left is here, put into `transformers.trainer` when a script imports it:
 | `should_save`, `should_log`, `is_world_process_zero` | mean the first replica group that is there |
 | the mean of the logged loss, the barrier before a best checkpoint | reach over all groups |
 | `rng_state_*.pth` | is not written again by a process that runs through its past |
-| `_save_checkpoint`, `get_last_checkpoint` | a checkpoint whose writer has died is never the last |
+| `_save_checkpoint` | a checkpoint is whole or absent (`transformers_saves`) |
+| `_determine_best_metric` | in the past that is run through the peers know what was the best |
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import inspect
 import json
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +31,8 @@ import torch.distributed
 from ft_accelerate import processes
 from ft_accelerate.collectives import Collectives
 from ft_accelerate.options import is_enabled
-from ft_accelerate.transformers_start import being_written, last_whole, started_from
+from ft_accelerate.transformers_saves import save_checkpoint
+from ft_accelerate.transformers_start import started_from
 from ft_core.import_hook import when_imported
 
 MARK = "__ft_accelerate__"
@@ -45,8 +46,14 @@ SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("transformers.trainer", "Trainer._save_rng_state", ("self", "output_dir")),
     ("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial")),
     ("transformers.trainer", "Trainer._get_output_dir", ("self", "trial")),
-    ("transformers.trainer", "get_last_checkpoint", ("folder",)),
-    ("transformers.trainer_utils", "get_last_checkpoint", ("folder",)),
+    ("transformers.trainer", "Trainer._push_from_checkpoint", ("self", "checkpoint_folder")),
+    ("transformers.trainer", "Trainer._determine_best_metric", ("self", "metrics", "trial")),
+    (
+        "transformers.trainer_utils",
+        "rotate_checkpoints",
+        ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"),
+    ),
+    ("transformers.trainer_callback", "TrainerState.save_to_json", ("self", "json_path")),
     ("transformers.trainer", "Trainer.is_world_process_zero", ("self",)),
     ("transformers.trainer", "Trainer.is_local_process_zero", ("self",)),
     ("transformers.trainer", "dist", ()),
@@ -101,7 +108,7 @@ def _on_trainer(module: ModuleType) -> None:
         if processes.active() is not None or is_enabled():
             raise SystemExit(f"ft_accelerate: {error}") from None
         return
-    from transformers import trainer_callback, trainer_pt_utils, trainer_utils, training_args
+    from transformers import trainer_callback, trainer_pt_utils, training_args
 
     world = Collectives(processes.current)
     vars(module)["dist"] = _Dist(barrier=world.barrier)
@@ -111,8 +118,7 @@ def _on_trainer(module: ModuleType) -> None:
     _replace(trainer, "train", _train)
     _replace(trainer, "_save_rng_state", _unless_past)
     _replace(trainer, "_save_checkpoint", _save_checkpoint)
-    for owner in (module, trainer_utils):
-        _replace(owner, "get_last_checkpoint", _last_whole)
+    _replace(trainer, "_determine_best_metric", _determine_best_metric)
     _replace(trainer, "is_world_process_zero", _is_leader)
     _replace(trainer, "is_local_process_zero", _is_leader)
     _replace(trainer_callback.CallbackHandler, "call_event", _call_event)
@@ -160,7 +166,7 @@ def _train(stock: Any) -> Any:
             resume_from_checkpoint = started_from(
                 self.args.output_dir, resume_from_checkpoint or None, runtime
             )
-        place = TrainerPlace(self)
+        place = _places[self] = TrainerPlace(self)
         self.accelerator.register_for_checkpointing(place)
         runtime.on_live.append(place.arrive)
         try:
@@ -190,20 +196,32 @@ def _unless_past(stock: Any) -> Any:
 def _save_checkpoint(stock: Any) -> Any:
     def save(self: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
         runtime = processes.active()
-        if runtime is None or not runtime.live or not self.args.should_save:
+        if runtime is None:
             return stock(self, model, trial, *args, **kwargs)
-        run = Path(self._get_output_dir(trial=trial))
-        with being_written(run / f"checkpoint-{self.state.global_step}"):
-            return stock(self, model, trial, *args, **kwargs)
+        _know_the_best(self, runtime)
+        return save_checkpoint(lambda: stock(self, model, trial, *args, **kwargs), self, trial)
 
     return save
 
 
-def _last_whole(stock: Any) -> Any:
-    def get_last_checkpoint(folder: Any) -> Any:
-        return stock(folder) if processes.active() is None else last_whole(folder)
+def _determine_best_metric(stock: Any) -> Any:
+    def determine(self: Any, metrics: Any, trial: Any) -> Any:
+        runtime = processes.active()
+        if runtime is None or not _know_the_best(self, runtime):
+            return stock(self, metrics, trial)
+        return self.state.best_global_step == self.state.global_step
 
-    return get_last_checkpoint
+    return determine
+
+
+def _know_the_best(trainer: Any, runtime: Any) -> bool:
+    """In a past that is run through, metrics are none: whether a step was the best so far, and so
+    saved with a barrier, is known from the peers'. False: this process decides as any."""
+    place = _places.get(trainer)
+    if runtime.live or place is None or place.best_step is None:
+        return False
+    trainer.state.best_global_step = place.best_step
+    return True
 
 
 def _is_leader(stock: Any) -> Any:
@@ -241,6 +259,11 @@ class TrainerPlace:
     def __init__(self, trainer: Any) -> None:
         self._trainer: weakref.ref[Any] = weakref.ref(trainer)
         self._peers: dict[str, Any] | None = None
+
+    @property
+    def best_step(self) -> int | None:
+        """Of the peers', until this process stands where they stood."""
+        return json.loads(self._peers["state"])["best_global_step"] if self._peers else None
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer()
@@ -285,6 +308,9 @@ class TrainerPlace:
         trainer._total_loss_scalar = found["total_loss"]
         trainer._globalstep_last_logged = found["last_logged"]
         trainer.current_flos = found["flos"]
+
+
+_places: weakref.WeakKeyDictionary[Any, TrainerPlace] = weakref.WeakKeyDictionary()
 
 
 def _exportable(trainer: Any) -> list[Any]:

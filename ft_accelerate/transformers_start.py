@@ -5,9 +5,6 @@ peers did.
 a newer one when they are started again, and would count their epochs from there, while their peers
 count from the one that *they* started with. So each start is noted in the output folder, and a
 process that finds others in training starts where the note says.
-
-A checkpoint in whose writing the writer dies keeps a mark and is none: the last whole one before it
-is the last, and the next save removes it.
 """
 
 from __future__ import annotations
@@ -15,11 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-import shutil
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +21,6 @@ from ft_accelerate.prelude import others_train
 log = logging.getLogger("ft_accelerate")
 
 NOTE = ".ft_started_from.json"
-MARK = ".ft_being_written"
-CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
-LAST_WRITTEN = "trainer_state.json"
 
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -58,28 +48,6 @@ def started_from(output_dir: str, given: str | None, runtime: Any) -> str | None
     draft.write_text(json.dumps(starts))
     draft.replace(path)
     return given
-
-
-@contextmanager
-def being_written(checkpoint: Path) -> Iterator[None]:
-    """Trainer's main process writes this checkpoint. It stays marked if that does not end well."""
-    for mark in checkpoint.parent.glob(f"checkpoint-*/{MARK}"):
-        if mark.parent != checkpoint:
-            shutil.rmtree(mark.parent)
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / MARK).touch()
-    yield
-    (checkpoint / MARK).unlink()
-
-
-def last_whole(folder: str) -> str | None:
-    """transformers' `get_last_checkpoint`, of those that were written to their end."""
-    whole: dict[int, str] = {}
-    for path in Path(folder).iterdir():
-        found = CHECKPOINT.match(path.name)
-        if found and (path / LAST_WRITTEN).exists() and not (path / MARK).exists():
-            whole[int(found[1])] = os.path.join(folder, path.name)
-    return whole[max(whole)] if whole else None
 
 
 def _read(path: Path) -> list[str | None]:

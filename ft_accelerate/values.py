@@ -4,6 +4,8 @@ sentence with `what` as its subject.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection, Iterable
 from typing import Any
 
 _TRUE = ("1", "true", "yes", "on", "y", "t")
@@ -44,3 +46,12 @@ def truth(text: str, what: str) -> bool:
     if text in _FALSE:
         return False
     raise ValueError(f"{what} must be true or false, got {text!r}")
+
+
+def check_names(names: Iterable[str], prefix: str, known: Collection[str]) -> None:
+    """Every environment variable of `names` that begins so is one of `known`."""
+    for name in names:
+        if name.startswith(prefix) and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(known))}"
+            raise ValueError(f"environment variable {name} is unknown: {hint}")

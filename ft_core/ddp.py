@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +182,8 @@ class _Reduction(dist.ProcessGroup):
         self._values = self._unsent = 0
         self._divisor = 1
         self.muted = False
+        self.reduce_used: Callable[[Tensor], Future[Tensor]] = self._reduce_used
+        """Given how often each parameter was used here: what the reducer is to see of it."""
 
     def begin_with(self, values: int, shared: SharedBuffers) -> None:
         """Backward passes begin: each is to send so many values, then the buffers."""
@@ -216,7 +218,7 @@ class _Reduction(dist.ProcessGroup):
             return _work(_completed(tensor))
         try:
             if not tensor.is_floating_point():
-                return _work(self._manager.allreduce(tensor, reduce_op=ReduceOp.SUM))
+                return _work(self.reduce_used(tensor))
             future = self._manager.allreduce(tensor, divided_by=self._divisor)
             self._unsent -= tensor.numel()
             if self._unsent == 0 and self._shared is not None:
@@ -225,6 +227,9 @@ class _Reduction(dist.ProcessGroup):
             self._manager.report_error(error)
             future = _completed(tensor)
         return _work(future)
+
+    def _reduce_used(self, counts: Tensor) -> Future[Tensor]:
+        return self._manager.allreduce(counts, reduce_op=ReduceOp.SUM)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         return _work(_completed(tensors[0]))

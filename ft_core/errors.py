@@ -4,6 +4,8 @@
     ├── QuorumUnavailable     no quorum within the timeout given; its text says what it waited for
     ├── GroupBroken           a rank of the own replica group is gone: exit and let the launcher
     │                         restart the group (the others train on)
+    │   └── GroupLeft         a rank was told to end, and the group has left with its last vote:
+    │                         end as it does, nothing is lost
     ├── StepInDoubt           the lighthouse stayed away for so long that a vote can't be settled
     └── TooManyDiscards       more than `max_retries` steps in a row were discarded
 
@@ -25,6 +27,10 @@ class QuorumUnavailable(FaultToleranceError, TimeoutError):
 
 class GroupBroken(FaultToleranceError, RuntimeError):
     """The own replica group is incomplete."""
+
+
+class GroupLeft(GroupBroken):
+    """The own replica group has left, because another of its ranks was told to end."""
 
 
 class StepInDoubt(FaultToleranceError):

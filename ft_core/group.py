@@ -12,6 +12,8 @@ which speaks for all of them:
 - What the lighthouse says goes to all ranks, unchanged.
 - *Leave*: the first goodbye is the group's. If that rank then joins again (it had given up its
   state), the group was not to end: the other ranks are told to join, too, and all heal.
+- *Leaving*: a rank that is told to end says so in a vote. The group leaves with it, whoever else was
+  told: the others are refused with `LEFT`, and end as it does.
 - A rank that is gone breaks the group: the others end with an error and the launcher starts the
   group anew; the lighthouse hears a goodbye, so that the other groups train on at once.
 
@@ -45,6 +47,8 @@ from lighthouse.room import Peer, Send
 
 BROKEN = "replica group broken: "
 """A `Refused` whose reason starts so comes from the own group, not from the lighthouse."""
+LEFT = "replica group left: "
+"""The same, where a rank was told to end and has left with the group's vote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,9 @@ class GroupLeader:
         self._votes: dict[int, Vote] = {}
         self._said_no: tuple[int, int] | None = None
         self._healing = False  # the group is a healing member of its quorum
-        self._broken = ""
+        self._broken = ""  # why this group is over
+        self._leavers: set[int] = set()  # ranks whose vote was their last
+        self._last_vote: tuple[int, int] | None = None  # of the group, if it was its last
         self._left: set[int] = set()
         self._gone: set[int] = set()  # and have closed their connections
         self._effects: list[GroupEffect] = []
@@ -112,6 +118,10 @@ class GroupLeader:
         if isinstance(message, Quorum):
             self._on_quorum(message)
         elif isinstance(message, Decision):
+            if self._last_vote == (message.quorum_id, message.step):
+                self._send(range(self._size), message)
+                self._dismiss(message.room)
+                return self._drain()
             self._votes.clear()
             if message.committed:
                 self._healing = False
@@ -132,6 +142,12 @@ class GroupLeader:
             self._break(rank)
         return self._drain()
 
+    def _dismiss(self, room: RoomKey) -> None:
+        """The group has left with its last vote: ranks that were not told to end hear it now."""
+        self._broken = _left(min(self._leavers))
+        stay = [r for r in range(self._size) if r not in self._gone | self._leavers]
+        self._send(stay, Refused(room, self._broken))
+
     @property
     def _rejoining(self) -> bool:
         return bool(self._joins) and not self._joined
@@ -142,6 +158,8 @@ class GroupLeader:
             f"{BROKEN}rank {rank} is gone; this rank ends so that the launcher can restart "
             "the group"
         )
+        if rank in self._leavers:
+            self._broken = _left(rank)
         room, last = RoomKey(), self._last_join
         if last is not None:
             room = last.room
@@ -206,12 +224,15 @@ class GroupLeader:
                 return  # of a step that is long decided
             self._votes.clear()
         self._votes[rank] = vote
+        if vote.leaving:
+            self._leavers.add(rank)
         against = [v for v in self._votes.values() if not v.ok]
         if against:
             self._say_no(against[0] if vote.ok else vote)
         elif len(self._votes) == self._size:
             control = self._votes[0].control
             leaving = any(v.leaving for v in self._votes.values())
+            self._last_vote = key if leaving else None
             self._effects.append(SendUp(replace(vote, control=control, leaving=leaving)))
 
     def _say_no(self, vote: Vote) -> None:
@@ -231,6 +252,7 @@ class GroupLeader:
                 vote = replace(vote, phase=PHASE_HEALING)
             elif len(self._votes) < self._size:
                 return
+        self._last_vote = key if vote.leaving else None
         self._effects.append(SendUp(vote))
 
     def _on_leave(self, rank: int, leave: Leave) -> None:
@@ -270,6 +292,10 @@ class GroupLeader:
     def _drain(self) -> list[GroupEffect]:
         effects, self._effects = self._effects, []
         return effects
+
+
+def _left(rank: int) -> str:
+    return f"{LEFT}rank {rank} was told to end, and this one ends with it"
 
 
 def _room(message: Request) -> RoomKey:

@@ -22,7 +22,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from ft_core.group import BROKEN, GroupEffect, GroupLeader, SendUp, peer_of
+from ft_core.group import BROKEN, LEFT, GroupEffect, GroupLeader, SendUp, peer_of
 from lighthouse import codec
 from lighthouse.client import Connection
 from lighthouse.config import Timeouts
@@ -188,6 +188,7 @@ class GroupLink:
         )
         self.sockets = self._connection.sockets
         self._lost = False
+        self._over = False  # the group has left: its leader may go
 
     def send(self, message: Request, /) -> bool:
         return self._connection.send(message)
@@ -195,7 +196,9 @@ class GroupLink:
     def receive(self) -> list[Message]:
         """As `Connection.receive`; the last message is a `Refused` if the leader is gone."""
         messages = self._connection.receive()
-        if self._lost:
+        if any(isinstance(m, Refused) and m.reason.startswith(LEFT) for m in messages):
+            self._over = True
+        if self._lost and not self._over:
             self._lost = False
             messages.append(Refused(RoomKey(), f"{BROKEN}its leader (rank 0) is gone; this rank "
                                     "ends so that the launcher can restart the group"))  # fmt: skip

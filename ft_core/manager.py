@@ -24,12 +24,7 @@ from torch.futures import Future
 
 from ft_core.allreduce import Once, completed, finish, op_name, options_for, prepare
 from ft_core.effects import Effect
-from ft_core.errors import (
-    GroupBroken,
-    QuorumUnavailable,
-    StepInDoubt,
-    TooManyDiscards,
-)
+from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
 from ft_core.process_group.work import finish_with
@@ -280,9 +275,7 @@ class Manager:
         self._pending.clear()
         self._began_at = time.monotonic()
         # Also where nothing is waited for now: the quorum may be lost before the first collective.
-        self._quorum_wait_s = (
-            self._quorum_timeout_s if timeout is None else timeout.total_seconds()
-        )
+        self._quorum_wait_s = self._quorum_timeout_s if timeout is None else timeout.total_seconds()
         if self._begin(session):
             return
         if self._async and session.replica.stage is not Stage.MEMBER:
@@ -525,22 +518,28 @@ class Manager:
 
     # ------------------------------------------------------------------ leaving
 
-    def forget_state(self, reason: str) -> None:
+    def forget_state(self, reason: str, *, keep_state: bool = False) -> None:
         """This group's state is not what the quorum takes it for: leave the quorum, as one that
         holds no state; the next `start_quorum` joins again and heals.
 
         After a decision, or in place of one (the open attempt is discarded). One rank forgets for
-        its whole group. The members lose at most the step that they are in.
+        its whole group. The members lose at most the step that they are in. `keep_state`: it only
+        leaves; what it holds when it joins again is still the state that it left with, from which
+        the job goes on if nobody else has a newer one.
         """
         self._drain()
         self._part, self._pinned_at = None, None
         session = self._need_session()
-        session.control.call(lambda replica, now: replica.give_up(reason))
+        session.control.call(lambda replica, now: replica.give_up(reason, keep_state=keep_state))
 
     def leave_after_step(self) -> None:
         """The next committed or discarded step is this group's last (graceful leave)."""
         session = self._need_session()
         session.control.call(lambda replica, now: replica.leave_after_step())
+
+    def in_quorum(self) -> bool:
+        """Whether this group is in a quorum now. Never waits."""
+        return self._session is not None and self._session.replica.stage is Stage.MEMBER
 
     def left(self) -> bool:
         """Whether this group has left its quorum for good."""
@@ -732,7 +731,8 @@ class Manager:
             groups = outcome.participants if part is None else part.groups
             self.telemetry.emit(COMMIT, step=outcome.step, participants=groups, seconds=seconds)
             return True
-        self._check_fatal(session)
+        if not session.has_left:  # then there is no next step, which `start_quorum` says
+            self._check_fatal(session)
         self.telemetry.emit(DISCARD, step=outcome.step, reason=outcome.reason, seconds=seconds)
         log.info("step %s discarded: %s", outcome.step, outcome.reason)
         self._discards_in_a_row += 1
@@ -757,7 +757,7 @@ class Manager:
         replica = session.replica
         if replica.stage is Stage.REFUSED:
             if session.broken:
-                raise GroupBroken(replica.reason)
+                raise (GroupLeft if session.has_left else GroupBroken)(replica.reason)
             raise JoinRefused(replica.reason)
 
     def _position(self) -> tuple[int, str]:

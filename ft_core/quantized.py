@@ -67,7 +67,7 @@ def reduce_quantized(
 
     Non-participants send zeros. All members call it with buckets of the same sizes.
     """
-    members, rank = part.replica_world_size, part.replica_rank
+    members, rank = group.size(), group.rank()  # ranks, where each of a group holds a copy
     participating = part.rank is not None
     if members == 1:
         for job in jobs:

@@ -1,6 +1,6 @@
 """The replica's state machine: what one rank of a replica group does next. PURE.
 
-Theory (DESIGN section 4). A rank is *out*, *joining* (a `Join` is on its way), *seated* (the
+Theory (docs/protocol.md). A rank is *out*, *joining* (a `Join` is on its way), *seated* (the
 lighthouse knows it, no quorum yet), a *member* of a quorum, *refused* or *left*. As a member it
 works on one step at a time. The training loop opens an *attempt* at the step with `begin`,
 *pins* it to the quorum with its first collective, and ends it with `vote`:
@@ -264,21 +264,21 @@ class Replica:
         """Leave now."""
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
-        was_out = self.stage is Stage.OUT
-        self.stage = Stage.LEFT
+        was_out, self.stage = self.stage is Stage.OUT, Stage.LEFT
         self._resend_at = self._grace_at = None
         if self.attempt is not Attempt.CLOSED:
             self._close(Outcome(self.step, False, f"left: {reason}"))
         return [] if was_out else [Transmit(Leave(self._template.room, self.replica_id, reason))]
 
-    def give_up(self, reason: str) -> list[Effect]:
-        """Leave, as one that holds no state; the next `begin` joins, and heals."""
+    def give_up(self, reason: str, *, keep_state: bool = False) -> list[Effect]:
+        """Leave, as one that holds no state (or its own); the next `begin` joins, and heals."""
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
-        cut: list[Effect] = [Abort(self.view.quorum_id, reason)] if self.view is not None else []
-        effects = cut + self.leave(reason[:500])
+        effects: list[Effect] = [Abort(self.view.quorum_id, reason)] if self.view else []
+        effects += self.leave(reason[:500])
+        if not keep_state or not self.healed:
+            self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
         self.stage, self.healed, self._revoked = Stage.OUT, False, True
-        self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
         self._vote = self._unanswered = self._fetching = self._fetched = self.published = None
         return effects
 

@@ -15,7 +15,7 @@ import zmq
 from ft_core.config import ReplicaEnv, advertised_host, default_name, new_replica_id
 from ft_core.control import Condition, Control, Link
 from ft_core.effects import Effect
-from ft_core.group import BROKEN
+from ft_core.group import BROKEN, LEFT
 from ft_core.group_server import GroupLink, GroupServer, Leader, announce_leader, find_leader
 from ft_core.plane import DataPlane
 from ft_core.process_group import ProcessGroup
@@ -226,7 +226,12 @@ class Session:
     @property
     def broken(self) -> bool:
         """Whether the own replica group has lost a rank."""
-        return self.replica.reason.startswith(BROKEN)
+        return self.replica.reason.startswith((BROKEN, LEFT))
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has lost it by leaving, with a rank that was told to end."""
+        return self.replica.reason.startswith(LEFT)
 
     def await_lighthouse(self) -> None:
         """Raises LighthouseUnavailable unless somebody answers within the connect timeout."""

@@ -5,21 +5,73 @@
 
 or by object, with options: `Trainer(strategy=ft_lightning.FTDDPStrategy(min_replicas=2))`.
 
-Both of Lightning's namespaces are served: `ft_lightning.pytorch` holds the strategy for
-`lightning.pytorch`, `ft_lightning.pl` the one for `pytorch_lightning` (they are different classes
-there, and a Trainer takes only its own), `ft_lightning.fabric` and `ft_lightning.fabric_lf` those
-for Fabric. `ft_lightning.FTDDPStrategy` is the one that fits what
-is imported already.
+Both of Lightning's namespaces are served: they have different classes, and a Trainer takes only its
+own. `ft_lightning.FTDDPStrategy` is the one that fits what is imported already.
 
-Map: scope, slurm, nominal (who is who) - strategy (Lightning's view) - step (quorum, vote, retry), replay (several
-steps in a batch), logged (what retries must not log twice) - decisions, rounds, hooks (decided by
-all, at a step and between batches) - collectives, in_group (how far calls reach) - leader, checkpoints (who
-writes) - healing (a checkpoint that travels) - position (loop counters) - batches (data at the
-right place) -
-launcher (replica groups under a supervisor) - registration (names; `import ft_lightning`
-registers, ft_lightning_autoload does without, `python -m ft_lightning` too) - fabric_strategy,
-fabric_data (Fabric) - counts, reporting (progress bar, loggers, picture) - diloco (strategies
-whose replica groups talk every so many steps), diloco_driver, diloco_state.
+Modules. Being found and started:
+
+    pytorch, pl            the strategies for `lightning.pytorch`, for `pytorch_lightning`
+    fabric, fabric_lf      those for `lightning.fabric`, for `lightning_fabric`
+    registration           makes the names known; `ft_lightning_autoload` does without an import
+    __main__               `python -m ft_lightning`: runs a script with the names known
+    options                the strategies' options, and the manager that they make
+    scope                  who this process is among the replica groups (pure)
+    slurm                  the same where SLURM has started it (pure)
+    nominal                ranks as both frameworks' strategies answer them
+    launcher               `devices=N`: replica groups under a supervisor
+
+A Trainer's steps:
+
+    strategy               Lightning's view of it all
+    step                   begin, vote, and what follows a discard
+    closures               what an optimizer is given to compute its loss with
+    repeat                 a discarded step runs the user's `optimizer_step` again
+    replay                 several optimizer steps in a batch that is begun again
+    batches                the data at the right place, and the boundary before each batch
+    position               the loops' counters in one form
+    healing                a Trainer's state as a checkpoint that travels
+    logged                 what `self.log` has gathered, put back after a discard
+    ending                 SIGTERM while a quorum is waited for
+
+What all agree on:
+
+    scoping                what a Trainer is told about the world, how far calls reach
+    collectives            reductions within a step
+    decisions              what the first group decides for all, carried by votes
+    fingerprint            a digest of hyperparameters, to see that they are equal
+    rounds                 agreements between steps: at the ends of validations and epochs
+    validation             validation divided over the groups
+    shares                 who validates which batches, what is missing (pure)
+    totals                 logged numbers, over all members
+    metric_states          logged values and torchmetrics' states on their way to peers
+
+Writing and showing:
+
+    leader                 who writes, who says what rank zero says
+    checkpoints            files that are whole or not there; pickles of a strategy
+    hooks                  callbacks of ours, for what is no hook of a strategy
+    counts                 how a fit is doing, in numbers
+    reporting              the same for loggers, and as a picture
+
+Fabric:
+
+    fabric_strategy        the strategy
+    fabric_scoping         what a Fabric is told about the world
+    fabric_data            places in the data, loaders that go there
+    fabric_step            begin, vote, and what follows a discard
+    fabric_window          which updates of a batch count when it comes again
+    fabric_rounds          `all_reduce`, `all_gather`, `barrier`: in a step and between steps
+    fabric_sigterm         SIGTERM: the step under way is the last one
+
+LocalSGD and DiLoCo:
+
+    diloco                 the strategies for a Trainer
+    diloco_arguments       their options
+    diloco_driver          inner steps of a fit, heals between two of them
+    diloco_state           what of a Trainer's state is equal in all groups
+    diloco_fabric          the strategies for Fabric
+
+Why they are cut as they are: docs/design.md.
 """
 
 from __future__ import annotations

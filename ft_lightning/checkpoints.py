@@ -19,7 +19,9 @@ log = logging.getLogger("ft_lightning")
 KEY = "ft_lightning"
 """Where a checkpoint holds `Manager.state_dict()`."""
 
-_LIVE = ("_manager", "_driver", "_batches", "_decisions", "_rounds", "_sink", "_prepare_lock")
+_LIVE = (
+    "_manager", "_driver", "_batches", "_decisions", "_rounds", "_sink", "_prepare_lock", "_sigterm",
+)  # fmt: skip
 """Attributes of the strategy that belong to a fit under way."""
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ft_lightning import diloco_state
 from ft_lightning.diloco_arguments import DiLoCoArguments, LocalSGDArguments
 from ft_lightning.diloco_driver import InnerDriver, InnerSteps
+from ft_lightning.hooks import refuse_search
 from ft_lightning.strategy import FTDDPMixin
 
 log = logging.getLogger("ft_lightning")
@@ -60,6 +61,8 @@ class PeriodicMixin(FTDDPMixin):
         return model  # nothing happens in its backward
 
     def setup(self, trainer: Any) -> None:
+        if trainer.state.fn == "fit":
+            refuse_search(trainer, outer=True)
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_core.errors import QuorumUnavailable
+from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.supervisor import report_joined
 from ft_lightning.fabric_data import Place, Progress
 from ft_lightning.fabric_rounds import FabricRoundsMixin
@@ -124,6 +124,8 @@ class FabricStepMixin(FabricRoundsMixin):
             while self._visit is not None:
                 self._sit_in(self._visit)
                 manager.start_quorum()
+        except GroupLeft:  # another rank of this group was told to end: so was this one
+            self._sigterm.end()
         finally:
             self._starting = False
             self._where = where if where is Where.ROUND else None

@@ -18,13 +18,16 @@ def searching(trainer: Any) -> bool:
     return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
 
 
-def refuse_search(trainer: Any) -> None:
-    """Several groups would find several rates. Raises ValueError."""
+def refuse_search(trainer: Any, *, outer: bool = False) -> None:
+    """Several groups would find several rates; and `outer` steps begin once. Raises ValueError."""
     if any(
         cls.__name__ == "LearningRateFinder" for c in trainer.callbacks for cls in type(c).mro()
     ):
         raise ValueError(
-            "ft_ddp finds a learning rate with one replica group only, whose losses decide: run "
+            "LocalSGD and DiLoCo cannot find a learning rate, which is one of their inner steps: run "
+            "the finder in a Trainer with devices=1 and another strategy first"
+            if outer
+            else "ft_ddp finds a learning rate with one replica group only, whose losses decide: run "
             "the finder in a Trainer with devices=1 first, and give the rate to all"
         )
 

@@ -107,12 +107,6 @@ def uncount_updates(trainer: Any, updates: int) -> None:
         tracker.completed -= updates
 
 
-def count_attempt(trainer: Any) -> None:
-    """The same optimizer step (automatic optimization) is tried again."""
-    loop = trainer.fit_loop.epoch_loop
-    loop.automatic_optimization.optim_progress.optimizer.step.increment_ready()
-
-
 def count_fetched(trainer: Any) -> bool:
     """Count a batch that was fetched for a step under way as the loop would have.
 

@@ -5,6 +5,7 @@ The ways to start, told apart by the environment; the first that fits:
 | environment | devices, group_size | this process is |
 |---|---|---|
 | RANK, WORLD_SIZE > 1 | any | a rank of one replica group of WORLD_SIZE (torchrun, or our own) |
+| REPLICA_GROUP_ID, several SLURM tasks | any, M > 1 | a rank of that group, whose M tasks they are |
 | REPLICA_GROUP_ID | any | one replica group of NUM_REPLICA_GROUPS (started by a person or by us) |
 | several SLURM tasks | any, M (default 1) | a rank of replica group number SLURM_PROCID // M |
 | NODE_RANK, num_nodes=K | 1 | one replica group: number NODE_RANK of K |
@@ -53,7 +54,7 @@ class Scope:
         local_rank: among the processes of its replica group on this machine.
         node: number of this machine among those of the replica group.
         device: which of the Trainer's devices is this process's.
-        restarts: how often the replica group was started again.
+        restarts: how often the replica group was started again, or its SLURM job requeued.
         supervisor_pid: of the process that started this one; 0: none of ours.
         store_addr, store_port: where the ranks of the replica group meet; "" and 0: it has one.
         event_log: file for telemetry events; "": none.
@@ -104,9 +105,11 @@ def resolve(
     """The scope of a process. Arguments beat the environment. Raises ValueError."""
     known = ReplicaEnv.read(env)
     ranked = _is_rank(env, known)
-    if not (ranked or replica_name or known.name):
-        if _is_slurm_task(env):
-            return _slurm_task(env, known, devices, group_size or 1, lighthouse)
+    named = replica_name or known.name
+    if not ranked and _is_slurm_task(env) and (not named or (group_size or 1) > 1):
+        groups = num_replica_groups or known.num_groups
+        return _slurm_task(env, known, devices, group_size or 1, lighthouse, named, groups)
+    if not (ranked or named):
         if num_nodes > 1:
             return _on_node(env, known, devices, num_nodes, group_size, lighthouse)
         if devices > 1 or (group_size or 1) > 1:
@@ -193,7 +196,8 @@ def _member(
         local_rank=local_rank,
         node=known.group_rank // (_number(env, "LOCAL_WORLD_SIZE") or size) if ranked else 0,
         device=_number(env, ENV_DEVICE) + local_rank,
-        restarts=_number(env, ENV_RESTARTS) or _number(env, "TORCHELASTIC_RESTART_COUNT"),
+        restarts=(_number(env, ENV_RESTARTS) or _number(env, "TORCHELASTIC_RESTART_COUNT"))
+        + _number(env, "SLURM_RESTART_COUNT"),
         supervisor_pid=_number(env, ENV_SUPERVISOR),
         store_addr=known.master_addr if ranked else "",
         store_port=known.master_port if ranked else 0,
@@ -240,15 +244,22 @@ def _slurm_task(
     devices: int,
     group_size: int,
     lighthouse: str | None,
+    named: str | None,
+    groups: int,
 ) -> Scope:
+    """`named`: the whole job step is the group of that name, of `groups`."""
     if _number(env, "SLURM_NNODES") > 1:
         _need_lighthouse(known, lighthouse, f"{_number(env, 'SLURM_NNODES')} SLURM nodes")
-    place = slurm.place(env, group_size)
+    if named:
+        groups = groups or 1
+        place = slurm.place(env, group_size, _index(known.name or named, groups))
+    else:
+        groups, place = _number(env, "SLURM_NTASKS") // group_size, slurm.place(env, group_size)
     return Scope(
         role=Role.MEMBER,
-        name=str(place.index),
+        name=named or str(place.index),
         index=place.index,
-        num_groups=_number(env, "SLURM_NTASKS") // group_size,
+        num_groups=groups,
         group_rank=place.group_rank,
         group_size=group_size,
         local_rank=place.local_rank,

@@ -26,6 +26,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_core.config import ENV_JOB
 from ft_lightning.collectives import gather_in_step, reduce_in_step
+from ft_lightning.ending import EndingMixin
 from ft_lightning.nominal import NominalRanks
 from ft_lightning.scope import Scope
 
@@ -35,7 +36,7 @@ else:
     _Base = object
 
 
-class ScopedMixin(NominalRanks, _Base):
+class ScopedMixin(NominalRanks, EndingMixin, _Base):
     """The part of the strategy that answers questions about ranks."""
 
     _prepare_lock: int | None = None

@@ -1,6 +1,7 @@
 """Where a SLURM task stands, if so many tasks in a row make a replica group. PURE.
 
-Task p is rank p % size of group p // size. Its ranks meet at a port of the machine of their first
+Task p is rank p % size of group p // size; where a job step has a group's number, its tasks are that
+group's ranks. They meet at a port of the machine of their first
 task, which is known if tasks fill machine after machine (`srun --distribution=block`, SLURM's
 default for tasks), equally many on each.
 """
@@ -27,9 +28,18 @@ class TaskPlace:
     store_port: int = 0
 
 
-def place(env: Mapping[str, str], size: int) -> TaskPlace:
-    """Of the task with this environment, in groups of `size` tasks. Raises ValueError."""
+def place(env: Mapping[str, str], size: int, group: int | None = None) -> TaskPlace:
+    """Of the task with this environment, in groups of `size` tasks. Raises ValueError.
+
+    `group`: the whole job step is the replica group of this number.
+    """
     task, tasks = number(env, "SLURM_PROCID"), number(env, "SLURM_NTASKS")
+    if group is not None and tasks != size:
+        raise ValueError(
+            f"group_size={size}, but the job step of replica group {group} has {tasks} SLURM tasks: "
+            f"start it with `srun --ntasks={size}`, or leave out REPLICA_GROUP_ID if the step "
+            "holds all groups"
+        )
     if tasks % size:
         raise ValueError(
             f"{tasks} SLURM tasks cannot be divided into replica groups of group_size={size}: "
@@ -47,6 +57,8 @@ def place(env: Mapping[str, str], size: int) -> TaskPlace:
     first = index * size
     home, last = first // per_node, (first + size - 1) // per_node
     base = number(env, "MASTER_PORT") or _FIRST_PORT + number(env, "SLURM_JOB_ID") % _PORTS
+    if group is not None:
+        index = group
     return TaskPlace(
         index=index,
         group_rank=group_rank,

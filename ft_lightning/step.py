@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+from ft_core.errors import GroupLeft
 from ft_core.manager import Manager
 from ft_lightning import healing, logged, position
 from ft_lightning.batches import Batches
 from ft_lightning.collectives import gather_bytes
 from ft_lightning.decisions import Decisions
+from ft_lightning.repeat import Repeating, Window
 from ft_lightning.replay import Replay, StepDiscarded, untoggle
 
 log = logging.getLogger("ft_lightning")
@@ -64,24 +65,27 @@ class StepDriver:
     ) -> None:
         self._trainer, self._manager, self._batches = trainer, manager, batches
         self._decisions, self._replay = decisions, Replay(trainer)
+        self._repeating = Repeating(trainer, self._repeat)
         self._on_quorum, self._hooks, self._leave = on_quorum, hooks, leave
         self._patience = timedelta(seconds=patience_s)
         self._thread = threading.get_ident()
-        self._place: Place | None = None
-        """Where `start_quorum` is being called; None: nowhere."""
+        self._place: Place | None = None  # where `start_quorum` is being called; None: nowhere
         self._gathers = False  # the round under way gathers
         self._visit: bool | None = None  # let in while peers are in a round, that gathers or not
         self._lost = False  # behind, and not where it can heal: no round until the next boundary
-        self._window: list[tuple[Any, ...]] = []  # arguments of `training_step` for each batch
-        self._instead: tuple[Any, ...] | None = None
-        """Arguments to use in place of the loop's, which has healed away from its batch."""
+        self._window: Window = []  # arguments of `training_step` for each batch
+        self._instead: tuple[Any, ...] | None = None  # of the loop's arguments, once it has healed
         self._logged: logged.Snapshot = {}
-        self._only_reduces = False  # the open step was begun for a collective; no gradients yet
+        self._only_reduces = False  # the open step began after an update; no gradients yet
         self._counted = True  # Lightning's counters hold the window's committed updates
-        self.open = False
-        self.computing = False
+        self.open = self.computing = False
         self.last_committed: bool | None = None
         self.participants = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a quorum is asked for, and the loop stands still."""
+        return self._place is not None
 
     @property
     def _manual(self) -> bool:
@@ -104,7 +108,7 @@ class StepDriver:
             self._logged = logged.snapshot(self._trainer.fit_loop.epoch_loop._results)
             if self._manual:
                 self._replay.mark()
-                self._replay.prepare()
+                self._only_reduces = self._replay.prepare()
 
     def _start(self, place: Place) -> None:
         """Begin a step (or a round): in a quorum, healed. Raises as `Manager.start_quorum`."""
@@ -115,6 +119,8 @@ class StepDriver:
                 self._sit_in(self._visit)
                 self._manager.start_quorum()
             self._on_quorum()
+        except GroupLeft:  # another rank of this group was told to end: so was this one
+            self._leave()
         finally:
             self._place = None
         self.open = place is not Place.ROUND
@@ -134,12 +140,12 @@ class StepDriver:
         `to_reduce`: it may be over without an update. Raises StepDiscarded if this group has
         healed to another place in it.
         """
-        if not to_reduce:
-            self._only_reduces = False
-        self._replay.arrive()
-        if self.open or self._replay.active:
+        if self._replay.active:
             return
-        self._only_reduces = to_reduce
+        self._replay.arrive()
+        self._only_reduces = to_reduce and (self._only_reduces or not self.open)
+        if self.open:
+            return
         before = self._window
         self._start(Place.STEP)
         self._replay.mark()
@@ -150,7 +156,8 @@ class StepDriver:
         """Gradients are about to be computed."""
         if self._manual:
             self.ensure_open()
-            self._replay.mute(wrapper)
+            wrapper.mute(self._replay.active)
+            self._replay.carry(writes=True)
 
     # ------------------------------------------------------------------ compute
 
@@ -161,6 +168,8 @@ class StepDriver:
             self._window.append(args)
             try:
                 output = self._compute(args, compute)
+                if self._only_reduces:
+                    self._replay.carry(writes=False)
                 if not self._only_reduces or self._vote(None):
                     self._only_reduces = False
                     return output
@@ -170,8 +179,7 @@ class StepDriver:
             if not self.open:
                 self._again(updating=not self._only_reduces)
             self._zero_grad()
-            self._only_reduces = False
-            self._replay.prepare()
+            self._only_reduces = self._replay.prepare()
             window = self._take_window()
             for earlier in window[:-1]:
                 self._window.append(earlier)
@@ -207,22 +215,19 @@ class StepDriver:
                 "automatic optimization a step holds one update: call optimizer.step once, or use "
                 "manual optimization"
             )
-        while True:
-            result = closure()
-            if self._vote(optimizer):
-                step(result)
-                self._window.clear()
-                return result
-            healed = self._again()
-            position.count_attempt(self._trainer)
-            window = self._take_window()
-            first = position.batch_index(self._trainer) - len(window) + 1
-            for offset, args in enumerate(window[:-1]):
-                with self._trainer.strategy.block_backward_sync():
-                    self._closure(args, optimizer, first + offset)()
-            self._instead = window[-1]
-            if healed:
-                closure = self._closure(window[-1], optimizer, first + len(window) - 1)
+        result = closure()
+        if not self._vote(optimizer):
+            raise StepDiscarded
+        step(result)
+        self._window.clear()
+        return result
+
+    def _repeat(self, earlier: Callable[[Window], None]) -> tuple[bool, Window]:
+        """See `Repeating`."""
+        healed, window = self._again(), self._take_window()
+        earlier(window)
+        self._instead = window[-1]
+        return healed, window
 
     def _manual_step(
         self, closure: Callable[[], Any], step: Callable[[Any], Any], optimizer: Any
@@ -232,11 +237,12 @@ class StepDriver:
             self._replay.skip()
             return result
         try:
+            result = closure()
             self.ensure_open()
         except StepDiscarded:
             self._trainer.profiler.stop("optimizer_step")
             raise
-        result = closure()
+        self._replay.carry(writes=False)
         if not self._vote(optimizer):
             raise StepDiscarded
         step(result)
@@ -255,6 +261,7 @@ class StepDriver:
             committed = self._same_step()
         self.last_committed = committed
         if committed:
+            self._replay.settle()
             self._on_quorum()  # it may have changed while the step had reduced nothing yet
         if leaving and not committed:
             self._leave()
@@ -274,6 +281,7 @@ class StepDriver:
 
         `updating`: it was discarded inside an optimizer's step.
         """
+        self._replay.keep()
         self._zero_grad()
         if updating:
             position.uncount_attempt(self._trainer)
@@ -301,24 +309,15 @@ class StepDriver:
                 # If the user has unscaled these gradients, the next ones may be unscaled again.
                 scaler._per_optimizer_states.pop(id(optimizer), None)
 
-    def _take_window(self) -> list[tuple[Any, ...]]:
+    def _take_window(self) -> Window:
         """The batches to compute again; each is noted anew when it is."""
         window, self._window, self._instead = self._window, [], None
         return window
 
-    def _closure(self, args: tuple[Any, ...], optimizer: Any, batch_idx: int) -> Callable[[], Any]:
-        """Lightning's own: forward, zero_grad if the window's first, backward."""
-        loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
-        closure: Callable[[], Any] = loop._make_closure(
-            OrderedDict(enumerate(args)), optimizer, batch_idx
-        )
-        return closure
-
     def close(self) -> None:
         """The fit is over."""
-        self._instead, self._window = None, []
-        self._logged = {}
-        self.open = False
+        self._repeating.release()
+        self._instead, self._window, self._logged, self.open = None, [], {}, False
 
     # ------------------------------------------------------------------ rounds
 
@@ -369,7 +368,8 @@ class StepDriver:
         )
         begins = self._place is Place.BOUNDARY
         data = self._batches.states(self._trainer if begins else None)
-        return {**state, "updates": self._replay.done, "data": data}
+        gradients = self._replay.gradients(again=not self._counted) if self._manual else None
+        return {**state, "updates": self._replay.done, "data": data, "gradients": gradients}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a peer's state and go to its place in epoch and data."""
@@ -386,7 +386,7 @@ class StepDriver:
             trainer.fit_loop.epoch_loop._results.reset()
             self._hooks("on_train_epoch_start")
         self._batches.jump(trainer, state["data"])
-        self._replay.done = state["updates"]
+        self._replay.arrive_with(state["updates"], state["gradients"])
         if self._place is Place.STEP:
             self._refill_window()
 

@@ -1,6 +1,6 @@
 """One room's state machine: who is here, the live quorum, its votes, what is decided. PURE.
 
-Theory (DESIGN section 4; docs/protocol.md has the tables). A room is *forming* (no live quorum) or
+Theory (docs/protocol.md has the tables). A room is *forming* (no live quorum) or
 *live*. A live quorum works on one step: it collects one vote a member. The first no, death, leave
 or eviction *revokes* it: the others are told to stop their collectives and vote on what they have.
 As soon as every living member has voted the step is *decided*: committed if all votes are yes,

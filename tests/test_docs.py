@@ -1,7 +1,8 @@
-"""The tables in docs that are made from the code are fresh, and links lead somewhere."""
+"""The tables in docs that are made from the code are fresh, links lead somewhere, maps are whole."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -39,3 +40,13 @@ def test_named_tests_exist(page: Path) -> None:
         if not re.search(rf"^ *(async )?def {name}\(", (ROOT / file).read_text("utf-8"), re.M)
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("package", ["ft_core", "ft_lightning", "ft_accelerate"])
+def test_the_packages_map_names_every_module_once(package: str) -> None:
+    folder = ROOT / package
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    found = re.findall(r"^    (\w+(?:, \w+)*) {2,}\S", doc.partition("Modules.")[2], re.M)
+    modules = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
+    packages = [path.parent.name for path in folder.glob("*/__init__.py")]
+    assert sorted(", ".join(found).split(", ")) == sorted(modules + packages)

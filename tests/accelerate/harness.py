@@ -149,6 +149,7 @@ class Run:
         of: int,
         groups: int = 2,
         size: int = 1,
+        **env: str,
     ) -> subprocess.Popen[bytes]:
         """SIGKILL replica group `index` while process `of` waits at `hold`: its last process, which
         the group does not survive. Its next life, when the others have been told to go on and it
@@ -160,7 +161,7 @@ class Run:
             os.kill(self.lives(index * size + size - 1)[-1], signal.SIGKILL)
         victim.wait(WAIT_S)
         asked, met = self.events(index, "waiting", "quorum"), self.events(index, "quorum")
-        again = self.start(index, groups, size, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1")
+        again = self.start(index, groups, size, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1", **env)
         self.until(
             lambda: self.events(index, "waiting", "quorum") > asked,
             f"replica {index} asks for a quorum",

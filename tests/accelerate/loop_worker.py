@@ -37,13 +37,16 @@ OPTIONS: dict[str, Any] = {
     "first_seed_only": False,  # the others begin with weights of their own
     "step_delay_s": 0.0,
     "eval_delay_s": 0.0,
-    "holds": [],  # "step-12", "eval-1": wait there until the file <log>/go.<that> is there
+    # "step-12", "eval-1": wait there until the file <log>/go.<that> is there; "past-step-3": when the
+    # script runs through its past
+    "holds": [],
     "inject": {},  # {"<step>": index}: this replica group reports an error once
     "gather_loss": False,
     "save": 0,  # save_state each so many steps
     "seedable": False,
     "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
     "local_steps": 5,
+    "diloco": {"fragments": 2, "codec": "int8"},
 }
 
 
@@ -119,7 +122,8 @@ class Log:
         return runtime is not None and runtime.leader and runtime.participants == 2
 
     def hold(self, here: str) -> None:
-        if here in self.options["holds"] and self.live:
+        here = here if self.live else f"past-{here}"
+        if here in self.options["holds"]:
             self.path.with_suffix(".holds").open("a").write(f"{here}\n")
             while not self.go.with_suffix("." + here).exists():
                 time.sleep(0.02)
@@ -163,7 +167,7 @@ def local_training(options: dict[str, Any], accelerator: Any, model: Any) -> Any
         model=model,
         local_sgd_steps=options["local_steps"],
         enabled=bool(options["local"]),
-        **({"fragments": 2, "codec": "int8"} if options["local"] == "diloco" else {}),
+        **(options["diloco"] if options["local"] == "diloco" else {}),
     )
 
 
@@ -259,6 +263,7 @@ def run(options: dict[str, Any]) -> None:
         lr=scheduler.get_last_lr()[0],
         accuracy=accuracy,
         count=average.count,
+        values=[float(v) for p in model.parameters() for v in p.detach().flatten()],
         processes=accelerator.num_processes,
         index=accelerator.process_index,
         main=accelerator.is_main_process,

@@ -81,6 +81,14 @@ def test_a_wrong_variable_is_named() -> None:
         is_enabled({"ACCELERATE_USE_FAULT_TOLERANCE": "maybe"})
 
 
+def test_a_misspelt_environment_variable_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"MIN_REPLCAS is unknown: did you mean .*MIN_REPLICAS\?"):
+        FaultTolerancePlugin.from_env({"ACCELERATE_FAULT_TOLERANCE_MIN_REPLCAS": "2"})
+    with pytest.raises(ValueError, match="did you mean ACCELERATE_USE_FAULT_TOLERANCE"):
+        is_enabled({"ACCELERATE_USE_FAULT_TOLERENCE": "true"})
+    assert FaultTolerancePlugin.from_env(Supervision(pid=7, child=1).to_env()).min_replicas == 1
+
+
 def test_supervision_goes_through_the_environment() -> None:
     told = Supervision(pid=12, restarts=3, child=1, children=2)
     assert Supervision.from_env(told.to_env()) == told

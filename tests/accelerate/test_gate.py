@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from typing import Any
@@ -73,9 +74,9 @@ def test_a_discarded_attempt_is_repeated_from_the_kept_gradients() -> None:
                 gate.over()
                 model.zero_grad(set_to_none=False)
             elif start == "accumulated":
-                passes.append((INPUT + 2, both))
+                passes.append((INPUT + 2, True))  # the second layer in this pass only, if unused
                 with model.no_sync():
-                    model(INPUT + 2, both).square().mean().backward()
+                    model(INPUT + 2, True).square().mean().backward()
             manager.start_quorum()
             model(INPUT, both).square().mean().backward()
             for parameter in net.parameters():
@@ -86,13 +87,91 @@ def test_a_discarded_attempt_is_repeated_from_the_kept_gradients() -> None:
             manager.start_quorum()
             gate.again()
             assert manager.should_commit()
+            gate.committed()
             gate.over()
             for mine, right in zip(gradients(net), expected(net, passes), strict=True):
                 if right is not None:
                     assert mine is not None
                     torch.testing.assert_close(mine, right, msg=lambda m, s=start: f"{s}: {m}")
+                elif start == "none":
+                    assert mine is None
             assert not gate.busy and not gate._gradients
         replica.close()
+
+
+class Parts(nn.Module):
+    """Uses the layers that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor, used: str) -> Tensor:
+        for name in used:
+            x = self.layers[int(name)](x)
+        return x
+
+
+def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_step() -> None:
+    """One member errs before its first collective, one that alone has used a layer leaves: what the
+    first attempt said of who has used what holds no more. None and zero are not the same to AdamW."""
+    torch.manual_seed(0)
+    start = Parts().state_dict()
+    uses, begun = ("01", "02", "03"), threading.Barrier(3)
+
+    def steps(net: Parts) -> torch.optim.Optimizer:
+        net.load_state_dict(start)
+        return torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+
+    def expected() -> Parts:
+        """Mean of the two who are left; no gradient where neither has one."""
+        net, plain = Parts(), [Parts(), Parts()]
+        optimizer = steps(net)
+        for twin, used in zip(plain, uses, strict=False):
+            twin.load_state_dict(start)
+            twin(INPUT, used).square().mean().backward()
+        for parameter, *both in zip(
+            net.parameters(), *[t.parameters() for t in plain], strict=True
+        ):
+            there = [p.grad for p in both if p.grad is not None]
+            parameter.grad = sum(there, torch.zeros_like(parameter)) / 2 if there else None
+        optimizer.step()
+        return net
+
+    with lighthouse(min_replicas=2) as server:
+        members = [Replica(server, str(i), expected_replicas=3) for i in range(3)]
+        replicas(*[member.step for member in members])
+
+        def train(index: int) -> Parts:
+            manager, gate, net = members[index].manager, Gate(lambda: True, never), Parts()
+            gate.attach(manager)
+            optimizer, model = steps(net), make(gate, net, find_unused_parameters=True)
+            manager.start_quorum()
+            assert manager.bind() and begun.wait(20) >= 0
+            if index == 1:
+                manager.report_error(RuntimeError("injected"))
+            model(INPUT, uses[index]).square().mean().backward()
+            if index == 2:
+                members[2].close()
+                return net
+            assert not manager.should_commit()
+            manager.start_quorum()
+            gate.again()
+            while not manager.should_commit():  # the third was in that quorum, too
+                manager.start_quorum()
+                gate.again()
+            gate.committed()
+            gate.over()
+            optimizer.step()
+            return net
+
+        trained = replicas(*[functools.partial(train, index) for index in range(3)])
+        replicas(*[member.close for member in members[:2]])
+    right = expected()
+    for net in trained[:2]:
+        for (name, mine), other in zip(net.named_parameters(), right.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, msg=lambda m, n=name: f"{n}: {m}")
+            assert (mine.grad is None) == (other.grad is None), name
 
 
 def test_gradients_without_an_end_are_let_go_of() -> None:

@@ -170,6 +170,11 @@ def test_what_a_replica_group_is_told(stock: ModuleType, tmp_path: Path) -> None
             {"min_replicas": 1},
             "cannot be combined with MEGATRON_LM",
         ),
+        (
+            {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}},
+            {"min_replicas": 1},
+            "cannot be combined with FSDP",
+        ),
         ({**ON_CPU, "fault_tolerance": 1}, None, "unknown keys"),
     ],
 )
@@ -187,6 +192,16 @@ def test_a_wrong_config_file_is_refused_when_it_is_read(
         (["--fault_tolerance_min_replicas", "3"], r"min_replicas \(3\) must be at most num_rep"),
         (["--fault_tolerance_timeout_s", "0"], "must be a positive number of seconds"),
         (["--no_python"], "trains Python scripts"),
+        (["--use_fsdp"], "cannot be combined with FSDP"),
+        (
+            [
+                "--fault_tolerance_lighthouse",
+                "tcp://127.0.0.1:9",
+                "--fault_tolerance_timeout_s",
+                "0.2",
+            ],
+            "no lighthouse answers at tcp://127.0.0.1:9 within 0.2 s",
+        ),
     ],
 )
 def test_what_cannot_be_launched_ends_in_a_sentence(
@@ -198,6 +213,15 @@ def test_what_cannot_be_launched_ends_in_a_sentence(
         stock.launch_command(args)
     assert str(caught.value).startswith("ft_accelerate: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_section_ends_in_a_sentence_without_a_stack(
+    stock: ModuleType, tmp_path: Path
+) -> None:
+    config = written(tmp_path, ON_CPU, {"min_replica": 1})
+    args = stock.launch_command_parser().parse_args(["--config_file", config, "train.py"])
+    with pytest.raises(SystemExit, match=r"^ft_accelerate: fault_tolerance_config has the unknown"):
+        stock.launch_command(args)
 
 
 def test_a_wrong_flag_is_refused(stock: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

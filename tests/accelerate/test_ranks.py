@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from ft_accelerate.cli_test import SCRIPT
 from tests.accelerate.harness import compare, running
+from tests.accelerate.installed import accelerate, installed
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -84,3 +88,64 @@ def test_operations_reach_all_processes_while_a_group_is_away(
             assert end["results"][name] == [away, away, away, there], f"{name}, process {index}"
     assert all(end["weight"] == ends[0]["weight"] for end in ends)
     assert [end["main"] for end in ends].count(True) == 1
+
+
+def test_num_processes_are_one_group_or_so_many_groups_and_the_dead_are_restarted(
+    tmp_path: Path,
+) -> None:
+    """`accelerate launch --num_processes 2`, Accelerate's own command; process 1 is killed. Of two
+    groups it is started again and heals; one group of two is, as a whole, and begins anew. Nothing
+    of it shows in the weights."""
+    starts = {"groups": {"min_replicas": 2}, "group": {"group_size": 2}}
+    launchers = {}
+    for name, section in starts.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        config = folder / "config.yaml"
+        machine = {"distributed_type": "MULTI_CPU", "use_cpu": True}
+        config.write_text(yaml.safe_dump({**machine, "fault_tolerance_config": section}))
+        launchers[name] = subprocess.Popen(
+            [
+                *accelerate("launch"), "--config_file", str(config), "--num_processes", "2",
+                str(SCRIPT), str(folder), "1", "1",
+            ],
+            env=installed(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    said = {name: launcher.communicate(timeout=280)[0] for name, launcher in launchers.items()}
+    assert [launcher.returncode for launcher in launchers.values()] == [0, 0], said
+    ends = {
+        name: [json.loads((tmp_path / name / f"{index}.json").read_text()) for index in (0, 1)]
+        for name in starts
+    }
+    assert [end["lives"] for end in ends["groups"]] == [1, 2]
+    assert [end["lives"] for end in ends["group"]] == [2, 2]
+    for key in ("weights", "steps", "loss"):
+        assert len({end[key] for both in ends.values() for end in both}) == 1, key
+    assert said["groups"].count("was killed by SIGKILL; it is started again") == 1
+    assert said["group"].count("was killed by SIGKILL; it is started again") == 1
+
+
+def test_all_others_die_while_one_catches_up_outside_of_the_quorum(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """It holds what it has healed, and now nobody else does: the job goes on from there."""
+    options = {"epochs": EPOCHS, "samples": SAMPLES, "far": 5}
+    two = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+    with running(tmp_path, lighthouse, holds=["step-14", "past-step-3"], **options) as run:
+        zero, one = (run.start(index, **two) for index in (0, 1))
+        again = run.killed_and_back(one, 1, hold="step-14", of=0, **two)
+        run.until_held(1, "past-step-3")
+        assert " batches behind" in (tmp_path / "1.events").read_text()
+        zero.kill()
+        zero.wait()
+        back = run.start(0, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1", **two)
+        run.go("past-step-3")
+        run.wait(again, back)
+    for key in ("digest", "step", "ticks", "lr", "accuracy", "count"):
+        assert run.end(0)[key] == run.end(1)[key], key
+    made = [[line["step"] for line in run.lines(index)] for index in (0, 1)]
+    for index, last in ((0, back), (1, again)):
+        assert made[index] == sorted(set(made[index]))  # none was made twice
+        assert run.lines(index)[-1]["pid"] == last.pid
+    assert set(made[0] + made[1]) == set(range(1, EPOCHS * 2 * STEPS + 1))
+    assert compare(run.lines(0), run.lines(1)) > STEPS

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 
-from ft_accelerate import FaultToleranceKwargs, processes
+from ft_accelerate import DiLoCo, FaultToleranceKwargs, processes
 from ft_accelerate.install import check_seams, install, uninstall
 from ft_accelerate.options import ENV_USE
 
@@ -78,10 +78,10 @@ def test_reading_for_all_in_one_process_is_refused() -> None:
         mine.prepare(DataLoader([1, 2, 3]))
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "barrier"])
 def test_the_script_s_own_collectives_are_refused(name: str) -> None:
     accelerator()
-    arguments = (torch.ones(1), 0) if name == "broadcast" else (torch.ones(1),)
+    arguments = {"broadcast": (torch.ones(1), 0), "barrier": ()}.get(name, (torch.ones(1),))
     with pytest.raises(RuntimeError, match=f"torch.distributed.{name} reaches this process only"):
         getattr(dist, name)(*arguments)
 
@@ -91,6 +91,27 @@ def test_collectives_with_a_group_of_one_s_own_are_left_alone() -> None:
     value = torch.ones(1)
     dist.all_reduce(value, group=dist.new_group([0]))
     assert value.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"codec": "int3"}, "codec must be None or one of int8, int4, fp8"),
+        ({"error_feedback": True}, "nothing to correct without a codec"),
+        ({"fragment_sync_delay": 4, "fragments": 2}, "must be smaller than the 4 inner steps"),
+        ({"fragments": 9}, "fragments=9 is not possible"),
+        ({"fragment_update_alpha": 2}, "from 0 to 1, got 2"),
+        ({"outer_lr": 0}, "outer_lr must be positive"),
+        ({"weighted": "samples"}, "nothing to weigh under Accelerate"),
+        ({"keep_windows": False}, "no window is ever dropped"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
+    ],
+)
+def test_options_of_diloco_that_cannot_be(options: dict[str, Any], sentence: str) -> None:
+    mine = accelerator()
+    model = mine.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=sentence):
+        DiLoCo(mine, model, 8, **options)
 
 
 def test_groups_of_another_size_than_was_started_are_refused(

@@ -2,7 +2,8 @@
 
 But for one callback of the test, which kills processes at named places, and the report that it
 leaves. TRAINER_KILLS holds "group:life:event:count", such as "1:0:on_step_end:12": replica group 1
-in its first life, when the event comes for the 12th time.
+in its first life, when the event comes for the 12th time. "1.0" is the first process of group 1;
+the event "writing" comes when a checkpoint's first files are there.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Kill(TrainerCallback):
         self.event, self.left = "", 0
         for kill in os.environ.get("TRAINER_KILLS", "").split():
             of_group, of_life, event, count = kill.split(":")
-            if (of_group, of_life) == (group, life):
+            of_group, _, rank = of_group.partition(".")
+            if (of_group, of_life) == (group, life) and rank in ("", os.environ["LOCAL_RANK"]):
                 self.event, self.left = event, int(count)
 
     def __getattribute__(self, name: str) -> Any:
@@ -69,6 +71,33 @@ class Kill(TrainerCallback):
         self.left -= 1
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Model(GPT2LMHeadModel):
+    """A model in whose saving a process may die."""
+
+    kill: Any = None
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(*args, **kwargs)
+        if self.kill.event == "writing":
+            self.kill.count()
+
+
+class Watch(TrainerCallback):
+    """Looks for checkpoints that are not whole: the newest one, since older ones are deleted."""
+
+    def __init__(self) -> None:
+        self.torn: set[str] = set()
+
+    def look(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        found = list(Path(args.output_dir).glob("checkpoint-*"))
+        newest = max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
+        wanted = ("model.safetensors", "optimizer.pt", "trainer_state.json")
+        if newest is not None and not all((newest / name).exists() for name in wanted):
+            self.torn.add(newest.name)
+
+    on_step_begin = on_substep_end = on_train_begin = on_train_end = look
 
 
 class Hold(TrainerCallback):
@@ -94,6 +123,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--max_steps", type=int, default=-1)
     parser.add_argument("--save_steps", type=int, default=0)
+    parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--patience", type=int, default=0)
     parser.add_argument("--scheduler", default="cosine")
@@ -104,12 +134,13 @@ def main() -> None:
         vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    model = Model(config)
+    model.kill, watch = Kill(), Watch()
     save = options.save_steps or 10_000
     arguments = TrainingArguments(
         output_dir=str(out / "checkpoints"),
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
         gradient_accumulation_steps=2,
         num_train_epochs=options.epochs,
         max_steps=options.max_steps,
@@ -120,6 +151,7 @@ def main() -> None:
         eval_strategy="epoch",
         save_strategy="best" if options.patience else "steps",
         save_steps=save,
+        save_total_limit=2 if options.patience else None,
         load_best_model_at_end=bool(options.patience),
         metric_for_best_model="eval_loss",
         seed=1,
@@ -128,7 +160,7 @@ def main() -> None:
         use_cpu=True,
         dataloader_pin_memory=False,
     )
-    callbacks: list[TrainerCallback] = [Kill(), Hold()]
+    callbacks: list[TrainerCallback] = [model.kill, Hold(), watch]
     if options.patience:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     trainer = Trainer(
@@ -139,10 +171,10 @@ def main() -> None:
         callbacks=callbacks,
     )
     result = trainer.train(resume_from_checkpoint=options.resume or None)
-    report(trainer, result.training_loss, out)
+    report(trainer, result.training_loss, watch.torn, out)
 
 
-def report(trainer: Trainer, training_loss: float, out: Path) -> None:
+def report(trainer: Trainer, training_loss: float, torn: set[str], out: Path) -> None:
     digest = hashlib.sha256()
     for name, tensor in sorted(
         trainer.accelerator.unwrap_model(trainer.model).state_dict().items()
@@ -163,6 +195,8 @@ def report(trainer: Trainer, training_loss: float, out: Path) -> None:
         "ticks": trainer.lr_scheduler.state_dict().get("last_epoch"),
         "training_loss": training_loss,
         "best": trainer.state.best_metric,
+        "best_checkpoint": Path(trainer.state.best_model_checkpoint or "").name,
+        "torn": sorted(torn),
         "logs": [
             {k: v for k, v in entry.items() if not any(t in k for t in timing)}
             for entry in trainer.state.log_history

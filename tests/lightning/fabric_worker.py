@@ -24,13 +24,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ft_lightning  # noqa: F401
+from ft_lightning.fabric import FTDDPStrategy
 from tests.lightning.worker import digest, process_name
 from tests.stock import leave_stock
 
 OPTIONS: dict[str, Any] = {
     "log": "",
     "strategy": "ft_ddp",
+    "strategy_options": None,  # given: by object
     "devices": 1,
+    "num_nodes": 1,
     "epochs": 3,
     "samples": 76,
     "batch_size": 4,
@@ -57,8 +60,11 @@ class Worker:
         else:
             self.fabric = Fabric(
                 accelerator="cpu",
-                strategy=options["strategy"],
+                strategy=options["strategy"]
+                if options["strategy_options"] is None
+                else FTDDPStrategy(**options["strategy_options"]),
                 devices=options["devices"],
+                num_nodes=options["num_nodes"],
                 precision=options["precision"],
             )
             self.fabric.launch()
@@ -114,6 +120,7 @@ class Worker:
                 if self.ours:
                     self.step, number = self.strategy.current_step, self.place() - 1
                 time.sleep(self.options["step_delay_s"])
+                self.hold(f"step:{self.step}")
                 while self.step == self.options["hold"] and not (self.log / "go").exists():
                     time.sleep(0.02)
                 window += [round(float(x) * 64) for x in images[:, 0]]

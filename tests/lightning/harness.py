@@ -34,6 +34,7 @@ class Run:
         self.script = options.pop("worker", self.script)
         self.options = {"log": str(log), **options}
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.waited: list[subprocess.Popen[bytes]] = []  # and ended as they should
 
     def start(
         self, index: int | None = None, groups: int = 2, through: Sequence[str] = (), **env: str
@@ -88,7 +89,7 @@ class Run:
     def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while not condition():
-            failed = any((p.poll() or 0) > 0 for p in self.processes)
+            failed = any((p.poll() or 0) > 0 for p in self.processes if p not in self.waited)
             if failed or time.monotonic() > deadline:
                 raise AssertionError(f"waited in vain for {what}:\n{self.output()}")
             time.sleep(0.02)  # other processes' files announce nothing
@@ -123,6 +124,7 @@ class Run:
                 self._ask_for_stacks()
                 raise AssertionError(f"process does not end:\n{self.output()}") from None
             assert got == code, f"exit code {got} instead of {code}:\n{self.output()}"
+            self.waited.append(process)
 
     def _ask_for_stacks(self) -> None:
         for process in self.processes:

@@ -28,9 +28,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    Timer,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -129,11 +136,13 @@ class Trace(Callback):
         self.lrs: list[float] = []
         self.steps: list[int] = []
         self.logged: list[float] = []
+        self.participants: set[int] = set()
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.digests.append(digest(module))
         self.lrs.append(trainer.optimizers[0].param_groups[0]["lr"])
         self.steps.append(trainer.global_step)
+        self.participants.add(getattr(trainer.strategy, "num_participants", 0))
         value = trainer.callback_metrics.get("train_step")
         if value is not None:
             self.logged.append(float(value))
@@ -144,6 +153,7 @@ class Trace(Callback):
             "lrs": self.lrs,
             "steps": self.steps,
             "logged": self.logged,
+            "participants": sorted(self.participants),
             "epoch": trainer.current_epoch,
             "metrics": {k: float(v) for k, v in sorted(trainer.callback_metrics.items())},
         }
@@ -478,6 +488,15 @@ def refusals(place: Place) -> Result:
             fit(place.trainer(*callbacks), module)
         except ValueError as error:
             said[name] = str(error)
+    if place.rank == 0:
+        with alone():
+            local = ft_lightning.FTLocalSGDStrategy(sync_every=2)
+            for name, callback in (("outer", finder), ("batch size", BatchSizeFinder())):
+                strategy = local if name == "outer" else place.strategy
+                try:
+                    fit(place.trainer(callback, strategy=strategy), Net(place))
+                except (ValueError, MisconfigurationException) as error:
+                    said[name] = str(error)
     return said
 
 
@@ -616,10 +635,13 @@ def main(options: dict[str, Any]) -> None:
         if kind in SCENARIOS:
             result = SCENARIOS[kind](place)
         else:
-            from tests.lightning import stream_scenarios, validation_scenarios
+            from tests.lightning import manual_scenarios, stream_scenarios, validation_scenarios
 
-            more = {**stream_scenarios.SCENARIOS, **validation_scenarios.SCENARIOS}
-            result = more[kind](place, variant)
+            if kind in manual_scenarios.SCENARIOS:
+                result = manual_scenarios.SCENARIOS[kind](place)
+            else:
+                more = {**stream_scenarios.SCENARIOS, **validation_scenarios.SCENARIOS}
+                result = more[kind](place, variant)
         missed = [step for step, who in place.inject.items() if who == rank]
         assert not (variant and missed), f"{name}: no vote on {missed}"
         (log / f"{rank}.{name}").write_text(json.dumps(result))

@@ -14,7 +14,8 @@ import pytest
 
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
-from tests.lightning.harness import Run, running
+from tests.lightning.harness import Run, compare, running
+from tests.lightning.test_membership import until_at, until_waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -52,28 +53,51 @@ def scheduled(run: Run, how: str, index: int) -> subprocess.Popen[bytes]:
         "LOCAL_RANK": str(index),  # names the test's files; Lightning would set it
     }
     if how == "slurm":
-        return run.start(
-            SLURM_NTASKS="2",
-            SLURM_NTASKS_PER_NODE="2",
-            SLURM_PROCID=str(index),
-            SLURM_LOCALID=str(index),
-            SLURM_NODEID="0",
-            SLURM_JOB_NAME="train",
-            SLURM_JOB_ID="7",
-            PL_TRAINER_DEVICES="2",
-            **common,
-        )
+        tasks = {
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_PROCID": str(index),
+            "SLURM_LOCALID": str(index),
+            "SLURM_NODEID": "0",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_JOB_ID": "7",
+            "PL_TRAINER_DEVICES": "2",
+        }
+        return run.start(**tasks, **common)
     return run.start(NODE_RANK=str(index), PL_TRAINER_NUM_NODES="2", **common)
+
+
+def requeued(
+    run: Run, server: LighthouseServer, task: subprocess.Popen[bytes]
+) -> subprocess.Popen[bytes]:
+    """Task 1 is killed; its group comes back as a SLURM job of its own, which was requeued."""
+    for index in (0, 1):
+        run.until_step(index, 3)
+    task.kill()
+    until_at(run, 0, "step:9")
+    own = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+    own |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train"}
+    again = run.start(1, 2, SLURM_JOB_ID="8", SLURM_RESTART_COUNT="1", **own)
+    until_waiting(run, server, "1")
+    (run.log / "go").touch()
+    return again
 
 
 @pytest.mark.parametrize("how", ["slurm", "nodes"])
 def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
-    """SLURM's tasks, and one process a node; and who comes back when all is over stays out."""
+    """SLURM's tasks, one of which dies and comes back; one process a node, one of which comes back
+    when all is over, and stays out."""
     config = LighthouseConfig(timeouts=Timeouts.derive(5.0, join_timeout_s=20.0))
-    options = {"devices": 2} if how == "slurm" else {}
+    options: dict[str, Any] = {}
+    if how == "slurm":
+        options = {"devices": 2, "holds": {"step:9": "go"}}
     with LighthouseServer(config=config) as server:
         with running(tmp_path, server.address(), max_epochs=1, **options) as run:
-            run.wait(*(scheduled(run, how, index) for index in (0, 1)))
+            started = [scheduled(run, how, index) for index in (0, 1)]
+            if how == "slurm":
+                started[1] = requeued(run, server, started[1])
+            run.wait(*started)
+            assert compare(run.lines(0), run.lines(1)) == len(run.lines(1)) > 3
             assert run.end(0)["digest"] == run.end(1)["digest"]
             assert [run.end(i)["rank"] for i in (0, 1)] == [0, 1]
             assert run.end(0)["world_size"] == 2

@@ -36,13 +36,16 @@ def until_waiting(run: Run, server: LighthouseServer, name: str) -> None:
 def test_the_leader_dies_in_a_validation_and_comes_back_in_the_next(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
-    """Nothing waits for it; another one writes on; it heals at a batch, and writes nothing."""
-    holds = {"validation:1": "one", "validation:2": "two"}
-    options = {"max_epochs": 4, "holds": holds, "checkpoints": True, "logs": True}
+    """Nothing waits for it; another one writes on; it heals at a batch, and writes nothing.
+
+    The validation is replicated, and calls collectives.
+    """
+    holds = {"val batch:1:2": "one", "validation:2": "two"}
+    options = {"max_epochs": 4, "holds": holds, "checkpoints": True, "logs": True, "gathers": True}
     with running(tmp_path, coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)
         for rank in (0, 1):
-            until_at(run, rank, "validation:1")
+            until_at(run, rank, "val batch:1:2")
         assert [line["leader"] for line in run.lines(0)] == [True] * len(run.lines(0))
         before = (tmp_path / "logs/version_0/metrics.csv").read_text().splitlines()
         zero.kill()
@@ -84,6 +87,7 @@ def check_files(tmp_path: Path, before: list[str]) -> None:
 def test_joins_between_the_two_updates_of_a_batch(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
+    """Both are on one loss: the newcomer gets the gradients that its peers hold."""
     options = {"max_epochs": 2, "gan": True, "holds": {"step:12": "go"}, "step_delay_s": 0.01}
     with running(tmp_path, coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)

@@ -57,19 +57,28 @@ def test_equals_stock_ddp_bit_for_bit_and_retries_discarded_steps(
 
 
 def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path) -> None:
-    """Two replica groups of two ranks, which begin unlike: one rank takes its group along."""
+    """Two replica groups of two ranks, which begin unlike: one rank takes its group along.
+
+    It dies in its share of a validation, which the others do in its place.
+    """
     options = {"max_epochs": 5, "step_delay_s": 0.05, "hold": 17, "checkpoints": True}
-    options |= {"strategy_options": {"group_size": 2}, "own_start": True}
+    options |= {"strategy_options": {"group_size": 2, "validation": "sharded"}, "own_start": True}
+    options |= {"holds": {"val batch:0:3": "one"}}
     with running(tmp_path, devices=4, **options) as run:
         main = run.start()
         for rank in range(4):
             run.until_step(rank, 3)
         first = [run.lives(rank)[0] for rank in range(4)]
+        run.until((tmp_path / "3.at.val batch:0:3").exists, "rank 3 in its share")
         os.kill(first[3], signal.SIGKILL)
+        (tmp_path / "one").touch()
         for rank in (2, 3):
             run.until(lambda r=rank: len(run.lives(r)) == 2, f"the second life of rank {rank}")  # type: ignore[misc]
         run.go()
         run.wait(main)
+    shares = [run.validations(rank) for rank in range(4)]
+    assert [each[0]["batches"] for each in shares[:2]] == [[0, 2], [1, 3]]
+    assert sorted(batch for each in shares for batch in each[4]["batches"]) == [0, 1, 2, 3]
     lines = [run.lines(rank) for rank in range(4)]
     assert compare(lines[0], lines[1]) == len(lines[0]) == 50
     assert [run.lives(rank) for rank in (0, 1)] == [[first[0]], [first[1]]]

@@ -117,6 +117,24 @@ def test_slurm_tasks_in_a_row_are_a_group() -> None:
         machines("a[1-3,x]")
 
 
+def test_a_slurm_step_of_its_own_is_one_group() -> None:
+    """An element of a job array, requeued by itself: its tasks are the ranks of the group named."""
+    element = {**BLOCKS, "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "2", **AT,
+               "SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": "2",
+               "REPLICA_GROUP_ID": "1", "NUM_REPLICA_GROUPS": "3"}  # fmt: skip
+    scope = resolve(element, devices=4, group_size=4)
+    assert (scope.role, scope.name, scope.index, scope.num_groups) == (Role.MEMBER, "1", 1, 3)
+    assert (scope.group_rank, scope.group_size, scope.local_rank, scope.device) == (2, 4, 2, 2)
+    assert (scope.rank, scope.world_size, scope.restarts) == (6, 12, 2)
+    assert (scope.store_addr, scope.store_port) == ("127.0.0.1", 15000 + 3456 + 1)
+    # Of one task, it is a group of its own as anywhere.
+    one = {**element, "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+    alone = resolve(one, devices=1)
+    assert (alone.index, alone.num_groups, alone.group_size, alone.restarts) == (1, 3, 1, 2)
+    with pytest.raises(ValueError, match="srun --ntasks=2"):
+        resolve(element, devices=4, group_size=2)
+
+
 def test_one_device_and_no_environment_is_the_only_group() -> None:
     scope = resolve({}, devices=1)
     assert (scope.role, scope.name, scope.index, scope.num_groups) == (Role.MEMBER, "0", 0, 1)

@@ -48,7 +48,8 @@ OPTIONS: dict[str, Any] = {
     "hold": None,  # at this global step wait until the file <log>/go is there
     "inject": {},  # {"<global step>": replica index}: this replica reports an error once
     "manual": False,
-    "gan": False,  # two optimizers, by hand
+    "gan": False,  # two optimizers, by hand; in every other batch on one loss
+    "gathers": False,  # validation calls collectives
     "checkpoints": False,
     "logs": False,  # a CSV logger, a weight average, an early stopping
     "holds": {},  # {place: file}: wait for <log>/<file> there, where a place is
@@ -65,10 +66,13 @@ def digest(module: nn.Module) -> str:
 
 def process_name() -> str:
     """Of this process's files: its number among those of all replica groups."""
-    group, size = os.environ.get("REPLICA_GROUP_ID"), int(os.environ.get("WORLD_SIZE", "1"))
-    if group and size > 1:
-        return str(int(group) * size + int(os.environ["RANK"]))
-    return group or os.environ.get("LOCAL_RANK", "0")
+    env = os.environ
+    group = env.get("REPLICA_GROUP_ID")
+    size = int(env.get("WORLD_SIZE") or env.get("SLURM_NTASKS", "1"))
+    rank = env.get("RANK", "") if "WORLD_SIZE" in env else env.get("SLURM_PROCID", "")
+    if rank and size > 1:
+        return str(int(group or 0) * size + int(rank))
+    return group or env.get("LOCAL_RANK", "0")
 
 
 class Model(LightningModule):
@@ -124,7 +128,14 @@ class Model(LightningModule):
         self.batch_idx = batch_idx
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("train_loss", loss)
-        if self.options["gan"]:
+        if self.options["gan"] and batch_idx % 2 == 0:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+            self.log("synced", loss.detach(), sync_dist=True)
+        elif self.options["gan"]:
             for optimizer, part in zip(self.optimizers(), (self.net[0], self.net[3]), strict=True):
                 optimizer.zero_grad()
                 self.toggle_optimizer(optimizer)
@@ -143,7 +154,10 @@ class Model(LightningModule):
         if not self.trainer.sanity_checking:
             self.hold(f"val batch:{self.trainer.current_epoch}:{batch_idx}")
             self.validated.append(batch_idx)
-        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.options["gathers"]:
+            assert len(self.all_gather(loss)) == 1  # nobody waits for one that may be dead
+        self.log("val_loss", loss, sync_dist=self.options["gathers"])
 
     def configure_optimizers(self) -> Any:
         if self.options["gan"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_core.group import BROKEN, GroupLeader, SendUp, peer_of
+from ft_core.group import BROKEN, LEFT, GroupLeader, SendUp, peer_of
 from lighthouse.messages import (
     FINISHED,
     PHASE_HEALING,
@@ -222,6 +222,39 @@ def test_a_lost_rank_breaks_the_group() -> None:
         assert refused.reason.startswith(BROKEN)
     group.join(2)
     assert isinstance(group.down[2][-1], Refused)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_rank_that_was_told_to_end_takes_its_group_along_in_peace(committed: bool) -> None:
+    """SIGTERM reaches rank 1 a step before rank 0, or never: the vote has said goodbye for both."""
+    group = Group().seated()
+    group.says(0, Vote(ROOM, GROUP, 1, 3, "a", True))
+    group.says(1, Vote(ROOM, GROUP, 1, 3, "a", committed, leaving=True))
+    vote = group.up[-1]
+    assert isinstance(vote, Vote)
+    assert vote.leaving
+    group.hears(Decision(ROOM, 1, 3, committed, waiting=True))
+    told = group.down[0][-1]
+    assert isinstance(told, Refused)
+    assert told.reason.startswith(LEFT)
+    up = len(group.up)
+    group.loses(1)
+    group.join(0)
+    assert group.down[0][-1] == told
+    assert len(group.up) == up
+
+
+def test_a_goodbye_that_came_after_the_groups_no_is_no_crash() -> None:
+    group = Group().seated()
+    group.says(0, Vote(ROOM, GROUP, 1, 3, "a", False))
+    group.says(1, Vote(ROOM, GROUP, 1, 3, "a", True, leaving=True))
+    group.hears(Decision(ROOM, 1, 3, False, waiting=True))
+    assert not isinstance(group.down[0][-1], Refused)  # at the lighthouse the group has not left
+    group.loses(1)
+    told = group.down[0][-1]
+    assert isinstance(told, Refused)
+    assert told.reason.startswith(LEFT)
+    assert isinstance(group.up[-1], Leave)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
