@@ -33,6 +33,10 @@ from lighthouse.sockets import ACCEPTED, DISCONNECTED, close, open_router, read_
 
 log = logging.getLogger("ft_core")
 
+IN_GROUP_SILENCE_S = 5.0
+"""A rank that is silent for so long ends its whole group, which must then start again. Towards the
+lighthouse a silence costs a step and is told much sooner; a busy machine must not do this."""
+
 _managers: defaultdict[tuple[Any, ...], itertools.count[int]] = defaultdict(itertools.count)
 
 
@@ -62,7 +66,9 @@ class GroupServer:
         self._timeouts = timeouts
         self._lighthouse = lighthouse
         self._context: zmq.Context[Any] = zmq.Context()
-        self._router, self._monitor = open_router(self._context, f"tcp://{host}:0", timeouts)
+        self._router, self._monitor = open_router(
+            self._context, f"tcp://{host}:0", _in_group(timeouts)
+        )
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._upstream = Connection(
             lighthouse, identity=replica_id.encode(), timeouts=timeouts, context=self._context
@@ -184,7 +190,7 @@ class GroupLink:
 
     def __init__(self, leader: Leader, rank: int, timeouts: Timeouts, context: Any) -> None:
         self._connection = Connection(
-            leader.address, identity=peer_of(rank), timeouts=timeouts, context=context
+            leader.address, identity=peer_of(rank), timeouts=_in_group(timeouts), context=context
         )
         self.sockets = self._connection.sockets
         self._lost = False
@@ -211,6 +217,14 @@ class GroupLink:
 
     def close(self, *, linger_s: float = 0.0) -> None:
         self._connection.close(linger_s=linger_s)
+
+
+def _in_group(timeouts: Timeouts) -> Timeouts:
+    """With the patience of links inside of a group."""
+    silence_s = min(IN_GROUP_SILENCE_S, timeouts.timeout_s / 4)
+    return Timeouts.derive(
+        timeouts.timeout_s, heartbeat_timeout_s=max(silence_s, timeouts.heartbeat_timeout_s)
+    )
 
 
 # ---------------------------------------------------------------- the rendezvous
