@@ -278,7 +278,7 @@ class TrainerPlace:
             "loss": float(getattr(trainer, "_tr_loss", 0.0)),
             "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
             "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
-            "flos": float(trainer.current_flos),
+            "flos": trainer.current_flos,  # an int at 0, which travels as another tensor than 0.0
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

