@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainer_script import Kill, report
+from trainer_script import Kill, Watch, report
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
@@ -42,6 +42,7 @@ def main() -> None:
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         bos_token_id=1, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
+    watch = Watch()
     trainer = SFTTrainer(
         model=GPT2LMHeadModel(config),
         args=SFTConfig(
@@ -62,10 +63,10 @@ def main() -> None:
         ),
         train_dataset=Dataset.from_dict({"text": texts()}),
         processing_class=words,
-        callbacks=[Kill()],
+        callbacks=[Kill(), watch],
     )
     result = trainer.train()
-    report(trainer, result.training_loss, out)
+    report(trainer, result.training_loss, watch.torn, out)
 
 
 if __name__ == "__main__":
