@@ -280,12 +280,12 @@ class Job:
 
     def all_steps(self, rank: int = 0) -> list[Report]:
         """What the processes of this rank have said of their steps."""
-        return [
-            report
-            for its_rank, worker, start in self._runs
-            for report in worker.reports[start:]
-            if its_rank == rank and report["kind"] == "step"
-        ]
+        found: list[Report] = []
+        for number, (its_rank, worker, start) in enumerate(self._runs):
+            later = [s for _, other, s in self._runs[number + 1 :] if other is worker]
+            if its_rank == rank:  # a process may be used again, for another rank
+                found += worker.reports[start : later[0] if later else None]
+        return [report for report in found if report["kind"] == "step"]
 
     def abandon(self) -> None:
         """After a failed test: no process is left in a run."""

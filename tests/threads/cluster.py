@@ -25,8 +25,11 @@ LIMIT_S = 60.0
 
 @contextmanager
 def lighthouse(**config: Any) -> Iterator[LighthouseServer]:
-    """A lighthouse for one test. `timeout_s` among `config` is its one knob."""
-    timeouts = Timeouts.derive(config.pop("timeout_s", 20.0), **config.pop("timeouts", {}))
+    """A lighthouse for one test. `timeout_s` among `config` is its one knob. It has more patience
+    with a silence than that says: all members are threads of one busy process."""
+    timeout_s, given = config.pop("timeout_s", 20.0), config.pop("timeouts", {})
+    silence_s = max(0.3, min(2.0, timeout_s / 10))
+    timeouts = Timeouts.derive(timeout_s, **{"heartbeat_timeout_s": silence_s, **given})
     server = LighthouseServer(
         "tcp://127.0.0.1:0", config=LighthouseConfig(timeouts=timeouts, **config)
     )
