@@ -88,7 +88,7 @@ class Control:
             for fd in (self._wake_fd, *self._link_fds):
                 epoll.register(fd, select.EPOLLIN)
         self._planned = 0.0  # when the control thread wakes by itself
-        self._closing = False
+        self._closing = self._closed = False
         self.away_since: float | None = time.monotonic()  # since when nobody answers
         self._crash: BaseException | None = None
         self._threads = [
@@ -150,7 +150,9 @@ class Control:
 
     def wake(self) -> None:
         """Let the control thread look at its timers again. Any thread."""
-        os.eventfd_write(self._wake_fd, 1)
+        with self._state:  # the report of a late heal may come while the descriptor is closed
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """Send what is queued, stop the threads, close the link."""
@@ -159,9 +161,11 @@ class Control:
         self.wake()
         for thread in self._threads:
             thread.join(timeout=10.0)
-        self._epoll.close()
-        self._drive_epoll.close()
-        os.close(self._wake_fd)
+        with self._state:
+            self._closed = True
+            self._epoll.close()
+            self._drive_epoll.close()
+            os.close(self._wake_fd)
 
     # ------------------------------------------------------------------ the socket
 

@@ -266,6 +266,17 @@ def test_a_quorum_lost_before_the_first_collective_is_waited_for_no_longer_than_
         a.close()
 
 
+def test_the_report_of_a_heal_that_comes_after_the_end_is_nobodys():
+    """Its descriptor is closed by then, and its number perhaps another's."""
+    with lighthouse() as server:
+        a, b = pair(server)
+        both(a, b, lambda replica, index: replica.run_to(1))
+        control = a.manager._session.control
+        a.close()
+        control.wake()
+        b.close()
+
+
 def test_max_retries_ends_a_run_of_discards():
     with lighthouse() as server:
         a = Replica(server, "r0", max_retries=2)
