@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -119,12 +120,14 @@ def test_what_cannot_be_quantized_is_refused() -> None:
 def test_a_failed_quantized_call_is_never_reported_as_success() -> None:
     with lighthouse() as server:
         group = members(server.address(), 2)
+        both_sent = threading.Barrier(2)  # one that had not begun would not see the step discarded
 
         def script(replica: Replica, index: int) -> tuple[bool, bool]:
             manager = replica.manager
             manager.start_quorum()
             tensor = torch.ones(1000)
             future = manager.allreduce(tensor, should_quantize=True)
+            both_sent.wait(20)
             if index == 1:
                 manager.report_error(ValueError("no"))  # in its first round or its second
             future.wait()
