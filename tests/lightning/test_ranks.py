@@ -34,7 +34,7 @@ def agree(mine: list[Line], others: list[Line]) -> None:
     """Assert that two ranks took the same steps, each with samples of its own."""
     alone = {line["step"]: line for line in mine}
     both = [(alone[line["step"]], line) for line in others if line["step"] in alone]
-    assert len(both) >= 5
+    assert len(both) > 10
     for one, other in both:
         for key in AGREE:
             assert one[key] == other[key], (one["step"], key)
@@ -60,7 +60,7 @@ def test_torchrun_restarts_its_group_which_heals(
     for rank in (2, 3):
         healed = [line for line in lines[rank] if line["pid"] != first[rank]]
         assert healed[0]["step"] > 8
-        assert healed
+        assert len(healed) > 5
     for mine in lines[1:]:
         agree(lines[0], mine)
     assert lines[0][0]["ranks"] == lines[0][-1]["ranks"] == [0, 1, 2, 3]
@@ -99,6 +99,15 @@ def left_in_peace(events: Path, name: str) -> bool:
     both = max(i for i, e in enumerate(mine) if e.get("participants") == 2)
     rest = [(e["kind"], e.get("participants")) for e in mine[both + 1 :]]
     return len(rest) > 2 and set(rest) == {("commit", 1)}
+
+
+def second_group_ended_alike(run: Run) -> None:
+    """Assert that both ranks of group 1, of two of two, took all 50 steps."""
+    ends = [run.end(rank) for rank in (2, 3)]
+    assert [(end["rank"], end["world_size"], end["step"]) for end in ends] == [
+        (2, 4, 50), (3, 4, 50)
+    ]  # fmt: skip
+    assert ends[0]["digest"] == ends[1]["digest"]
 
 
 def test_slurm_tasks_die_come_back_in_a_job_of_their_own_and_leave(
@@ -142,11 +151,7 @@ def test_slurm_tasks_die_come_back_in_a_job_of_their_own_and_leave(
         assert [line["step"] for line in healed] == list(range(healed[0]["step"], 51))
         assert compare(lines[0], lines[rank]) > 8
         assert {line["participants"] for line in healed} == {2, 4}
-    ends = [run.end(rank) for rank in (2, 3)]
-    assert [(end["rank"], end["world_size"], end["step"]) for end in ends] == [
-        (2, 4, 50), (3, 4, 50)
-    ]  # fmt: skip
-    assert ends[0]["digest"] == ends[1]["digest"]
+    second_group_ended_alike(run)
     assert left_in_peace(events, "1")
 
 
@@ -157,7 +162,7 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
     started again; then a supervisor is told to end, which costs nobody a step."""
     events = tmp_path / "events.jsonl"
     options: dict[str, Any] = {"worker": WORKER, "devices": 2, "num_nodes": 2, "epochs": 10}
-    options["holds"] = {"step:14": "one", "step:26": "two", "step:32": "three"}
+    options["holds"] = {"step:14": "one", "step:26": "two", "step:38": "three"}
     options["step_delay_s"] = 0.05
     with running(tmp_path, coordinator.address(), **options) as run:
 
@@ -180,7 +185,7 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
         until_waiting(run, coordinator, "0")
         (tmp_path / "two").touch()
         for rank in range(4):
-            until_at(run, rank, "step:32")
+            until_at(run, rank, "step:38")
         again.terminate()
         (tmp_path / "three").touch()
         run.wait(again, code=128 + signal.SIGTERM)
@@ -191,14 +196,10 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
     for rank in (0, 1):
         agree(lines[2], lines[rank])
         healed = [line for line in lines[rank] if line["pid"] == run.lives(rank)[1]]
-        assert 26 < healed[0]["step"] < 32 <= healed[-1]["step"] < 50
+        assert 26 < healed[0]["step"] < 38 <= healed[-1]["step"] < 50
     assert [line["step"] for line in lines[2]][-30:] == list(range(21, 51))
     assert "replica group 1 was killed by SIGKILL; it is started again" in run.output()
-    ends = [run.end(rank) for rank in (2, 3)]
-    assert [(end["rank"], end["world_size"], end["step"]) for end in ends] == [
-        (2, 4, 50), (3, 4, 50)
-    ]  # fmt: skip
-    assert ends[0]["digest"] == ends[1]["digest"]
+    second_group_ended_alike(run)
     # With 0, then alone, with 0 again, and alone for the rest: nothing was discarded for that.
     assert left_in_peace(events, "1")
 
