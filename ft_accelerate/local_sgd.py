@@ -17,6 +17,7 @@ from torch import Tensor
 from ft_accelerate import processes
 from ft_accelerate.meeting import Meeting
 from ft_core.codecs import codec_named
+from ft_core.diloco import check_options, nesterov
 from ft_core.diloco_schedule import Event, Schedule, trace
 from ft_core.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, split
 
@@ -124,7 +125,8 @@ class DiLoCo(LocalSGD):
         keep_windows: bool = True,
     ) -> None:
         super().__init__(accelerator, model, local_sgd_steps, enabled)
-        _check(fragment_update_alpha, codec, error_feedback, weighted, bucket_bytes, keep_windows)
+        check_options(fragment_update_alpha, codec, error_feedback)
+        _check(weighted, bucket_bytes, keep_windows)
         self._fragments = split(accelerator.unwrap_model(model), fragments)
         schedule = Schedule(local_sgd_steps, len(self._fragments), fragment_sync_delay)
         self._due: dict[int, list[tuple[Event, Fragment]]] = {}
@@ -141,7 +143,7 @@ class DiLoCo(LocalSGD):
             for f in self._fragments
             for p in f.parameters
         }
-        make = outer_optimizer or _nesterov(outer_lr, outer_momentum)
+        make = outer_optimizer or nesterov(outer_lr, outer_momentum)
         self.outer_optimizer = make(list(self._last.values()))
         self.settings = (
             f"DiLoCo every {local_sgd_steps} steps, fragments={len(self._fragments)}, "
@@ -241,15 +243,8 @@ class DiLoCo(LocalSGD):
         self._residuals.clear()  # what was lost on the way to a state that this process missed
 
 
-def _check(
-    alpha: float, codec: str | None, error_feedback: bool, weighted: bool | str,
-    bucket_bytes: int, keep_windows: bool,
-) -> None:  # fmt: skip
-    """Raises ValueError, in a sentence, for options of DiLoCo that can't be."""
-    if not 0.0 <= alpha <= 1.0:
-        raise ValueError(f"fragment_update_alpha must be from 0 to 1, got {alpha}")
-    if error_feedback and codec is None:
-        raise ValueError("error_feedback has nothing to correct without a codec: set codec")
+def _check(weighted: bool | str, bucket_bytes: int, keep_windows: bool) -> None:
+    """Raises ValueError, in a sentence, for options that can't be in a script's loop."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     if weighted:
@@ -262,16 +257,6 @@ def _check(
             "keep_windows=False can't be had under Accelerate: a meeting that fails is tried again "
             "on the spot, so that no window is ever dropped: leave it out"
         )
-
-
-def _nesterov(lr: float, momentum: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
-    if lr <= 0:
-        raise ValueError(f"outer_lr must be positive, got {lr}")
-    if not 0.0 <= momentum < 1.0:
-        raise ValueError(f"outer_momentum must be from 0 to below 1, got {momentum}")
-    return lambda parameters: torch.optim.SGD(
-        parameters, lr=lr, momentum=momentum, nesterov=momentum > 0
-    )
 
 
 def _told(optimizer: torch.optim.Optimizer) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,25 @@ from ft_core.quantized import (
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager
+
+
+def check_options(fragment_update_alpha: float, codec: str | None, error_feedback: bool) -> None:
+    """Raises ValueError for options of DiLoCo that can't be, whoever runs the algorithm."""
+    if not 0.0 <= fragment_update_alpha <= 1.0:
+        raise ValueError(f"fragment_update_alpha must be from 0 to 1, got {fragment_update_alpha}")
+    if error_feedback and codec is None:
+        raise ValueError("error_feedback has nothing to correct without a codec: set codec")
+
+
+def nesterov(outer_lr: float, outer_momentum: float) -> Callable[[list[Tensor]], Optimizer]:
+    """Makes the outer optimizer of arXiv 2311.08105, of given parameters. Raises ValueError."""
+    if not outer_lr > 0:
+        raise ValueError(f"outer_lr must be positive, got {outer_lr}")
+    if not 0.0 <= outer_momentum < 1.0:
+        raise ValueError(f"outer_momentum must be from 0 to below 1, got {outer_momentum}")
+    return partial(
+        torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
+    )
 
 
 class DiLoCo(OuterLoop):
@@ -87,12 +107,7 @@ class DiLoCo(OuterLoop):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         keep_windows: bool = False,
     ) -> None:
-        if not 0.0 <= fragment_update_alpha <= 1.0:
-            raise ValueError(
-                f"fragment_update_alpha must be from 0 to 1, got {fragment_update_alpha}"
-            )
-        if error_feedback and codec is None:
-            raise ValueError("error_feedback has nothing to correct without a codec: set codec")
+        check_options(fragment_update_alpha, codec, error_feedback)
         if outer_optimizer is inner_optimizer:
             raise ValueError("inner_optimizer and outer_optimizer must be two optimizers")
         parts = split(model, fragments)
@@ -131,7 +146,9 @@ class DiLoCo(OuterLoop):
         residuals: list[Tensor | None] = [None] * len(buckets)
         if self._feedback:
             known = self._residuals.get(flight.fragment.index)
-            residuals = list(known or [b.new_zeros(b.numel(), dtype=torch.float32) for b in buckets])
+            residuals = list(
+                known or [b.new_zeros(b.numel(), dtype=torch.float32) for b in buckets]
+            )
         if not weight:  # a window that was given up leaves what earlier ones lost for later
             residuals = [None] * len(buckets)
         jobs = [Reduction(b, r) for b, r in zip(buckets, residuals, strict=True)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from ft_core.diloco import DiLoCo
+from ft_core.diloco import DiLoCo, nesterov
 from ft_core.local_sgd import LocalSGD
 from ft_core.manager import Manager
 
@@ -113,11 +113,9 @@ class DiLoCoArguments(_Base):
     ) -> None:
         super().__init__(**kwargs)
         _positive("sync_every", sync_every)
-        _positive("outer_lr", outer_lr)
-        if not 0.0 <= outer_momentum < 1.0:
-            raise ValueError(f"outer_momentum must be from 0 to below 1, got {outer_momentum}")
+        default = nesterov(outer_lr, outer_momentum)
         self._sync_every = sync_every
-        self._outer = outer_lr, outer_momentum, outer_optimizer
+        self._make_outer = outer_optimizer or default
         self._algorithm_options: dict[str, Any] = {
             "fragments": fragments,
             "fragment_sync_delay": fragment_sync_delay,
@@ -133,12 +131,7 @@ class DiLoCoArguments(_Base):
 
     def _make_algorithm(self, module: torch.nn.Module, steps: Optimizer) -> Any:
         assert self._manager is not None
-        lr, momentum, make = self._outer
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        if make is not None:
-            outer = make(parameters)
-        else:
-            outer = torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        outer = self._make_outer([p for p in module.parameters() if p.requires_grad])
         return DiLoCo(
             self._manager, module, steps, outer, self._sync_every, **self._algorithm_options
         )
