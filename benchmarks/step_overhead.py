@@ -1,13 +1,18 @@
 """python benchmarks/step_overhead.py [--json FILE]
 
 What fault tolerance adds to a training step: plain DDP, ours and torchft 0.2.0 (if installed:
-pip install -e '.[bench]'), 2 replicas, three model sizes. The same two processes run all of them
-in turn, a block of steps each, so that a drift of the machine's speed hits all alike. Forward,
-backward and SGD are the same; figures are medians over all blocks.
+pip install -e '.[bench]'), 2 replicas, three model sizes. Forward, backward and SGD are the same.
+
+The same two processes run all of them in turn, a short block of steps each, many times over. A
+block's figure is the median of its steps. Differences and ratios are taken within a round of such
+blocks, which are a fraction of a second apart, and the median over all rounds is what is reported:
+the machine's speed drifts by more from minute to minute than the effect is large. In brackets: the
+95 % interval of that median (order statistics, Conover, Practical Nonparametric Statistics, 3.2).
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing as mp
 import os
 import socket
@@ -23,6 +28,7 @@ from common import arguments, median_ms, report, torchft_version
 
 SIZES = {"9 k": (64, 84, 40), "301 k": (256, 512, 330), "4.35 M": (1024, 2048, 1100)}
 BATCH = 16
+BLOCK_STEPS = {"9 k": 50, "301 k": 30, "4.35 M": 8}
 WARM_UP_STEPS = 20
 
 
@@ -157,24 +163,24 @@ def worker(
     kinds = {"plain": Plain, "ours": Ours, "torchft": Torchft}
     found: dict[str, Any] = {}
     for size, widths in SIZES.items():
-        steps = 100 if size != "4.35 M" else 15
         torch.manual_seed(rank)
         batch = torch.randn(BATCH, widths[0])
         runners = {mode: kinds[mode](rank, widths, ports) for mode in modes}
-        times: dict[str, list[float]] = {mode: [] for mode in modes}
+        blocks_s: dict[str, list[float]] = {mode: [] for mode in modes}
         for runner in runners.values():
             for _ in range(WARM_UP_STEPS):
                 runner.step(batch)
         for block in range(blocks):
             for mode in modes[block % len(modes):] + modes[: block % len(modes)]:
                 barrier.wait()
-                for _ in range(steps):
+                steps_s = []
+                for _ in range(BLOCK_STEPS[size]):
                     start = time.perf_counter()
                     runners[mode].step(batch)
-                    times[mode].append(time.perf_counter() - start)
-        votes = runners["ours"].vote_s if "ours" in runners else []
-        found[size] = {mode: median_ms(values) for mode, values in times.items()}
-        found[size]["vote"] = median_ms(votes[WARM_UP_STEPS:]) if votes else float("nan")
+                    steps_s.append(time.perf_counter() - start)
+                blocks_s[mode].append(statistics.median(steps_s))
+        found[size] = {mode: [1e3 * s for s in values] for mode, values in blocks_s.items()}
+        found[size]["vote"] = [median_ms(runners["ours"].vote_s[WARM_UP_STEPS:])]
         barrier.wait()
         for runner in runners.values():
             runner.close()
@@ -207,7 +213,7 @@ def serve(kind: str, out: Any, stop: Any) -> None:
 
 def main() -> None:
     parser = arguments(__doc__.split("\n\n")[1])
-    parser.add_argument("--blocks", type=int, default=9, help="blocks of steps for each")
+    parser.add_argument("--blocks", type=int, default=40, help="blocks of steps for each")
     options = parser.parse_args()
     os.environ.setdefault("RUST_LOG", "error")  # torchft's; several lines a step otherwise
     modes = ["plain", "ours"] + (["torchft"] if torchft_version() else [])
@@ -233,21 +239,44 @@ def main() -> None:
         process.join(10)
     rows, figures = [], {}
     for size in SIZES:
-        mean = {k: statistics.mean(both[r][size][k] for r in (0, 1)) for k in both[0][size]}
-        extra = mean["ours"] - mean["plain"]
-        row = [size, f"{mean['plain']:.2f}", f"{mean['ours']:.2f}", f"{extra:+.2f}",
-               f"{mean['ours'] / mean['plain']:.3f}", f"{mean['vote']:.2f}"]  # fmt: skip
-        if "torchft" in mean:
-            peer_extra = mean["torchft"] - mean["plain"]
-            row += [f"{mean['torchft']:.2f}", f"{peer_extra:+.2f}", f"{extra / peer_extra:.2f}"]
+        row, figures[size] = compare(size, {
+            name: [statistics.mean(pair) for pair in zip(*(both[r][size][name] for r in (0, 1)), strict=True)]
+            for name in both[0][size]
+        })  # fmt: skip
         rows.append(row)
-        figures[size] = mean
     columns = ["parameters", "plain DDP ms", "ours ms", "extra ms", "ratio", "vote to answer ms"]
     if "torchft" in modes:
         columns += ["torchft ms", "extra ms", "our extra / torchft's"]
     report("Step overhead, 2 replicas, Gloo", columns, rows, figures, options.json)
     if "torchft" not in modes:
         print("torchft is not installed: pip install -e '.[bench]' measures it in the same run")
+
+
+def compare(size: str, blocks_ms: dict[str, list[float]]) -> tuple[list[str], dict[str, float]]:
+    """A row of the table and its figures, from each round's blocks."""
+    plain, ours = blocks_ms["plain"], blocks_ms["ours"]
+    extra = middle([o - p for o, p in zip(ours, plain, strict=True)])
+    ratio = middle([o / p for o, p in zip(ours, plain, strict=True)])
+    vote = blocks_ms["vote"][0]
+    row = [size, f"{statistics.median(plain):.2f}", f"{statistics.median(ours):.2f}",
+           "{:+.2f} ({:+.2f} to {:+.2f})".format(*extra),
+           "{:.3f} ({:.3f} to {:.3f})".format(*ratio), f"{vote:.2f}"]  # fmt: skip
+    figures = {"plain": statistics.median(plain), "ours": statistics.median(ours),
+               "extra": extra[0], "ratio": ratio[0], "vote": vote}  # fmt: skip
+    if "torchft" in blocks_ms:
+        peer = blocks_ms["torchft"]
+        peer_extra = middle([t - p for t, p in zip(peer, plain, strict=True)])[0]
+        row += [f"{statistics.median(peer):.2f}", f"{peer_extra:+.2f}", f"{extra[0] / peer_extra:.2f}"]
+        figures |= {"torchft": statistics.median(peer), "torchft extra": peer_extra}
+    return row, figures
+
+
+def middle(values: list[float]) -> tuple[float, float, float]:
+    """Median, and the ends of its 95 % interval."""
+    ordered, n = sorted(values), len(values)
+    reach = 0.98 * math.sqrt(n)
+    low, high = max(0, math.floor(n / 2 - reach)), min(n - 1, math.ceil(n / 2 + reach))
+    return statistics.median(ordered), ordered[low], ordered[high]
 
 
 if __name__ == "__main__":

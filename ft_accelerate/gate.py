@@ -59,7 +59,7 @@ class Gate:
     reduced; an error that it raises is the script's, and told when backward returns.
     """
 
-    def __init__(self, begin: Callable[[], bool], fail: Callable[[Exception], None]) -> None:
+    def __init__(self, begin: Callable[[], bool], fail: Callable[[BaseException], None]) -> None:
         self._begin, self._fail = begin, fail
         self._manager: Manager | None = None
         self._schemas: dict[str, str] = {}
@@ -150,7 +150,7 @@ class Gate:
             self._reducing = False
             try:
                 self._reducing = self._begin()
-            except Exception as error:  # in backward it would end the process
+            except BaseException as error:  # in backward it would end the process with an abort
                 self._fail(error)
         return self._reducing
 

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -28,6 +29,7 @@ from ft_accelerate.peers import Peers, ended_with_its_group
 from ft_accelerate.prelude import Prelude
 from ft_core.errors import QuorumUnavailable
 from ft_core.manager import Manager
+from ft_core.sigterm import Sigterm
 from ft_core.supervisor import die_with
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import JoinRefused
@@ -82,6 +84,7 @@ class Membership:
         self._has_turn = False
         self._starting = 0
         self._owes_report = True
+        self._sigterm = Sigterm(self._is_waiting)
         self._sink: JsonlSink | None = None
         if place.event_log:
             self._sink = JsonlSink(Path(place.event_log), name=str(self.slot))
@@ -167,6 +170,7 @@ class Membership:
 
     def _begin(self, at: str) -> None:
         """Open an attempt, unless one is open: be in a quorum, heal, serve."""
+        self._end_if_told()
         if self.manager is None or self._aside:
             self._join(at)
             return
@@ -175,6 +179,8 @@ class Membership:
         self._start(at)
 
     def _vote(self) -> bool:
+        if self._sigterm.noted:
+            self._manager.leave_after_step()
         with ended_with_its_group():
             committed = self._manager.should_commit()
         self._open = False
@@ -205,7 +211,9 @@ class Membership:
         The processes of one group get the same state, and so decide alike.
         """
         while True:
+            self._end_if_told()
             if self.manager is None:
+                self._watch_sigterm()
                 self._connect()
             self._aside = False
             try:
@@ -228,6 +236,23 @@ class Membership:
                 log.info("about %s batches behind: catching up first", self.course.distance)
                 self._leave(f"about {self.course.distance} batches behind", keep_state=True)
             return
+
+    def _watch_sigterm(self) -> None:
+        """A script that has a handler of its own knows what it wants, and keeps it."""
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._sigterm.watch()
+
+    def _is_waiting(self) -> bool:
+        """Whether the script waits for peers. In a signal handler of its thread: takes no lock."""
+        if self.manager is None:
+            return True
+        return self._starting != 0 and not self.manager.in_quorum()
+
+    def _end_if_told(self) -> None:
+        """The process was told to end, and no step is under way that could be its last: end."""
+        if self._sigterm.noted and not self._open:
+            log.warning("ended by SIGTERM; the other replica groups go on")
+            self._sigterm.end()
 
     def _connect(self) -> None:
         self.prelude.close()
@@ -268,7 +293,8 @@ class Membership:
 
     def _at_exit(self) -> None:
         """The script has ended without `end_training`: in a pass over data, or by an error?"""
-        self.close(finished=not self.course.active and not hasattr(sys, "last_value"))
+        ended = not self.course.active and not hasattr(sys, "last_value")
+        self.close(finished=ended and not self._sigterm.noted)
 
     def _leave_for_good(self, *, finished: bool = False) -> None:
         manager, self.manager, self._open = self.manager, None, False
@@ -291,6 +317,7 @@ class Membership:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        self._sigterm.unwatch()
         self.prelude.close()
         self.peers.close()
         self._leave_for_good(finished=finished)

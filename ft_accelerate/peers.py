@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from ft_accelerate.options import FaultTolerancePlugin, GroupPlace
-from ft_core.errors import GroupBroken
+from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.in_group import InGroup
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_core.rank_group import BROKEN_EXIT_CODE
+from ft_core.sigterm import EXIT_CODE
 
 
 class Peers:
@@ -108,10 +109,13 @@ def ended_with_its_group() -> Iterator[None]:
     """Where another process of the group is gone: end this one, at once and with a line.
 
     The launcher starts the group again. Nothing that the script would do on its way out could
-    work: its files are the main process's, and its peers are gone.
+    work: its files are the main process's, and its peers are gone. If the other was told to end,
+    this one ends as it does (`ft_core.sigterm`).
     """
     try:
         yield
+    except GroupLeft as error:
+        raise SystemExit(EXIT_CODE) from error
     except GroupBroken as error:
         print(f"ft_accelerate: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()

@@ -42,7 +42,7 @@ class Runtime(Membership):
     ) -> None:
         super().__init__(options, place, supervision, Gate(self._begin_gradients, self._fail))
         self._models: list[weakref.ref[FaultTolerantModel]] = []
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._skipping = False
         self._graded_in = NO_QUORUM
         """The quorum that has committed a gradient step, while later ones go without a header."""
@@ -91,6 +91,7 @@ class Runtime(Membership):
         while True:
             if course.phase is Phase.GHOST:
                 if not course.arrive(iteration):
+                    self._end_if_told()
                     return
                 self._arrived(iteration)
                 if self._aside:
@@ -224,7 +225,7 @@ class Runtime(Membership):
         if self.course.phase is Phase.REPLAY and self.course.grad_is_done:
             self.course.replay_grad()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Told when backward returns: raised in the reducer's hook it would end the process."""
         if self._failure is None:
             self._failure = error

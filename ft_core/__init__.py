@@ -47,6 +47,7 @@ Replica groups of several ranks, and processes:
     in_group           what ranks of a group say to each other outside of steps
     rank_group         starts and ends the ranks of a group on this machine
     supervisor         one child a replica group, started again when it dies
+    sigterm            told to end: the step under way is the last one
     import_hook        acts on a module that somebody else imports later
 
 LocalSGD and DiLoCo:

@@ -3,7 +3,8 @@
 They live and die together: when one ends badly the others are killed, and this process ends as it
 did (the same exit code, or the same signal), so that the supervisor above can tell a crash from a
 kill. A rank that ends with `BROKEN_EXIT_CODE` has noticed another's end, which is the one that
-counts. It starts nothing again; the supervisor does. Imports no torch.
+counts. One that was told to end has taken the others along (`GroupLeft`), which get the time to end
+by themselves. It starts nothing again; the supervisor does. Imports no torch.
 
 PARENT names the environment variable in which a process is told its parent's id (`die_with`).
 """
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from ft_core.sigterm import EXIT_CODE
 from ft_core.supervisor import ENV_JOINED, die_with
 
 STOP_TIMEOUT_S = 20.0
@@ -84,11 +86,14 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
         for process in ranks:
             process.send_signal(number)
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        send_all(number)
+    def kill_later() -> None:
         late = threading.Timer(STOP_TIMEOUT_S, send_all, (signal.SIGKILL,))
         late.daemon = True
         late.start()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        send_all(number)
+        kill_later()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
@@ -107,7 +112,10 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
         _, code = ended.get()
         if code and not failure:
             failure = code
-            send_all(signal.SIGKILL)
+            if code == EXIT_CODE:
+                kill_later()
+            else:
+                send_all(signal.SIGKILL)
         elif code and failure == BROKEN_EXIT_CODE:
             failure = code  # of the rank that was gone, or of one that we have killed for it
     return failure

@@ -61,7 +61,6 @@ Fabric:
     fabric_step            begin, vote, and what follows a discard
     fabric_window          which updates of a batch count when it comes again
     fabric_rounds          `all_reduce`, `all_gather`, `barrier`: in a step and between steps
-    fabric_sigterm         SIGTERM: the step under way is the last one
 
 LocalSGD and DiLoCo:
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ft_core.errors import GroupLeft, QuorumUnavailable
+from ft_core.sigterm import Sigterm
 from ft_core.supervisor import report_joined
 from ft_lightning.fabric_data import Place, Progress
 from ft_lightning.fabric_rounds import FabricRoundsMixin
-from ft_lightning.fabric_sigterm import Sigterm
 from ft_lightning.fabric_window import Where, Window
 from ft_lightning.scoping import act_as_leader
 

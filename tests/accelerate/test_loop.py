@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,25 @@ def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighth
     assert run.end(0)["step"] == run.end(1)["step"] == 4 * windows
     assert run.end(0)["ticks"] == run.end(1)["ticks"] == 4 * windows * 2
     assert compare(run.lines(0), run.lines(1)) > windows
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_told_to_end_the_step_under_way_is_the_last_and_costs_the_others_nothing(
+    tmp_path: Path, lighthouse: str, size: int
+) -> None:
+    """A preemption. Of a group of two only one process is told: the other ends with it."""
+    options = {"epochs": 2, "norm": False, "batch_size": BATCH // size}
+    with running(tmp_path, lighthouse, holds=["step-8"], **options) as run:
+        zero, one = run.start(0, size=size), run.start(1, size=size)
+        told = size  # the first process of the second group
+        run.until_held(0, "step-8")
+        run.until_held(told, "step-8")
+        os.kill(run.lives(told)[0], signal.SIGTERM)
+        run.go("step-8")
+        run.wait(one, code=128 + signal.SIGTERM)
+        run.wait(zero)
+    assert run.events(0, "discard") == 0
+    for index in range(told, told + size):
+        assert [line["step"] for line in run.lines(index)] == list(range(1, 10))
+        assert compare(run.lines(0), run.lines(index)) == 9
+    assert run.end(0)["step"] == run.lines(0)[-1]["step"] > 9

@@ -201,3 +201,18 @@ def test_a_rank_that_only_noticed_does_not_speak_for_its_group(broken: str) -> N
     command = group_command([sys.executable, "-c", script, broken], 2, parent_env="PARENT")
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=30)
     assert ended.returncode == -signal.SIGKILL
+
+
+def test_a_rank_that_was_told_to_end_gives_its_group_the_time_to_end(tmp_path: Path) -> None:
+    pipe, done = tmp_path / "pipe", tmp_path / "done"
+    os.mkfifo(pipe)
+    script = (
+        "import os, sys, time\n"
+        f"if os.environ['RANK'] == '0': open({str(pipe)!r}, 'w'); os._exit(143)\n"
+        f"open({str(pipe)!r}).read()\n"  # until rank 0 is gone
+        "time.sleep(0.5)\n"  # for whoever would kill this one now
+        f"open({str(done)!r}, 'w').close(); sys.exit(143)"
+    )
+    command = group_command([sys.executable, "-c", script], 2, parent_env="PARENT")
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=30)
+    assert (ended.returncode, done.exists()) == (143, True)

@@ -1,7 +1,8 @@
-"""SIGTERM in a Fabric loop (a preemption): the step under way is finished, and is the last one.
+"""SIGTERM in a training loop (a preemption): the step under way is finished, and is the last one.
 
-The vote on it says goodbye, so that the others lose nothing; the next batch that the loop asks for
-ends the process, as SIGTERM would have. A second SIGTERM ends it at once.
+The vote on it says goodbye, so that the others lose nothing; the next step that the loop would begin
+ends the process, as SIGTERM would have. A second SIGTERM ends it at once. The signal is noted here;
+what follows is its owner's.
 """
 
 from __future__ import annotations
