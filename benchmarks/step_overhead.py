@@ -8,6 +8,7 @@ block's figure is the median of its steps. Differences and ratios are taken with
 blocks, which are a fraction of a second apart, and the median over all rounds is what is reported:
 the machine's speed drifts by more from minute to minute than the effect is large. In brackets: the
 95 % interval of that median (order statistics, Conover, Practical Nonparametric Statistics, 3.2).
+Processes differ, too (where their memory lies), by a percent or two: several pairs are measured.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Ours:
             use_async_quorum=False,
             lighthouse_addr=ports["ours"],
             replica_id=f"bench_{rank}",
-            job_id=f"bench-{widths}",
+            job_id=f"bench-{ports['pair']}-{widths}",
             expected_replicas=2,
             rank=0,
             world_size=1,
@@ -130,7 +131,7 @@ class Torchft:
             state_dict=dict,
             min_replica_size=2,
             lighthouse_addr=ports["torchft"],
-            replica_id=f"bench_{rank}",
+            replica_id=f"bench_{ports['pair']}_{rank}",
             store_addr="127.0.0.1",
             store_port=self.store.port,
             hostname="127.0.0.1",
@@ -213,36 +214,31 @@ def serve(kind: str, out: Any, stop: Any) -> None:
 
 def main() -> None:
     parser = arguments(__doc__.split("\n\n")[1])
-    parser.add_argument("--blocks", type=int, default=40, help="blocks of steps for each")
+    parser.add_argument("--blocks", type=int, default=30, help="blocks of steps for each in a pair")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of processes, one after another")
     options = parser.parse_args()
     os.environ.setdefault("RUST_LOG", "error")  # torchft's; several lines a step otherwise
     modes = ["plain", "ours"] + (["torchft"] if torchft_version() else [])
     context = mp.get_context("spawn")
-    stop, ports, servers = context.Event(), {"ddp": free_port()}, []
+    stop, ports, servers = context.Event(), {}, []
     for kind in modes[1:]:
         out = context.Queue()
         servers.append(context.Process(target=serve, args=(kind, out, stop)))
         servers[-1].start()
         ports[kind] = out.get(timeout=60)
-    results, barrier = context.Queue(), context.Barrier(2)
-    workers = [
-        context.Process(target=worker, args=(r, modes, options.blocks, ports, barrier, results))
-        for r in range(2)
-    ]
-    for process in workers:
-        process.start()
-    both = dict(results.get(timeout=900) for _ in workers)
-    for process in workers:
-        process.join(30)
+    blocks_ms: dict[str, dict[str, list[float]]] = {size: {} for size in SIZES}
+    for pair in range(options.pairs):
+        both = run_pair(context, modes, options.blocks, {**ports, "ddp": free_port(), "pair": pair})
+        for size in SIZES:
+            for name, values in both[0][size].items():
+                means = map(statistics.mean, zip(values, both[1][size][name], strict=True))
+                blocks_ms[size].setdefault(name, []).extend(means)
     stop.set()
     for process in servers:
         process.join(10)
     rows, figures = [], {}
     for size in SIZES:
-        row, figures[size] = compare(size, {
-            name: [statistics.mean(pair) for pair in zip(*(both[r][size][name] for r in (0, 1)), strict=True)]
-            for name in both[0][size]
-        })  # fmt: skip
+        row, figures[size] = compare(size, blocks_ms[size])
         rows.append(row)
     columns = ["parameters", "plain DDP ms", "ours ms", "extra ms", "ratio", "vote to answer ms"]
     if "torchft" in modes:
@@ -252,12 +248,29 @@ def main() -> None:
         print("torchft is not installed: pip install -e '.[bench]' measures it in the same run")
 
 
+def run_pair(
+    context: Any, modes: list[str], blocks: int, ports: dict[str, Any]
+) -> dict[int, dict[str, dict[str, list[float]]]]:
+    """What two fresh processes find: by rank, size and mode, a figure a block in ms."""
+    results, barrier = context.Queue(), context.Barrier(2)
+    workers = [
+        context.Process(target=worker, args=(r, modes, blocks, ports, barrier, results))
+        for r in range(2)
+    ]
+    for process in workers:
+        process.start()
+    both = dict(results.get(timeout=900) for _ in workers)
+    for process in workers:
+        process.join(30)
+    return both
+
+
 def compare(size: str, blocks_ms: dict[str, list[float]]) -> tuple[list[str], dict[str, float]]:
     """A row of the table and its figures, from each round's blocks."""
     plain, ours = blocks_ms["plain"], blocks_ms["ours"]
     extra = middle([o - p for o, p in zip(ours, plain, strict=True)])
     ratio = middle([o / p for o, p in zip(ours, plain, strict=True)])
-    vote = blocks_ms["vote"][0]
+    vote = statistics.median(blocks_ms["vote"])
     row = [size, f"{statistics.median(plain):.2f}", f"{statistics.median(ours):.2f}",
            "{:+.2f} ({:+.2f} to {:+.2f})".format(*extra),
            "{:.3f} ({:.3f} to {:.3f})".format(*ratio), f"{vote:.2f}"]  # fmt: skip

@@ -20,6 +20,8 @@ from torch.futures import Future
 
 from ft_core.allreduce import completed
 from ft_core.manager import Manager
+from ft_core.process_group.work import CompletedWork
+from ft_core.reduction import Started
 from ft_core.telemetry import Telemetry
 
 
@@ -134,15 +136,20 @@ class Gate:
         reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
         divided_by: int = 1,
     ) -> Future[Tensor]:
-        """Reduce a bucket in place, and see to it that what it held can be had again."""
+        """Reduce what is no gradient, and see to it that what it held can be had again."""
         if not self._reduces() or self._manager is None:
             return completed(tensor)
-        if tensor.is_floating_point():
-            self._memory.add(tensor.untyped_storage().data_ptr())
-            self._buckets.append(_Bucket(tensor, reduce_op, None))
-        elif tensor.data_ptr() not in self._wires:
+        if tensor.data_ptr() not in self._wires:
             self._buckets.append(_Bucket(tensor, reduce_op, tensor.clone()))
         return self._manager.allreduce(tensor, reduce_op=reduce_op, divided_by=divided_by)
+
+    def start_allreduce(self, tensor: Tensor, divided_by: int = 1) -> Started:
+        """Reduce a bucket of gradients in place; they are kept one by one."""
+        if not self._reduces() or self._manager is None:
+            return Started(tensor, CompletedWork(tensor))
+        self._memory.add(tensor.untyped_storage().data_ptr())
+        self._buckets.append(_Bucket(tensor, ReduceOp.AVG, None))
+        return self._manager.start_allreduce(tensor, divided_by=divided_by)
 
     def _reduces(self) -> bool:
         """Whether this backward pass is to be averaged; its first gradient asks the runtime."""

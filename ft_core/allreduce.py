@@ -6,10 +6,18 @@ import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
+_ON_THE_WIRE = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.SUM,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+}
 _NAMES = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "avg",
@@ -68,27 +76,26 @@ def finish(tensor: Tensor, op: str, participants: int) -> None:
 
 def wire_op(op: str) -> ReduceOp.RedOpType:
     """The reduction that travels: means are sums of scaled contributions."""
-    return {
-        "sum": ReduceOp.SUM,
-        "avg": ReduceOp.SUM,
-        "min": ReduceOp.MIN,
-        "max": ReduceOp.MAX,
-        "product": ReduceOp.PRODUCT,
-    }[op]
+    return _ON_THE_WIRE[op]
 
 
 def options_for(op: str) -> Any:
     """torch's options of an all-reduce for `op`."""
-    options = torch.distributed.AllreduceOptions()
+    options = dist.AllreduceOptions()
     options.reduceOp = wire_op(op)
     return options
 
 
 def completed(tensor: Tensor) -> Future[Tensor]:
     """A future that is done."""
-    future: Future[Tensor] = Future()
+    future = future_for(tensor)
     future.set_result(tensor)
     return future
+
+
+def future_for(tensor: Tensor) -> Future[Tensor]:
+    """One that may hold `tensor`: torch wants to know the device if it has streams."""
+    return Future() if tensor.is_cpu else Future(devices=[tensor.device])
 
 
 class Once:

@@ -4,7 +4,10 @@ Threads. The *control thread* ("ft-control") sleeps until its socket, a wake-up 
 deadline needs it. The *plane thread* ("ft-plane") runs what may block: configuring the process
 group, fetching a state. The training loop's thread calls in, and while it waits for the answer
 to its vote it drives the socket itself (`call_and_wait`), which saves two thread switches a
-step: whoever holds `_io` owns the socket (a lock is a full fence, as ZeroMQ asks for).
+step: whoever holds `_io` owns the socket (a lock is a full fence, as ZeroMQ asks for). It looks for
+the answer for a moment before it sleeps: a processor that has gone to sleep takes longer to come
+back than the lighthouse to answer (0.3 ms less a step, benchmarks/RESULTS.md). Where answers take
+longer than that, since another member is slower, it sleeps at once.
 
 Locks. `_io` before `_state`, never the other way round; effects that touch the socket are queued
 under `_state` and sent by the holder of `_io`.
@@ -34,6 +37,7 @@ Action = Callable[[Replica, float], list[Effect] | None]
 Condition = Callable[[Replica], bool]
 FOREVER_S = 3600.0
 GOODBYE_LINGER_S = 1.0
+SPIN_S = 0.0005
 
 
 class Link(Protocol):
@@ -83,11 +87,14 @@ class Control:
         self._jobs: queue.SimpleQueue[Configure | FetchState | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._link_fds = tuple(int(s.getsockopt(zmq.FD)) for s in link.sockets)
+        self._monitor_told = True  # something has happened to the connection
+        self._waiting = 0  # threads in `wait`; guarded by `_state`
         self._epoll, self._drive_epoll = select.epoll(), select.epoll()
         for epoll in (self._epoll, self._drive_epoll):
             for fd in (self._wake_fd, *self._link_fds):
                 epoll.register(fd, select.EPOLLIN)
         self._planned = 0.0  # when the control thread wakes by itself
+        self._prompt = True  # the last answer to a vote came soon: worth spinning for the next
         self._closing = self._closed = False
         self.away_since: float | None = time.monotonic()  # since when nobody answers
         self._crash: BaseException | None = None
@@ -104,7 +111,7 @@ class Control:
         """Run `action` on the machine under the lock and carry out its effects. Any thread."""
         with self._state:
             self._carry_out(action(self.replica, time.monotonic()) or [])
-            self._state.notify_all()
+            self._tell_waiting()
             wanted = self.replica.deadline()
         if self._closing:
             return  # the report of a heal that was still under way: nothing follows from it
@@ -124,8 +131,17 @@ class Control:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return False
-                self._state.wait(left)
+                self._waiting += 1
+                try:
+                    self._state.wait(left)
+                finally:
+                    self._waiting -= 1
         return True
+
+    def _tell_waiting(self) -> None:
+        """Something has changed. Holds `_state`."""
+        if self._waiting:
+            self._state.notify_all()
 
     def await_connected(self, deadline: float) -> bool:
         """Wait until the link is up; whether it is."""
@@ -139,7 +155,7 @@ class Control:
             try:
                 with self._state:
                     self._carry_out(action(self.replica, time.monotonic()) or [])
-                    self._state.notify_all()
+                    self._tell_waiting()
                 return self._drive(condition, deadline)
             finally:
                 for fd in self._link_fds:
@@ -171,20 +187,31 @@ class Control:
 
     def _drive(self, condition: Condition, deadline: float | None) -> bool:
         """Work the socket in the caller's thread until `condition` holds. Holds `_io`."""
+        began = time.monotonic()
         while True:
             self._turn()
             with self._state:
                 if condition(self.replica):
+                    self._prompt = time.monotonic() - began < 2 * SPIN_S
                     return True
                 self._raise_crash()
                 timeout_s = self._timeout(deadline)
             if deadline is not None and time.monotonic() >= deadline:
                 return False
-            self._sleep(self._drive_epoll, timeout_s)
+            spin_until = began + SPIN_S if self._prompt else 0.0
+            self._sleep(self._drive_epoll, timeout_s, spin_until)
 
-    def _sleep(self, epoll: select.epoll, timeout_s: float | None) -> None:
-        for fd, _ in epoll.poll(-1 if timeout_s is None else timeout_s):
-            if fd == self._wake_fd:
+    def _sleep(
+        self, epoll: select.epoll, timeout_s: float | None, spin_until: float = 0.0
+    ) -> None:
+        ready: list[tuple[int, int]] = []
+        while not ready and time.monotonic() < spin_until:
+            os.sched_yield()  # whoever has something to do goes first
+            ready = epoll.poll(0)
+        for fd, _ in ready or epoll.poll(-1 if timeout_s is None else timeout_s):
+            if fd == self._link_fds[1]:
+                self._monitor_told = True
+            elif fd == self._wake_fd:
                 try:
                     os.eventfd_read(self._wake_fd)
                 except BlockingIOError:
@@ -202,7 +229,9 @@ class Control:
         """
         while True:
             self._send_outbox()
-            events, messages = self._link.events(), self._link.receive()
+            told, self._monitor_told = self._monitor_told, False
+            events = self._link.events() if told else ()
+            messages = self._link.receive()
             now = time.monotonic()
             with self._state:
                 replica = self.replica
@@ -215,7 +244,7 @@ class Control:
                     self._carry_out(replica.expire(now))
                     self._carry_out(self._on_tick(replica, now))
                 if events or messages:
-                    self._state.notify_all()
+                    self._tell_waiting()
             if not self._outbox:
                 return
 
@@ -271,7 +300,7 @@ class Control:
             log.exception("fault tolerance: the control thread failed")
             with self._state:
                 self._crash = error
-                self._state.notify_all()
+                self._tell_waiting()
 
     def _run_plane(self) -> None:
         """Runs effects that block. A fetch gets a thread of its own: the process group must be

@@ -30,7 +30,9 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 from torch.nn import parallel
 
+from ft_core.allreduce import completed
 from ft_core.buffers import SharedBuffers
+from ft_core.reduction import Started, work_of
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager
@@ -171,6 +173,9 @@ class _Reduction(dist.ProcessGroup):
     the next forward only, when the optimizer has stepped on gradients of which some were averaged
     and some not.
 
+    Buckets are waited for at the end of backward, before the reducer does it: see
+    `ft_core.reduction.Started`.
+
     Thread: autograd's for `getSize` and `allreduce`, which never raise: in backward that would end
     the process, and the vote tells it as well.
     """
@@ -181,6 +186,8 @@ class _Reduction(dist.ProcessGroup):
         self._shared: SharedBuffers | None = None
         self._values = self._unsent = 0
         self._divisor = 1
+        self._on_their_way: list[Started] = []
+        self._awaited_in = -1
         self.muted = False
         self.reduce_used: Callable[[Tensor], Future[Tensor]] = self._reduce_used
         """Given how often each parameter was used here: what the reducer is to see of it."""
@@ -215,24 +222,42 @@ class _Reduction(dist.ProcessGroup):
         """A bucket of gradients, or (integers) how often each parameter was used."""
         tensor = tensors[0]
         if self.muted:
-            return _work(_completed(tensor))
+            return work_of(completed(tensor))
         try:
             if not tensor.is_floating_point():
-                return _work(self.reduce_used(tensor))
-            future = self._manager.allreduce(tensor, divided_by=self._divisor)
+                return work_of(self.reduce_used(tensor))
+            bucket = self._manager.start_allreduce(tensor, divided_by=self._divisor)
+            self._await_later(bucket)
             self._unsent -= tensor.numel()
             if self._unsent == 0 and self._shared is not None:
                 self._shared.send()
         except Exception as error:
             self._manager.report_error(error)
-            future = _completed(tensor)
-        return _work(future)
+            return work_of(completed(tensor))
+        return work_of(bucket.future)
+
+    def _await_later(self, bucket: Started) -> None:
+        """Wait for `bucket` when backward is over: before the reducer, which asks for a callback
+        after its last bucket. A backward within a backward (activation checkpointing) has callbacks
+        of its own, at its own end."""
+        self._on_their_way.append(bucket)
+        backward = torch._C._current_graph_task_id()
+        if backward < 0:
+            self._await_buckets()
+        elif backward != self._awaited_in:
+            self._awaited_in = backward
+            Variable._execution_engine.queue_callback(self._await_buckets)
+
+    def _await_buckets(self) -> None:
+        buckets, self._on_their_way = self._on_their_way, []
+        for bucket in reversed(buckets):  # when the last one is there, mostly all are
+            bucket.wait()
 
     def _reduce_used(self, counts: Tensor) -> Future[Tensor]:
         return self._manager.allreduce(counts, reduce_op=ReduceOp.SUM)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        return _work(_completed(tensors[0]))
+        return work_of(completed(tensors[0]))
 
 
 _numbers: weakref.WeakKeyDictionary[Manager, int] = weakref.WeakKeyDictionary()
@@ -329,17 +354,6 @@ class PureDistributedDataParallel(nn.Module):
                     gradient.copy_(flat)
         except Exception as error:  # see _send_bucket
             self._manager.report_error(error)
-
-
-def _work(future: Future[Tensor]) -> dist.Work:
-    work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)
-    return work
-
-
-def _completed(tensor: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
-    future.set_result(tensor)
-    return future
 
 
 def describe(module: nn.Module) -> str:

@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.allreduce import Once, completed, finish, op_name, options_for, prepare
+from ft_core import reduction
+from ft_core.allreduce import Once
 from ft_core.effects import Effect
 from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
-from ft_core.process_group.work import finish_with
-from ft_core.quantized import CollectiveQueue, check_quantizable, queue_of, reduce_in_turn
+from ft_core.quantized import CollectiveQueue
+from ft_core.reduction import Started
 from ft_core.replica import Attempt, Outcome, Replica, Stage
 from ft_core.session import Session, SessionOptions
 from ft_core.state import State
@@ -180,7 +181,7 @@ class Manager:
         self._error: Exception | None = None
         self._part: Participation | None = None
         self._seat = Seat(world_size_mode, min_replica_size, self._options.place)
-        self._pending: list[Future[Any]] = []
+        self._pending: list[Future[Any] | Started] = []
         self._pinned_at: float | None = None
         self._began_at = 0.0
         self._quorum_wait_s = self._quorum_timeout_s
@@ -368,37 +369,22 @@ class Manager:
         calls in the same order. `should_quantize`: floating values travel as int8 with a scale for
         each block (SUM and AVG only); all members get the same bits.
         """
-        op = op_name(reduce_op)
-        if should_quantize:
-            check_quantizable(tensor, op)
-        part = self._part if self._pinned_at is not None else self._pin()
-        if self._error is not None or part is None:
-            return completed(tensor)
-        try:
-            # Integers first: equal ones give exactly 1.
-            scale = self._weight * (divided_by / (1 if self._weighted else part.participants))
-            prepare(tensor, op, participating=part.rank is not None, scale=scale)
-            if should_quantize or queue_of(self).busy:
-                return reduce_in_turn(self, tensor, op, part, quantize=should_quantize)
-            work = self._pg.allreduce([tensor], options_for(op))
-        except Exception as error:  # whatever the backend raises: the step is lost, not the run
-            self.report_error(error)
-            return completed(tensor)
+        return reduction.reduce(
+            self, tensor, reduce_op, divided_by=divided_by, quantize=should_quantize
+        )
 
-        def end(error: Exception | None) -> Tensor:
-            try:
-                if error is None:
-                    finish(tensor, op, part.participants)
-            except Exception as caught:
-                error = caught
-            if error is not None:
-                # A future wraps errors into its own, with a stack; the group has the plain one.
-                self.report_error(self._pg.errored() or error)
-            return tensor
+    def start_allreduce(
+        self,
+        tensor: Tensor,
+        reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
+        *,
+        divided_by: int = 1,
+    ) -> Started:
+        """`allreduce` for a caller that calls the result's `wait()`, in one thread, before it votes.
 
-        result = finish_with(work, end)
-        self._pending.append(result)
-        return result
+        Cheaper than waiting for a future. On CUDA `wait` orders streams, as a future's does.
+        """
+        return reduction.start(self, tensor, reduce_op, divided_by=divided_by)
 
     def bind(self) -> bool:
         """Settle who takes part in this step, as its first collective does; False: it failed."""

@@ -354,8 +354,10 @@ class Replica:
 
     def deadline(self) -> float | None:
         """When `expire` wants to be called, or None."""
-        times = [t for t in (self._resend_at, self._grace_at) if t is not None]
-        return min(times, default=None)
+        resend, grace = self._resend_at, self._grace_at
+        if resend is None or grace is None:
+            return grace if resend is None else resend
+        return min(resend, grace)
 
     def _on_refused(self, message: Refused) -> list[Effect]:
         """For good. A step that has begun is over, too: nobody will answer its vote."""

@@ -45,11 +45,18 @@ def _check(ok: bool, what: str) -> None:
 
 
 def _check_id(value: str, name: str) -> None:
-    _check(0 < len(value) <= MAX_ID_CHARS, f"{name} must have 1 to {MAX_ID_CHARS} characters")
+    if not 0 < len(value) <= MAX_ID_CHARS:
+        raise ValueError(f"{name} must have 1 to {MAX_ID_CHARS} characters")
 
 
 def _check_reason(value: str) -> None:
-    _check(len(value) <= MAX_REASON_CHARS, f"reason is longer than {MAX_REASON_CHARS} characters")
+    if len(value) > MAX_REASON_CHARS:
+        raise ValueError(f"reason is longer than {MAX_REASON_CHARS} characters")
+
+
+def _check_control(value: bytes) -> None:
+    if len(value) > MAX_CONTROL_BYTES:
+        raise ValueError(f"control over {MAX_CONTROL_BYTES} bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,7 @@ PHASE_OPEN = "open"  # in a step, before its first collective: nothing was reduc
 PHASE_HEALING = "healing"
 PHASE_REDUCING = "reducing"  # at least one collective of this step was started
 PHASES = (PHASE_IDLE, PHASE_OPEN, PHASE_HEALING, PHASE_REDUCING)
+_WRONG_PHASE = f"phase must be one of {PHASES}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +180,8 @@ class Vote:
     def __post_init__(self) -> None:
         _check_id(self.replica_id, "replica_id")
         _check_reason(self.reason)
-        _check(self.phase in PHASES, f"phase must be one of {PHASES}")
-        _check(len(self.control) <= MAX_CONTROL_BYTES, f"control over {MAX_CONTROL_BYTES} bytes")
+        _check(self.phase in PHASES, _WRONG_PHASE)
+        _check_control(self.control)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +255,7 @@ class Quorum:
     control: bytes = b""
 
     def __post_init__(self) -> None:
-        _check(len(self.control) <= MAX_CONTROL_BYTES, f"control over {MAX_CONTROL_BYTES} bytes")
+        _check_control(self.control)
         _check(self.settle in ("", "commit", "discard"), "settle: commit, discard or empty")
 
 

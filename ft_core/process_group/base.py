@@ -198,6 +198,11 @@ class ProcessGroup(dist.ProcessGroup):
             options.timeout = timeout
         return self._issue("allreduce", _listed(tensors), options)
 
+    def start_allreduce(self, tensors: list[torch.Tensor], opts: AllreduceOptions) -> Work:
+        """`allreduce` for a caller that is sure to call `wait()`, soon and in one thread only, and
+        needs no future. A failure may show then, and not before."""
+        return self.allreduce(tensors, opts)
+
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         options = AllreduceCoalescedOptions() if opts is None else opts
         return self._issue("allreduce_coalesced", _listed(tensors), options)

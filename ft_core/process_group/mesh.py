@@ -20,7 +20,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch.distributed import Work
+from torch import Tensor
+from torch.distributed import AllreduceOptions, Work
 
 from ft_core.process_group.base import ProcessGroup, outputs_of
 from ft_core.process_group.communicator import Builder, Communicator
@@ -165,7 +166,10 @@ class MeshProcessGroup(ProcessGroup):
 
     # --- collectives
 
-    def _issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+    def start_allreduce(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work:
+        return self._issue("allreduce", tensors, opts, watched=not tensors[0].is_cpu)
+
+    def _issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
         with self._issue_lock:
             # Inside the lock: configure() waits for it before it gives the communicator other
             # members, so a collective that saw an open group can't run under the next quorum.
@@ -189,7 +193,8 @@ class MeshProcessGroup(ProcessGroup):
             work = kind(self, native, operation, quorum_id, outputs_of(operation, args))
             self._in_flight.add(work)
             communicator = self._communicator
-        work.watch()
+        if watched:
+            work.watch()
         error = self._error
         if not self._open and error is not None:  # revoked meanwhile, before the work was listed
             communicator.interrupt()
@@ -247,14 +252,11 @@ class MeshProcessGroup(ProcessGroup):
         error: ProcessGroupError,
     ) -> None:
         """See to it that revoked works end soon, also those that stay behind in the backend."""
-        works = [work for work in works if not work.is_completed()]
+        works = [work for work in works if not work.watch()]
         if not works:
             return
         threading.Thread(
-            target=self._outlast,
-            args=(communicator, works, error),
-            name="ft-pg-revoke",
-            daemon=True,
+            target=self._outlast, args=(communicator, works, error), name="ft-pg-revoke", daemon=True
         ).start()
 
     def _outlast(

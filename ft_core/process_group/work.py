@@ -21,6 +21,9 @@ from ft_core.process_group.errors import ProcessGroupError
 if TYPE_CHECKING:
     from ft_core.process_group.mesh import MeshProcessGroup
 
+IN_BACKEND = timedelta(milliseconds=20)
+"""How long who waits for an unwatched work may sit in the backend, whose interruption can fail."""
+
 
 def failed_future(error: Exception) -> Future[Any]:
     """A future that has already ended with `error`, for C++ callers too.
@@ -149,6 +152,10 @@ class BackendWork(TorchWork):
     the group of its quorum, at once and whether or not anyone waits; a later quorum's group is left
     alone. Futures end in the backend's thread, or in a thread of the group after a revocation.
     Any thread may use one of these.
+
+    One that is not watched from the beginning (`MeshProcessGroup.start_allreduce`) costs the
+    backend's thread no Python, which takes the interpreter away from the thread that waits: it is
+    looked at by whoever waits for it or asks, and when the group is revoked.
     """
 
     def __init__(
@@ -172,16 +179,24 @@ class BackendWork(TorchWork):
         self._ended = threading.Lock()  # held until the end; a lock is the cheapest thing to await
         self._ended.acquire()
         self._ticket = [None]  # who pops it (atomically) ends the work
+        self._watch_ticket = [None]
         self._future: Future[Any] | None = None
         self._gate: Future[Any] | None = None
         self._gate_ticket = [None]
         self._endings: list[tuple[Callable[[Exception | None], Tensor], Future[Tensor]]] = []
 
-    def watch(self) -> None:
-        """Follow the backend's work; called once, by the issuing thread, holding no lock."""
+    def watch(self) -> bool:
+        """Follow the backend's work, holding no lock; whether it has ended. Twice is once."""
+        try:
+            self._watch_ticket.pop()
+        except IndexError:
+            return self._finished
         work = self._work
-        if work is None:
-            return
+        if work is not None:
+            self._follow(work)
+        return self._finished
+
+    def _follow(self, work: TorchWork) -> None:
         try:
             future = work.get_future()
         except RuntimeError:  # some of Gloo's works have none
@@ -240,6 +255,7 @@ class BackendWork(TorchWork):
 
     def finish_with(self, end: Callable[[Exception | None], Tensor]) -> Future[Tensor]:
         """See the function of this name; one future instead of the three of `get_future().then`."""
+        self.watch()
         future: Future[Tensor] = Future()
         self._endings.append((end, future))
         if self._finished:
@@ -256,6 +272,8 @@ class BackendWork(TorchWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the end. `timeout` bounds this wait only: after it, the collective goes on."""
+        if self._watch_ticket and not self._finished:
+            self._wait_in_backend(timeout)
         seconds = -1.0 if timeout is None else max(0.0, timeout.total_seconds())
         if timeout is not None and not seconds:
             seconds = -1.0  # torch's "no timeout"
@@ -268,6 +286,18 @@ class BackendWork(TorchWork):
             raise copy_of(self._error)
         return True
 
+    def _wait_in_backend(self, timeout: timedelta | None) -> None:
+        """Wait where nothing but the backend ends it, for a moment: it may have lost it."""
+        work = self._work
+        if work is None:
+            return
+        try:
+            work.wait(IN_BACKEND if timeout is None or not timeout else min(timeout, IN_BACKEND))
+        except Exception:
+            self.watch()  # which knows whether it has failed or is late
+        else:
+            self.resolve(self._outputs, None)
+
     def ended_within(self, seconds: float) -> bool:
         """Wait a little; whether it has ended, well or not."""
         if self._ended.acquire(timeout=seconds):
@@ -275,6 +305,7 @@ class BackendWork(TorchWork):
         return self._finished
 
     def get_future(self) -> Future[Any]:
+        self.watch()
         with _future_lock:
             if self._future is None:
                 self._gate = Future()
@@ -302,6 +333,9 @@ class BackendWork(TorchWork):
         return self._value
 
     def is_completed(self) -> bool:
+        work = self._work
+        if self._watch_ticket and work is not None and work.is_completed():
+            self.watch()  # ends it here and now
         return self._finished
 
     def is_success(self) -> bool:
@@ -324,9 +358,9 @@ class StreamWork(BackendWork):
     of the communicator ends them; so `resolve` only records how the work ended.
     """
 
-    def watch(self) -> None:
-        self._native = self._work
-        super().watch()
+    def watch(self) -> bool:
+        self._native = self._native or self._work
+        return super().watch()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._error is not None:
@@ -354,7 +388,7 @@ class PointToPointWork(BackendWork):
     """A send or a receive, which Gloo completes only inside `wait()`. A thread waits for each one;
     they are rare between replica groups."""
 
-    def watch(self) -> None:
+    def _follow(self, work: TorchWork) -> None:
         self._watch_by_thread(timedelta(seconds=self._group.timeout_s))
 
 

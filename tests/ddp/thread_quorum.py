@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
+from ft_core.reduction import Started, work_of
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 
 
@@ -139,6 +140,16 @@ class ThreadManager:
                 done.set_result(member)
         self._pending.append(future)
         return future
+
+    def start_allreduce(
+        self,
+        tensor: Tensor,
+        reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
+        *,
+        divided_by: int = 1,
+    ) -> Started:
+        future = self.allreduce(tensor, reduce_op, divided_by=divided_by)
+        return Started(tensor, work_of(future))
 
     def should_commit(self) -> bool:
         self._run_vote_checks()
