@@ -3,11 +3,12 @@
 What fault tolerance adds to a training step: plain DDP, ours and torchft 0.2.0 (if installed:
 pip install -e '.[bench]'), 2 replicas, three model sizes. Forward, backward and SGD are the same.
 
-The same two processes run all of them in turn, a short block of steps each, many times over. A
-block's figure is the median of its steps. Differences and ratios are taken within a round of such
-blocks, which are a fraction of a second apart, and the median over all rounds is what is reported:
-the machine's speed drifts by more from minute to minute than the effect is large. In brackets: the
-95 % interval of that median (order statistics, Conover, Practical Nonparametric Statistics, 3.2).
+The same two processes run plain DDP and ours in turn, then plain DDP and torchft, a short block of
+steps each, many times over. A block's figure is the median of its steps. Differences and ratios are
+taken between neighbouring blocks, a fraction of a second apart, and the median of those is what is
+reported: the machine's speed drifts by more from minute to minute than the effect is large. In
+brackets: the 95 % interval of that median (order statistics, Conover, Practical Nonparametric
+Statistics, 3.2).
 Processes differ, too (where their memory lies), by a percent or two: several pairs are measured.
 """
 
@@ -161,30 +162,34 @@ def worker(
 
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
-    kinds = {"plain": Plain, "ours": Ours, "torchft": Torchft}
+    kinds = {"ours": Ours, "torchft": Torchft}
     found: dict[str, Any] = {}
-    for size, widths in SIZES.items():
-        torch.manual_seed(rank)
-        batch = torch.randn(BATCH, widths[0])
-        runners = {mode: kinds[mode](rank, widths, ports) for mode in modes}
-        blocks_s: dict[str, list[float]] = {mode: [] for mode in modes}
-        for runner in runners.values():
-            for _ in range(WARM_UP_STEPS):
-                runner.step(batch)
-        for block in range(blocks):
-            for mode in modes[block % len(modes):] + modes[: block % len(modes)]:
-                barrier.wait()
-                steps_s = []
-                for _ in range(BLOCK_STEPS[size]):
-                    start = time.perf_counter()
-                    runners[mode].step(batch)
-                    steps_s.append(time.perf_counter() - start)
-                blocks_s[mode].append(statistics.median(steps_s))
-        found[size] = {mode: [1e3 * s for s in values] for mode, values in blocks_s.items()}
-        found[size]["vote"] = [median_ms(runners["ours"].vote_s[WARM_UP_STEPS:])]
-        barrier.wait()
-        for runner in runners.values():
-            runner.close()
+    # One after the other, since torchft's threads stay: nobody's disturb the figures of another.
+    for mode in modes:
+        for size, widths in SIZES.items():
+            torch.manual_seed(rank)
+            batch = torch.randn(BATCH, widths[0])
+            runners = [Plain(rank, widths, ports), kinds[mode](rank, widths, ports)]
+            for runner in runners:
+                for _ in range(WARM_UP_STEPS):
+                    runner.step(batch)
+            blocks_ms: list[list[float]] = [[], []]
+            for block in range(blocks):
+                for which in (0, 1) if block % 2 else (1, 0):
+                    barrier.wait()
+                    steps_s = []
+                    for _ in range(BLOCK_STEPS[size]):
+                        start = time.perf_counter()
+                        runners[which].step(batch)
+                        steps_s.append(time.perf_counter() - start)
+                    blocks_ms[which].append(median_ms(steps_s))
+            found.setdefault(size, {})[f"plain beside {mode}"] = blocks_ms[0]
+            found[size][mode] = blocks_ms[1]
+            if mode == "ours":
+                found[size]["vote"] = [median_ms(runners[1].vote_s[WARM_UP_STEPS:])]
+            barrier.wait()
+            for runner in runners:
+                runner.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     results.put((rank, found))
@@ -218,10 +223,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="pairs of processes, one after another")
     options = parser.parse_args()
     os.environ.setdefault("RUST_LOG", "error")  # torchft's; several lines a step otherwise
-    modes = ["plain", "ours"] + (["torchft"] if torchft_version() else [])
+    modes = ["ours"] + (["torchft"] if torchft_version() else [])
     context = mp.get_context("spawn")
     stop, ports, servers = context.Event(), {}, []
-    for kind in modes[1:]:
+    for kind in modes:
         out = context.Queue()
         servers.append(context.Process(target=serve, args=(kind, out, stop)))
         servers[-1].start()
@@ -267,7 +272,7 @@ def run_pair(
 
 def compare(size: str, blocks_ms: dict[str, list[float]]) -> tuple[list[str], dict[str, float]]:
     """A row of the table and its figures, from each round's blocks."""
-    plain, ours = blocks_ms["plain"], blocks_ms["ours"]
+    plain, ours = blocks_ms["plain beside ours"], blocks_ms["ours"]
     extra = middle([o - p for o, p in zip(ours, plain, strict=True)])
     ratio = middle([o / p for o, p in zip(ours, plain, strict=True)])
     vote = statistics.median(blocks_ms["vote"])
@@ -277,7 +282,7 @@ def compare(size: str, blocks_ms: dict[str, list[float]]) -> tuple[list[str], di
     figures = {"plain": statistics.median(plain), "ours": statistics.median(ours),
                "extra": extra[0], "ratio": ratio[0], "vote": vote}  # fmt: skip
     if "torchft" in blocks_ms:
-        peer = blocks_ms["torchft"]
+        plain, peer = blocks_ms["plain beside torchft"], blocks_ms["torchft"]
         peer_extra = middle([t - p for t, p in zip(peer, plain, strict=True)])[0]
         row += [f"{statistics.median(peer):.2f}", f"{peer_extra:+.2f}", f"{extra[0] / peer_extra:.2f}"]
         figures |= {"torchft": statistics.median(peer), "torchft extra": peer_extra}
