@@ -34,6 +34,7 @@ The step, underneath:
 Bytes:
 
     process_group      Gloo and NCCL groups whose members change
+    reduction          one all-reduce of a step, and who waits for it
     allreduce          scaling, neutral elements, futures; no process group
     rows               a row of numbers from each member, before data moves
     codecs             int8, int4, fp8: numbers as bytes

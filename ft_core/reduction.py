@@ -94,19 +94,18 @@ def start(
     divided_by: int,
 ) -> Started:
     """See `Manager.start_allreduce`. Any thread; never raises but ValueError."""
-    op = op_name(reduce_op)
+    op, end = op_name(reduce_op), None
+    work: dist.Work = CompletedWork(tensor)
     try:
         part = _contribute(manager, tensor, op, divided_by)
-        if part is None:
-            return Started(tensor, CompletedWork(tensor))
-        if queue_of(manager).busy:
-            future = reduce_in_turn(manager, tensor, op, part, quantize=False)
-            return Started(tensor, work_of(future))
-        work = manager._pg.start_allreduce([tensor], options_for(op))
+        if part is not None and queue_of(manager).busy:
+            work = work_of(reduce_in_turn(manager, tensor, op, part, quantize=False))
+        elif part is not None:
+            work = manager._pg.start_allreduce([tensor], options_for(op))
+            end = _ending(manager, tensor, op, part)
     except Exception as error:  # as above
         manager.report_error(error)
-        return Started(tensor, CompletedWork(tensor))
-    started = Started(tensor, work, _ending(manager, tensor, op, part))
+    started = Started(tensor, work, end)
     manager._pending.append(started)
     return started
 

@@ -355,9 +355,7 @@ class Replica:
     def deadline(self) -> float | None:
         """When `expire` wants to be called, or None."""
         resend, grace = self._resend_at, self._grace_at
-        if resend is None or grace is None:
-            return grace if resend is None else resend
-        return min(resend, grace)
+        return resend if grace is None else grace if resend is None else min(resend, grace)
 
     def _on_refused(self, message: Refused) -> list[Effect]:
         """For good. A step that has begun is over, too: nobody will answer its vote."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
 from tests.ddp.thread_quorum import ThreadManager, ThreadQuorum
@@ -95,6 +96,56 @@ def test_several_buckets_are_in_flight_before_backward_ends() -> None:
     model(torch.randn(5, 100)).sum().backward()
     assert sent_before_first_layer[0] >= 2
     assert len(manager.sizes) > sent_before_first_layer[0]
+
+
+def test_buckets_that_fill_up_in_a_backward_within_a_backward() -> None:
+    """Reentrant checkpoints: the reducer waits for all buckets at the end of the inner one."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.above = layers(), nn.Linear(4, 70_000)  # a bucket of its own
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.above(checkpoint(self.below, x, use_reentrant=True))
+
+    alone = Checkpointed()
+    data = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+
+    def step(manager: ThreadManager) -> tuple[list[Tensor | None], int]:
+        model = DistributedDataParallel(manager, copy.deepcopy(alone), bucket_cap_mb=0.1)
+        manager.start_quorum()
+        model(data[manager.rank].clone().requires_grad_()).square().mean().backward()
+        return gradients(model.module), len(manager.sizes)
+
+    results = ThreadQuorum(2).run(step)
+    for part in data:
+        (alone(part.clone().requires_grad_()).square().mean() / 2).backward()
+    for found, buckets in results:
+        torch.testing.assert_close(found, gradients(alone))
+        assert buckets > 1
+
+
+def test_a_backward_that_raises_leaves_nothing_to_wait_for() -> None:
+    def steps(manager: ThreadManager) -> list[bool]:
+        model = DistributedDataParallel(manager, deep(), bucket_cap_mb=0.05)
+        manager.start_quorum()
+        hook = model.module[0].weight.register_hook(_raise)
+        with pytest.raises(RuntimeError, match="of the user's"):
+            model(torch.ones(1, 100)).mean().backward()
+        hook.remove()
+        sent = len(manager.sizes)
+        first = manager.should_commit()
+        model.forget_forward()
+        manager.start_quorum()
+        model(torch.ones(1, 100)).mean().backward()
+        return [sent > 0, first, manager.should_commit()]
+
+    assert ThreadQuorum(2).run(steps) == [[True, False, True]] * 2
+
+
+def _raise(gradient: Tensor) -> Tensor:
+    raise RuntimeError("of the user's")
 
 
 @pytest.mark.parametrize("find_unused", [False, True])

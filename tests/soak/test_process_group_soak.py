@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 
+from ft_core.allreduce import options_for
 from ft_core.process_group import (
     ProcessGroupError,
     ProcessGroupGloo,
@@ -32,6 +33,7 @@ from ft_core.process_group import (
 
 pytestmark = pytest.mark.soak
 
+SUM = options_for("sum")
 REVOCATIONS = 300
 MEMBERS = 5
 HANG_S = 20.0
@@ -89,7 +91,10 @@ class Member(threading.Thread):
             for _ in range(sizes.randint(1, 4)):
                 size = sizes.choice(SIZES)
                 tensor = torch.full((size,), float(self.number + 1 + batch))
-                flying.append((tensor, self.group.allreduce([tensor])))
+                if sizes.random() < 0.5:
+                    flying.append((tensor, self.group.allreduce([tensor])))
+                else:
+                    flying.append((tensor, self.group.start_allreduce([tensor], SUM)))
             if not self._collect(members, batch, flying):
                 return
 

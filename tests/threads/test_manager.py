@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
+from ft_core.control import SPIN_S
 from ft_core.errors import QuorumUnavailable, TooManyDiscards
 from ft_core.manager import Manager, WorldSizeMode
 from ft_core.process_group import ProcessGroupGloo
@@ -160,6 +162,63 @@ def test_equal_starts_transfer_nothing():
         both(a, b, lambda r, i: (r.run_to(2), r.close()))
         assert "commit" in kinds
         assert not {"heal_start", "serve"} & set(kinds)
+
+
+def test_a_started_allreduce_is_an_allreduce():
+    """With integers, behind a quantized one, in a failed step, and never waited for."""
+    with lighthouse() as server:
+        a, b = pair(server)
+
+        def script(replica, index):
+            manager = replica.manager
+            manager.start_quorum()
+            mean, whole, total = torch.full((4,), index + 1.0), torch.tensor([3 + 2 * index]), torch.ones(2)
+            started = [
+                manager.start_allreduce(mean),
+                manager.start_allreduce(whole),
+                manager.start_allreduce(total, ReduceOp.SUM),
+            ]
+            for one in reversed(started):
+                one.wait()
+            assert all(one.done() and one.future.done() for one in started)
+            manager.allreduce(torch.ones(64), should_quantize=True)
+            behind = manager.start_allreduce(torch.full((2,), float(index)))
+            forgotten = manager.start_allreduce(torch.ones(1), ReduceOp.SUM)
+            assert manager.should_commit()
+            assert forgotten.future.value().item() == 2.0
+            manager.start_quorum()
+            if index == 0:
+                manager.report_error(RuntimeError("broken"))
+                assert manager.start_allreduce(torch.ones(8)).done()
+            else:
+                late = manager.start_allreduce(torch.ones(8))
+                assert late.wait() is late.future.value()  # with an error, which the vote tells
+            discarded = not manager.should_commit()
+            replica.close()
+            return mean.tolist(), whole.item(), total.tolist(), behind.wait().tolist(), discarded
+
+        expected = ([1.5] * 4, 4, [2.0] * 2, [0.5] * 2, True)
+        assert both(a, b, script) == [expected, expected]
+
+
+def test_who_gets_late_answers_sleeps_at_once():
+    with lighthouse() as server:
+        a, b = pair(server)
+
+        def script(replica, index):
+            manager = replica.manager
+            replica.run_to(1)
+            manager.start_quorum()
+            manager.allreduce(torch.ones(8)).wait()
+            if index == 1:
+                time.sleep(20 * SPIN_S)  # as one that computes for longer
+            assert manager.should_commit()
+            looks = manager._session.control._prompt
+            replica.run_to(4)
+            replica.close()
+            return looks
+
+        assert both(a, b, script)[0] is False
 
 
 def test_an_error_of_one_discards_the_step_of_all():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -69,6 +70,14 @@ def configure(groups: Sequence[ProcessGroupGloo], quorum_id: int, timeout_s: flo
         lambda rank: groups[rank].configure(quorum_id, rank, addresses, timeout_s),
         range(len(groups)),
     ).values()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what announces nothing."""
+    deadline = time.monotonic() + JOIN_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
 
 
 def sums(groups: Sequence[ProcessGroupGloo], elements: int = 100) -> list[float]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ft_core.allreduce import options_for
 from ft_core.process_group import ProcessGroupError, ProcessGroupGloo
 from tests.threads.process_group.members import (
     KIND_NAMES,
@@ -20,8 +21,10 @@ from tests.threads.process_group.members import (
     gloo_groups,
     right_sum,
     sums,
+    until,
 )
 
+SUM = options_for("sum")
 FREED_S = 2.0  # far above the milliseconds it takes, far below the operation timeout of 10 s
 
 
@@ -48,12 +51,16 @@ def test_sums_while_members_come_and_go(four: list[ProcessGroupGloo]) -> None:
 
 
 @pytest.mark.parametrize("elements", [1, 1 << 24], ids=["4 B", "64 MiB"])
-def test_revoke_frees_every_blocked_member(four: list[ProcessGroupGloo], elements: int) -> None:
+@pytest.mark.parametrize("call", ["allreduce", "start_allreduce"])
+def test_revoke_frees_every_blocked_member(
+    four: list[ProcessGroupGloo], call: str, elements: int
+) -> None:
     configure(four, 1)
     entered = threading.Barrier(4)
 
     def blocked(rank: int) -> float:
-        works = [four[rank].allreduce([torch.ones(elements)]) for _ in range(2)]
+        issue = getattr(four[rank], call)
+        works = [issue([torch.ones(elements)], SUM) for _ in range(2)]
         entered.wait(10.0)
         for work in works:
             with pytest.raises(ProcessGroupError):  # the revocation, or a neighbour's broken line
@@ -75,6 +82,53 @@ def test_revoke_frees_every_blocked_member(four: list[ProcessGroupGloo], element
 
     configure(four[:3], 2)
     assert sums(four[:3], elements) == right_sum(3)
+
+
+def test_who_starts_an_allreduce_finds_it_when_it_waits_or_asks(
+    four: list[ProcessGroupGloo],
+) -> None:
+    """Nothing follows it in the backend's threads."""
+    configure(four[:2], 1)
+    tensors = [torch.full((3,), index + 1.0) for index in range(8)]
+    works = [four[rank].start_allreduce([tensors[2 * n + rank]], SUM) for n in range(4) for rank in (0, 1)]
+    assert works[0].wait() and works[1].wait()
+    until(works[2].is_completed)
+    assert works[2].is_success() and works[2].exception() is None
+    (result,) = works[3].get_future().wait()
+    assert result is tensors[3]
+    works[4].wait(timedelta(seconds=5))
+    assert works[5].result()[0].tolist() == [11.0] * 3
+    four[0].revoke(RuntimeError("gone"))  # what nobody has asked for is at its end, too
+    four[1].revoke(RuntimeError("gone"))
+    until(lambda: works[6].is_completed() and works[7].is_completed())
+    assert [tensor[0].item() for tensor in tensors[:6]] == [3.0, 3.0, 7.0, 7.0, 11.0, 11.0]
+    configure(four[:2], 2)
+    assert sums(four[:2]) == right_sum(2)
+
+
+def test_who_waits_long_for_a_started_allreduce_gets_it(four: list[ProcessGroupGloo]) -> None:
+    """Longer than it sits in the backend, which might have lost it."""
+    configure(four[:2], 1)
+    tensor = torch.ones(1)
+    work = four[0].start_allreduce([tensor], SUM)
+    waiting = Calls(lambda _: work.wait(), [0])
+    until(lambda: not work._watch_ticket)  # type: ignore[attr-defined]
+    assert not work.is_completed()
+    four[1].start_allreduce([torch.ones(1)], SUM).wait()
+    assert waiting.values() == {0: True}
+    assert tensor.item() == 2.0
+
+
+def test_a_failure_of_a_started_allreduce_is_its_waiters(four: list[ProcessGroupGloo]) -> None:
+    configure(four[:2], 1)
+    work = four[0].start_allreduce([torch.ones(1 << 20)], SUM)
+    four[1].shutdown()
+    with pytest.raises(ProcessGroupError, match="allreduce of quorum 1 failed"):
+        work.wait()
+    assert isinstance(four[0].errored(), ProcessGroupError)
+    late = four[0].start_allreduce([torch.ones(1)], SUM)
+    with pytest.raises(ProcessGroupError, match="failed"):
+        late.wait()
 
 
 def test_a_revoked_future_ends_with_the_error(four: list[ProcessGroupGloo]) -> None:
