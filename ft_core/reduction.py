@@ -48,7 +48,7 @@ class Started:
             try:
                 self._work.wait()
             except Exception as caught:
-                error = caught
+                error = caught.with_traceback(None)  # which would tie this frame to it
             if self._end is not None:
                 self._end(error)
             self.future.set_result(self._tensor)

@@ -294,9 +294,13 @@ class BackendWork(TorchWork):
         try:
             work.wait(IN_BACKEND if timeout is None or not timeout else min(timeout, IN_BACKEND))
         except Exception:
-            self.watch()  # which knows whether it has failed or is late
+            pass
         else:
             self.resolve(self._outputs, None)
+            return
+        # It has failed, or is late; the future knows which. Not in the handler above, whose
+        # exception would become the context of what is kept, and tie this frame to it.
+        self.watch()
 
     def ended_within(self, seconds: float) -> bool:
         """Wait a little; whether it has ended, well or not."""
