@@ -11,6 +11,7 @@ At the end of a validation and of an epoch, where Lightning decides by metrics, 
 
 | decision | taken |
 |---|---|
+| `should_stop` set before the first step (a Timer that is resumed after its end) | at once |
 | `should_stop` set in `training_step` | with this step's commit |
 | `should_stop` at a validation's or an epoch's end (EarlyStopping, a Timer by epoch), or set earlier by another than the first member | there |
 | `should_stop` set anywhere else by the first member (Timer, `max_time`) | with the next commit |
@@ -67,6 +68,8 @@ class Decisions:
     def begin(self) -> None:
         """The fit's data is there, its first step is not."""
         trainer = self._trainer
+        # From before any step: all that start alike have it (a Timer that is resumed after its end).
+        self._agreed = self._agreed or self._wish
         self._validated_at = time.monotonic()
         self._wait_with_validation()
         # Epochs of a length that is known are as long everywhere (`scoping.schema`).

@@ -362,13 +362,14 @@ def stops(place: Place) -> Result:
             leader,
             [EarlyStopping("shard", stopping_threshold=0.5, mode="min", check_on_train_epoch_end=True)],
         ),
-        "clock": ("", leader, [Timer(duration={"seconds": 0.0 if place.rank == 0 else 60.0})]),
+        "clock": ("", leader, [Timer(duration={"seconds": 1e-6 if place.rank == 0 else 60.0})]),
+        "over before": ("", leader, [Timer(duration={"seconds": 0.0})]),
     }  # fmt: skip
     for name, (where, who, callbacks) in cases.items():
         trace = Trace()
         trainer = place.trainer(trace, *callbacks, max_epochs=3)
         fit(trainer, Wishing(where, who))
-        found[name] = [trainer.global_step, trainer.current_epoch, trace.digests[-1]]
+        found[name] = [trainer.global_step, trainer.current_epoch, trace.digests[-1:]]
     return found
 
 

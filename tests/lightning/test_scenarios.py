@@ -151,6 +151,7 @@ def test_all_stop_at_the_same_step(runs: Runs) -> None:
     assert mine["follower"][:2] == [BATCHES, 1]  # not the leader's wish: asked at the epoch's end
     assert mine["local metric"][:2] == [BATCHES, 1]
     assert mine["clock"][0] <= 2
+    assert mine["over before"] == [0, 0, []]
 
 
 def test_validation_by_the_clock_is_at_the_same_steps(runs: Runs) -> None:
