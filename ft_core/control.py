@@ -38,6 +38,7 @@ Condition = Callable[[Replica], bool]
 FOREVER_S = 3600.0
 GOODBYE_LINGER_S = 1.0
 SPIN_S = 0.0005
+"""How long the loop's thread looks for an answer before it sleeps."""
 
 
 class Link(Protocol):
