@@ -6,15 +6,13 @@ same result or none has; a peer that dies costs a repetition. Members with less 
 participants may commit it: it changes no state.
 
 Replica groups join where batches begin, not in the midst of Lightning's hooks. One that is let in
-while its peers are in a round is told so in place of a state: it adds nothing to the round, leaves,
-which costs them what they have begun since, and joins again when they should be through with their
-rounds. One that finds in a round of its own that it is behind goes on alone to the next
+while its peers are in a round is told so in place of a state: it adds nothing to the round, and
+joins again. One that finds in a round of its own that it is behind goes on alone to the next
 batch, and heals there.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,16 +24,6 @@ from ft_lightning.decisions import Decisions
 Gathered = tuple[list[Any], int]
 """What each who takes part has given, in the order of ranks; and the rank of this group."""
 Round = Callable[[bytes | None], tuple[list[bytes], int] | None]
-
-
-ROUNDS_PASS_S = 0.1
-"""Far above the milliseconds that the rounds at one end take, one after another."""
-
-
-def let_rounds_pass() -> None:
-    """Before a newcomer that met a round joins again: let in by each of them, it would cost each a
-    discard."""
-    time.sleep(ROUNDS_PASS_S)
 
 
 class Rounds:

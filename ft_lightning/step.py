@@ -6,10 +6,12 @@
 
 A step spans one batch, or as many as gradients are accumulated over (its window): a boundary
 inside an open step does nothing. With manual optimization a window may hold several steps; the
-second one begins with its first backward (`replay.py`). A discarded step is tried again with all
-batches of its window: Lightning's counters, schedulers and callbacks see one step. It must be so:
-a member that had reduced nothing when another failed goes on under the next quorum, so a step's
-number must say which batches it is made of. User code besides loss and logging runs twice then.
+second one begins with its first backward (`replay.py`). A discarded step is tried again on the
+spot, with all batches of its window, until it is committed: no batch is lost, and Lightning's
+counters, schedulers and callbacks see one step. It must be so, and not "skip the batch": a member
+that had reduced nothing when another failed goes on with its attempt under the next quorum, so
+members agree about batches only if the number of a step says which batches those are. What runs
+twice is what the user's `training_step` does besides computing a loss and logging.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from ft_lightning.collectives import gather_bytes
 from ft_lightning.decisions import Decisions
 from ft_lightning.repeat import Repeating, Window
 from ft_lightning.replay import Replay, StepDiscarded, untoggle
-from ft_lightning.rounds import let_rounds_pass
 
 log = logging.getLogger("ft_lightning")
 
@@ -132,7 +133,6 @@ class StepDriver:
         self._manager.should_commit(no_update=True)
         self._visit = None  # again, if the quorum changed meanwhile
         self._manager.forget_state("joined while its peers were between batches")
-        let_rounds_pass()
 
     def ensure_open(self, *, to_reduce: bool = False) -> None:
         """Inside a `training_step`: another step of the same batch begins, if none is open.
