@@ -166,6 +166,7 @@ def test_equal_starts_transfer_nothing():
 
 def test_a_started_allreduce_is_an_allreduce():
     """With integers, behind a quantized one, in a failed step, and never waited for."""
+    sent = threading.Barrier(2)  # or the step would not be the other's yet
     with lighthouse() as server:
         a, b = pair(server)
 
@@ -188,10 +189,12 @@ def test_a_started_allreduce_is_an_allreduce():
             assert forgotten.future.value().item() == 2.0
             manager.start_quorum()
             if index == 0:
+                sent.wait(20)
                 manager.report_error(RuntimeError("broken"))
                 assert manager.start_allreduce(torch.ones(8)).done()
             else:
                 late = manager.start_allreduce(torch.ones(8))
+                sent.wait(20)
                 assert late.wait() is late.future.value()  # with an error, which the vote tells
             discarded = not manager.should_commit()
             replica.close()
