@@ -8,8 +8,9 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,21 @@ def report(
 
 def median_ms(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) * 1e3
+
+
+def of_two_processes(context: SpawnContext, worker: Callable[..., None], *given: Any) -> dict[int, Any]:
+    """What `worker(rank, *given, barrier, results)` puts into `results` as (rank, figures), by rank."""
+    results, barrier = context.Queue(), context.Barrier(2)
+    workers = [
+        context.Process(target=worker, args=(rank, *given, barrier, results))
+        for rank in range(2)
+    ]
+    for process in workers:
+        process.start()
+    both = dict(results.get(timeout=900) for _ in workers)
+    for process in workers:
+        process.join(60)
+    return both
 
 
 def torchft_version() -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import arguments, median_ms, report
+from common import arguments, median_ms, of_two_processes, report
 from step_overhead import BATCH, build, free_port
 
 CASES = {  # name: (widths of the network, pause in seconds in each step)
@@ -132,16 +132,7 @@ def main() -> None:
     server = context.Process(target=serve, args=(out, stop))
     server.start()
     places = {"ddp": free_port(), "ft_ddp": out.get(timeout=60)}
-    results, barrier = context.Queue(), context.Barrier(2)
-    workers = [
-        context.Process(target=worker, args=(rank, options.blocks, places, barrier, results))
-        for rank in range(2)
-    ]
-    for process in workers:
-        process.start()
-    both = dict(results.get(timeout=900) for _ in workers)
-    for process in workers:
-        process.join(60)
+    both = of_two_processes(context, worker, options.blocks, places)
     stop.set()
     server.join(10)
     rows, figures = [], {}

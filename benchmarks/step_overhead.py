@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import arguments, median_ms, report, torchft_version
+from common import arguments, median_ms, of_two_processes, report, torchft_version
 
 SIZES = {"9 k": (64, 84, 40), "301 k": (256, 512, 330), "4.35 M": (1024, 2048, 1100)}
 BATCH = 16
@@ -233,7 +233,8 @@ def main() -> None:
         ports[kind] = out.get(timeout=60)
     blocks_ms: dict[str, dict[str, list[float]]] = {size: {} for size in SIZES}
     for pair in range(options.pairs):
-        both = run_pair(context, modes, options.blocks, {**ports, "ddp": free_port(), "pair": pair})
+        places = {**ports, "ddp": free_port(), "pair": pair}
+        both = of_two_processes(context, worker, modes, options.blocks, places)
         for size in SIZES:
             for name, values in both[0][size].items():
                 means = map(statistics.mean, zip(values, both[1][size][name], strict=True))
@@ -251,23 +252,6 @@ def main() -> None:
     report("Step overhead, 2 replicas, Gloo", columns, rows, figures, options.json)
     if "torchft" not in modes:
         print("torchft is not installed: pip install -e '.[bench]' measures it in the same run")
-
-
-def run_pair(
-    context: Any, modes: list[str], blocks: int, ports: dict[str, Any]
-) -> dict[int, dict[str, dict[str, list[float]]]]:
-    """What two fresh processes find: by rank, size and mode, a figure a block in ms."""
-    results, barrier = context.Queue(), context.Barrier(2)
-    workers = [
-        context.Process(target=worker, args=(r, modes, blocks, ports, barrier, results))
-        for r in range(2)
-    ]
-    for process in workers:
-        process.start()
-    both = dict(results.get(timeout=900) for _ in workers)
-    for process in workers:
-        process.join(30)
-    return both
 
 
 def compare(size: str, blocks_ms: dict[str, list[float]]) -> tuple[list[str], dict[str, float]]:

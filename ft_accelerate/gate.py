@@ -129,19 +129,13 @@ class Gate:
         """Asked with the first gradient of a backward pass: here its step begins."""
         return self._manager.mean_divisor() if self._reduces() and self._manager else 1
 
-    def allreduce(
-        self,
-        tensor: Tensor,
-        should_quantize: bool = False,
-        reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
-        divided_by: int = 1,
-    ) -> Future[Tensor]:
+    def allreduce(self, tensor: Tensor, *, reduce_op: ReduceOp.RedOpType) -> Future[Tensor]:
         """Reduce what is no gradient, and see to it that what it held can be had again."""
         if not self._reduces() or self._manager is None:
             return completed(tensor)
         if tensor.data_ptr() not in self._wires:
             self._buckets.append(_Bucket(tensor, reduce_op, tensor.clone()))
-        return self._manager.allreduce(tensor, reduce_op=reduce_op, divided_by=divided_by)
+        return self._manager.allreduce(tensor, reduce_op=reduce_op)
 
     def start_allreduce(self, tensor: Tensor, divided_by: int = 1) -> Started:
         """Reduce a bucket of gradients in place; they are kept one by one."""

@@ -292,7 +292,7 @@ class BackendWork(TorchWork):
         if work is None:
             return
         try:
-            work.wait(IN_BACKEND if timeout is None or not timeout else min(timeout, IN_BACKEND))
+            work.wait(min(timeout or IN_BACKEND, IN_BACKEND))
         except Exception:
             pass
         else:
