@@ -1,10 +1,15 @@
-"""python benchmarks/heal_stall.py [--mib 1024] [--trials 3] [--json FILE]
+"""python benchmarks/heal_stall.py [--mib 1024] [--trials 5] [--json FILE]
 
-What a heal costs those who are healthy: two replicas train with a state of 1 GiB (parameters and
-Adam's two moments, real all-reduce and update), a third joins and heals from them; the survivors'
-longest step meanwhile against their usual step with two and with three members. Synchronous quorum:
-the joiner computes when its state is there. Asynchronous: it joins the collectives at once with
-zeros, and loads the state before it votes.
+What a heal costs those who are healthy: two replicas train with a state of 1 GiB (a residual MLP and
+Adam's two moments; real forward, backward, all-reduce in buckets, update), a third one, which was
+started before and has waited, joins and heals from them. The healthy ones' longest time between two
+commits meanwhile against their usual step with three members. Synchronous quorum: the joiner
+computes when its state is there. Asynchronous: it computes, joins the collectives with zeros and
+receives the state meanwhile, before it votes.
+
+Compute "here": three replicas share this machine's cores, and while one waits, the others have more
+of them. "elsewhere": a batch of one, and a sleep in place of the rest, as a host sees an accelerator
+of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -24,52 +29,66 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import arguments, report
 from recovery import Case, start_lighthouse
 
-STEPS_BEFORE, STEPS_AFTER = 4, 6
+STEPS_BEFORE, STEPS_AFTER = 6, 8
+SIDE, BATCH = 2048, 64
+ELSEWHERE_S = 0.6
 
 
-def work(name: str, lighthouse: str, mib: int, asynchronous: bool) -> None:
-    """One replica: all-reduce and Adam on a third of the state, until stdin closes."""
+def work(name: str, lighthouse: str, mib: int, mode: str, compute: str) -> None:
+    """One replica; begins when it is told "go", ends when stdin closes."""
     import torch
 
-    from ft_core import Manager, ProcessGroupGloo
+    from ft_core import DistributedDataParallel, Manager, OptimizerWrapper, ProcessGroupGloo
+
+    class Block(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + super().forward(x).relu()
 
     torch.set_num_threads(1)
-    numel = (mib << 20) // 12
-    weights = torch.zeros(numel, requires_grad=True)
-    optimizer = torch.optim.Adam([weights], lr=1e-3)
-    weights.grad = torch.zeros(numel)
-    optimizer.step()  # the moments exist from the start, as in any run that is under way
+    torch.manual_seed(0)
+    blocks = max(1, (mib << 20) // 12 // SIDE**2)
+    model = torch.nn.Sequential(*(Block(SIDE, SIDE, bias=False) for _ in range(blocks)))
+    inner = torch.optim.Adam(model.parameters(), lr=1e-5)
+    batch = torch.randn(BATCH if compute == "here" else 1, SIDE)
+    for _ in range(2):  # memory and moments are there from the start, as in a run under way
+        model(batch).square().mean().backward()
+        inner.step()
 
     def load(state: dict[str, Any]) -> None:
-        with torch.no_grad():
-            weights.copy_(state["weights"])
-        optimizer.load_state_dict(state["optimizer"])
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
 
     manager = Manager(
         ProcessGroupGloo(timeout=timedelta(seconds=60)),
         load_state_dict=load,
-        state_dict=lambda: {"weights": weights.detach(), "optimizer": optimizer.state_dict()},
-        use_async_quorum=asynchronous,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        use_async_quorum=mode == "async",
         init_sync=False,
         lighthouse_addr=lighthouse,
         replica_id=name,
         rank=0,
         world_size=1,
     )
-    manager.telemetry.add_sink(
-        lambda e: say(e.kind, **e.data) if e.kind in ("heal_done", "serve") else None
-    )
+
+    def tell(event: Any) -> None:
+        if event.kind == "commit":
+            say("commit", members=manager.replica_world_size())
+        elif event.kind in ("heal_done", "serve"):
+            say(event.kind, **event.data)
+
+    manager.telemetry.add_sink(tell)
+    model_of_all, optimizer = DistributedDataParallel(manager, model), OptimizerWrapper(manager, inner)
+    say("ready")
+    assert sys.stdin.readline() == "go\n"
     stop = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
-    say("ready")
     while not stop.is_set():
-        manager.start_quorum()
-        assert weights.grad is not None
-        weights.grad.fill_(1e-3 * (1 + manager.current_step()))
-        manager.allreduce(weights.grad).wait()
-        if manager.should_commit():
-            optimizer.step()
-            say("commit", step=manager.current_step(), members=manager.replica_world_size())
+        optimizer.zero_grad()  # and the quorum
+        loss = model_of_all(batch).square().mean()
+        if compute == "elsewhere":
+            time.sleep(ELSEWHERE_S)
+        loss.backward()
+        optimizer.step()
     manager.shutdown()
 
 
@@ -80,12 +99,11 @@ def say(kind: str, **values: Any) -> None:
 class Replica:
     """A running replica and what it has said."""
 
-    def __init__(self, name: str, lighthouse: str, mib: int, asynchronous: bool) -> None:
+    def __init__(self, name: str, lighthouse: str, mib: int, mode: str, compute: str) -> None:
         self.events: list[dict[str, Any]] = []
         self.news = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", name, lighthouse, str(mib),
-             "async" if asynchronous else "sync"],
+            [sys.executable, __file__, "--worker", name, lighthouse, str(mib), mode, compute],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         threading.Thread(target=self._listen, daemon=True).start()
@@ -97,13 +115,21 @@ class Replica:
                 self.events.append(json.loads(line))
                 self.news.notify_all()
 
-    def commits(self, members: int) -> list[dict[str, Any]]:
-        return [e for e in self.events if e["kind"] == "commit" and e["members"] == members]
+    def of_kind(self, kind: str, **values: Any) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["kind"] == kind and values.items() <= e.items()]
 
-    def wait_commits(self, members: int, count: int) -> None:
+    def commits(self, members: int) -> list[float]:
+        return [e["t"] for e in self.of_kind("commit", members=members)]
+
+    def wait_for(self, count: int, kind: str, **values: Any) -> None:
         with self.news:
-            if not self.news.wait_for(lambda: len(self.commits(members)) >= count, 180):
-                raise TimeoutError(f"no {count} commits with {members} members in 180 s")
+            if not self.news.wait_for(lambda: len(self.of_kind(kind, **values)) >= count, 180):
+                raise TimeoutError(f"no {count} times {kind} {values} in 180 s")
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
 
     def stop(self) -> None:
         assert self.process.stdin is not None
@@ -115,30 +141,36 @@ class Replica:
             self.process.wait()
 
 
-def trial(mib: int, asynchronous: bool) -> dict[str, float]:
+def trial(mib: int, mode: str, compute: str) -> dict[str, float]:
     stop_lighthouse, address = start_lighthouse(Case("heal", 2, ""))
-    replicas = [Replica(f"replica_{i}", address, mib, asynchronous) for i in range(2)]
+    replicas = [Replica(f"replica_{i}", address, mib, mode, compute) for i in range(3)]
+    survivors, joiner = replicas[:2], replicas[2]
     try:
         for replica in replicas:
-            replica.wait_commits(2, STEPS_BEFORE)
-        replicas.append(Replica("replica_2", address, mib, asynchronous))
-        for replica in replicas[:2]:
-            replica.wait_commits(3, STEPS_AFTER)
-        survivor = replicas[0]
-        two = [e["t"] for e in survivor.commits(2)]
-        three = [e["t"] for e in survivor.commits(3)]
-        usual_two = statistics.median(b - a for a, b in pairwise(two[1:]))
-        usual_three = statistics.median(b - a for a, b in pairwise(three))
-        joining = three[0] - max(t for t in two if t < three[0])
-        served = [e["seconds"] for e in survivor.events if e["kind"] == "serve"]
-        healed = [e for e in replicas[2].events if e["kind"] == "heal_done"]
+            replica.wait_for(1, "ready")
+        for replica in survivors:
+            replica.go()
+        for replica in survivors:
+            replica.wait_for(STEPS_BEFORE, "commit", members=2)
+        joiner.go()
+        for replica in survivors:
+            replica.wait_for(STEPS_AFTER, "commit", members=3)
+        joining, usual_two, usual_three = [], [], []
+        for replica in survivors:
+            two, three = replica.commits(2), replica.commits(3)
+            joining.append(three[0] - two[-1])
+            usual_two += [b - a for a, b in pairwise(two[1:])]
+            usual_three += [b - a for a, b in pairwise(three)]
+        usual = statistics.median(usual_three)
+        (healed,) = joiner.of_kind("heal_done")
         return {
-            "step_two_s": usual_two,
-            "step_three_s": usual_three,
-            "joining_step_s": joining,
-            "stall_percent": 100 * (joining - usual_three) / usual_three,
-            "snapshot_s": served[0],
-            "transfer_s": healed[0]["seconds"],
+            "step_two_s": statistics.median(usual_two),
+            "step_three_s": usual,
+            "joining_step_s": max(joining),
+            "stall_percent": 100 * (max(joining) - usual) / usual,
+            "snapshot_s": max(r.of_kind("serve")[0]["seconds"] for r in survivors),
+            "transfer_s": healed["seconds"],
+            "mib": healed["bytes"] / (1 << 20),
         }
     finally:
         for replica in replicas:
@@ -149,25 +181,25 @@ def trial(mib: int, asynchronous: bool) -> dict[str, float]:
 def main() -> None:
     parser = arguments(__doc__.split("\n\n")[1])
     parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--trials", type=int, default=5)
     options = parser.parse_args()
     rows, figures = [], {}
-    for mode in ("sync", "async"):
-        found = [trial(options.mib, mode == "async") for _ in range(options.trials)]
+    for mode, compute in product(("sync", "async"), ("here", "elsewhere")):
+        found = [trial(options.mib, mode, compute) for _ in range(options.trials)]
         middle = {key: statistics.median(f[key] for f in found) for key in found[0]}
-        figures[mode] = {"median": middle, "trials": found}
-        rows.append([mode, *(f"{middle[k]:.2f}" for k in list(middle)[:3]),
+        figures[f"{mode}, {compute}"] = {"median": middle, "trials": found}
+        rows.append([mode, compute, *(f"{middle[k]:.2f}" for k in list(middle)[:3]),
                      f"{middle['stall_percent']:.0f} %",
                      " ".join(f"{f['stall_percent']:.0f}" for f in found),
                      f"{middle['snapshot_s']:.2f}", f"{middle['transfer_s']:.2f}"])  # fmt: skip
-        print(mode, middle, flush=True)
-    columns = ["quorum", "step of 2 s", "step of 3 s", "joining step s", "extra stall",
+        print(mode, compute, middle, flush=True)
+    columns = ["quorum", "compute", "step of 2 s", "step of 3 s", "joining step s", "extra stall",
                "all trials %", "snapshot s", "transfer s"]  # fmt: skip
     report(f"A heal of {options.mib} MiB, seen by the healthy", columns, rows, figures, options.json)
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] == "--worker":
-        work(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "async")
+        work(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], sys.argv[6])
     else:
         main()

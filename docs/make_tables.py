@@ -18,7 +18,8 @@ from typing import Any, get_args
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ft_core.replica import Attempt, Replica, Stage  # noqa: E402
+from ft_core.replica import Replica  # noqa: E402
+from ft_core.standing import Attempt, Stage  # noqa: E402
 from lighthouse import messages  # noqa: E402
 from lighthouse.config import Timeouts  # noqa: E402
 

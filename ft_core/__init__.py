@@ -23,6 +23,7 @@ Modules. The training loop's side:
 The step, underneath:
 
     replica            what one rank does next: the state machine (pure)
+    standing           where a rank stands: the machine's values (pure)
     effects            what it asks of its shell (pure)
     world              who contributes, how sums are scaled; what ranks of a group hold
     session            one life with a lighthouse: addresses, threads, timers

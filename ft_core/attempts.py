@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import QuorumUnavailable
-from ft_core.replica import Attempt, Stage
+from ft_core.standing import Attempt, Stage
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager

@@ -1,8 +1,8 @@
 """Shell of the replica's state machine: its socket, its clock, its threads. No policy.
 
 Threads. The *control thread* ("ft-control") sleeps until its socket, a wake-up or the machine's
-deadline needs it. The *plane thread* ("ft-plane") runs what may block: configuring the process
-group, fetching a state. The training loop's thread calls in, and while it waits for the answer
+deadline needs it. The *plane thread* ("ft-plane") configures the process group, which may block,
+and starts to fetch states. The training loop's thread calls in, and while it waits for the answer
 to its vote it drives the socket itself (`call_and_wait`), which saves two thread switches a
 step: whoever holds `_io` owns the socket (a lock is a full fence, as ZeroMQ asks for). It looks for
 the answer for a moment before it sleeps: a processor that has gone to sleep takes longer to come
@@ -57,8 +57,8 @@ class Link(Protocol):
 
 
 class Plane(Protocol):
-    """What the machine's effects act on. `configure` and `fetch` run on the plane thread and may
-    block; `abort` runs anywhere and must not."""
+    """What the machine's effects act on. `configure` and `fetch` run on the plane thread;
+    `configure` may block there. `abort` runs anywhere and must not block."""
 
     def configure(self, effect: Configure) -> None: ...
 
@@ -304,13 +304,10 @@ class Control:
                 self._tell_waiting()
 
     def _run_plane(self) -> None:
-        """Runs effects that block. A fetch gets a thread of its own: the process group must be
-        reconfigurable while a slow state is on its way."""
+        """Runs effects that take time, in their order."""
         while (job := self._jobs.get()) is not None:
             if isinstance(job, FetchState):
-                threading.Thread(
-                    target=self._plane.fetch, args=(job,), name="ft-heal", daemon=True
-                ).start()
+                self._plane.fetch(job)
             elif job.quorum_id == self.replica.wants_plane:
                 self._plane.configure(job)
             # else: revoked already, or outrun by a newer quorum whose Configure follows

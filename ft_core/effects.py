@@ -33,7 +33,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """Effect: bring the state (step, lineage) from `sources`; then call `fetched`."""
+    """Effect: bring the state (step, lineage) from `sources`, and no other that may still be on
+    its way; then call `fetched` with this very effect."""
 
     step: int
     lineage: str

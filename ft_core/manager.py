@@ -30,8 +30,9 @@ from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
 from ft_core.quantized import CollectiveQueue
 from ft_core.reduction import Started
-from ft_core.replica import Attempt, Outcome, Replica, Stage
+from ft_core.replica import Replica
 from ft_core.session import Session, SessionOptions
+from ft_core.standing import Attempt, Outcome, Stage
 from ft_core.state import State
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 from ft_core.world import Participation, Seat, WorldSizeMode
@@ -265,10 +266,8 @@ class Manager:
         """
         session = self._session or self._open_session(room_id, allow_heal)
         if room_id != session.room_id:
-            raise ValueError(
-                f"this manager is in room {session.room_id!r}; use one manager a room "
-                f"(asked for {room_id!r})"
-            )
+            known = session.room_id
+            raise ValueError(f"this manager is in room {known!r}; use one manager for {room_id!r}")
         if session.replica.attempt is not Attempt.CLOSED:
             self._abandon(session)
         self._error, self._pinned_at, self._part = None, None, None
@@ -277,9 +276,9 @@ class Manager:
         self._began_at = time.monotonic()
         # Also where nothing is waited for now: the quorum may be lost before the first collective.
         self._quorum_wait_s = self._quorum_timeout_s if timeout is None else timeout.total_seconds()
-        if self._begin(session):
-            return
-        if self._async and session.replica.stage is not Stage.MEMBER:
+        if self._async and self._options.group_world_size == 1:  # saving may be a collective
+            self.state.lend(session.replica)
+        if self._begin(session) or (self._async and session.replica.stage is not Stage.MEMBER):
             return
         self._enter(session, heal=not self._async)
 
@@ -600,10 +599,9 @@ class Manager:
                     f"no quorum within the timeout: {replica.reason}; the lighthouse is "
                     f"{session.lighthouse}"
                 )
-            if heal and replica.healing:
-                self._batches_committed = self.state.load(session)
-                continue
-            break
+            if not (heal and replica.healing):
+                break
+            self._batches_committed = self.state.load(session, self._batches_committed)
         targets = replica.targets
         if targets and replica.published != (replica.step, replica.lineage):
             self.state.publish(session, self._batches_committed)
@@ -711,7 +709,9 @@ class Manager:
         self._pinned_at = None
         if outcome.committed:
             if session.replica.published is not None:
-                session.plane.freeze()  # the optimizer is next; targets have voted, so it is free
+                # The optimizer is next. All members have voted, the healed ones too: nobody reads
+                # on, but where a group acts on its own vote.
+                (session.plane.freeze if self._options.group_commit else session.plane.retire)()
             self._batches_committed += outcome.participants if part is None else part.participants
             self._discards_in_a_row = 0
             groups = outcome.participants if part is None else part.groups

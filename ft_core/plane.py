@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import msgpack
 
 from ft_core.effects import Abort, Configure, FetchState
-from ft_core.heal import HealError, HealKey, HealServer, HealStats, fetch
+from ft_core.heal import HealError, HealKey, HealServer, HealStats, Interrupt, fetch
 from ft_core.process_group import ProcessGroup, ProcessGroupError
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
 from lighthouse.messages import Member
@@ -40,8 +41,8 @@ def unpack_address(blob: bytes) -> tuple[bytes, str]:
 class DataPlane:
     """Carries out Configure, FetchState and Abort. See `control.Plane` for threads.
 
-    `report_configured(quorum_id, error)` and `report_fetched(step, lineage, error)` are called
-    when the work is over; `error` is "" on success. `into` gives the tree to receive in place
+    `report_configured(quorum_id, error)` and `report_fetched(effect, error)` are called when the
+    work is over; `error` is "" on success. `into` gives the tree to receive in place
     (or None); the fetched tree waits in `take_state` for the training loop. `spans_ranks`: the
     process group spans all ranks of all members, and not this rank's peers only.
     """
@@ -71,7 +72,8 @@ class DataPlane:
         self._state: tuple[HealKey, Any] | None = None
         self.heal_stats: HealStats | None = None
         self.report_configured: Callable[[int, str], None] = lambda quorum_id, error: None
-        self.report_fetched: Callable[[int, str, str], None] = lambda step, lineage, error: None
+        self.report_fetched: Callable[[FetchState, str], None] = lambda effect, error: None
+        self._heal: tuple[threading.Thread, Interrupt] | None = None  # the newest one
 
     def address(self) -> bytes:
         """This rank's blob."""
@@ -119,12 +121,47 @@ class DataPlane:
         )
 
     def interrupt(self) -> None:
-        """Any thread: end a configure and all collectives, for good."""
+        """Any thread: end a configure, a heal and all collectives, for good."""
         self._aborted = sys.maxsize
+        self._stop_heal()
         self.process_group.revoke(ProcessGroupError("shut down"))
 
     def fetch(self, effect: FetchState) -> None:
-        """A thread of its own. Blocks until the state is here or cannot be had."""
+        """Plane thread. Begin to bring a state here, in a thread of its own: the process group must
+        be reconfigurable meanwhile.
+
+        One that is on its way already is stopped, and reports nothing any more: both may be
+        received into the same memory.
+        """
+        before, interrupt = self._stop_heal(), Interrupt()
+        thread = threading.Thread(
+            target=self._run_fetch, args=(effect, interrupt, before), name="ft-heal", daemon=True
+        )
+        self._heal = thread, interrupt
+        thread.start()
+
+    def _run_fetch(
+        self, effect: FetchState, interrupt: Interrupt, before: threading.Thread | None
+    ) -> None:
+        """Heal thread."""
+        if before is not None:
+            before.join()
+        error = "" if interrupt.is_set else self._fetch(effect, interrupt)
+        outrun = interrupt.is_set
+        interrupt.close()
+        if not outrun:
+            self.report_fetched(effect, error)
+
+    def _stop_heal(self) -> threading.Thread | None:
+        """Any thread. Returns the thread, which ends soon."""
+        if self._heal is None:
+            return None
+        thread, interrupt = self._heal
+        interrupt.set()
+        return thread
+
+    def _fetch(self, effect: FetchState, interrupt: Interrupt) -> str:
+        """Heal thread. Blocks until the state is here, or says why it cannot be had."""
         sources = [self._unpack(m)[1] for m in effect.sources]
         names = [m.replica_id for m in effect.sources]
         self._telemetry.emit(HEAL_START, step=effect.step, sources=names)
@@ -138,16 +175,17 @@ class DataPlane:
                 deadline=deadline,
                 allow_objects=self._allow_objects,
                 token=self._token,
+                interrupt=interrupt,
             )
         except HealError as failure:
-            log.warning("heal to step %s failed: %s", effect.step, failure)
-            self.report_fetched(effect.step, effect.lineage, str(failure))
-            return
+            if not interrupt.is_set:
+                log.warning("heal to step %s failed: %s", effect.step, failure)
+            return str(failure)
         self._state, self.heal_stats = (key, tree), stats
         self._telemetry.emit(
             HEAL_DONE, step=effect.step, bytes=stats.bytes, seconds=stats.seconds, sources=names
         )
-        self.report_fetched(effect.step, effect.lineage, "")
+        return ""
 
     # ------------------------------------------------------------------ the training loop
 
@@ -178,6 +216,10 @@ class DataPlane:
         self._server.retire()
 
     def close(self) -> None:
+        """After the plane thread has ended."""
+        heal = self._stop_heal()
+        if heal is not None:
+            heal.join()
         self._server.close()
         self.process_group.shutdown()
 

@@ -21,10 +21,10 @@ waits for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
 from ft_core.effects import Abort, Configure, Effect, FetchState, Told, Transmit
+from ft_core.standing import Attempt, Outcome, Stage, View
 from lighthouse.messages import (
     NO_QUORUM,
     PHASE_HEALING,
@@ -48,52 +48,6 @@ from lighthouse.messages import (
     apply_delta,
     next_lineage,
 )
-
-
-class Stage(Enum):
-    """Where a rank stands with the lighthouse."""
-
-    OUT = "out"
-    JOINING = "joining"
-    SEATED = "seated"
-    MEMBER = "member"
-    REFUSED = "refused"
-    LEFT = "left"
-
-
-class Attempt(Enum):
-    """Where the training loop stands in its step."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    PINNED = "pinned"
-    FAILED = "failed"
-    VOTED = "voted"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of an attempt."""
-
-    step: int
-    committed: bool
-    reason: str = ""
-    participants: int = 0
-    control: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The quorum as this rank sees it."""
-
-    quorum_id: int
-    step: int
-    lineage: str
-    members: tuple[Member, ...]
-    reason: str = ""
-
-    def rank_of(self, replica_id: str) -> int:
-        return next(i for i, m in enumerate(self.members) if m.replica_id == replica_id)
 
 
 class Replica:
@@ -123,7 +77,7 @@ class Replica:
         self._unanswered: Vote | None = None  # per-group commit: decision still to come
         self._loop_waits = False  # the training loop is inside begin
         self._heal_in_step = False
-        self._fetching: tuple[int, str] | None = None
+        self._fetching: FetchState | None = None
         self._fetched: tuple[int, str] | None = None
         self.published: tuple[int, str] | None = None
         self._connected = True
@@ -247,6 +201,12 @@ class Replica:
         # Per-group commit keeps one vote on its way: the next one waits for its decision.
         return [] if self._unanswered is not None else self._cast(view, now)
 
+    def fetch_again(self) -> list[Effect]:
+        """What has arrived is not what was sent any more."""
+        assert self.state_fetched and self.view is not None
+        self._fetched = None
+        return self._fetch(self.view)
+
     def load(self) -> None:
         """The loop has loaded the fetched state: this rank is at the quorum's position."""
         view = self.view
@@ -297,15 +257,16 @@ class Replica:
         self._configured = quorum_id
         return []
 
-    def fetched(self, step: int, lineage: str, error: str, now: float) -> list[Effect]:
-        """The state (step, lineage) has arrived, or could not be had (`error`)."""
-        if self._fetching == (step, lineage):
-            self._fetching = None
-        view = self.view
-        if view is None or not self.healing or (view.step, view.lineage) != (step, lineage):
+    def fetched(self, fetch: FetchState, error: str, now: float) -> list[Effect]:
+        """What this effect asked for has arrived, or could not be had (`error`)."""
+        if self._fetching is not fetch:
+            return []  # outrun by another one, also of the same state: that one may be in memory
+        self._fetching = None
+        view, key = self.view, (fetch.step, fetch.lineage)
+        if view is None or not self.healing or (view.step, view.lineage) != key:
             return []
         if not error:
-            self._fetched = (step, lineage)
+            self._fetched = key
             return []
         self.reason = f"heal failed: {error}"
         effects: list[Effect] = [Told(self.reason)]
@@ -475,12 +436,14 @@ class Replica:
                 self.attempt, self.failure = Attempt.FAILED, "a peer must heal from this state"
 
     def _fetch(self, view: View) -> list[Effect]:
-        key = (view.step, view.lineage)
-        if key in (self._fetching, self._fetched):
+        key, under_way = (view.step, view.lineage), self._fetching
+        if key == self._fetched:
             return []
-        self._fetching = key
+        if under_way is not None and key == (under_way.step, under_way.lineage):
+            return []
         sources = tuple(m for m in view.members if not m.healing)
-        return [FetchState(view.step, view.lineage, sources)]
+        self._fetching = FetchState(view.step, view.lineage, sources)
+        return [self._fetching]
 
     def _on_revoke(self, message: Revoke, now: float) -> list[Effect]:
         view = self.view

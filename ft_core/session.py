@@ -14,12 +14,13 @@ import zmq
 
 from ft_core.config import ReplicaEnv, advertised_host, default_name, new_replica_id
 from ft_core.control import Condition, Control, Link
-from ft_core.effects import Effect
+from ft_core.effects import Effect, FetchState
 from ft_core.group import BROKEN, LEFT
 from ft_core.group_server import GroupLink, GroupServer, Leader, announce_leader, find_leader
 from ft_core.plane import DataPlane
 from ft_core.process_group import ProcessGroup
-from ft_core.replica import Replica, Stage
+from ft_core.replica import Replica
+from ft_core.standing import Stage
 from ft_core.telemetry import WAITING, Telemetry
 from ft_core.world import Place, RanksHold
 from lighthouse.address import normalize
@@ -299,8 +300,8 @@ class Session:
     def _configured(self, quorum_id: int, error: str) -> None:
         self.control.call(lambda replica, now: replica.configured(quorum_id, error, now))
 
-    def _fetched(self, step: int, lineage: str, error: str) -> None:
-        self.control.call(lambda replica, now: replica.fetched(step, lineage, error, now))
+    def _fetched(self, fetch: FetchState, error: str) -> None:
+        self.control.call(lambda replica, now: replica.fetched(fetch, error, now))
 
     def _on_told(self, text: str) -> None:
         log.info("%s: %s", self._options.name, text)

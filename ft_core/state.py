@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ft_core.replica import Replica
 from ft_core.session import Session
+from ft_core.standing import Attempt, Stage
 
-SERVED_LIVE_BYTES = 1024 * 1024
-"""Tensors from this size on are served to healing peers without a copy (`ft_core.heal`)."""
+log = logging.getLogger("ft_core")
+
+LARGE_BYTES = 1024 * 1024
+"""Tensors from this size on are served to healing peers, and received during a step, without a copy
+(`ft_core.heal`)."""
+CHANGED_WHILE_RECEIVED = (
+    "a tensor of the state was changed before should_commit while it was received from a peer: it is "
+    "received once more, and from now on into other memory"
+)
+
+Versions = list[tuple[Tensor, int]]
 
 Load = Callable[[Any], None]
 Save = Callable[[], Any]
@@ -26,7 +37,10 @@ class State:
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[Load, Save]] = {}
-        self._served: list[tuple[Tensor, int]] = []
+        self._served: Versions = []
+        self._lends = True
+        self._lent: dict[str, Any] | None = None
+        self._received: Versions = []
 
     def register(self, key: str, load: Load, save: Save) -> None:
         """Add or replace a part."""
@@ -47,10 +61,7 @@ class State:
         step, lineage = replica.step, replica.lineage
         tree = {"user": self.save(), "batches_committed": batches_committed}
         session.plane.publish(step, lineage, tree, len(replica.targets))
-        self._served = [
-            (leaf, leaf._version) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)
-            and leaf.nbytes >= SERVED_LIVE_BYTES
-        ]  # fmt: skip
+        self._served = _versions(tree)
 
         def mark(machine: Replica, now: float) -> None:
             machine.published = (step, lineage)
@@ -60,10 +71,29 @@ class State:
     def unchanged(self) -> bool:
         """Whether what a peer may be reading is still what it was when the step began."""
         served, self._served = self._served, []
-        return all(tensor._version == version for tensor, version in served)
+        return _unchanged(served)
 
-    def load(self, session: Session) -> int:
-        """Put the fetched state in place; returns its `batches_committed`."""
+    def lend(self, replica: Replica) -> None:
+        """A step begins whose loop does not wait for its heal, if it needs one: what it computes
+        counts for nothing then, so large tensors may be received in place meanwhile. Only the
+        optimizer changes those, after the vote; what a forward changes (the statistics of a
+        BatchNorm) is small. A loop that does otherwise is noticed, and not trusted again.
+        """
+        behind = replica.stage is not Stage.MEMBER or replica.healing
+        lent = tree_map(_if_large, self.save()) if behind and self._lends else None
+        self._lent = lent if _versions(lent) else None
+
+    def load(self, session: Session, otherwise: int) -> int:
+        """Put the fetched state in place; returns its `batches_committed`.
+
+        `otherwise`, if the loop has spoilt it in the step: then it is fetched again.
+        """
+        received, self._received = self._received, []
+        if not _unchanged(received):
+            log.warning(CHANGED_WHILE_RECEIVED)
+            self._lends, self._lent = False, None
+            session.control.call(lambda machine, now: machine.fetch_again())
+            return otherwise
         view = session.replica.view
         assert view is not None
         tree = session.plane.take_state(view.step, view.lineage)
@@ -77,16 +107,39 @@ class State:
     def room(self, session: Session, *, in_step: bool) -> Any:
         """Heal thread: where a fetched state may be received in place; None: elsewhere.
 
-        In place only while the loop waits at its step's boundary: else (`in_step`) it may be using
-        it. From here on the own state is torn until the heal has ended.
+        All of it while the loop waits at its step's boundary; what was lent for a step that goes
+        on meanwhile (`in_step`). From here on the own state is torn until the heal has ended.
         """
-        in_place = False
+        tree: dict[str, Any] | None = None
 
         def spoil(replica: Replica, now: float) -> None:
-            nonlocal in_place
-            in_place = replica.loop_waits and not in_step
-            if in_place:
+            nonlocal tree
+            if replica.healed:
+                return
+            if not in_step and replica.loop_waits:
+                tree = {}
+            elif in_step and replica.attempt in (Attempt.OPEN, Attempt.PINNED):
+                tree = self._lent
+                self._received = _versions(tree)
+            if tree is not None:
                 replica.spoil()
 
         session.control.call(spoil)
-        return {"user": self.save(), "batches_committed": 0} if in_place else None
+        if tree is None:
+            return None
+        return {"user": tree or self.save(), "batches_committed": 0}
+
+
+def _if_large(leaf: Any) -> Tensor | None:
+    large = isinstance(leaf, Tensor) and leaf.nbytes >= LARGE_BYTES and leaf.is_contiguous()
+    return leaf if large else None
+
+
+def _versions(tree: Any) -> Versions:
+    """The large tensors of a tree, with how often each was changed so far."""
+    leaves = (_if_large(leaf) for leaf in tree_leaves(tree))
+    return [(leaf, leaf._version) for leaf in leaves if leaf is not None]
+
+
+def _unchanged(versions: Versions) -> bool:
+    return all(tensor._version == version for tensor, version in versions)

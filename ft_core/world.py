@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ft_core.replica import View
+from ft_core.standing import View
 from lighthouse.messages import Member
 
 

@@ -7,6 +7,7 @@ place; digest tells whether two states are equal. pack and unpack are the format
 from ft_core.heal.client import fetch
 from ft_core.heal.digest import digest
 from ft_core.heal.errors import HealError, UnsupportedObjectError
+from ft_core.heal.interrupt import Interrupt
 from ft_core.heal.pack import pack, unpack
 from ft_core.heal.server import HealServer
 from ft_core.heal.tree import allow_enum
@@ -18,6 +19,7 @@ __all__ = [
     "HealProgress",
     "HealServer",
     "HealStats",
+    "Interrupt",
     "ServerStats",
     "UnsupportedObjectError",
     "allow_enum",

@@ -16,6 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ft_core.heal import samehost, wire
 from ft_core.heal.errors import HealError
+from ft_core.heal.interrupt import Interrupt
 from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
 from ft_core.heal.pack import Manifest
 from ft_core.heal.plan import TransferPlan
@@ -37,13 +38,16 @@ def fetch(
     sources: Sequence[str], key: HealKey, *, deadline: float, into: Any = None,
     allow_objects: bool = False, token: str = "", chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     same_host: bool = True, progress: Callable[[HealProgress], None] | None = None,
+    interrupt: Interrupt | None = None,
 ) -> tuple[Any, HealStats]:  # fmt: skip
     """Bring the state of version `key` here; returns the tree and what it cost. Any thread.
 
     `into` is this rank's own tree: tensors of equal dtype and shape at the same place are received
     in place and are the leaves of the result; after a HealError their contents are undefined. A
     version not published yet is waited for until `deadline` (time.monotonic). `progress` is called
-    at the first answer and after every chunk; an exception that it raises ends the fetch. Raises HealError, which names every source and its reason.
+    at the first answer and after every chunk; an exception that it raises ends the fetch.
+    `interrupt` ends it from another thread, at any time; nothing is written into `into` after this
+    has returned or raised. Raises HealError, which names every source and its reason.
     """
     if not sources:
         raise ValueError("sources is empty; a heal needs at least one healthy member's address.")
@@ -52,7 +56,9 @@ def fetch(
     if type(chunk_bytes) is not int or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes is {chunk_bytes!r}; it must be from 64 KiB to 64 MiB.")
     settle_allocator()
-    run = _Fetch(key, into, deadline, allow_objects, token, chunk_bytes, same_host, progress)
+    run = _Fetch(
+        key, into, deadline, allow_objects, token, chunk_bytes, same_host, progress, interrupt
+    )
     try:
         run.connect(list(dict.fromkeys(sources)))
         return run.run()
@@ -93,6 +99,7 @@ class _Fetch:
     def __init__(
         self, key: HealKey, into: Any, deadline: float, allow_objects: bool, token: str,
         chunk_bytes: int, same_host: bool, progress: Callable[[HealProgress], None] | None,
+        interrupt: Interrupt | None,
     ) -> None:  # fmt: skip
         self._key = key
         self._into = into
@@ -104,6 +111,9 @@ class _Fetch:
         self._progress = progress
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
+        self._interrupt = interrupt
+        if interrupt is not None:
+            self._poller.register(interrupt.fileno(), zmq.POLLIN)
         self._links: list[_Link] = []
         self._started = time.perf_counter()
         self._plan: TransferPlan | None = None
@@ -188,6 +198,8 @@ class _Fetch:
             raise self._error("no source is left")
         if now >= self._deadline:
             raise self._error("the deadline passed")
+        if self._interrupt is not None and self._interrupt.is_set:
+            raise self._error("it was interrupted")
 
     def _error(self, what: str) -> HealError:
         missing = ""

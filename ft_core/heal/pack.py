@@ -199,7 +199,9 @@ class Manifest:
         places.returned[id(node)] = leaf
         plain = local.is_contiguous() and not local.is_conj() and not local.is_neg()
         if plain and places.direct[index] is None:
-            places.direct[index] = local.detach()
+            # Not detach(), which shares the counter of changes: autograd may have saved this tensor
+            # for a backward whose result will count for nothing, and must not refuse to run it.
+            places.direct[index] = local.data
         elif (first := places.direct[index]) is None or first.data_ptr() != local.data_ptr():
             places.copied[id(node)] = local.detach()
 

@@ -52,7 +52,7 @@ class ReplicaGroup:
     ) -> None:
         self.net = net
         self.manager = Manager(
-            pg=ProcessGroupGloo(),
+            pg=ProcessGroupGloo(timeout=TIMEOUT_S),
             load_state_dict=self._load,
             state_dict=self._save,
             timeout=timedelta(seconds=TIMEOUT_S),

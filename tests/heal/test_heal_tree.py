@@ -327,7 +327,16 @@ class TestInto:
         assert torch.equal(mine.detach(), torch.ones(3))
         assert mine.requires_grad
 
-    def test_sharded_tensors_travel_by_their_local_part(self) -> None:
+    @pytest.fixture(scope="class")
+    def dtensors_in_use(self) -> None:
+        """torch keeps the group (and its socket) of the first DTensor that a process makes."""
+        from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        DTensor.from_local(torch.ones(1), init_device_mesh("cpu", (1,)), [Replicate()])
+        dist.destroy_process_group()
+
+    def test_sharded_tensors_travel_by_their_local_part(self, dtensors_in_use: None) -> None:
         from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -14,7 +14,7 @@ import shlex
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ft_core.effects import Transmit
+from ft_core.effects import FetchState, Transmit
 from ft_core.replica import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.messages import (
@@ -194,6 +194,7 @@ class ReplicaStage:
 
     def __init__(self, words: Words, names: Names) -> None:
         self.now, self.names = 0.0, names
+        self.fetches: dict[tuple[int, str], FetchState] = {}  # the newest of each state
         join = Join(ROOM, "a", "a", words.number("step"), words.given.get("lineage", "root"),
                     (b"a",), group_commit=words.flag("group_commit"))  # fmt: skip
         self.machine = Replica(join, resend_s=1.0, revoke_grace_s=0.5)
@@ -220,8 +221,8 @@ class ReplicaStage:
         elif name == "configured":
             effects = machine.configured(int(plain[0]), words.given.get("error", ""), now)
         elif name == "fetched":
-            lineage = self.names.resolve(plain[1])
-            effects = machine.fetched(int(plain[0]), lineage, words.given.get("error", ""), now)
+            fetch = self.fetches[int(plain[0]), self.names.resolve(plain[1])]
+            effects = machine.fetched(fetch, words.given.get("error", ""), now)
         elif name in ("connected", "disconnected"):
             effects = getattr(machine, name)(now)
         elif name == "published":
@@ -229,6 +230,7 @@ class ReplicaStage:
         else:
             effects = machine.received(getattr(self, f"_{name}")(words), now)
         machine.check()
+        self.fetches |= {(e.step, e.lineage): e for e in effects if isinstance(e, FetchState)}
         return [show(effect) for effect in effects] + [self._state()]
 
     def _state(self) -> str:

@@ -6,7 +6,8 @@ import random
 from typing import Any
 
 from ft_core.effects import Transmit
-from ft_core.replica import Replica, Stage
+from ft_core.replica import Replica
+from ft_core.standing import Stage
 from lighthouse.config import LighthouseConfig
 from lighthouse.messages import Join, Obituary, Request, RoomKey
 from lighthouse.state import Effect, Lighthouse, Note, Remember, Send, first_quorum_id

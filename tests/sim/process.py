@@ -15,7 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ft_core.effects import Abort, Configure, Effect, FetchState, Told, Transmit
-from ft_core.replica import Attempt, Replica, Stage
+from ft_core.replica import Replica
+from ft_core.standing import Attempt, Stage
 from lighthouse.messages import Join, Reply, RoomKey, Vote
 from tests.sim.checker import state_after
 from tests.sim.network import Link
@@ -269,9 +270,12 @@ class Process:
         self.clock.after(0.03, self._fetch, effect, number, give_up)
 
     def _spoil(self, effect: FetchState) -> None:
-        """A loop that waits receives into its own state, which is no state from here on."""
+        """A loop that waits receives into its own state, which is no state from here on; so does
+        one that computes on what counts for nothing."""
         replica = self.replica
-        if self.cluster.profile.heal_in_place and replica.loop_waits and not replica.healed:
+        free = replica.loop_waits if not self.habits.asynchronous else (
+            self.lent and replica.attempt in (Attempt.OPEN, Attempt.PINNED))  # fmt: skip
+        if self.cluster.profile.heal_in_place and free and not replica.healed:
             replica.spoil()
             self.state = -self.rng.getrandbits(40)
             self.checker.spoiled(self.replica_id, (replica.step, replica.lineage), self.state)
@@ -282,7 +286,7 @@ class Process:
         key = (effect.step, effect.lineage)
         if state is not None:
             self.fetched_state = (key, state)
-        self.carry_out(self.replica.fetched(effect.step, effect.lineage, error, self.clock.now))
+        self.carry_out(self.replica.fetched(effect, error, self.clock.now))
 
     # ------------------------------------------------------------------ the training loop
 
@@ -377,6 +381,7 @@ class Process:
     def _step(self) -> Generator[Wait, None, None]:
         replica, clock, habits = self.replica, self.clock, self.habits
         in_step = habits.asynchronous
+        self.lent = in_step and (replica.stage is not Stage.MEMBER or replica.healing)
         self.carry_out(replica.begin(clock.now, heal_in_step=in_step))
         if not in_step or replica.stage is Stage.MEMBER:
             yield from self._enter(heal=not in_step)

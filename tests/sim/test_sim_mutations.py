@@ -14,7 +14,8 @@ import pytest
 import ft_core.replica as replica_module
 import lighthouse.history as history_module
 import lighthouse.state as state_module
-from ft_core.replica import Attempt, Outcome, Replica
+from ft_core.replica import Replica
+from ft_core.standing import Attempt, Outcome
 from lighthouse.ballot import Ballot
 from lighthouse.history import History
 from lighthouse.messages import Join, Member, Quorum, Vote, next_lineage

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ft_core.effects import Configure, Effect, Transmit
-from ft_core.replica import Attempt, Replica, Stage
+from ft_core.effects import Configure, Effect, FetchState, Transmit
+from ft_core.replica import Replica
+from ft_core.standing import Attempt, Stage
 from lighthouse.messages import (
     Decision,
     Expelled,
@@ -62,7 +63,9 @@ def any_reply(rng: random.Random, replica: Replica) -> Reply:
     return Refused(KEY, "any") if rng.random() < 0.05 else Waiting(KEY, f"reason {step}")
 
 
-def act(rng: random.Random, replica: Replica, now: float) -> list[Effect]:
+def act(
+    rng: random.Random, replica: Replica, now: float, fetches: list[FetchState]
+) -> list[Effect]:
     """One thing that a shell may do in this state."""
     attempt = replica.attempt
     if rng.random() < 0.3:  # what a loop would do next
@@ -83,9 +86,8 @@ def act(rng: random.Random, replica: Replica, now: float) -> list[Effect]:
         return replica.fail("any", now, stalled=rng.random() < 0.2)
     elif kind == 5 and replica.view is not None:
         return replica.configured(replica.view.quorum_id, rng.choice(["", "", "broken"]), now)
-    elif kind == 6 and replica.view is not None:
-        error = rng.choice(["", "", "gone"])
-        return replica.fetched(replica.view.step, replica.view.lineage, error, now)
+    elif kind == 6 and fetches:
+        return replica.fetched(rng.choice(fetches[-3:]), rng.choice(["", "", "gone"]), now)
     elif kind == 7 and replica.healing and replica.state_fetched:
         replica.load()
     elif kind == 8:
@@ -102,6 +104,7 @@ def test_nothing_that_is_received_breaks_an_invariant(group_commit: bool) -> Non
         replica = Replica(template, resend_s=1.0, revoke_grace_s=0.5)
         now, last_configured = 0.0, 0
         votes: dict[tuple[int, int], bool] = {}
+        fetches: list[FetchState] = []
         for _ in range(80):
             now += rng.choice([0.0, 0.1, 1.0])
             before = replica.outcome
@@ -109,12 +112,14 @@ def test_nothing_that_is_received_breaks_an_invariant(group_commit: bool) -> Non
             if wanted is not None and wanted <= now:
                 effects = replica.expire(now)
             elif rng.random() < 0.5:
-                effects = act(rng, replica, now)
+                effects = act(rng, replica, now, fetches)
             else:
                 effects = replica.received(any_reply(rng, replica), now)
             replica.check()
             outcomes += replica.outcome is not None and replica.outcome is not before
             for effect in effects:
+                if isinstance(effect, FetchState):
+                    fetches.append(effect)
                 if isinstance(effect, Configure):
                     assert effect.quorum_id > last_configured, "quorum ids only grow"
                     last_configured = effect.quorum_id

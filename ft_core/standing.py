@@ -1,0 +1,54 @@
+"""Where a rank stands: the values of its state machine (`ft_core.replica`). PURE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lighthouse.messages import Member
+
+
+class Stage(Enum):
+    """Where a rank stands with the lighthouse."""
+
+    OUT = "out"
+    JOINING = "joining"
+    SEATED = "seated"
+    MEMBER = "member"
+    REFUSED = "refused"
+    LEFT = "left"
+
+
+class Attempt(Enum):
+    """Where the training loop stands in its step."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PINNED = "pinned"
+    FAILED = "failed"
+    VOTED = "voted"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an attempt."""
+
+    step: int
+    committed: bool
+    reason: str = ""
+    participants: int = 0
+    control: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The quorum as this rank sees it."""
+
+    quorum_id: int
+    step: int
+    lineage: str
+    members: tuple[Member, ...]
+    reason: str = ""
+
+    def rank_of(self, replica_id: str) -> int:
+        return next(i for i, m in enumerate(self.members) if m.replica_id == replica_id)

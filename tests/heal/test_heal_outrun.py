@@ -1,0 +1,113 @@
+"""One heal at a time: the state that is wanted now, not the one that was wanted before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from ft_core.effects import FetchState
+from ft_core.heal import HealKey, HealServer
+from ft_core.plane import DataPlane, pack_address
+from ft_core.process_group import ProcessGroupDummy
+from ft_core.telemetry import Telemetry
+from lighthouse.messages import Member
+from tests.heal.support import FaultyLink, same
+
+MakeServer = Callable[..., HealServer]
+OLD, NEW = HealKey(1, "old"), HealKey(2, "new")
+NUMEL = 4 << 20
+
+
+class Target:
+    """A data plane that heals into one tensor, and what it has reported."""
+
+    def __init__(self) -> None:
+        self.mine = torch.zeros(NUMEL)
+        self.reports: list[tuple[FetchState, str]] = []
+        self.news = threading.Condition()
+        self.plane = DataPlane(
+            ProcessGroupDummy(),
+            group_rank=0, spans_ranks=False, host="127.0.0.1", token="",
+            configure_timeout_s=5.0, heal_timeout_s=60.0, allow_objects=False,
+            telemetry=Telemetry(), into=lambda: {"w": self.mine},
+        )  # fmt: skip
+        self.plane.report_fetched = self._report
+
+    def _report(self, fetch: FetchState, error: str) -> None:
+        with self.news:
+            self.reports.append((fetch, error))
+            self.news.notify_all()
+
+    def fetch(self, key: HealKey, address: str) -> FetchState:
+        source = Member("source", 1, (pack_address(b"", address),))
+        effect = FetchState(key.step, key.lineage, (source,))
+        self.plane.fetch(effect)
+        return effect
+
+    def await_success(self) -> None:
+        with self.news:
+            assert self.news.wait_for(lambda: any(not error for _, error in self.reports), 30)
+
+
+def heal_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ft-heal"]
+
+
+@pytest.fixture
+def target() -> Iterator[Target]:
+    made = Target()
+    yield made
+    made.plane.close()
+
+
+def test_what_a_heal_that_was_outrun_still_receives_is_not_written(
+    make_server: MakeServer, target: Target
+) -> None:
+    """Its last chunks used to land in the tensors on top of the newer state."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold(offset: int, data: bytearray) -> bytearray:
+        if offset > 2 << 20:
+            begun.set()
+            go_on.wait(30)
+        return data
+
+    behind, ahead = (make_server(same_host=False) for _ in range(2))
+    behind.publish(OLD, {"w": torch.ones(NUMEL)})
+    newest = {"w": torch.full((NUMEL,), 2.0)}
+    ahead.publish(NEW, newest)
+    with FaultyLink(behind.address, hold) as link:
+        target.fetch(OLD, link.address)
+        assert begun.wait(30)
+        wanted = target.fetch(NEW, ahead.address)
+        target.await_success()
+        go_on.set()
+        for thread in heal_threads():
+            thread.join()
+    assert target.reports == [(wanted, "")]
+    assert same(target.plane.take_state(NEW.step, NEW.lineage), newest)
+    assert same(target.mine, newest["w"])
+
+
+def test_a_heal_that_waits_for_its_source_ends_with_the_plane(make_server: MakeServer) -> None:
+    target = Target()
+    target.fetch(OLD, make_server().address)  # which publishes nothing
+    target.plane.close()
+    assert not heal_threads()
+    assert target.reports == []
+
+
+def test_a_heal_that_was_outrun_before_it_began_does_nothing(
+    make_server: MakeServer, target: Target
+) -> None:
+    server = make_server()
+    server.publish(NEW, {"w": torch.full((NUMEL,), 2.0)})
+    for _ in range(20):
+        target.fetch(OLD, server.address)  # of an address that serves another version
+    wanted = target.fetch(NEW, server.address)
+    target.await_success()
+    assert [fetch for fetch, error in target.reports if not error] == [wanted]
+    assert target.mine.eq(2).all()
