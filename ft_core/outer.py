@@ -97,7 +97,8 @@ class OuterLoop(ABC):
             f"delay={schedule.delay}, weighted={unit or False}, bucket_bytes={bucket_bytes}, "
             f"keep_windows={keep_windows}{settings}",
         )
-        manager.register_state_dict_fn(self.KEY, self._load_healed, self._served)
+        # A window that is to be kept is measured from the present globals until they are loaded.
+        manager.state.register(self.KEY, self._load_healed, self._served, lends=False)
 
     # ------------------------------------------------------------------ for the training loop
 

@@ -37,14 +37,17 @@ class State:
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[Load, Save]] = {}
+        self._private: set[str] = set()
         self._served: Versions = []
         self._lends = True
         self._lent: dict[str, Any] | None = None
         self._received: Versions = []
 
-    def register(self, key: str, load: Load, save: Save) -> None:
-        """Add or replace a part."""
+    def register(self, key: str, load: Load, save: Save, *, lends: bool = True) -> None:
+        """Add or replace a part. `lends` False: its owner reads it during a step that counts for
+        nothing, too, so nothing may be received into it then."""
         self._parts[key] = (load, save)
+        self._private = self._private - {key} if lends else self._private | {key}
 
     def parts(self) -> Iterator[tuple[str, Save]]:
         """Each part's key and save function."""
@@ -80,8 +83,10 @@ class State:
         BatchNorm) is small. A loop that does otherwise is noticed, and not trusted again.
         """
         behind = replica.stage is not Stage.MEMBER or replica.healing
-        lent = tree_map(_if_large, self.save()) if behind and self._lends else None
-        self._lent = lent if _versions(lent) else None
+        lent: dict[str, Any] = {}
+        if behind and self._lends:
+            lent = {k: save() for k, save in self.parts() if k not in self._private}
+        self._lent = tree_map(_if_large, lent) if _versions(lent) else None
 
     def load(self, session: Session, otherwise: int) -> int:
         """Put the fetched state in place; returns its `batches_committed`.

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from ft_core.diloco import DiLoCo
 from ft_core.fragments import Flat, split
 from ft_core.local_sgd import LocalSGD, extract_local_tensor
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupDummy, ProcessGroupGloo
+from ft_core.replica import Replica
+from lighthouse.messages import Join, RoomKey
 from tests.diloco.members import Trainer
 from tests.diloco.reference import inner_optimizer, network, outer_optimizer
 from tests.threads.cluster import lighthouse, replicas
@@ -329,3 +332,18 @@ def test_settings_of_a_checkpoint() -> None:
         with pytest.raises(ValueError, match="the state is another model's: parameter"):
             third.loop.load_state_dict(saved[0])
         third.close()
+
+
+def test_nothing_is_received_into_the_globals_under_a_window() -> None:
+    """With an asynchronous quorum a state arrives while inner steps are computed, and a window that
+    is to be kept is measured from the globals until then."""
+    model = nn.Linear(600, 600)
+    manager = Manager(ProcessGroupDummy(), use_async_quorum=True, rank=0, world_size=1)
+    DiLoCo(manager, model, inner_optimizer(model), outer_optimizer(model), 4, keep_windows=True)
+    own = torch.ones(1 << 20)
+    manager.register_state_dict_fn("own", lambda state: None, lambda: {"t": own})
+    joiner = Replica(Join(RoomKey("job"), "a", "a", 0, "x", (b"",)), resend_s=1, revoke_grace_s=1)
+    manager.state.lend(joiner)
+    assert manager.state._lent is not None
+    assert [tensor for tensor in tree_leaves(manager.state._lent) if tensor is not None] == [own]
+    manager.shutdown()
