@@ -1,11 +1,11 @@
 """python benchmarks/heal_stall.py [--mib 1024] [--trials 5] [--json FILE]
 
 What a heal costs those who are healthy: two replicas train with a state of 1 GiB (a residual MLP and
-Adam's two moments; real forward, backward, all-reduce in buckets, update), a third one, which was
-started before and has waited, joins and heals from them. The healthy ones' longest time between two
-commits meanwhile against their usual step with three members. Synchronous quorum: the joiner
-computes when its state is there. Asynchronous: it computes, joins the collectives with zeros and
-receives the state meanwhile, before it votes.
+Adam's two moments; real forward, backward, all-reduce in buckets, update), a third one, whose process
+has just made its model and no step yet, joins and heals from them. The healthy ones' longest time
+between two commits meanwhile against their usual step with three members. Synchronous quorum: the
+joiner computes when its state is there. Asynchronous: it computes, joins the collectives with zeros
+and receives the state meanwhile, before it votes.
 
 Compute "here": three replicas share this machine's cores, and while one waits, the others have more
 of them. "elsewhere": a batch of one, and a sleep in place of the rest, as a host sees an accelerator
@@ -50,10 +50,6 @@ def work(name: str, lighthouse: str, mib: int, mode: str, compute: str) -> None:
     model = torch.nn.Sequential(*(Block(SIDE, SIDE, bias=False) for _ in range(blocks)))
     inner = torch.optim.Adam(model.parameters(), lr=1e-5)
     batch = torch.randn(BATCH if compute == "here" else 1, SIDE)
-    for _ in range(2):  # memory and moments are there from the start, as in a run under way
-        model(batch).square().mean().backward()
-        inner.step()
-
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])

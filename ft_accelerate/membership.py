@@ -259,6 +259,7 @@ class Membership:
         allow_objects = self.options.heal_allow_objects
         manager = self.peers.manager(self._device)
         manager.set_state_dict_fns(self._load, self._dump)
+        manager.state.expect(*(o.optimizer for o in self.accelerator._optimizers))
         self.gate.attach(manager)
         lineage = self.peers.begin_alike(
             lambda: states.lineage_of_start(self.accelerator, allow_objects=allow_objects),

@@ -16,6 +16,7 @@ Modules. The training loop's side:
     buffers            running statistics that stay equal in all members
     data               DistributedSampler: shards by replica group, resumable
     state              which parts of a state heal, and how each is saved and loaded
+    moments            memory for an optimizer's state, made before a process joins
     attempts           what algorithms see of a manager's attempt at a step
     telemetry          events of one rank, for logs, pictures, callbacks
     errors             the errors that a loop may see, by who is to blame

@@ -158,12 +158,30 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _freeze_buckets(self) -> None:
         """Regroup now and never again. See the module's docstring."""
         self.reducer._push_all_rebuilt_params()
-        if not self.reducer._rebuild_buckets():
+        with _touched_memory():
+            frozen = self.reducer._rebuild_buckets()
+        if not frozen:
             raise RuntimeError(
                 f"torch {torch.__version__} does not fix the bucket layout at construction: pass "
                 "find_unused_parameters=True, and report this"
             )
         self._has_rebuilt_buckets = True
+
+
+@contextmanager
+def _touched_memory() -> Iterator[None]:
+    """torch fills what it allocates.
+
+    Else the kernel finds the buckets' memory in the first backward, for which the peers of a
+    process that joins a running job would wait (1 s for 336 MiB where it takes long).
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 class _Reduction(dist.ProcessGroup):

@@ -59,8 +59,8 @@ class Manager:
             hold. Called at the start of a step, in the loop's thread, when a peer must heal.
         min_replica_size: a step with fewer participants is not committed, and no quorum forms
             with fewer members.
-        use_async_quorum: True: `start_quorum` returns at once, and a healing member computes its
-            first step on what it has, contributes nothing and loads the state before it votes.
+        use_async_quorum: True: `start_quorum` returns at once; a healing member computes its first
+            step while its state arrives (large tensors in place), adds nothing, loads, and votes.
             False: `start_quorum` returns when the quorum is there and the state is loaded.
         timeout: the one knob; see docs/timeouts.md.
         quorum_timeout: how long `start_quorum` waits for a quorum; None: as long as the
@@ -270,8 +270,7 @@ class Manager:
             raise ValueError(f"this manager is in room {known!r}; use one manager for {room_id!r}")
         if session.replica.attempt is not Attempt.CLOSED:
             self._abandon(session)
-        self._error, self._pinned_at, self._part = None, None, None
-        self._samples = None
+        self._error = self._pinned_at = self._part = self._samples = None
         self._pending.clear()
         self._began_at = time.monotonic()
         # Also where nothing is waited for now: the quorum may be lost before the first collective.
@@ -552,8 +551,9 @@ class Manager:
         step, lineage = self._start
         if not lineage:
             # The lineage of a start is its state's digest: equal starts need no transfer.
-            start = digest(self.state.save()) if self._init_sync and step == 0 else "same"
-            lineage = f"init-{start}"
+            alike = not self._init_sync or step > 0
+            lineage = f"init-{'same' if alike else digest(self.state.save())}"
+        self.state.prepare()
         schema_text = "; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items()))
         session = Session(
             self._options,

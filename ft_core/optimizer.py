@@ -62,6 +62,7 @@ class OptimizerWrapper(TorchOptimizer):
         self._open = False
         self._outcome_before: Any = None
         manager.register_schema("optimizer", _describe(optim))
+        manager.state.expect(optim)
         if grad_scaler is not None:
             manager.register_state_dict_fn(
                 "grad_scaler", grad_scaler.load_state_dict, grad_scaler.state_dict

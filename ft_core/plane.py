@@ -177,10 +177,13 @@ class DataPlane:
                 token=self._token,
                 interrupt=interrupt,
             )
-        except HealError as failure:
+        except Exception as failure:  # any failure here has one meaning: no state, vote no
+            expected = isinstance(failure, HealError)
             if not interrupt.is_set:
-                log.warning("heal to step %s failed: %s", effect.step, failure)
-            return str(failure)
+                log.warning(
+                    "heal to step %s failed: %s", effect.step, failure, exc_info=not expected
+                )
+            return str(failure) or type(failure).__name__
         self._state, self.heal_stats = (key, tree), stats
         self._telemetry.emit(
             HEAL_DONE, step=effect.step, bytes=stats.bytes, seconds=stats.seconds, sources=names

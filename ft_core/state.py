@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ft_core.moments import Moments
 from ft_core.replica import Replica
 from ft_core.session import Session
 from ft_core.standing import Attempt, Stage
@@ -38,6 +41,7 @@ class State:
     def __init__(self) -> None:
         self._parts: dict[str, tuple[Load, Save]] = {}
         self._private: set[str] = set()
+        self._moments: list[Moments] = []
         self._served: Versions = []
         self._lends = True
         self._lent: dict[str, Any] | None = None
@@ -48,6 +52,16 @@ class State:
         nothing, too, so nothing may be received into it then."""
         self._parts[key] = (load, save)
         self._private = self._private - {key} if lends else self._private | {key}
+
+    def expect(self, *optimizers: Optimizer) -> None:
+        """These optimizers' states are in the parts. A process that has none yet gets memory for
+        them before it joins (`prepare`)."""
+        self._moments += map(Moments, optimizers)
+
+    def prepare(self) -> None:
+        """Do what takes long now: nobody waits for this process yet."""
+        for moments in self._moments:
+            moments.prepare()
 
     def parts(self) -> Iterator[tuple[str, Save]]:
         """Each part's key and save function."""
@@ -72,7 +86,10 @@ class State:
         session.control.call(mark)
 
     def unchanged(self) -> bool:
-        """Whether what a peer may be reading is still what it was when the step began."""
+        """Before a vote: whether what a peer may be reading is still what it was when the step
+        began."""
+        for moments in self._moments:
+            moments.drop()
         served, self._served = self._served, []
         return _unchanged(served)
 
@@ -83,9 +100,7 @@ class State:
         BatchNorm) is small. A loop that does otherwise is noticed, and not trusted again.
         """
         behind = replica.stage is not Stage.MEMBER or replica.healing
-        lent: dict[str, Any] = {}
-        if behind and self._lends:
-            lent = {k: save() for k, save in self.parts() if k not in self._private}
+        lent = self._places(without=self._private) if behind and self._lends else {}
         self._lent = tree_map(_if_large, lent) if _versions(lent) else None
 
     def load(self, session: Session, otherwise: int) -> int:
@@ -119,6 +134,7 @@ class State:
 
         def spoil(replica: Replica, now: float) -> None:
             nonlocal tree
+            self._received = []
             if replica.healed:
                 return
             if not in_step and replica.loop_waits:
@@ -132,7 +148,14 @@ class State:
         session.control.call(spoil)
         if tree is None:
             return None
-        return {"user": tree or self.save(), "batches_committed": 0}
+        return {"user": tree or self._places(), "batches_committed": 0}
+
+    def _places(self, without: Set[str] = frozenset()) -> dict[str, Any]:
+        """What there is to receive into, by part."""
+        with ExitStack() as stack:
+            for moments in self._moments:
+                stack.enter_context(moments.shown())
+            return {key: save() for key, save in self.parts() if key not in without}
 
 
 def _if_large(leaf: Any) -> Tensor | None:

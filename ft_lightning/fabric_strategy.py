@@ -267,6 +267,8 @@ class FTFabricMixin(FabricStepMixin):
         """Now all is set up, and a checkpoint loaded: say where this group starts."""
         assert self._manager is not None
         self._started = True
+        if self._votes_each_step:
+            self._manager.state.expect(*self._optimizers)
         objects = self._options.heal_allow_objects
 
         def name() -> str:

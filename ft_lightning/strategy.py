@@ -130,8 +130,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
     @property
     def num_participants(self) -> int:
         """How many processes contribute to the current (or last) step; 0 before the first."""
-        driver = self._driver
-        return 0 if driver is None else driver.participants
+        return 0 if self._driver is None else self._driver.participants
 
     @property
     def last_step_committed(self) -> bool | None:
@@ -196,6 +195,8 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         self._manager.set_state_dict_fns(apart(self._driver.load), apart(self._driver.state))
         super().setup(trainer)
         refuse_lbfgs(self.optimizers)
+        if isinstance(self._driver, StepDriver):
+            self._manager.state.expect(*self.optimizers)
         stopping = self._from("callbacks").EarlyStopping
         first, last = hooks.make(stopping, self._adopt_fetcher, self._rounds, self._decisions)
         self._callbacks, trainer.callbacks[:] = (first, last), [first, *trainer.callbacks, last]

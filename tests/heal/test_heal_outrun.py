@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ NUMEL = 4 << 20
 class Target:
     """A data plane that heals into one tensor, and what it has reported."""
 
-    def __init__(self) -> None:
+    def __init__(self, into: Callable[[], Any] | None = None) -> None:
         self.mine = torch.zeros(NUMEL)
         self.reports: list[tuple[FetchState, str]] = []
         self.news = threading.Condition()
@@ -32,7 +33,7 @@ class Target:
             ProcessGroupDummy(),
             group_rank=0, spans_ranks=False, host="127.0.0.1", token="",
             configure_timeout_s=5.0, heal_timeout_s=60.0, allow_objects=False,
-            telemetry=Telemetry(), into=lambda: {"w": self.mine},
+            telemetry=Telemetry(), into=into or (lambda: {"w": self.mine}),
         )  # fmt: skip
         self.plane.report_fetched = self._report
 
@@ -98,6 +99,18 @@ def test_a_heal_that_waits_for_its_source_ends_with_the_plane(make_server: MakeS
     target.plane.close()
     assert not heal_threads()
     assert target.reports == []
+
+
+def test_a_state_that_cannot_be_saved_is_a_heal_that_failed(make_server: MakeServer) -> None:
+    """`into` calls the user's functions; the members must hear of it and not wait."""
+    target = Target(into=lambda: {}["weights"])
+    server = make_server()
+    server.publish(NEW, {"w": torch.ones(NUMEL)})
+    target.fetch(NEW, server.address)
+    with target.news:
+        assert target.news.wait_for(lambda: target.reports, 30)
+    assert [error for _, error in target.reports] == ["'weights'"]
+    target.plane.close()
 
 
 def test_a_heal_that_was_outrun_before_it_began_does_nothing(

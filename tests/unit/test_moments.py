@@ -1,0 +1,131 @@
+"""What an optimizer's state will be is known, and in memory, before there is any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ft_core import moments
+from ft_core.moments import Moments
+
+
+@pytest.fixture(autouse=True)
+def small_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "WORTH_BYTES", 1)
+
+
+def network(memory_format: torch.memory_format = torch.contiguous_format) -> nn.Module:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3, bias=False))
+    return net.to(memory_format=memory_format)
+
+
+def form(state_dict: dict[str, Any]) -> Any:
+    """A state dict without its values: types, dtypes, shapes, strides."""
+    return {
+        number: {
+            key: (v.shape, v.dtype, v.stride(), v.device) if isinstance(v, torch.Tensor) else type(v)
+            for key, v in values.items()
+        }
+        for number, values in state_dict["state"].items()
+    }
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Adadelta", {}), ("Adam", {}), ("Adam", {"foreach": True}), ("Adamax", {}),
+        ("AdamW", {"amsgrad": True, "weight_decay": 0.1}), ("AdamW", {"fused": True}),
+        ("NAdam", {}), ("RAdam", {}), ("RMSprop", {"momentum": 0.9, "centered": True}),
+        ("Rprop", {}), ("SGD", {}), ("SGD", {"momentum": 0.9}),
+    ],
+)  # fmt: skip
+def test_it_is_what_the_first_step_makes(
+    name: str, options: dict[str, Any], memory_format: torch.memory_format
+) -> None:
+    net = network(memory_format)
+    before = [p.detach().clone() for p in net.parameters()]
+    optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.1, **options)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which puts a step of its own into the optimizer
+    room = Moments(optimizer)
+    room.prepare()
+    with room.shown():
+        foreseen = form(optimizer.state_dict())
+    assert not optimizer.state
+    assert all(p.grad is None for p in net.parameters())
+    assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    assert foreseen == form(optimizer.state_dict())
+
+
+def test_frozen_parameters_and_groups_of_their_own_options() -> None:
+    net = network()
+    frozen, *others = net.parameters()
+    frozen.requires_grad_(False)
+    groups = [{"params": [frozen, others[0]]}, {"params": others[1:], "amsgrad": True}]
+    optimizer = torch.optim.Adam(groups)
+    room = Moments(optimizer)
+    room.prepare()
+    with room.shown():
+        assert frozen not in optimizer.state
+        assert "max_exp_avg_sq" not in optimizer.state[others[0]]
+        assert "max_exp_avg_sq" in optimizer.state[others[1]]
+
+
+def test_a_state_that_is_there_is_left_alone() -> None:
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    early = Moments(optimizer)
+    early.prepare()
+    optimizer.step()
+    late = Moments(optimizer)
+    late.prepare()
+    mine = {p: dict(values) for p, values in optimizer.state.items()}
+    for room in (early, late):
+        with room.shown():
+            assert dict(optimizer.state) == mine
+        assert dict(optimizer.state) == mine
+
+
+def test_after_drop_there_is_nothing_to_show() -> None:
+    optimizer = torch.optim.Adam(network().parameters())
+    room = Moments(optimizer)
+    room.prepare()
+    room.drop()
+    with room.shown():
+        assert not optimizer.state
+
+
+class Own(torch.optim.Adam):
+    """Not torch's: a step of it might talk to others."""
+
+    stepped = False
+
+    def step(self, closure: Any = None) -> None:
+        Own.stepped = True
+
+
+@pytest.mark.parametrize("kind", [Own, torch.optim.ASGD, torch.optim.Adafactor])
+def test_what_cannot_be_foreseen_is_left_to_the_heal(kind: Any) -> None:
+    optimizer = kind(network().parameters(), lr=0.1)
+    room = Moments(optimizer)
+    room.prepare()
+    with room.shown():
+        assert not optimizer.state
+    assert not Own.stepped
+
+
+def test_little_memory_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "WORTH_BYTES", 1 << 20)
+    optimizer = torch.optim.Adam(network().parameters())
+    room = Moments(optimizer)
+    room.prepare()
+    with room.shown():
+        assert not optimizer.state
