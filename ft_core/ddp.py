@@ -170,18 +170,19 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 @contextmanager
 def _touched_memory() -> Iterator[None]:
-    """torch fills what it allocates.
+    """torch fills what it allocates (`torch.utils.deterministic.fill_uninitialized_memory`).
 
     Else the kernel finds the buckets' memory in the first backward, for which the peers of a
     process that joins a running job would wait (1 s for 336 MiB where it takes long).
     """
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # What torch.use_deterministic_algorithms calls, which imports inductor, too (0.9 s).
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch._C._set_deterministic_algorithms(before, warn_only=warns)
 
 
 class _Reduction(dist.ProcessGroup):

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +174,20 @@ def test_layout_follows_backward_and_starts_small() -> None:
     assert manager.sizes[0] < 1.5e6  # under torch's first bucket of 1 MiB and one tensor
     assert manager.sizes[0] >= tail
     assert sum(manager.sizes) == sum(p.numel() for p in model.parameters())
+
+
+def test_the_buckets_memory_is_there_before_the_process_joins() -> None:
+    """Of more than 32 MiB, so that malloc gets it from the kernel and not from what it has."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    net = nn.Linear(3000, 4000, bias=False)
+    before = resident()
+    model = DistributedDataParallel(ThreadQuorum(1).members[0], net)
+    assert resident() - before > 0.9 * 3000 * 4000 * 4
+    assert not torch.are_deterministic_algorithms_enabled()
+    del model
 
 
 @pytest.mark.parametrize("wrapper", BOTH)

@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from ft_core.reduction import Started, work_of
+from ft_core.state import State
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 
 
@@ -51,7 +52,7 @@ class ThreadManager:
     def __init__(self, quorum: ThreadQuorum, rank: int) -> None:
         self.vote_checks: list[Callable[[], None]] = []
         self.quorum, self.rank = quorum, rank
-        self.telemetry = Telemetry()
+        self.telemetry, self.state = Telemetry(), State()
         self.schema: dict[str, str] = {}
         self.state_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
         self.attempts = self.step = 0
