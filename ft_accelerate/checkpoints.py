@@ -68,8 +68,7 @@ def publish(
     returned. `root`: on the same file system, holds what is not whole yet.
     """
     draft, parts = root / f"{final.name}.{index}", root / f"{final.name}.parts"
-    for left in root.glob(f"*.{index}"):
-        shutil.rmtree(left, ignore_errors=True)
+    _remove(root, f"*.{index}")
     _make(draft)
     try:
         written = write(draft)
@@ -77,8 +76,7 @@ def publish(
         if main:
             _publish(written, final)
             _bring(parts, final)
-            for left in root.glob("*.parts"):
-                shutil.rmtree(left, ignore_errors=True)
+            _remove(root, "*.parts")
         elif written.is_dir():
             _contribute(written, parts, final)
     finally:
@@ -86,6 +84,13 @@ def publish(
         with contextlib.suppress(OSError):
             root.rmdir()  # if nobody else is in it
     return main
+
+
+def _remove(root: Path, pattern: str) -> None:
+    """What an earlier process of this number, or an earlier checkpoint, left."""
+    with contextlib.suppress(FileNotFoundError):  # another has removed `.ft_saving`, empty
+        for left in root.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _make(draft: Path) -> None:
