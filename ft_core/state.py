@@ -99,9 +99,10 @@ class State:
         optimizer changes those, after the vote; what a forward changes (the statistics of a
         BatchNorm) is small. A loop that does otherwise is noticed, and not trusted again.
         """
-        behind = replica.stage is not Stage.MEMBER or replica.healing
-        lent = self._places(without=self._private) if behind and self._lends else {}
-        self._lent = tree_map(_if_large, lent) if _versions(lent) else None
+        self._lent = None
+        if self._lends and (replica.stage is not Stage.MEMBER or replica.healing):
+            places = self._places(without=self._private)
+            self._lent = tree_map(_if_large, places) if _versions(places) else None
 
     def load(self, session: Session, otherwise: int) -> int:
         """Put the fetched state in place; returns its `batches_committed`.
@@ -130,25 +131,24 @@ class State:
         All of it while the loop waits at its step's boundary; what was lent for a step that goes
         on meanwhile (`in_step`). From here on the own state is torn until the heal has ended.
         """
-        tree: dict[str, Any] | None = None
+        whole, lent = False, None
 
         def spoil(replica: Replica, now: float) -> None:
-            nonlocal tree
+            nonlocal whole, lent
             self._received = []
             if replica.healed:
                 return
-            if not in_step and replica.loop_waits:
-                tree = {}
-            elif in_step and replica.attempt in (Attempt.OPEN, Attempt.PINNED):
-                tree = self._lent
-                self._received = _versions(tree)
-            if tree is not None:
+            if not in_step:
+                whole = replica.loop_waits
+            elif replica.attempt in (Attempt.OPEN, Attempt.PINNED):
+                lent = self._lent
+                self._received = _versions(lent)
+            if whole or lent is not None:
                 replica.spoil()
 
         session.control.call(spoil)
-        if tree is None:
-            return None
-        return {"user": tree or self._places(), "batches_committed": 0}
+        tree = self._places() if whole else lent
+        return None if tree is None else {"user": tree, "batches_committed": 0}
 
     def _places(self, without: Set[str] = frozenset()) -> dict[str, Any]:
         """What there is to receive into, by part."""
