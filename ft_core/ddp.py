@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ft_core")
 
+_FILLING = threading.Lock()
 _REFUSED = {
     "process_group": "the manager's process group is used",
     "device_mesh": "the manager's process group is used",
@@ -175,14 +177,15 @@ def _touched_memory() -> Iterator[None]:
     Else the kernel finds the buckets' memory in the first backward, for which the peers of a
     process that joins a running job would wait (1 s for 336 MiB where it takes long).
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    # What torch.use_deterministic_algorithms calls, which imports inductor, too (0.9 s).
-    torch._C._set_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch._C._set_deterministic_algorithms(before, warn_only=warns)
+    with _FILLING:  # the setting is the whole process's
+        before = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        # What torch.use_deterministic_algorithms calls, which imports inductor, too (0.9 s).
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch._C._set_deterministic_algorithms(before, warn_only=warns)
 
 
 class _Reduction(dist.ProcessGroup):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import gc
 import mmap
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -186,8 +187,20 @@ def test_the_buckets_memory_is_there_before_the_process_joins() -> None:
     before = resident()
     model = DistributedDataParallel(ThreadQuorum(1).members[0], net)
     assert resident() - before > 0.9 * 3000 * 4000 * 4
-    assert not torch.are_deterministic_algorithms_enabled()
     del model
+
+
+def test_models_made_at_once_leave_torchs_settings_alone() -> None:
+    """As in threads: each used to find the other's setting, and to put that back."""
+    both = threading.Barrier(2)
+
+    def make(manager: ThreadManager) -> None:
+        for _ in range(50):
+            both.wait(20)
+            DistributedDataParallel(manager, nn.Linear(300, 300))
+
+    ThreadQuorum(2).run(make)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
