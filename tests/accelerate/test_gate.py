@@ -185,13 +185,21 @@ def test_gradients_without_an_end_are_let_go_of() -> None:
     assert len(gate._gradients) == 4
 
 
-def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray() -> None:
+def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Gloo would end the process if a header met a bucket of another size in one all-reduce."""
     with lighthouse(min_replicas=2) as server:
         pair = [Replica(server, str(index), expected_replicas=2) for index in (0, 1)]
         managers = [replica.manager for replica in pair]
         exchanges = [Exchange(m, slot, 2, torch.device("cpu")) for slot, m in enumerate(managers)]
-        sent = threading.Event()
+        sent, told = threading.Event(), threading.Event()
+        report = managers[0].report_error
+
+        def report_late(error: Exception) -> None:
+            """Not before the other has the header, too: it would be cut off."""
+            assert told.wait(20)
+            report(error)
 
         def trains() -> str:
             managers[0].start_quorum()
@@ -202,6 +210,7 @@ def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray() -> None:
                 future.wait()
             assert not managers[0].should_commit()
             managers[0].start_quorum()
+            monkeypatch.setattr(managers[0], "report_error", report_late)
             assert exchanges[0].agree(Kind.GRADIENTS, 7, 7) is None
             return str(managers[0].errored())
 
@@ -214,6 +223,7 @@ def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray() -> None:
             managers[1].start_quorum()
             with pytest.raises(Diverged, match="is at gather .*others are at a gradient step"):
                 exchanges[1].agree(Kind.GATHER, 7, 7)
+            told.set()
             return "told"
 
         said = replicas(trains, gathers)
