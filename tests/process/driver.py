@@ -334,15 +334,16 @@ class LighthouseProcess:
         self.process.stdout.close()
 
 
-def await_voted(lighthouse: LighthouseServer, name: str) -> None:
-    """Until the lighthouse has this member's vote. It announces no such thing, hence the looks."""
+def await_voted(lighthouse: LighthouseServer, *names: str) -> None:
+    """Until the lighthouse has these members' votes. It announces no such thing, hence the looks."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         members = [m for room in lighthouse.status()["rooms"] for m in room["members"]]
-        if any(m["name"] == name and m["voted"] for m in members):
+        missing = set(names) - {m["name"] for m in members if m["voted"]}
+        if not missing:
             return
         time.sleep(0.005)
-    raise AssertionError(f"{name} has not voted")
+    raise AssertionError(f"{', '.join(sorted(missing))} did not vote")
 
 
 def align(*workers: Worker) -> None:

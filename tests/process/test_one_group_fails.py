@@ -22,8 +22,15 @@ FINISHED = ("vote", "voting")  # all collectives of the step are done
 QUICK_S = 5.0  # far less than the timeout of 20 s, far more than it takes
 
 
-def lead_to(phase: str, victim: Worker, peer: Worker, lighthouse: LighthouseServer) -> Worker:
-    """Bring `victim` into `phase`; returns whom `go` sets free again (the victim or the peer)."""
+def lead_to(
+    phase: str, victim: Worker, survivors: list[Worker], lighthouse: LighthouseServer
+) -> Worker:
+    """Bring `victim` into `phase`; returns whom `go` sets free again (the victim or a survivor).
+
+    In the phases of `FINISHED` all others have finished the collectives, too: that one member has
+    its sum says nothing of the others', which may still be under way.
+    """
+    peer, third = survivors
     align(victim, peer)
     if phase == "reducing":
         # The victim waits inside its all-reduce, because the peer has not begun that one.
@@ -40,13 +47,15 @@ def lead_to(phase: str, victim: Worker, peer: Worker, lighthouse: LighthouseServ
         victim.go()
         peer.go()
         peer.await_at("vote")
-        await_voted(lighthouse, victim.name)
+        await_voted(lighthouse, victim.name, third.name)
         return peer
     peer.go()
     if phase != "begin":
         victim.hold(phase)
         victim.go()
         victim.await_at(phase)
+    if phase == "vote":
+        await_voted(lighthouse, peer.name, third.name)
     return victim
 
 
@@ -55,7 +64,7 @@ def test_sigkill(job: Job, pool: Pool, lighthouse: LighthouseServer, phase: str)
     survivors = job.start_all(3)
     victim = survivors.pop()
     pool.warm()
-    held = lead_to(phase, victim, survivors[0], lighthouse)
+    held = lead_to(phase, victim, survivors, lighthouse)
     starts = [survivor.count() for survivor in survivors]
     for survivor in survivors:
         survivor.mark()
@@ -82,7 +91,7 @@ def test_sigkill(job: Job, pool: Pool, lighthouse: LighthouseServer, phase: str)
 def test_sigstop_and_sigcont(job: Job, lighthouse: LighthouseServer, phase: str) -> None:
     survivors = job.start_all(3)
     victim = survivors.pop()
-    held = lead_to(phase, victim, survivors[0], lighthouse)
+    held = lead_to(phase, victim, survivors, lighthouse)
     for survivor in survivors:
         survivor.mark()
     with frozen(victim):
@@ -104,7 +113,7 @@ def test_sigterm_is_a_leave_that_costs_nothing(
 ) -> None:
     survivors = job.start_all(3)
     leaver = survivors.pop()
-    held = lead_to(phase, leaver, survivors[0], lighthouse)
+    held = lead_to(phase, leaver, survivors, lighthouse)
     starts = [survivor.count() for survivor in survivors]
     leaver.send_signal(signal.SIGTERM)
     held.go()

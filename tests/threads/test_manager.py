@@ -173,7 +173,11 @@ def test_a_started_allreduce_is_an_allreduce():
         def script(replica, index):
             manager = replica.manager
             manager.start_quorum()
-            mean, whole, total = torch.full((4,), index + 1.0), torch.tensor([3 + 2 * index]), torch.ones(2)
+            mean, whole, total = (
+                torch.full((4,), index + 1.0),
+                torch.tensor([3 + 2 * index]),
+                torch.ones(2),
+            )
             started = [
                 manager.start_allreduce(mean),
                 manager.start_allreduce(whole),

@@ -26,7 +26,9 @@ def form(state_dict: dict[str, Any]) -> Any:
     """A state dict without its values: types, dtypes, shapes, strides."""
     return {
         number: {
-            key: (v.shape, v.dtype, v.stride(), v.device) if isinstance(v, torch.Tensor) else type(v)
+            key: (v.shape, v.dtype, v.stride(), v.device)
+            if isinstance(v, torch.Tensor)
+            else type(v)
             for key, v in values.items()
         }
         for number, values in state_dict["state"].items()

@@ -92,7 +92,11 @@ def test_who_starts_an_allreduce_finds_it_when_it_waits_or_asks(
     """Nothing follows it in the backend's threads."""
     configure(four[:2], 1)
     tensors = [torch.full((3,), index + 1.0) for index in range(8)]
-    works = [four[rank].start_allreduce([tensors[2 * n + rank]], SUM) for n in range(4) for rank in (0, 1)]
+    works = [
+        four[rank].start_allreduce([tensors[2 * n + rank]], SUM)
+        for n in range(4)
+        for rank in (0, 1)
+    ]
     assert works[0].wait() and works[1].wait()
     until(works[2].is_completed)
     assert works[2].is_success() and works[2].exception() is None
