@@ -361,7 +361,7 @@ class Replica:
         if self.attempt is Attempt.VOTED and answers_mine:
             self._close(
                 Outcome(view.step, message.committed, message.reason,
-                        self._participants(view), message.control)
+                        view.participants, message.control)
             )  # fmt: skip
         self._vote = None
         if answers_mine and vote is not None and vote.leaving:
@@ -406,6 +406,7 @@ class Replica:
         if mine is None:
             return []
         self._settle(message)
+        effects = self._outrun()
         self.stage = Stage.MEMBER
         self.view = View(message.quorum_id, message.step, message.lineage, members, message.reason)
         self.reason = message.reason
@@ -415,13 +416,21 @@ class Replica:
         self.healed = (self.step, self.lineage) == (message.step, message.lineage)
         self._fail_if_bound(message)
         rank = self.view.rank_of(self.replica_id)
-        effects: list[Effect] = [Configure(message.quorum_id, members, rank)]
+        effects.append(Configure(message.quorum_id, members, rank))
         if not self.healed and not mine.healing:
             # The lighthouse takes this state for another one: a no says which it is.
             return effects + self._vote_no("its state is another one", now, phase=PHASE_HEALING)
         if not self.healed:
             effects += self._fetch(self.view)
         return effects
+
+    def _outrun(self) -> list[Effect]:
+        """A newer quorum is here while the group of this one is still being made: the others may be
+        on their way to the newer one already, and would never come."""
+        view = self.view
+        if view is None or self._revoked or self._configured == view.quorum_id:
+            return []
+        return [Abort(view.quorum_id, "a newer quorum is here")]
 
     def _fail_if_bound(self, message: Quorum) -> None:
         """Under a new quorum an attempt goes on only if it has reduced nothing (S5), stands at
@@ -573,7 +582,7 @@ class Replica:
         assert vote is not None
         after = (vote.step + 1, next_lineage(vote.lineage, vote.quorum_id, vote.step))
         committed = quorum.settle == "commit" or (quorum.step, quorum.lineage) == after
-        participants = self._participants(self.view) if self.view else 0
+        participants = self.view.participants if self.view else 0
         if committed:
             self.step, self.lineage = after
         control = quorum.control if committed else b""
@@ -581,28 +590,19 @@ class Replica:
 
     def _advance(self, view: View) -> None:
         """The step of `view` is committed: move on under the same quorum."""
-        self.step = view.step + 1
-        self.lineage = next_lineage(view.lineage, view.quorum_id, view.step)
-        members = view.members
-        if any(m.healing for m in members):
-            members = tuple(replace(m, healing=False) if m.healing else m for m in members)
-        self.view = View(view.quorum_id, self.step, self.lineage, members, view.reason)
+        self.view = view.after_commit()
+        self.step, self.lineage = self.view.step, self.view.lineage
 
     def _commit_locally(self, view: View) -> None:
         """Per-group commit: act on the own yes; the decision follows."""
-        participants, control = self._participants(view), b""
         self._advance(view)
-        self._close(Outcome(view.step, True, "own vote", participants, control))
+        self._close(Outcome(view.step, True, "own vote", view.participants, b""))
         self._vote = None
 
     def _close(self, outcome: Outcome) -> None:
         self.outcome = outcome
         self.attempt = Attempt.CLOSED
         self._loop_waits = False
-
-    @staticmethod
-    def _participants(view: View) -> int:
-        return sum(not m.healing for m in view.members)
 
     @property
     def leaving(self) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from lighthouse.messages import Member
+from lighthouse.messages import Member, next_lineage
 
 
 class Stage(Enum):
@@ -52,3 +52,16 @@ class View:
 
     def rank_of(self, replica_id: str) -> int:
         return next(i for i, m in enumerate(self.members) if m.replica_id == replica_id)
+
+    @property
+    def participants(self) -> int:
+        """How many members contribute: all but those that heal."""
+        return sum(not m.healing for m in self.members)
+
+    def after_commit(self) -> View:
+        """Its step is committed: the same quorum at the next one, and nobody is behind."""
+        members = self.members
+        if any(m.healing for m in members):
+            members = tuple(replace(m, healing=False) if m.healing else m for m in members)
+        lineage = next_lineage(self.lineage, self.quorum_id, self.step)
+        return View(self.quorum_id, self.step + 1, lineage, members, self.reason)

@@ -21,9 +21,11 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """`start(group, *arguments)` runs an example as that replica group."""
-    config = LighthouseConfig(timeouts=Timeouts.derive(20.0))
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
+    """`start(group, *arguments)` runs an example as that replica group. The fixture's parameter: how
+    many groups there must be for any to train (1)."""
+    min_replicas = getattr(request, "param", 1)
+    config = LighthouseConfig(timeouts=Timeouts.derive(20.0), min_replicas=min_replicas)
     with LighthouseServer("tcp://127.0.0.1:0", config=config) as server, ExitStack() as stack:
 
         def run(
@@ -75,7 +77,7 @@ DONE = r"done: accuracy (\S+),.* weights (\S+)"
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(start: Start) -> None:
-    arguments = ("--steps", "700", "--pace-s", "0.02")
+    arguments = ("--steps", "1000", "--pace-s", "0.02")
     survivor, victim = start(0, *arguments), start(1, *arguments)
     until(victim, r"step [2-9]0 .* participants 2")
     victim.send_signal(signal.SIGKILL)
@@ -90,6 +92,7 @@ def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(start: 
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("start", [2], indirect=True)  # or one may be done before the other begins
 def test_it_runs_under_torchrun(start: Start) -> None:
     def under_torchrun(group: int) -> subprocess.Popen[str]:
         launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", "0")

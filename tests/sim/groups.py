@@ -30,7 +30,8 @@ from tests.sim.process import Habits, Process
 from tests.sim.profile import Profile
 
 ROOM = RoomKey("job", "room0")
-LOCAL_S = 0.0005
+LOCAL_S = (0.0002, 0.01)
+"""How far a rank is from its leader, at least and at most; it stays so, since its link keeps order."""
 RESTART_S = 0.3
 COMMITS_WANTED = 3
 """Steps that all ranks of all groups must have made together once faults have stopped."""
@@ -84,7 +85,7 @@ class World:
     def send_up(self, link: Link, message: Request) -> None:
         group = self.groups.living.get(link.name)
         if group is not None:
-            self.clock.after(LOCAL_S, group.asked, self.rank, message)
+            self.clock.after(group.away_s[self.rank], group.asked, self.rank, message)
 
     def process_ended(self, process: Process) -> None:
         """It has left, or was refused."""
@@ -107,6 +108,7 @@ class Group:
         self.alive = True
         self.link = Link(self.replica_id, self)
         self.last_up: Request | None = None
+        self.away_s = [groups.rng.uniform(*LOCAL_S) for _ in groups.worlds]
         self.ranks = {
             world.rank: Process(
                 world,  # type: ignore[arg-type]
@@ -148,7 +150,7 @@ class Group:
                 continue
             for rank, process in self.ranks.items():
                 if peer_of(rank) in effect.peers:
-                    self.groups.clock.after(LOCAL_S, process.hear, effect.message)
+                    self.groups.clock.after(self.away_s[rank], process.hear, effect.message)
         self.leader.check()
 
     # ------------------------------------------------------------------ ends
@@ -166,7 +168,7 @@ class Group:
 
     def lost(self, rank: int) -> None:
         """The leader sees the connection of `rank` close, after what it had sent."""
-        self.groups.clock.after(2 * LOCAL_S, self._lost, rank)
+        self.groups.clock.after(2 * self.away_s[rank], self._lost, rank)
 
     def _lost(self, rank: int) -> None:
         if self.alive:
@@ -176,25 +178,26 @@ class Group:
     def _leader_gone(self) -> None:
         self.alive = False
         self.groups.network.break_link(self.link, lighthouse_s=0.002, process_s=0.0)
-        for process in self.ranks.values():
+        for rank, process in self.ranks.items():
             gone = Refused(ROOM, "replica group broken: its leader is gone")
-            self.groups.clock.after(LOCAL_S, process.hear, gone)
+            self.groups.clock.after(self.away_s[rank], process.hear, gone)
         self.groups.restart_if_ended(self)
 
     def rank_ended(self, rank: int) -> None:
         if rank == 0:
-            self.groups.clock.after(2 * LOCAL_S, self._leader_gone)
+            self.groups.clock.after(2 * self.away_s[rank], self._leader_gone)
         else:
             self.lost(rank)
 
 
 @dataclass
 class Groups:
-    """The whole: `slots` groups of `size` ranks, one lighthouse, faults by `seed`."""
+    """The whole: `slots` groups of `size` ranks, one lighthouse, faults of `kinds` by `seed`."""
 
     seed: int
     slots: tuple[str, ...] = ("a", "b", "c")
     size: int = 2
+    kinds: tuple[str, ...] = FAULTS
     faults: int = 6
     faulty_s: float = 6.0
     clock: Clock = field(default_factory=Clock)
@@ -344,7 +347,7 @@ class Groups:
         self.clock.at(0.0, self.start_lighthouse)
         for slot in self.slots:
             self.clock.at(self.rng.random() * 0.3, self.spawn, slot)
-        kinds = self.rng.sample(FAULTS, self.rng.randint(1, 4))
+        kinds = self.rng.sample(self.kinds, min(self.rng.randint(1, 4), len(self.kinds)))
         for _ in range(self.faults):
             when = self.rng.uniform(0.2, self.faulty_s)
             self.clock.at(when, self.strike, self.rng.choice(kinds))

@@ -146,9 +146,12 @@ class Process:
         self._event(lambda: self.carry_out(self.replica.disconnected(self.clock.now)))
 
     def group_made(self, quorum_id: int, error: str) -> None:
-        self._event(
-            lambda: self.carry_out(self.replica.configured(quorum_id, error, self.clock.now))
-        )
+        self._event(self._configured, quorum_id, error)
+
+    def _configured(self, quorum_id: int, error: str) -> None:
+        if self._configuring == quorum_id:
+            self._configuring = 0
+        self.carry_out(self.replica.configured(quorum_id, error, self.clock.now))
 
     def reduced(self, quorum_id: int, sequence: int, total: Sum | None) -> None:
         self._event(self._reduced, quorum_id, sequence, total)
@@ -188,6 +191,7 @@ class Process:
     # ------------------------------------------------------------------ effects
 
     _groups: tuple[int, ...] = ()
+    _configuring = 0  # whose group is being made
 
     def carry_out(self, effects: list[Effect]) -> None:
         cluster = self.cluster
@@ -202,6 +206,8 @@ class Process:
             elif isinstance(effect, Configure):
                 self._configure(effect)
             elif isinstance(effect, Abort):
+                if self._configuring == effect.quorum_id:
+                    self._configuring = 0
                 self.plane.leave(self.replica_id, effect.quorum_id)
                 self._break_own(effect.quorum_id)
             elif isinstance(effect, FetchState):
@@ -214,6 +220,12 @@ class Process:
     def _configure(self, effect: Configure) -> None:
         members = tuple(m.replica_id for m in effect.members)
         self.checker.configured(self.replica_id, effect.quorum_id, effect.members)
+        self.checker.require(
+            not self._configuring,
+            f"{self.replica_id} must wait for the group of quorum {self._configuring}, which may "
+            "never be made, to make another",
+        )
+        self._configuring = effect.quorum_id
         for quorum_id in self._groups:
             self.plane.leave(self.replica_id, quorum_id)
             self._break_own(quorum_id)
@@ -359,9 +371,11 @@ class Process:
     def _train(self) -> Generator[Wait, None, None]:
         while not self._over():
             yield from self._step()
-            if self.habits.gives_up and not self._over() and self._dispensable():
-                self.habits.gives_up = False
-                self._give_up()
+            if self.habits.gives_up and not self._over():
+                yield self.rng.random() * 0.02  # in which it may hear of its peers
+                if self._dispensable() and not self._over():
+                    self.habits.gives_up = False
+                    self._give_up()
 
     def _dispensable(self) -> bool:
         """Whether this process is to heal from somebody if it gives up its state."""
