@@ -29,6 +29,7 @@ class Ballot:
         revoked: why this step's collectives were called off; empty: they were not.
         revoker: the member that was the first to vote no or to go; empty: none.
         hung: those of the gone that were evicted because they did not vote.
+        goodbyes: those of the gone that went of their own accord.
         stalled: a member's collective waited for longer than its timeout.
         deadline: when silent members are to be evicted.
     """
@@ -43,6 +44,7 @@ class Ballot:
     votes: dict[str, Vote] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
     hung: set[str] = field(default_factory=set)
+    goodbyes: set[str] = field(default_factory=set)
     revoked: str = ""
     revoker: str = ""
     stalled: bool = False
@@ -72,9 +74,11 @@ class Ballot:
         self.stalled = self.stalled or vote.stalled
         return True
 
-    def lose(self, replica_id: str, cause: str) -> None:
+    def lose(self, replica_id: str, cause: str, *, goodbye: bool) -> None:
         """A living member is gone."""
         self.gone[replica_id] = cause
+        if goodbye:
+            self.goodbyes.add(replica_id)
         self.silent.discard(replica_id)
 
     def revoke(self, replica_id: str, reason: str, now: float, limit_s: float) -> None:
@@ -152,10 +156,13 @@ class Ballot:
         return vote.lineage != self.position.lineage or vote.phase == PHASE_HEALING
 
     def costly(self) -> set[str]:
-        """Members that cost the others this step: by a hang, or by a heal that failed."""
+        """Members that cost the others this step: by a hang, or by a heal that failed.
+
+        Not by a goodbye: a group that had to give up its state twice is no worse for it.
+        """
         if not self.revoked:
             return set()
-        healing, guilty = self.healing(), set(self.blamed())
+        healing, guilty = self.healing() - self.goodbyes, set(self.blamed())
         guilty.update(r for r in self.gone if r in healing or r in self.hung)
         if self.revoker in healing and self.revoker in self.votes and not self.stalled:
             guilty.add(self.revoker)
