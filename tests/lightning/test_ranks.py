@@ -101,11 +101,11 @@ def left_in_peace(events: Path, name: str) -> bool:
     return len(rest) > 2 and set(rest) == {("commit", 1)}
 
 
-def second_group_ended_alike(run: Run) -> None:
-    """Assert that both ranks of group 1, of two of two, took all 50 steps."""
+def second_group_ended_alike(run: Run, *, steps: int) -> None:
+    """Assert that both ranks of group 1, of two of two, took all steps."""
     ends = [run.end(rank) for rank in (2, 3)]
     assert [(end["rank"], end["world_size"], end["step"]) for end in ends] == [
-        (2, 4, 50), (3, 4, 50)
+        (2, 4, steps), (3, 4, steps)
     ]  # fmt: skip
     assert ends[0]["digest"] == ends[1]["digest"]
 
@@ -151,7 +151,7 @@ def test_slurm_tasks_die_come_back_in_a_job_of_their_own_and_leave(
         assert [line["step"] for line in healed] == list(range(healed[0]["step"], 51))
         assert compare(lines[0], lines[rank]) > 8
         assert {line["participants"] for line in healed} == {2, 4}
-    second_group_ended_alike(run)
+    second_group_ended_alike(run, steps=50)
     assert left_in_peace(events, "1")
 
 
@@ -161,8 +161,8 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
     """Two machines, each a supervisor of one group of two: a rank dies, a supervisor dies, and is
     started again; then a supervisor is told to end, which costs nobody a step."""
     events = tmp_path / "events.jsonl"
-    options: dict[str, Any] = {"worker": WORKER, "devices": 2, "num_nodes": 2, "epochs": 10}
-    options["holds"] = {"step:14": "one", "step:26": "two", "step:38": "three"}
+    options: dict[str, Any] = {"worker": WORKER, "devices": 2, "num_nodes": 2, "epochs": 20}
+    options["holds"] = {"step:14": "one", "step:44": "two", "step:74": "three"}
     options["step_delay_s"] = 0.05
     with running(tmp_path, coordinator.address(), **options) as run:
 
@@ -180,12 +180,12 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
         run.until_step(2, 18)
         zero.kill()
         run.until(lambda: all(gone(run.lives(rank)[0]) for rank in (0, 1)), "its ranks to end")
-        until_at(run, 2, "step:26")
+        until_at(run, 2, "step:44")
         again = node(0)
         until_waiting(run, coordinator, "0")
         (tmp_path / "two").touch()
         for rank in range(4):
-            until_at(run, rank, "step:38")
+            until_at(run, rank, "step:74")
         again.terminate()
         (tmp_path / "three").touch()
         run.wait(again, code=128 + signal.SIGTERM)
@@ -196,10 +196,10 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
     for rank in (0, 1):
         agree(lines[2], lines[rank])
         healed = [line for line in lines[rank] if line["pid"] == run.lives(rank)[1]]
-        assert 26 < healed[0]["step"] < 38 <= healed[-1]["step"] < 50
-    assert [line["step"] for line in lines[2]][-30:] == list(range(21, 51))
+        assert 44 < healed[0]["step"] < 74 <= healed[-1]["step"] < 100
+    assert [line["step"] for line in lines[2]][-57:] == list(range(44, 101))
     assert "replica group 1 was killed by SIGKILL; it is started again" in run.output()
-    second_group_ended_alike(run)
+    second_group_ended_alike(run, steps=100)
     # With 0, then alone, with 0 again, and alone for the rest: nothing was discarded for that.
     assert left_in_peace(events, "1")
 
