@@ -102,7 +102,9 @@ class DataPlane:
             )
         except Exception as failure:  # any failure here has one meaning: no group, vote no
             error = str(failure) or type(failure).__name__
-            log.warning("quorum %s: no process group: %s", effect.quorum_id, error)
+            given_up = self._aborted >= effect.quorum_id  # the machine knows, and has said why
+            level = logging.DEBUG if given_up else logging.WARNING
+            log.log(level, "quorum %s: no process group: %s", effect.quorum_id, error)
         self.report_configured(effect.quorum_id, error)
 
     def abort(self, effect: Abort) -> None:

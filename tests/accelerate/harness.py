@@ -9,29 +9,21 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ft_accelerate.options import ENV_SUPERVISOR
 from ft_core.rank_group import group_command
+from tests import runs
+from tests.runs import WAIT_S, Line, compare_steps, ended
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("loop_worker.py")
-SCENARIOS = Path(__file__).with_name("scenarios.py")
-WAIT_S = 150.0
-
-Line = dict[str, Any]
+NOT_OURS = ("FT_", "TORCHFT_", "ACCELERATE_", "REPLICA_", "NUM_REPLICA")
 
 
-class Run:
-    """Scripts of one test; `log` is the folder that they write to."""
-
-    def __init__(self, log: Path, lighthouse: str, worker: Path, **options: Any) -> None:
-        self.log, self.lighthouse, self.worker = log, lighthouse, worker
-        self.options = {"log": str(log), **options}
-        self.processes: list[subprocess.Popen[bytes]] = []
+class Run(runs.Run):
+    """Scripts of one test."""
 
     def start(
         self,
@@ -78,56 +70,9 @@ class Run:
     def _start(
         self, env: dict[str, str], size: int = 1, launcher: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
-        clean = {
-            k: v
-            for k, v in os.environ.items()
-            if not k.startswith(("FT_", "TORCHFT_", "ACCELERATE_", "REPLICA_", "NUM_REPLICA"))
-        }
-        path = self.log / f"output.{len(self.processes)}"
-        with path.open("wb") as output:
-            command = [sys.executable, *launcher, str(self.worker), json.dumps(self.options)]
-            process = subprocess.Popen(
-                group_command(command, size, parent_env=ENV_SUPERVISOR),
-                env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        self.processes.append(process)
-        return process
-
-    def lines(self, name: int) -> list[Line]:
-        """What replica `name` logged so far, in order, over all its lives."""
-        path = self.log / f"{name}.steps"
-        if not path.exists():
-            return []
-        with contextlib.suppress(json.JSONDecodeError):
-            return [json.loads(text) for text in path.read_text().splitlines()]
-        return self.lines(name)  # a line was half written
-
-    def end(self, name: int) -> Line:
-        path = self.log / f"{name}.end"
-        assert path.exists(), f"replica {name} has not finished:\n{self.output()}"
-        result: Line = json.loads(path.read_text())
-        return result
-
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            failed = any((p.poll() or 0) > 0 for p in self.processes)
-            if failed or time.monotonic() > deadline:
-                raise AssertionError(f"waited in vain for {what}:\n{self.output()}")
-            time.sleep(0.02)  # other processes' files announce nothing
-
-    def until_step(self, name: int, step: int) -> None:
-        self.until(
-            lambda: any(line["step"] >= step for line in self.lines(name)[-1:]),
-            f"step {step} of replica {name}",
-        )
-
-    def lives(self, name: int) -> list[int]:
-        """Process ids of replica `name`, in the order in which their training started."""
-        path = self.log / f"{name}.ready"
-        return [int(text) for text in path.read_text().split()] if path.exists() else []
+        command = [sys.executable, *launcher, str(self.script), json.dumps(self.options)]
+        command = group_command(command, size, parent_env=ENV_SUPERVISOR)
+        return self.launch(command, env, without=NOT_OURS)
 
     def until_held(self, name: int, hold: str) -> None:
         """Until replica `name` waits at this hold (option `holds`)."""
@@ -186,69 +131,12 @@ class Run:
         text = path.read_text() if path.exists() else ""
         return sum(text.count(f'"kind": "{kind}"') for kind in kinds)
 
-    def wait(self, *processes: subprocess.Popen[bytes], code: int | None = 0) -> None:
-        """Until they have ended, with this exit code. None: whatever it is (torch's own Gloo group
-        sometimes aborts a plain process at its exit, when all is done)."""
-        for process in processes:
-            try:
-                got = process.wait(WAIT_S)
-            except subprocess.TimeoutExpired:
-                self._ask_for_stacks()
-                raise AssertionError(f"process does not end:\n{self.output()}") from None
-            assert code is None or got == code, (
-                f"exit code {got} instead of {code}:\n{self.output()}"
-            )
 
-    def _ask_for_stacks(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGUSR2)
-        time.sleep(1.0)  # for them to write
-
-    def output(self) -> str:
-        texts = []
-        for path in sorted(self.log.glob("output.*")):
-            texts.append(f"--- {path.name}\n{path.read_text()[-3000:]}")
-        return "\n".join(texts)
-
-    def close(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-
-
-@contextlib.contextmanager
 def running(
     log: Path, lighthouse: str = "", worker: Path = WORKER, **options: Any
-) -> Iterator[Run]:
+) -> contextlib.AbstractContextManager[Run]:
     """A run whose processes are gone at the end."""
-    log.mkdir(parents=True, exist_ok=True)
-    run = Run(log, lighthouse, worker, **options)
-    try:
-        yield run
-    finally:
-        run.close()
-
-
-class Scenarios(Run):
-    """Several fits in each process, see `scenarios.py`."""
-
-    script = SCENARIOS
-
-    def run(self, groups: int) -> None:
-        """All of them, on so many processes, under "ft_ddp" or what `strategy` says."""
-        if self.options.get("strategy", "ft_ddp") == "ft_ddp":
-            self.wait(*[self.start(index, groups) for index in range(groups)])
-            return
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(groups)}
-        self.wait(*[self.start(LOCAL_RANK=str(index), **world) for index in range(groups)])
-
-    def result(self, rank: int, name: str) -> Line:
-        result: Line = json.loads((self.log / f"{rank}.{name}").read_text())
-        return result
+    return ended(Run(log, lighthouse, worker, **options))
 
 
 MUST_AGREE = ("epoch", "index", "digest", "lr", "ticks", "average", "count")
@@ -256,11 +144,4 @@ MUST_AGREE = ("epoch", "index", "digest", "lr", "ticks", "average", "count")
 
 def compare(a: list[Line], b: list[Line]) -> int:
     """Assert that two replicas agree at every step that both logged; returns how many those are."""
-    by_step = {line["step"]: line for line in a}
-    common = [(by_step[line["step"]], line) for line in b if line["step"] in by_step]
-    for mine, other in common:
-        for key in MUST_AGREE:
-            assert mine[key] == other[key], (
-                f"step {mine['step']}: {key} is {mine[key]!r} and {other[key]!r}"
-            )
-    return len(common)
+    return compare_steps(a, b, MUST_AGREE)

@@ -1,0 +1,144 @@
+"""Training scripts that run in processes of their own, and what they logged.
+
+How a suite starts its scripts stands in its `harness.py`. A script writes to one folder: a line of
+JSON for each step to `NAME.steps`, its process id to `NAME.ready`, its results to `NAME.end`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parents[1]
+WAIT_S = 150.0
+
+Line = dict[str, Any]
+
+
+class Run:
+    """Scripts of one test; `log` is the folder that they write to."""
+
+    def __init__(self, log: Path, lighthouse: str, script: Path, **options: Any) -> None:
+        log.mkdir(parents=True, exist_ok=True)
+        self.log, self.lighthouse, self.script = log, lighthouse, script
+        self.options = {"log": str(log), **options}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.waited: list[subprocess.Popen[bytes]] = []  # and ended as they should
+
+    def launch(
+        self, command: Sequence[str], env: Mapping[str, str], *, without: tuple[str, ...]
+    ) -> subprocess.Popen[bytes]:
+        """Start `command` in an environment that has `env`, and nothing whose name begins as
+        `without` says."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(without)}
+        path = self.log / f"output.{len(self.processes)}"
+        with path.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.processes.append(process)
+        return process
+
+    def lines(self, name: int) -> list[Line]:
+        """What replica `name` logged so far, in order, over all its lives."""
+        path = self.log / f"{name}.steps"
+        if not path.exists():
+            return []
+        with contextlib.suppress(json.JSONDecodeError):
+            return [json.loads(text) for text in path.read_text().splitlines()]
+        return self.lines(name)  # a line was half written
+
+    def end(self, name: int) -> Line:
+        path = self.log / f"{name}.end"
+        assert path.exists(), f"replica {name} has not finished:\n{self.output()}"
+        result: Line = json.loads(path.read_text())
+        return result
+
+    def lives(self, name: int) -> list[int]:
+        """Process ids of replica `name`, in the order in which their training started."""
+        path = self.log / f"{name}.ready"
+        return [int(text) for text in path.read_text().split()] if path.exists() else []
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            failed = any((p.poll() or 0) > 0 for p in self.processes if p not in self.waited)
+            if failed or time.monotonic() > deadline:
+                raise AssertionError(f"waited in vain for {what}:\n{self.output()}")
+            time.sleep(0.02)  # other processes' files announce nothing
+
+    def until_step(self, name: int, step: int) -> None:
+        self.until(
+            lambda: any(line["step"] >= step for line in self.lines(name)[-1:]),
+            f"step {step} of replica {name}",
+        )
+
+    def wait(self, *processes: subprocess.Popen[bytes], code: int | None = 0) -> None:
+        """Until they have ended, with this exit code. None: whatever it is (torch's own Gloo group
+        sometimes aborts a plain process at its exit, when all is done)."""
+        for process in processes:
+            try:
+                got = process.wait(WAIT_S)
+            except subprocess.TimeoutExpired:
+                self._ask_for_stacks()
+                raise AssertionError(f"process does not end:\n{self.output()}") from None
+            assert code is None or got == code, (
+                f"exit code {got} instead of {code}:\n{self.output()}"
+            )
+            self.waited.append(process)
+
+    def _ask_for_stacks(self) -> None:
+        for process in self.processes:
+            if process.poll() is None and "devices" not in self.options:
+                process.send_signal(signal.SIGUSR2)
+        time.sleep(1.0)  # for them to write
+
+    def output(self) -> str:
+        """The ends of what all processes printed."""
+        texts = []
+        for path in sorted(self.log.glob("output.*")):
+            texts.append(f"--- {path.name}\n{path.read_text()[-3000:]}")
+        return "\n".join(texts)
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+@contextlib.contextmanager
+def ended(run: AnyRun) -> Iterator[AnyRun]:
+    """`run`, whose processes are gone at the end."""
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def compare_steps(
+    a: list[Line], b: list[Line], keys: Sequence[str], *, optional: Sequence[str] = ()
+) -> int:
+    """Assert that two replicas agree at every step that both logged, in `keys` and in those of
+    `optional` that are logged; returns how many steps those are."""
+    by_step = {line["step"]: line for line in a}
+    common = [(by_step[line["step"]], line) for line in b if line["step"] in by_step]
+    for mine, other in common:
+        for key in (*keys, *(k for k in optional if k in mine)):
+            assert mine[key] == other[key], (
+                f"step {mine['step']}: {key} is {mine[key]!r} and {other[key]!r}"
+            )
+    return len(common)
