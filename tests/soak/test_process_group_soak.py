@@ -5,9 +5,9 @@
     (or --soak-revocations 10000, where the conftest knows that option)
 
 Each round is one quorum: a random choice of members (threads here, with a group each) configures,
-runs collectives with several in flight, and is revoked at a random moment, possibly while it still
-configures. In a third of the rounds only one member is revoked: the others must get free by the
-error that this spreads. FT_SOAK_SEED repeats a run's choices (not its timing).
+runs collectives with several in flight, and is revoked at a random moment: of any time, so that it
+often still configures, or after its first sums, however long those take here. FT_SOAK_SEED repeats a
+run's choices (not its timing).
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class Tally:
     freed_s: list[float] = field(default_factory=list)
     configure_s: list[float] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    summing: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    """Released by each member that has the first sums of its quorum, or none and gives up."""
 
 
 class Member(threading.Thread):
@@ -82,6 +84,7 @@ class Member(threading.Thread):
         except ProcessGroupError:
             with self._tally.lock:
                 self._tally.failed_configures += 1
+            self._tally.summing.release()
             return
         with self._tally.lock:
             self._tally.configure_s.append(time.monotonic() - began)
@@ -95,7 +98,10 @@ class Member(threading.Thread):
                     flying.append((tensor, self.group.allreduce([tensor])))
                 else:
                     flying.append((tensor, self.group.start_allreduce([tensor], SUM)))
-            if not self._collect(members, batch, flying):
+            good = self._collect(members, batch, flying)
+            if batch == 0:
+                self._tally.summing.release()
+            if not good:
                 return
 
     def _collect(self, members: list[int], batch: int, flying: list[Any]) -> bool:
@@ -133,11 +139,13 @@ def drive(revocations: int, native: bool, seed: int) -> Tally:
             for number in chosen:
                 order = (quorum_id, chosen, [addresses[each] for each in chosen])
                 members[number].orders.put(order)
-            time.sleep(choose.choice((0.0, 0.001, 0.003, 0.01)) * choose.random() * 2)
+            _let_pass(choose, tally)
             _revoke(choose, [members[number] for number in chosen], quorum_id, tally)
             revoked_at = time.monotonic()
             for _ in chosen:
                 _expect_result(results, revoked_at, quorum_id, chosen)
+            while tally.summing.acquire(blocking=False):
+                pass  # of those that nobody waited for
             tally.freed_s.append(time.monotonic() - revoked_at)
     finally:
         for member in members:
@@ -146,6 +154,14 @@ def drive(revocations: int, native: bool, seed: int) -> Tally:
         for member in members:
             member.join(HANG_S)
     return tally
+
+
+def _let_pass(choose: random.Random, tally: Tally) -> None:
+    """The time until the revocation."""
+    pause_s = choose.choice((0.0, 0.001, 0.003, 0.01)) * choose.random() * 2
+    if choose.random() < 0.3:
+        assert tally.summing.acquire(timeout=HANG_S), "a quorum that nobody revokes has no sums"
+    time.sleep(pause_s)
 
 
 def _revoke(choose: random.Random, members: list[Member], quorum_id: int, tally: Tally) -> None:
