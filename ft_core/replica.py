@@ -26,6 +26,7 @@ from dataclasses import replace
 from ft_core.effects import Abort, Configure, Effect, FetchState, Told, Transmit
 from ft_core.standing import Attempt, Outcome, Stage, View
 from lighthouse.messages import (
+    GAVE_UP,
     NO_QUORUM,
     PHASE_HEALING,
     PHASE_IDLE,
@@ -235,7 +236,7 @@ class Replica:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
         effects: list[Effect] = [Abort(self.view.quorum_id, reason)] if self.view else []
-        effects += self.leave(reason[:500])
+        effects += self.leave(f"{GAVE_UP}{reason}"[:500])
         if not keep_state or not self.healed:
             self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
         self.stage, self.healed, self._revoked = Stage.OUT, False, True
@@ -425,8 +426,7 @@ class Replica:
         return effects
 
     def _outrun(self) -> list[Effect]:
-        """A newer quorum is here while the group of this one is still being made: the others may be
-        on their way to the newer one already, and would never come."""
+        """A newer quorum is here while this one's group is being made: its others may never come."""
         view = self.view
         if view is None or self._revoked or self._configured == view.quorum_id:
             return []

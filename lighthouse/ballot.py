@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from lighthouse.messages import PHASE_HEALING, PHASE_REDUCING, Member, Vote
+from lighthouse.messages import GAVE_UP, PHASE_HEALING, PHASE_REDUCING, Member, Vote
 from lighthouse.quorum import Position
 
 
@@ -29,7 +29,6 @@ class Ballot:
         revoked: why this step's collectives were called off; empty: they were not.
         revoker: the member that was the first to vote no or to go; empty: none.
         hung: those of the gone that were evicted because they did not vote.
-        goodbyes: those of the gone that went of their own accord.
         stalled: a member's collective waited for longer than its timeout.
         deadline: when silent members are to be evicted.
     """
@@ -44,7 +43,6 @@ class Ballot:
     votes: dict[str, Vote] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
     hung: set[str] = field(default_factory=set)
-    goodbyes: set[str] = field(default_factory=set)
     revoked: str = ""
     revoker: str = ""
     stalled: bool = False
@@ -74,11 +72,9 @@ class Ballot:
         self.stalled = self.stalled or vote.stalled
         return True
 
-    def lose(self, replica_id: str, cause: str, *, goodbye: bool) -> None:
+    def lose(self, replica_id: str, cause: str) -> None:
         """A living member is gone."""
         self.gone[replica_id] = cause
-        if goodbye:
-            self.goodbyes.add(replica_id)
         self.silent.discard(replica_id)
 
     def revoke(self, replica_id: str, reason: str, now: float, limit_s: float) -> None:
@@ -158,11 +154,12 @@ class Ballot:
     def costly(self) -> set[str]:
         """Members that cost the others this step: by a hang, or by a heal that failed.
 
-        Not by a goodbye: a group that had to give up its state twice is no worse for it.
+        Not one that gave up its state as it healed: of a group of several ranks each may do so.
         """
         if not self.revoked:
             return set()
-        healing, guilty = self.healing() - self.goodbyes, set(self.blamed())
+        gave_up = {r for r, cause in self.gone.items() if GAVE_UP in cause}
+        healing, guilty = self.healing() - gave_up, set(self.blamed())
         guilty.update(r for r in self.gone if r in healing or r in self.hung)
         if self.revoker in healing and self.revoker in self.votes and not self.stalled:
             guilty.add(self.revoker)

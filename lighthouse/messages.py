@@ -196,6 +196,8 @@ class Beat:
 
 FINISHED = "finished"
 """Reason of a `Leave` that says: the training has come to its end, nothing is left to do."""
+GAVE_UP = "gave up its state: "
+"""A `Leave` whose reason starts so is followed by a `Join`: its sender goes in order to heal."""
 
 
 @dataclass(frozen=True, slots=True)

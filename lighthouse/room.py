@@ -263,7 +263,7 @@ class Room:
             self._history.missed.add(replica_id)
         live = self._live
         if live is not None and live.has(replica_id):
-            live.lose(replica_id, cause, goodbye=not may_return)
+            live.lose(replica_id, cause)
             self._revoke(replica_id, cause, now)
             self._seats.take(replica_id)
             self._evaluate(now)
