@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
-from lighthouse.messages import Member, next_lineage
+from lighthouse.messages import Member, healed, next_lineage
 
 
 class Stage(Enum):
@@ -60,8 +60,5 @@ class View:
 
     def after_commit(self) -> View:
         """Its step is committed: the same quorum at the next one, and nobody is behind."""
-        members = self.members
-        if any(m.healing for m in members):
-            members = tuple(replace(m, healing=False) if m.healing else m for m in members)
         lineage = next_lineage(self.lineage, self.quorum_id, self.step)
-        return View(self.quorum_id, self.step + 1, lineage, members, self.reason)
+        return View(self.quorum_id, self.step + 1, lineage, healed(self.members), self.reason)

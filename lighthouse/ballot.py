@@ -9,9 +9,9 @@ All costs are O(1) a vote and O(members) a decision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from lighthouse.messages import GAVE_UP, PHASE_HEALING, PHASE_REDUCING, Member, Vote
+from lighthouse.messages import GAVE_UP, PHASE_HEALING, PHASE_REDUCING, Member, Vote, healed
 from lighthouse.quorum import Position
 
 
@@ -179,10 +179,3 @@ class Ballot:
         for vote in self.votes.values():
             assert vote.quorum_id == self.quorum_id and vote.step == self.position.step
             assert not vote.ok or vote.lineage == self.position.lineage
-
-
-def healed(members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """A committed step leaves nobody behind: receivers of the decision conclude the same."""
-    if not any(member.healing for member in members):
-        return members
-    return tuple(replace(m, healing=False) if m.healing else m for m in members)

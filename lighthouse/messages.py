@@ -331,6 +331,13 @@ Reply = Quorum | Decision | Revoke | Waiting | Expelled | Refused | Status
 Message = Request | Reply
 
 
+def healed(members: tuple[Member, ...]) -> tuple[Member, ...]:
+    """A committed step leaves nobody behind: receivers of the decision conclude the same."""
+    if not any(member.healing for member in members):
+        return members
+    return tuple(replace(m, healing=False) if m.healing else m for m in members)
+
+
 def apply_delta(base: tuple[Member, ...], quorum: Quorum) -> tuple[Member, ...]:
     """Full member list of `quorum` out of the receiver's previous one. See `Quorum`."""
     if quorum.base_id == NO_QUORUM:
