@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Work
 
+from ft_core.process_group import forgotten
 from ft_core.process_group.base import ProcessGroup, outputs_of
 from ft_core.process_group.communicator import Builder, Communicator
 from ft_core.process_group.errors import ProcessGroupError
@@ -277,6 +278,7 @@ class MeshProcessGroup(ProcessGroup):
                 break
         for work in works:
             communicator.tainted = True
+            forgotten.remember(work.issued_at + self.timeout_s)
             _log.debug("%s of quorum %d: let go of", work.operation, work.quorum_id)
             work.resolve(None, error)
 
@@ -385,11 +387,8 @@ class MeshProcessGroup(ProcessGroup):
         with self._lock:
             self._open = False
             if self._error is None:
-                self._error = (
-                    error
-                    if isinstance(error, ProcessGroupError)
-                    else ProcessGroupError(f"configure of quorum {self._quorum_id} failed: {error}")
-                )
+                failure = ProcessGroupError(f"configure of quorum {self._quorum_id} failed: {error}")
+                self._error = error if isinstance(error, ProcessGroupError) else failure
             return self._error
 
 

@@ -8,6 +8,7 @@ raise at the call are mistakes in the arguments (`TypeError`, `ValueError`).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -170,6 +171,7 @@ class BackendWork(TorchWork):
         self.operation = operation
         self._outputs = outputs
         self.quorum_id = quorum_id
+        self.issued_at = time.monotonic()
         self._group = group
         self._work: TorchWork | None = work
         self._native: TorchWork | None = None  # of a StreamWork, which needs it to the end
@@ -243,9 +245,8 @@ class BackendWork(TorchWork):
         except IndexError:
             return
         self._value, self._error = value, error
-        self._work = self._outputs = (
-            None  # lets go of the backend and, if nobody else holds them, the tensors
-        )
+        # Lets go of the backend and, if nobody else holds them, the tensors.
+        self._work = self._outputs = None
         self._finished = True
         self._group.work_ended(self)
         self._ended.release()

@@ -15,7 +15,14 @@ import pytest
 import torch
 
 from ft_core.process_group import ProcessGroupError, ProcessGroupGloo
-from tests.threads.process_group.members import Calls, configure, gloo_groups, right_sum, sums
+from tests.threads.process_group.members import (
+    KIND_NAMES,
+    Calls,
+    configure,
+    gloo_groups,
+    right_sum,
+    sums,
+)
 
 pytestmark = pytest.mark.process
 
@@ -128,3 +135,11 @@ def test_a_process_may_exit_without_shutdown() -> None:
         [sys.executable, "-c", code], cwd=ROOT, timeout=60, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("kind", KIND_NAMES)
+def test_a_process_ends_well_while_gloo_holds_a_forgotten_operation(kind: str) -> None:
+    """Without waiting for it the process aborted, after all its work was done."""
+    command = [sys.executable, "-m", "tests.threads.process_group.ending", kind]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
