@@ -2,6 +2,7 @@
 
 `base` says what such a group promises, `mesh` how its members meet and are revoked, `gloo` and
 `nccl` hold what is particular to a backend, `wrappers` and `dummy` what tests and trainers need.
+`device_sockets` frees who is blocked in Gloo; `forgotten` sees out, at the process's end, what it can't.
 """
 
 from __future__ import annotations

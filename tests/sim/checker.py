@@ -22,10 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lighthouse.messages import Decision, Expelled, Member, Quorum, Reply, next_lineage
+from lighthouse.messages import TORN, Decision, Expelled, Member, Quorum, Reply, next_lineage
 
 if TYPE_CHECKING:
-    from ft_core.replica import Outcome
+    from ft_core.standing import Outcome
     from tests.sim.plane import Sum
 
 Position = tuple[int, str]
@@ -202,7 +202,8 @@ class Checker:
 
     def spoiled(self, replica_id: str, position: Position, state: int) -> None:
         """A process has begun to overwrite its state by one that it fetches."""
-        self.states.pop(position, None)  # the only position that names no state
+        if position[1].startswith(TORN):
+            self.states.pop(position, None)  # the only position that names no state
         self._holds(replica_id, position, state)
 
     def ended(self, replica_id: str) -> None:
