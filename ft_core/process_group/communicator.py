@@ -40,6 +40,10 @@ class Communicator(ABC):
     def at_rest(self) -> bool:
         """After an interrupt: whether what stayed behind is asleep and leaves its tensors alone."""
 
+    def stayed_behind(self, until: float) -> None:
+        """An operation is in the backend that nobody can end before `until` (`time.monotonic()`)."""
+        self.tainted = True
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back; may block for tens of milliseconds. Called once."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ft_core.process_group import forgotten
 from ft_core.process_group.communicator import Communicator
 from ft_core.process_group.device_sockets import DeviceSockets, pair_sequences, workers_asleep
 from ft_core.process_group.interfaces import choose_address
@@ -110,6 +111,10 @@ class _GlooCommunicator(Communicator):
 
     def at_rest(self) -> bool:
         return workers_asleep()
+
+    def stayed_behind(self, until: float) -> None:
+        super().stayed_behind(until)
+        forgotten.remember(until)
 
     def close(self) -> None:
         with self._lock:

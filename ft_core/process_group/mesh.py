@@ -23,7 +23,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Work
 
-from ft_core.process_group import forgotten
 from ft_core.process_group.base import ProcessGroup, outputs_of
 from ft_core.process_group.communicator import Builder, Communicator
 from ft_core.process_group.errors import ProcessGroupError
@@ -277,8 +276,7 @@ class MeshProcessGroup(ProcessGroup):
             if resting >= _LET_GO_CHECKS or time.monotonic() > give_up_at:
                 break
         for work in works:
-            communicator.tainted = True
-            forgotten.remember(work.issued_at + self.timeout_s)
+            communicator.stayed_behind(work.issued_at + self.timeout_s)
             _log.debug("%s of quorum %d: let go of", work.operation, work.quorum_id)
             work.resolve(None, error)
 
