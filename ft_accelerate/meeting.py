@@ -20,7 +20,7 @@ from ft_accelerate.runtime import Runtime
 from ft_core.attempts import participation_of
 from ft_core.codecs import Codec
 from ft_core.fragments import DEFAULT_BUCKET_BYTES, Flat
-from ft_core.quantized import Reduction, queue_of, reduce_quantized
+from ft_core.quantized import Reduction, reduce_quantized
 
 
 class Meeting:
@@ -134,7 +134,7 @@ class _Sent:
                 Reduction(b, r) for b, r in zip(buckets, residuals(buckets), strict=True)
             ]
             self._futures.append(
-                queue_of(manager).submit(lambda pg: reduce_quantized(pg, codec, jobs, part))
+                manager.step.queue.submit(lambda pg: reduce_quantized(pg, codec, jobs, part))
             )
 
     def wait(self) -> list[Tensor]:

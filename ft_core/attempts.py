@@ -20,9 +20,7 @@ def bind(manager: Manager) -> int | None:
     The step that the quorum works on, also for a member that is behind; None: the attempt has
     failed, `errored` says why, and nothing was reduced by this member.
     """
-    if manager._pinned_at is None:
-        manager._pin()
-    if manager.errored() is not None or manager._session is None:
+    if manager.step.bind() is None or manager._session is None:
         return None
     found: list[int] = []
 
@@ -42,7 +40,7 @@ def attempt_failed(manager: Manager) -> bool:
 
 def participation_of(manager: Manager) -> Participation:
     """Of the step that is bound."""
-    part = manager._part
+    part = manager.step.part
     assert part is not None, "bind first"
     return part
 

@@ -18,7 +18,6 @@ from ft_core.outer import OuterLoop
 from ft_core.outer_flight import Flight
 from ft_core.quantized import (
     Reduction,
-    queue_of,
     reduce_quantized,
     wire_bytes,
 )
@@ -154,7 +153,7 @@ class DiLoCo(OuterLoop):
         jobs = [Reduction(b, r) for b, r in zip(buckets, residuals, strict=True)]
         flight.quantized = jobs
         flight.futures.append(
-            queue_of(self._manager).submit(lambda pg: reduce_quantized(pg, codec, jobs, part))
+            self._manager.step.queue.submit(lambda pg: reduce_quantized(pg, codec, jobs, part))
         )
         self.stats.bytes_sent += sum(
             wire_bytes(codec, b.numel(), part.replica_world_size) for b in buckets

@@ -28,12 +28,12 @@ from ft_core.effects import Effect
 from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
-from ft_core.quantized import CollectiveQueue
 from ft_core.reduction import Started
 from ft_core.replica import Replica
 from ft_core.session import Session, SessionOptions
 from ft_core.standing import Attempt, Outcome, Stage
 from ft_core.state import State
+from ft_core.step import Step
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 from ft_core.world import Participation, Seat, WorldSizeMode
 from lighthouse.errors import JoinRefused
@@ -161,6 +161,8 @@ class Manager:
             watch_process=watch_process,
         )
         self._pg = pg
+        self.step = Step(pg, weighted=weighted, bind=self._bind, on_error=self._tell_error)
+        """The step under way, for collectives and algorithms."""
         self._min_replica_size = min_replica_size
         self._async = use_async_quorum
         self._quorum_timeout_s = quorum_timeout.total_seconds() if quorum_timeout else None
@@ -173,23 +175,15 @@ class Manager:
             raise ValueError("give both load_state_dict and state_dict, or neither")
         self._vote_checks: list[Callable[[], Callable[[], None] | None]] = []
         self._schema = self._options.schema | ({"mean": "by samples"} if weighted else {})
-        self._weighted = weighted
-        self._samples: int | None = None
-        self._weight = 1.0
         self._start = (0, "")
         self._batches_committed = 0
         self._session: Session | None = None
-        self._error: Exception | None = None
-        self._part: Participation | None = None
         self._seat = Seat(world_size_mode, min_replica_size, self._options.place)
-        self._pending: list[Future[Any] | Started] = []
-        self._pinned_at: float | None = None
         self._began_at = 0.0
         self._quorum_wait_s = self._quorum_timeout_s
         self._discards_in_a_row = 0
         self._last_outcome: Outcome | None = None
         self._closed = False
-        self._queue: CollectiveQueue | None = None
         self.telemetry = Telemetry()
 
     # ------------------------------------------------------------------ state
@@ -270,8 +264,7 @@ class Manager:
             raise ValueError(f"this manager is in room {known!r}; use one manager for {room_id!r}")
         if session.replica.attempt is not Attempt.CLOSED:
             self._abandon(session)
-        self._error = self._pinned_at = self._part = self._samples = None
-        self._pending.clear()
+        self.step.open()
         self._began_at = time.monotonic()
         # Also where nothing is waited for now: the quorum may be lost before the first collective.
         self._quorum_wait_s = self._quorum_timeout_s if timeout is None else timeout.total_seconds()
@@ -311,12 +304,12 @@ class Manager:
                 check()
         if not self.state.unchanged():
             self.report_error(RuntimeError(CHANGED_WHILE_SERVED))
-        self._drain()
-        if self._error is None and (replica.attempt is Attempt.OPEN or replica.healing):
+        self.step.drain()
+        if self.step.error is None and (replica.attempt is Attempt.OPEN or replica.healing):
             self._enter(session, heal=True)
-        part = self._part or self._take_part(session)
-        ok = self._error is None
-        reason = "" if ok else f"{type(self._error).__name__}: {self._error}"
+        part = self.step.part or self._take_part(session)
+        ok = self.step.error is None
+        reason = "" if ok else f"{type(self.step.error).__name__}: {self.step.error}"
         needed = 1 if no_update else self._min_replica_size
         if ok and (part is None or part.groups < needed):
             ok, reason = False, f"fewer than min_replica_size={self._min_replica_size} participants"
@@ -343,11 +336,11 @@ class Manager:
 
         Only with `weighted`: the step's means are then sum(samples_i x_i) / sum(samples_i).
         """
-        if not self._weighted:
+        if not self.step.weighted:
             raise ValueError("set_samples needs Manager(weighted=True) on all members")
         if samples < 0:
             raise ValueError(f"samples must not be negative, got {samples}")
-        self._samples = samples
+        self.step.samples = samples
 
     def allreduce(
         self,
@@ -368,7 +361,7 @@ class Manager:
         each block (SUM and AVG only); all members get the same bits.
         """
         return reduction.reduce(
-            self, tensor, reduce_op, divided_by=divided_by, quantize=should_quantize
+            self.step, tensor, reduce_op, divided_by=divided_by, quantize=should_quantize
         )
 
     def start_allreduce(
@@ -382,11 +375,11 @@ class Manager:
 
         Cheaper than waiting for a future. On CUDA `wait` orders streams, as a future's does.
         """
-        return reduction.start(self, tensor, reduce_op, divided_by=divided_by)
+        return reduction.start(self.step, tensor, reduce_op, divided_by=divided_by)
 
     def bind(self) -> bool:
         """Settle who takes part in this step, as its first collective does; False: it failed."""
-        return self._error is None and (self._pinned_at is not None or self._pin() is not None)
+        return self.step.bind() is not None
 
     def mean_divisor(self) -> int:
         """What a tensor may be divided by on its way, for `allreduce(divided_by=)` to do no more.
@@ -394,21 +387,20 @@ class Manager:
         The number of participants as far as it is known now; 1 if it is not, or if means are
         weighted. Never waits; any thread.
         """
-        part = self._part
-        return 1 if part is None or self._weighted else part.participants
+        part = self.step.part
+        return 1 if part is None or self.step.weighted else part.participants
 
     def report_error(self, e: Exception) -> None:
         """The gradients of this step are no good: drop it, and tell the others now. Any thread."""
-        if self._error is None:
-            self._error = e
-            session = self._session
-            if session is not None:
-                reason = f"{type(e).__name__}: {e}"
-                session.control.call(lambda replica, now: replica.fail(reason, now))
+        self.step.fail(e)
+
+    def _tell_error(self, reason: str) -> None:
+        if self._session is not None:
+            self._session.control.call(lambda replica, now: replica.fail(reason, now))
 
     def errored(self) -> Exception | None:
         """The first error of this step, or None."""
-        return self._error
+        return self.step.error
 
     def wrap_future(
         self, fut: Future[T], default: T, timeout: timedelta | None = None
@@ -472,7 +464,7 @@ class Manager:
 
     def collectives_began(self) -> bool:
         """Whether this step has had a collective: it is bound to its quorum now."""
-        return self._pinned_at is not None
+        return self.step.bound_at is not None
 
     def replica_rank(self) -> int:
         """Rank among the members of the quorum. Waits for the quorum."""
@@ -511,8 +503,8 @@ class Manager:
         leaves; what it holds when it joins again is still the state that it left with, from which
         the job goes on if nobody else has a newer one.
         """
-        self._drain()
-        self._part, self._pinned_at = None, None
+        self.step.drain()
+        self.step.part, self.step.bound_at = None, None
         session = self._need_session()
         session.control.call(lambda replica, now: replica.give_up(reason, keep_state=keep_state))
 
@@ -583,7 +575,7 @@ class Manager:
             return effects
 
         session.control.call(begin)
-        return self._part is not None
+        return self.step.part is not None
 
     def _enter(self, session: Session, *, heal: bool) -> None:
         """Wait until this attempt may reduce (or has failed); serve and heal at its boundary."""
@@ -611,41 +603,39 @@ class Manager:
         session.control.call(lambda machine, now: machine.entered())
         self._take_part(session)
 
-    def _pin(self) -> Participation | None:
-        """The first collective of the attempt: from here on it belongs to this quorum."""
-        if self._error is not None:
-            return None
+    def _bind(self) -> None:
+        """The first collective of the step: from here on it belongs to this quorum."""
         session = self._need_session()
         while True:
             session.control.call(self._try_pin)
-            if self._pinned_at is not None:
-                assert self._part is not None
-                return self._part if self._weigh(self._part) else None
+            if self.step.bound_at is not None:
+                assert self.step.part is not None
+                self._weigh(self.step.part)
+                return
             if session.replica.attempt is not Attempt.OPEN:
                 self.report_error(RuntimeError(session.replica.failure or "not in a step"))
-                return None
+                return
             try:
                 self._enter(session, heal=not self._async)
             except Exception as error:
                 self.report_error(error)
-                return None
+                return
 
-    def _weigh(self, part: Participation) -> bool:
-        """Find the factor of this member's contribution to the step's means; False: step failed."""
-        if not self._weighted:
-            return True
-        if self._samples is None:
+    def _weigh(self, part: Participation) -> None:
+        """Find the factor of this member's contribution to the step's means."""
+        step = self.step
+        if not step.weighted:
+            return
+        if step.samples is None:
             self.report_error(RuntimeError("weighted=True needs set_samples in every step"))
-            return False
-        total = torch.tensor([float(self._samples)], dtype=torch.float64)
-        self._weight = 1.0
+            return
+        total = torch.tensor([float(step.samples)], dtype=torch.float64)
+        step.weight = 1.0
         self.allreduce(total, reduce_op=ReduceOp.SUM).wait()
-        if self._error is None and total.item() <= 0:
+        if step.error is None and total.item() <= 0:
             self.report_error(RuntimeError("no participant has any samples in this step"))
-        if self._error is not None:
-            return False
-        self._weight = self._samples / total.item()
-        return True
+        if step.error is None:
+            step.weight = step.samples / total.item()
 
     def _try_pin(self, replica: Replica, now: float) -> None:
         """Under the machine's lock: what is pinned and who takes part must be one quorum."""
@@ -656,16 +646,16 @@ class Manager:
         assert replica.view is not None
         replica.pin()
         self._pg.pin(replica.view.quorum_id)
-        self._part = self._participation(replica)
-        self._pinned_at = now
+        self.step.part = self._participation(replica)
+        self.step.bound_at = now
 
     def _take_part(self, session: Session) -> Participation | None:
         if session.replica.view is not None:
             session.control.call(self._update_part)
-        return self._part
+        return self.step.part
 
     def _update_part(self, replica: Replica, now: float) -> None:
-        self._part = self._participation(replica)
+        self.step.part = self._participation(replica)
 
     def _participation(self, replica: Replica) -> Participation:
         view = replica.view
@@ -674,31 +664,22 @@ class Manager:
 
     def _known_part(self) -> Participation:
         session = self._need_session()
-        if self._part is None:
+        if self.step.part is None:
             self.wait_quorum()
-        part = self._part or self._take_part(session)
+        part = self.step.part or self._take_part(session)
         if part is None:
             raise QuorumUnavailable(f"no quorum: {session.replica.reason}")
         return part
 
-    def _drain(self) -> None:
-        """Wait for the step's collectives; a stalled one is broken up by the control thread."""
-        for future in self._pending:
-            future.wait()
-        self._pending.clear()
-        if torch.cuda.is_initialized():
-            # The optimizer runs on this stream; a vote must not outrun a failing kernel.
-            torch.cuda.current_stream().synchronize()
-
     def _check_stall(self, replica: Replica, now: float) -> list[Effect]:
         """Control thread: a collective that waits for too long has somebody to blame."""
-        since = self._pinned_at
-        if since is None or replica.attempt is not Attempt.PINNED or not self._pending:
+        since = self.step.bound_at
+        if since is None or replica.attempt is not Attempt.PINNED or not self.step.pending:
             return []
         view, limits = replica.view, self._options.timeouts
         healing = view is not None and any(m.healing for m in view.members)
         patience_s = limits.heal_timeout_s if healing else limits.timeout_s
-        if now - since < patience_s or all(f.done() for f in list(self._pending)):
+        if now - since < patience_s or all(f.done() for f in list(self.step.pending)):
             return []
         return replica.fail(f"a collective waited {now - since:.1f} s", now, stalled=True)
 
@@ -706,7 +687,7 @@ class Manager:
         """Book the outcome of a step."""
         seconds = time.monotonic() - self._began_at
         self._last_outcome = outcome
-        self._pinned_at = None
+        self.step.bound_at = None
         if outcome.committed:
             if session.replica.published is not None:
                 # The optimizer is next. All members have voted, the healed ones too: nobody reads
@@ -731,7 +712,7 @@ class Manager:
 
     def _abandon(self, session: Session) -> None:
         """The loop began a step and never ended it: it counts as a no."""
-        self._drain()
+        self.step.drain()
         self.telemetry.emit(DISCARD, step=self.current_step(), reason="never ended", seconds=0.0)
         session.control.call(
             lambda replica, now: replica.vote(False, now, reason="the loop started over")

@@ -67,7 +67,7 @@ class OuterLoop(ABC):
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
-        if manager._weighted:
+        if manager.step.weighted:
             raise ValueError(
                 f"give weighted to {type(self).__name__}, not to the Manager: an outer step's mean "
                 "is over windows, not over batches"

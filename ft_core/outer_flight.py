@@ -161,7 +161,7 @@ def _is_real_valued(tensor: Tensor) -> bool:
 
 def _wire_device(manager: Manager) -> torch.device | None:
     """Where values must lie to travel; None: where they are."""
-    return torch.device("cpu") if "gloo" in manager._pg.getBackendName() else None
+    return torch.device("cpu") if "gloo" in manager.step.group.getBackendName() else None
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> float:

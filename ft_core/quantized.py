@@ -12,11 +12,8 @@ lost is kept and added the next time; the owner also keeps what its shard of the
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,11 +22,8 @@ from torch.futures import Future
 from ft_core.allreduce import finish, options_for
 from ft_core.codecs import Codec, Int8
 from ft_core.process_group import ProcessGroup
-
-if TYPE_CHECKING:
-    from ft_core.manager import Manager
-    from ft_core.world import Participation
-
+from ft_core.step import Step
+from ft_core.world import Participation
 
 DEFAULT_CODEC = Int8()
 """Of `Manager.allreduce(should_quantize=True)`: a fixed one, so that members need not agree on it."""
@@ -126,85 +120,6 @@ def _sum_in_rank_order(rows: Tensor) -> Tensor:
     return total
 
 
-class CollectiveQueue:
-    """Collectives of one manager that take several rounds, one after the other, off the loop.
-
-    All members must start their collectives in one order. A reduction in rounds starts its later
-    ones from a thread, so what is called after it must wait for its turn here: `busy` says so. The
-    thread lives as long as there is something to do.
-    """
-
-    def __init__(self, manager: Manager) -> None:
-        self._manager = manager
-        self._lock = threading.Lock()
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._running = False
-
-    @property
-    def busy(self) -> bool:
-        """Whether a collective that was queued has not started all of its rounds."""
-        return self._running
-
-    def submit(self, work: Callable[[ProcessGroup], None], result: Any = None) -> Future[Any]:
-        """Run `work` when its turn comes; the future of `result`, which never fails.
-
-        An error of `work` is reported to the manager. The step waits for it before its vote.
-        """
-        manager, future = self._manager, Future[Any]()
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        ready = torch.cuda.current_stream().record_event() if device is not None else None
-
-        def job() -> None:
-            try:
-                if manager.errored() is None:
-                    if device is None:
-                        work(manager._pg)
-                    else:
-                        assert ready is not None
-                        _on_side_stream(work, manager._pg, device, ready)
-            except Exception as error:  # whatever a backend raises: the step is lost, not the run
-                manager.report_error(manager._pg.errored() or error)
-            finally:
-                future.set_result(result)
-
-        manager._pending.append(future)
-        with self._lock:
-            self._jobs.append(job)
-            if self._running:
-                return future
-            self._running = True
-        threading.Thread(target=self._run, name="ft-collectives", daemon=True).start()
-        return future
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._running = False
-                    return
-                job = self._jobs.popleft()
-            job()
-
-
-def _on_side_stream(
-    work: Callable[[ProcessGroup], None], group: ProcessGroup, device: int, ready: Any
-) -> None:
-    """CUDA: what the loop queued before comes first, and the host knows when it is over."""
-    torch.cuda.set_device(device)
-    stream = torch.cuda.Stream()
-    stream.wait_event(ready)
-    with torch.cuda.stream(stream):
-        work(group)
-    stream.synchronize()
-
-
-def queue_of(manager: Manager) -> CollectiveQueue:
-    """The manager's queue, made at its first use."""
-    if manager._queue is None:
-        manager._queue = CollectiveQueue(manager)
-    return manager._queue
-
-
 def check_quantizable(tensor: Tensor, op: str) -> None:
     """Raises ValueError unless `Manager.allreduce` can quantize this."""
     if op not in ("sum", "avg") or not tensor.is_floating_point():
@@ -215,7 +130,7 @@ def check_quantizable(tensor: Tensor, op: str) -> None:
 
 
 def reduce_in_turn(
-    manager: Manager, tensor: Tensor, op: str, part: Participation, *, quantize: bool
+    step: Step, tensor: Tensor, op: str, part: Participation, *, quantize: bool
 ) -> Future[Tensor]:
     """`Manager.allreduce` of a prepared tensor, after what is queued."""
 
@@ -227,4 +142,4 @@ def reduce_in_turn(
         jobs = [Reduction(piece) for piece in tensor.view(-1).split(_PIECE_VALUES)]
         reduce_quantized(group, DEFAULT_CODEC, jobs, part)
 
-    return queue_of(manager).submit(work, tensor)
+    return step.queue.submit(work, tensor)

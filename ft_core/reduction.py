@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,9 @@ from torch.futures import Future
 
 from ft_core.allreduce import completed, finish, future_for, op_name, options_for, prepare
 from ft_core.process_group.work import CompletedWork, finish_with
-from ft_core.quantized import check_quantizable, queue_of, reduce_in_turn
+from ft_core.quantized import check_quantizable, reduce_in_turn
+from ft_core.step import Step
 from ft_core.world import Participation
-
-if TYPE_CHECKING:
-    from ft_core.manager import Manager
 
 
 class Started:
@@ -60,7 +57,7 @@ class Started:
 
 
 def reduce(
-    manager: Manager,
+    step: Step,
     tensor: Tensor,
     reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType,
     *,
@@ -72,22 +69,22 @@ def reduce(
     if quantize:
         check_quantizable(tensor, op)
     try:
-        part = _contribute(manager, tensor, op, divided_by)
+        part = _contribute(step, tensor, op, divided_by)
         if part is None:
             return completed(tensor)
-        if quantize or queue_of(manager).busy:
-            return reduce_in_turn(manager, tensor, op, part, quantize=quantize)
-        work = manager._pg.allreduce([tensor], options_for(op))
+        if quantize or step.queue.busy:
+            return reduce_in_turn(step, tensor, op, part, quantize=quantize)
+        work = step.group.allreduce([tensor], options_for(op))
     except Exception as error:  # whatever the backend raises: the step is lost, not the run
-        manager.report_error(error)
+        step.fail(error)
         return completed(tensor)
-    result = finish_with(work, _ending(manager, tensor, op, part))
-    manager._pending.append(result)
+    result = finish_with(work, _ending(step, tensor, op, part))
+    step.pending.append(result)
     return result
 
 
 def start(
-    manager: Manager,
+    step: Step,
     tensor: Tensor,
     reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType,
     *,
@@ -97,16 +94,16 @@ def start(
     op, end = op_name(reduce_op), None
     work: dist.Work = CompletedWork(tensor)
     try:
-        part = _contribute(manager, tensor, op, divided_by)
-        if part is not None and queue_of(manager).busy:
-            work = work_of(reduce_in_turn(manager, tensor, op, part, quantize=False))
+        part = _contribute(step, tensor, op, divided_by)
+        if part is not None and step.queue.busy:
+            work = work_of(reduce_in_turn(step, tensor, op, part, quantize=False))
         elif part is not None:
-            work = manager._pg.start_allreduce([tensor], options_for(op))
-            end = _ending(manager, tensor, op, part)
+            work = step.group.start_allreduce([tensor], options_for(op))
+            end = _ending(step, tensor, op, part)
     except Exception as error:  # as above
-        manager.report_error(error)
+        step.fail(error)
     started = Started(tensor, work, end)
-    manager._pending.append(started)
+    step.pending.append(started)
     return started
 
 
@@ -116,19 +113,18 @@ def work_of(future: Future[Tensor]) -> dist.Work:
     return work
 
 
-def _contribute(manager: Manager, tensor: Tensor, op: str, divided_by: int) -> Participation | None:
+def _contribute(step: Step, tensor: Tensor, op: str, divided_by: int) -> Participation | None:
     """Make `tensor` this member's contribution; None: the step is lost already."""
-    part = manager._part if manager._pinned_at is not None else manager._pin()
-    if manager._error is not None or part is None:
+    part = step.bind()
+    if part is None:
         return None
-    # Integers first: equal ones give exactly 1.
-    scale = manager._weight * (divided_by / (1 if manager._weighted else part.participants))
+    scale = step.mean_scale(divided_by)
     prepare(tensor, op, participating=part.rank is not None, scale=scale)
     return part
 
 
 def _ending(
-    manager: Manager, tensor: Tensor, op: str, part: Participation
+    step: Step, tensor: Tensor, op: str, part: Participation
 ) -> Callable[[Exception | None], Tensor]:
     """What is done when the collective has ended: the result, or a report."""
 
@@ -140,7 +136,7 @@ def _ending(
             error = caught
         if error is not None:
             # A future wraps errors into its own, with a stack; the group has the plain one.
-            manager.report_error(manager._pg.errored() or error)
+            step.fail(step.group.errored() or error)
         return tensor
 
     return end

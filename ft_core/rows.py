@@ -29,20 +29,20 @@ def gather_rows(manager: Manager, row: Tensor, patience_s: float | None = None) 
         return None
     participates = manager.participating_rank() is not None
     mine = row if participates else torch.zeros_like(row)
-    everybody = row.new_empty(manager._pg.size(), row.shape[1])
+    everybody = row.new_empty(manager.step.group.size(), row.shape[1])
     try:
-        work = manager._pg._allgather_base(everybody, mine)
+        work = manager.step.group._allgather_base(everybody, mine)
     except Exception as error:  # whatever the backend raises: the step is lost, not the run
         manager.report_error(error)
         return None
 
     def end(error: Exception | None) -> Tensor:
         if error is not None:
-            manager.report_error(manager._pg.errored() or error)
+            manager.report_error(manager.step.group.errored() or error)
         return everybody
 
     result = finish_with(work, end)
-    manager._pending.append(result)  # so that one which takes too long is told of
+    manager.step.pending.append(result)  # so that one which takes too long is told of
     if patience_s is not None and isinstance(work, BackendWork) and not isinstance(work, StreamWork):
         if not work.ended_within(patience_s):
             late = f"the other members have not come to an exchange within {patience_s:g} s"

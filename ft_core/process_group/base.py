@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
+from ft_core.process_group.registration import register, unregister
 from ft_core.process_group.work import CompletedWork
 
 Tensors = list[torch.Tensor] | torch.Tensor
@@ -174,14 +175,10 @@ class ProcessGroup(dist.ProcessGroup):
         then has one rank, as a mesh can't change its size; collectives reach all members.
         `unregister` takes it back.
         """
-        from ft_core.process_group.registration import register
-
         register(self, name)
 
     def unregister(self) -> None:
         """Undo `register`; does nothing when not registered."""
-        from ft_core.process_group.registration import unregister
-
         unregister(self)
 
     # --- collectives (c10d's names and arguments)

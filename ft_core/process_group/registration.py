@@ -8,16 +8,13 @@ made with it: sizes in those tables are fixed, ours are not.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from ft_core.process_group.base import ProcessGroup
 
-
-def register(group: ProcessGroup, name: str) -> None:
+def register(group: Any, name: str) -> None:
     """See `ProcessGroup.register`. Raises `ValueError` when registered already or the name is
     taken, `RuntimeError` without a default group. Not thread-safe: call it at set-up."""
     if not dist.is_initialized():
@@ -30,7 +27,7 @@ def register(group: ProcessGroup, name: str) -> None:
     if backend_name in dist.Backend.backend_list:
         raise ValueError(f"a process group is registered as {backend_name!r}; take another name")
 
-    def this_group(store: Any, rank: int, size: int, timeout: Any) -> ProcessGroup:
+    def this_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return group
 
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -48,7 +45,7 @@ def register(group: ProcessGroup, name: str) -> None:
     group._registered = (group.group_name, backend_name)
 
 
-def unregister(group: ProcessGroup) -> None:
+def unregister(group: Any) -> None:
     """See `ProcessGroup.unregister`."""
     if group._registered is None:
         return

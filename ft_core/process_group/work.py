@@ -11,16 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
 from ft_core.process_group.errors import ProcessGroupError
-
-if TYPE_CHECKING:
-    from ft_core.process_group.mesh import MeshProcessGroup
 
 IN_BACKEND = timedelta(milliseconds=20)
 """How long who waits for an unwatched work may sit in the backend, whose interruption can fail."""
@@ -145,6 +142,16 @@ class FailedWork(TorchWork):
         raise copy_of(self._error)
 
 
+class WorksOwner(Protocol):
+    """What a work tells its process group."""
+
+    def work_ended(self, work: Any, /) -> None: ...
+
+    def collective_failed(
+        self, operation: str, quorum_id: int, error: Exception
+    ) -> ProcessGroupError: ...
+
+
 class BackendWork(TorchWork):
     """A collective in flight in a backend, tied to the quorum under which it was issued.
 
@@ -161,7 +168,7 @@ class BackendWork(TorchWork):
 
     def __init__(
         self,
-        group: MeshProcessGroup,
+        group: WorksOwner,
         work: TorchWork,
         operation: str,
         quorum_id: int,
