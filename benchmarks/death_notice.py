@@ -21,10 +21,10 @@ import zmq
 
 from lighthouse.client import Connection
 from lighthouse.config import LighthouseConfig, Timeouts
-from lighthouse.messages import Join, Quorum, RoomKey
+from lighthouse.machine.jobs import Note
 from lighthouse.server import LighthouseServer
-from lighthouse.state import Note
 from lighthouse.watcher import ProcessWatch, Report
+from lighthouse.wire.messages import Join, Quorum, RoomKey
 
 ROOM = RoomKey("bench", "death")
 # Silence of a host must not be what is measured.

@@ -46,7 +46,7 @@ def lighthouse_with(replicas: int) -> float:
 
     from lighthouse.client import Connection
     from lighthouse.config import Timeouts
-    from lighthouse.messages import Join, Quorum, RoomKey
+    from lighthouse.wire.messages import Join, Quorum, RoomKey
 
     process, address = start_lighthouse(max(replicas, 1))
     context: Any = zmq.Context()

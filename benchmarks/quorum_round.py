@@ -31,8 +31,8 @@ import zmq
 # The script's own directory is on the path when it runs as a script.
 from common import arguments, report
 
-from lighthouse import codec
-from lighthouse.messages import (
+from lighthouse.wire import codec
+from lighthouse.wire.messages import (
     Decision,
     Join,
     Message,

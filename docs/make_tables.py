@@ -18,10 +18,10 @@ from typing import Any, get_args
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ft_core.replica import Replica  # noqa: E402
-from ft_core.standing import Attempt, Stage  # noqa: E402
-from lighthouse import messages  # noqa: E402
+from ft_core.replica.machine import Replica  # noqa: E402
+from ft_core.replica.status import Attempt, Stage  # noqa: E402
 from lighthouse.config import Timeouts  # noqa: E402
+from lighthouse.wire import messages  # noqa: E402
 
 SEEDS = range(150)
 EVENTS = ("begin", "pin", "fail", "vote", "load", "leave", "configured", "fetched", "received")

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from run_record import Row
 
-from ft_core.run_record import Life, Run
+from ft_core.launch.run_record import Life, Run
 
 REFRESHES_PER_S = 10
 

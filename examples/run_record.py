@@ -1,13 +1,13 @@
 """The numbers drawn from a run in which one replica group was killed, and what went wrong in it.
 
-No IO in here. What a run and its lives are is in ft_core/run_record.py.
+No IO in here. What a run and its lives are is in ft_core/launch/run_record.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ft_core.run_record import Life, Run, gap_around
+from ft_core.launch.run_record import Life, Run, gap_around
 
 
 @dataclass(frozen=True, slots=True)

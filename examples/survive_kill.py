@@ -26,11 +26,11 @@ from typing import Any
 from live_view import View, names_in, summary_table
 from run_record import faults_of, summarize
 
-from ft_core.run_record import Life, Run
-from ft_core.timeline import draw
+from ft_core.launch.run_record import Life, Run
+from ft_core.launch.timeline import draw
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
-from lighthouse.state import Note
+from lighthouse.machine.jobs import Note
 
 HERE = Path(__file__).resolve().parent
 MAX_REASON_CHARS = 90
@@ -51,7 +51,7 @@ def main() -> int:
         expected_replicas=options.replicas, timeouts=Timeouts.derive(options.timeout)
     )
     with LighthouseServer(config=config, on_note=notes) as lighthouse:
-        view.say(f"lighthouse listening on {lighthouse.address()}")
+        view.say(f"lighthouse listening on {lighthouse.wire.address()}")
         demo = Demo(options, run, view, lighthouse.address())
         try:
             in_time = demo.execute()

@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from ft_core import DistributedSampler, Manager, ProcessGroupGloo
-from ft_core.diloco import DiLoCo
+from ft_core.diloco.diloco import DiLoCo
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--outer-steps", type=int, default=40)

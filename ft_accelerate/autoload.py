@@ -4,7 +4,7 @@ torch calls every entry point of the group "torch.backends" at the end of its ow
 exception there makes `import torch` fail for everybody. So nothing escapes from here, nothing
 heavy is imported, and with FT_ACCELERATE_AUTOLOAD=0 (or torch's TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 nothing is done at all. torch may be imported from the middle of `import accelerate`: names are
-replaced when the modules that define them have been executed (`ft_core.import_hook`).
+replaced when the modules that define them have been executed (`ft_core.launch.import_hook`).
 
 No `.pth` file is needed: `accelerate launch` imports torch before it imports the modules that
 read its YAML.
@@ -46,7 +46,7 @@ def _protect_this_process() -> None:
             return
     except ValueError as error:
         raise SystemExit(f"ft_accelerate: {error}") from None
-    from ft_core.import_hook import when_imported
+    from ft_core.launch.import_hook import when_imported
 
     when_imported("accelerate", _install)
 
@@ -55,7 +55,7 @@ def _install(accelerate: ModuleType) -> None:
     """Called in the thread that imports Accelerate. Ends the process if it can't be protected."""
     under_way = _half_imported()
     if under_way:  # Accelerate is imported by one of our own modules, which `install` needs whole
-        from ft_core.import_hook import when_imported
+        from ft_core.launch.import_hook import when_imported
 
         when_imported(under_way, lambda module: _install(accelerate))
         return

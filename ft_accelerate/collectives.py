@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 
 from ft_accelerate.exchange import Exchange, Kind, check_alike, fill, present
 from ft_accelerate.runtime import Runtime
-from ft_core.allreduce import fill_neutral
+from ft_core.collectives.ops import fill_neutral
 
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8,

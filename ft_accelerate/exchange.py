@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ft_core.collectives.rows import gather_rows
 from ft_core.manager import Manager
-from ft_core.rows import gather_rows
 
 
 class Kind(IntEnum):

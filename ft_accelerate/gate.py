@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.allreduce import completed
+from ft_core.collectives.allreduce import Started
+from ft_core.collectives.ops import completed
 from ft_core.manager import Manager
 from ft_core.process_group.work import CompletedWork
-from ft_core.reduction import Started
 from ft_core.telemetry import Telemetry
 
 

@@ -2,7 +2,7 @@
 
 Accelerate's own launcher has read its YAML and flags and prepared a command and an environment;
 from there on it would start one process, or torchrun. We start a process (or a group of them) for
-each replica group under `ft_core.supervisor`, which starts the dead again, and run the lighthouse
+each replica group under `ft_core.launch.supervisor`, which starts the dead again, and run the lighthouse
 if nobody else does.
 """
 
@@ -33,8 +33,8 @@ from ft_accelerate.options import (
     is_enabled,
     switched_off,
 )
-from ft_core import rank_group
-from ft_core.supervisor import supervise
+from ft_core.launch import rank_group
+from ft_core.launch.supervisor import supervise
 
 SPEAKER = "ft_accelerate"
 JOIN_TIMEOUT_S = 60.0

@@ -30,7 +30,7 @@ from typing import Any
 
 from ft_accelerate.config import SECTION, SWITCH, SectionError, argument_name, read_section
 from ft_accelerate.options import field_names, help_of, kind_of, parse
-from ft_core.import_hook import when_imported
+from ft_core.launch.import_hook import when_imported
 
 log = logging.getLogger("ft_accelerate")
 

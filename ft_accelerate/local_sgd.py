@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ft_accelerate import processes
 from ft_accelerate.meeting import Meeting
-from ft_core.codecs import codec_named
-from ft_core.diloco import check_options, nesterov
-from ft_core.diloco_schedule import Event, Schedule, trace
-from ft_core.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, split
+from ft_core.collectives.codecs import codec_named
+from ft_core.diloco.diloco import check_options, nesterov
+from ft_core.diloco.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, split
+from ft_core.diloco.schedule import Event, Schedule, trace
 
 
 class LocalSGD(StockLocalSGD):

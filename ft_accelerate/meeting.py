@@ -18,9 +18,9 @@ from torch.futures import Future
 from ft_accelerate.exchange import Exchange, Kind
 from ft_accelerate.runtime import Runtime
 from ft_core.attempts import participation_of
-from ft_core.codecs import Codec
-from ft_core.fragments import DEFAULT_BUCKET_BYTES, Flat
-from ft_core.quantized import Reduction, reduce_quantized
+from ft_core.collectives.codecs import Codec
+from ft_core.collectives.quantized import Reduction, reduce_quantized
+from ft_core.diloco.fragments import DEFAULT_BUCKET_BYTES, Flat
 
 
 class Meeting:

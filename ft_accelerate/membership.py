@@ -28,9 +28,9 @@ from ft_accelerate.options import FaultTolerancePlugin, GroupPlace, Supervision
 from ft_accelerate.peers import Peers, ended_with_its_group
 from ft_accelerate.prelude import Prelude
 from ft_core.errors import QuorumUnavailable
+from ft_core.launch.sigterm import Sigterm
+from ft_core.launch.supervisor import die_with
 from ft_core.manager import Manager
-from ft_core.sigterm import Sigterm
-from ft_core.supervisor import die_with
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import JoinRefused
 
@@ -39,10 +39,10 @@ log = logging.getLogger("ft_accelerate")
 FAR_BATCHES = 5000
 """A script that has more to catch up leaves the quorum meanwhile, so that nobody waits for it. Less
 is run through in the quorum (some thousand batches a second): one that leaves while it heals is
-let in again only after a pause that the lighthouse makes (lighthouse.history)."""
+let in again only after a pause that the lighthouse makes (lighthouse.machine.history)."""
 UNREACHABLE_PAUSE_S = 0.05
 FINISHED = "the training has finished"
-"""How the lighthouse's refusal begins when the others are done (lighthouse.quorum, R8)."""
+"""How the lighthouse's refusal begins when the others are done (lighthouse.machine.rules, R8)."""
 
 
 class Membership:

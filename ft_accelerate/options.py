@@ -32,7 +32,7 @@ from ft_core.config import (
     ENV_REPLICA_GROUP,
     ReplicaEnv,
 )
-from ft_core.supervisor import report_joined
+from ft_core.launch.supervisor import report_joined
 
 ENV_USE = "ACCELERATE_USE_FAULT_TOLERANCE"
 ENV_PREFIX = "ACCELERATE_FAULT_TOLERANCE_"
@@ -219,10 +219,10 @@ class Supervision:
     """Who started this process.
 
     Attributes:
-        pid: of the launcher, this process's parent, for `ft_core.supervisor.die_with`; 0: none.
+        pid: of the launcher, this process's parent, for `ft_core.launch.supervisor.die_with`; 0: none.
         restarts: how often this replica group has been started again (by torchrun, too).
         child: number of this replica group among the launcher's children on this machine, for
-            `ft_core.supervisor.report_joined`.
+            `ft_core.launch.supervisor.report_joined`.
         children: how many those are; 0: nobody has said.
     """
 

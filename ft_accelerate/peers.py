@@ -3,7 +3,7 @@
 Each process holds a whole copy of the model, and its collectives reach all processes of all groups
 (`ft_core.Manager(ranks_hold="copies")`). The group joins, votes and heals with one voice. So its
 processes must begin alike, which those of another group need not: they would heal. What they settle
-before, when there is no quorum yet, goes by `ft_core.in_group`.
+before, when there is no quorum yet, goes by `ft_core.shell.intra_group`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 
 from ft_accelerate.options import FaultTolerancePlugin, GroupPlace
 from ft_core.errors import GroupBroken, GroupLeft
-from ft_core.in_group import InGroup
+from ft_core.launch.rank_group import BROKEN_EXIT_CODE
+from ft_core.launch.sigterm import EXIT_CODE
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
-from ft_core.rank_group import BROKEN_EXIT_CODE
-from ft_core.sigterm import EXIT_CODE
+from ft_core.shell.intra_group import InGroup
 
 
 class Peers:
@@ -110,7 +110,7 @@ def ended_with_its_group() -> Iterator[None]:
 
     The launcher starts the group again. Nothing that the script would do on its way out could
     work: its files are the main process's, and its peers are gone. If the other was told to end,
-    this one ends as it does (`ft_core.sigterm`).
+    this one ends as it does (`ft_core.launch.sigterm`).
     """
     try:
         yield

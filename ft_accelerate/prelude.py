@@ -18,8 +18,8 @@ import torch
 from ft_accelerate.exchange import Diverged, Exchange, Kind
 from ft_accelerate.options import FaultTolerancePlugin, Supervision
 from ft_accelerate.peers import Peers, ended_with_its_group
-from ft_core.local import DEFAULT_PORT
 from ft_core.manager import Manager
+from ft_core.shell.local_lighthouse import DEFAULT_PORT
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseError
 

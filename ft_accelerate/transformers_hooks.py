@@ -33,7 +33,7 @@ from ft_accelerate.collectives import Collectives
 from ft_accelerate.options import is_enabled
 from ft_accelerate.transformers_saves import save_checkpoint
 from ft_accelerate.transformers_start import started_from
-from ft_core.import_hook import when_imported
+from ft_core.launch.import_hook import when_imported
 
 MARK = "__ft_accelerate__"
 RESULTS = frozenset(

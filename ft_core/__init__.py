@@ -78,7 +78,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ft_core.data import DistributedSampler
     from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
-    from ft_core.diloco import DiLoCo
+    from ft_core.diloco.diloco import DiLoCo
+    from ft_core.diloco.local_sgd import LocalSGD
     from ft_core.errors import (
         FaultToleranceError,
         GroupBroken,
@@ -87,7 +88,6 @@ if TYPE_CHECKING:
         StepInDoubt,
         TooManyDiscards,
     )
-    from ft_core.local_sgd import LocalSGD
     from ft_core.manager import Manager
     from ft_core.optimizer import Optimizer, OptimizerWrapper
     from ft_core.process_group import (
@@ -98,19 +98,19 @@ if TYPE_CHECKING:
         ProcessGroupGloo,
         ProcessGroupNCCL,
     )
-    from ft_core.world import WorldSizeMode
+    from ft_core.replica.participation import WorldSizeMode
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "DiLoCo": "ft_core.diloco",
+    "DiLoCo": "ft_core.diloco.diloco",
     "DistributedDataParallel": "ft_core.ddp",
     "DistributedSampler": "ft_core.data",
     "ErrorSwallowingProcessGroupWrapper": "ft_core.process_group",
     "FaultToleranceError": "ft_core.errors",
     "GroupBroken": "ft_core.errors",
     "GroupLeft": "ft_core.errors",
-    "LocalSGD": "ft_core.local_sgd",
+    "LocalSGD": "ft_core.diloco.local_sgd",
     "ManagedProcessGroup": "ft_core.process_group",
     "Manager": "ft_core.manager",
     "Optimizer": "ft_core.optimizer",
@@ -123,7 +123,7 @@ _HOMES = {
     "QuorumUnavailable": "ft_core.errors",
     "StepInDoubt": "ft_core.errors",
     "TooManyDiscards": "ft_core.errors",
-    "WorldSizeMode": "ft_core.world",
+    "WorldSizeMode": "ft_core.replica.participation",
 }
 
 __all__ = [

@@ -7,11 +7,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import QuorumUnavailable
-from ft_core.standing import Attempt, Stage
+from ft_core.replica.status import Attempt, Stage
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager
-    from ft_core.world import Participation
+    from ft_core.replica.participation import Participation
 
 
 def bind(manager: Manager) -> int | None:

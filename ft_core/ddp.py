@@ -31,9 +31,9 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 from torch.nn import parallel
 
-from ft_core.allreduce import completed
 from ft_core.buffers import SharedBuffers
-from ft_core.reduction import Started, work_of
+from ft_core.collectives.allreduce import Started, work_of
+from ft_core.collectives.ops import completed
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager
@@ -196,7 +196,7 @@ class _Reduction(dist.ProcessGroup):
     and some not.
 
     Buckets are waited for at the end of backward, before the reducer does it: see
-    `ft_core.reduction.Started`.
+    `ft_core.collectives.allreduce.Started`.
 
     Thread: autograd's for `getSize` and `allreduce`, which never raise: in backward that would end
     the process, and the vote tells it as well.

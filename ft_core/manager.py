@@ -1,7 +1,7 @@
 """Manager: per-step fault tolerance for a training loop. The shell that users meet.
 
 The loop calls `start_quorum`, `allreduce`, `should_commit` once a step, in this order, from one
-thread. What is decided is decided by the two state machines (`lighthouse.room`, `ft_core.replica`);
+thread. What is decided is decided by the two state machines (`lighthouse.machine.job`, `ft_core.replica.machine`);
 this file turns calls into their events and waits for their answers. Names, arguments and meanings
 are those of torchft's documentation, so that a script moves over by changing its import; what
 differs is listed in docs/torchft.md.
@@ -22,22 +22,22 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core import reduction
-from ft_core.allreduce import Once
-from ft_core.effects import Effect
+from ft_core.collectives import allreduce as reduction
+from ft_core.collectives.allreduce import Started
+from ft_core.collectives.ops import Once
 from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
-from ft_core.reduction import Started
-from ft_core.replica import Replica
-from ft_core.session import Session, SessionOptions
-from ft_core.standing import Attempt, Outcome, Stage
+from ft_core.replica.effects import Effect
+from ft_core.replica.machine import Replica
+from ft_core.replica.participation import Participation, Seat, WorldSizeMode
+from ft_core.replica.status import Attempt, Outcome, Stage
+from ft_core.shell.session import Session, SessionOptions
 from ft_core.state import State
 from ft_core.step import Step
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
-from ft_core.world import Participation, Seat, WorldSizeMode
 from lighthouse.errors import JoinRefused
-from lighthouse.messages import FINISHED
+from lighthouse.wire.messages import FINISHED
 
 log = logging.getLogger("ft_core")
 T = TypeVar("T")

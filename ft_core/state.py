@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ft_core.moments import Moments
-from ft_core.replica import Replica
-from ft_core.session import Session
-from ft_core.standing import Attempt, Stage
+from ft_core.replica.machine import Replica
+from ft_core.replica.status import Attempt, Stage
+from ft_core.shell.session import Session
 
 log = logging.getLogger("ft_core")
 

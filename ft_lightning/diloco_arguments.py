@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from ft_core.diloco import DiLoCo, nesterov
-from ft_core.local_sgd import LocalSGD
+from ft_core.diloco.diloco import DiLoCo, nesterov
+from ft_core.diloco.local_sgd import LocalSGD
 from ft_core.manager import Manager
 
 if TYPE_CHECKING:

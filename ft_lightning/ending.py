@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ft_core.sigterm import Sigterm
+from ft_core.launch.sigterm import Sigterm
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ft_core.rows import gather_rows
+from ft_core.collectives.rows import gather_rows
 from ft_lightning.collectives import gather_in_step, reduce_in_step
 from ft_lightning.fabric_scoping import FabricScopedMixin
 from ft_lightning.fabric_window import Where, Window

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ft_core.errors import GroupLeft, QuorumUnavailable
-from ft_core.sigterm import Sigterm
-from ft_core.supervisor import report_joined
+from ft_core.launch.sigterm import Sigterm
+from ft_core.launch.supervisor import report_joined
 from ft_lightning.fabric_data import Place, Progress
 from ft_lightning.fabric_rounds import FabricRoundsMixin
 from ft_lightning.fabric_window import Where, Window

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ft_core.heal import digest
-from ft_core.in_group import InGroup
+from ft_core.shell.intra_group import InGroup
 from ft_lightning import leader, position
 from ft_lightning.options import Options
 

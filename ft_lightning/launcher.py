@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ft_core.errors import GroupBroken
-from ft_core.rank_group import BROKEN_EXIT_CODE, group_command
-from ft_core.supervisor import die_with, supervise
+from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
+from ft_core.launch.supervisor import die_with, supervise
 from ft_lightning.options import Options
 from ft_lightning.scope import ENV_SUPERVISOR, Scope, child_environment
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ft_core.config import ReplicaEnv
-from ft_core.in_group import InGroup
+from ft_core.shell.intra_group import InGroup
 from ft_lightning.options import Options
 from ft_lightning.scope import ENV_DEVICE, Role, Scope, resolve
 

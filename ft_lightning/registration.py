@@ -16,7 +16,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from ft_core.import_hook import when_imported
+from ft_core.launch.import_hook import when_imported
 
 NAME = "ft_ddp"
 DESCRIPTION = "DDP over replica groups that may die and come back while the others train on"

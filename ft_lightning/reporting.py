@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ft_core.run_record import END, event_file, read_run
+from ft_core.launch.run_record import END, event_file, read_run
 from ft_core.telemetry import Event, JsonlSink
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class TimelineMixin(_Base):
             self._sink = None
 
     def _draw(self, folder: Path) -> None:
-        from ft_core.timeline import draw
+        from ft_core.launch.timeline import draw
 
         try:
             draw(read_run(folder), folder / self._filename)

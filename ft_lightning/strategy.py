@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 
 from ft_core.errors import QuorumUnavailable
+from ft_core.launch.supervisor import report_joined
 from ft_core.manager import Manager
-from ft_core.supervisor import report_joined
 from ft_core.telemetry import JsonlSink
 from ft_lightning import healing, hooks, leader, position
 from ft_lightning.batches import Batches

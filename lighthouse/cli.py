@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from lighthouse import __version__
-from lighthouse.address import normalize
 from lighthouse.client import LighthouseClient
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.errors import LighthouseError
-from lighthouse.messages import RoomKey
+from lighthouse.machine.jobs import Note
 from lighthouse.server import LighthouseServer
-from lighthouse.state import Note
+from lighthouse.wire.address import normalize
+from lighthouse.wire.messages import RoomKey
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import zmq
 
-from lighthouse import address as addresses
-from lighthouse import codec, sockets
+from lighthouse import sockets
 from lighthouse.closing import Closing
 from lighthouse.config import Timeouts
 from lighthouse.errors import LighthouseUnavailable, ProtocolError, VersionMismatch
-from lighthouse.messages import Message, Request, Status, StatusRequest
+from lighthouse.wire import address as addresses
+from lighthouse.wire import codec
+from lighthouse.wire.messages import Message, Request, Status, StatusRequest
 
 ConnectionEvent = Literal["connected", "disconnected"]
 
@@ -29,7 +30,7 @@ class Connection:
     connection is back: all requests are idempotent.
 
     Args:
-        address: "tcp://host:port"; see `lighthouse.address`. ValueError if malformed.
+        address: "tcp://host:port"; see `lighthouse.wire.address`. ValueError if malformed.
         identity: unique in the whole job, 1 to 255 bytes, not starting with a zero byte; the
             lighthouse tells connections apart by it.
         timeouts: heartbeats are taken from here.

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from lighthouse.messages import RoomKey
+from lighthouse.wire.messages import RoomKey
 
 FORMAT = 1
 MAX_FILE_BYTES = 256 * 1024 * 1024

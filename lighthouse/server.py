@@ -23,15 +23,16 @@ from typing import Any, cast, get_args
 
 import zmq
 
-from lighthouse import address as addresses
-from lighthouse import codec, sockets
+from lighthouse import sockets
 from lighthouse.closing import Closing
 from lighthouse.config import LighthouseConfig
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.journal import Journal
-from lighthouse.messages import Refused, Request, RoomKey, Status, StatusRequest
+from lighthouse.machine.jobs import Effect, Lighthouse, Note, Peer, Send, first_quorum_id
 from lighthouse.routes import Routes
-from lighthouse.state import Effect, Lighthouse, Note, Peer, Send, first_quorum_id
+from lighthouse.wire import address as addresses
+from lighthouse.wire import codec
+from lighthouse.wire.messages import Refused, Request, RoomKey, Status, StatusRequest
 
 log = logging.getLogger("lighthouse")
 

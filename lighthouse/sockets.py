@@ -9,9 +9,9 @@ from typing import Any
 
 import zmq
 
-from lighthouse import address as addresses
-from lighthouse import codec
 from lighthouse.config import Timeouts
+from lighthouse.wire import address as addresses
+from lighthouse.wire import codec
 
 SERVER_QUEUE_MESSAGES = 256
 """Per peer and direction; a healthy peer has one message on its way."""

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from lighthouse.config import Timeouts
-from lighthouse.messages import Obituary, RoomKey
+from lighthouse.wire.messages import Obituary, RoomKey
 
 log = logging.getLogger("lighthouse.watcher")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from lighthouse import address as addresses
 from lighthouse.closing import Closing
+from lighthouse.wire import address as addresses
 
 Status = Callable[[], dict[str, Any]]
 

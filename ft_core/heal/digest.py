@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ft_core.heal.checksum import checksum
+from ft_core.heal.format import NUMPY_KINDS, Node, TreeEncoder, pack_node
 from ft_core.heal.pack import byte_view, dtensor_type, plain_tensor
-from ft_core.heal.tree import NUMPY_KINDS, Node, TreeEncoder, pack_node
 
 _PIECE_BYTES = 16 << 20  # unit of work of one thread, and of staging from a device
 

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from ft_core.heal.errors import HealError, UnsupportedObjectError
-from ft_core.heal.layout import Layout, lay_out
-from ft_core.heal.tree import (
+from ft_core.heal.format import (
     DTYPES,
     NUMPY_KINDS,
     TENSOR_TAGS,
@@ -31,6 +30,7 @@ from ft_core.heal.tree import (
     pack_node,
     unpack_node,
 )
+from ft_core.heal.layout import Layout, lay_out
 
 MANIFEST_VERSION = 1
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)

@@ -24,8 +24,8 @@ from ft_core.heal.checksum import checksum
 from ft_core.heal.errors import HealError
 from ft_core.heal.layout import Chunk, align
 from ft_core.heal.pack import Manifest, byte_view, pack
+from ft_core.heal.protocol import MAX_MANIFEST_BYTES
 from ft_core.heal.types import HealKey
-from ft_core.heal.wire import MAX_MANIFEST_BYTES
 
 _HUGE_PAGE = 2 << 20
 _TOUCH_BYTES = 32 << 20

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import zmq
 
-from ft_core.heal import wire
+from ft_core.heal import protocol as wire
 
 QUEUED_REPLIES = 128  # what ZeroMQ queues for one reader before it counts as too slow
 _HEARTBEAT_MS = 2_000

@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ft_core.process_group.meeting import Meeting
+from ft_core.process_group.rendezvous import Meeting
 
 
 class Communicator(ABC):

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from ft_core.process_group import forgotten
 from ft_core.process_group.communicator import Communicator
-from ft_core.process_group.device_sockets import DeviceSockets, pair_sequences, workers_asleep
+from ft_core.process_group.gloo_sockets import DeviceSockets, pair_sequences, workers_asleep
 from ft_core.process_group.interfaces import choose_address
-from ft_core.process_group.meeting import Meeting
 from ft_core.process_group.meeting_store import MeetingStore
-from ft_core.process_group.mesh import MeshProcessGroup
+from ft_core.process_group.reconfigurable import MeshProcessGroup
+from ft_core.process_group.rendezvous import Meeting
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0

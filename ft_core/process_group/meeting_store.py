@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ft_core.process_group.errors import ProcessGroupError
-from ft_core.process_group.meeting import Meeting
+from ft_core.process_group.rendezvous import Meeting
 
 
 class MeetingStore(dist.Store):

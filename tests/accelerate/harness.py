@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_accelerate.options import ENV_SUPERVISOR
-from ft_core.rank_group import group_command
+from ft_core.launch.rank_group import group_command
 from tests import runs
 from tests.runs import WAIT_S, Line, compare_steps, ended
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_core.diloco_schedule import Event, Schedule, trace
+from ft_core.diloco.schedule import Event, Schedule, trace
 from tests.accelerate.loop_worker import OPTIONS, Net, loaders
 
 Lines = list[dict[str, Any]]

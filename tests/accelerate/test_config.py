@@ -17,7 +17,7 @@ from ft_accelerate.config import (
     read_section,
 )
 from ft_accelerate.options import GroupPlace, Supervision, field_names, is_enabled
-from ft_core.rank_group import rank_environment
+from ft_core.launch.rank_group import rank_environment
 
 
 def test_options_go_through_the_environment_and_come_back() -> None:
@@ -246,7 +246,7 @@ def test_every_option_is_explained() -> None:
 def test_neither_torch_nor_accelerate_is_loaded() -> None:
     code = (
         "import sys, ft_accelerate.autoload, ft_accelerate.cli, ft_accelerate.launch, "
-        "ft_core.rank_group, ft_accelerate.run, ft_accelerate.questions\n"
+        "ft_core.launch.rank_group, ft_accelerate.run, ft_accelerate.questions\n"
         "assert not {'torch', 'accelerate', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -25,7 +25,7 @@ from ft_accelerate import launch_hooks
 from ft_accelerate.config import Layout
 from ft_accelerate.launch import environment, in_our_hands, plan, wanted
 from ft_accelerate.options import FaultTolerancePlugin
-from ft_core.rank_group import group_command
+from ft_core.launch.rank_group import group_command
 from tests.accelerate.installed import accelerate, installed
 
 MULTI_NODE = {
@@ -133,7 +133,7 @@ def test_num_processes_are_groups_or_one_group_as_the_config_says(
     assert ours == [sys.executable, "-m", "ft_accelerate.run", "train.py", "--x"]
     assert group_command(ours, 1, parent_env="PARENT") == ours
     assert group_command(ours, 4, parent_env="PARENT") == [
-        sys.executable, "-m", "ft_core.rank_group", "PARENT", "4", *ours,
+        sys.executable, "-m", "ft_core.launch.rank_group", "PARENT", "4", *ours,
     ]  # fmt: skip
 
 

@@ -35,21 +35,21 @@ ALWAYS = {"__future__", "__main__"}
 LIGHTHOUSE_INSIDE = {"ballot", "history", "journal", "quorum", "seats"}
 
 PURE = [
-    "ft_core.effects",
-    "ft_core.group",
+    "ft_core.replica.effects",
+    "ft_core.replica.group_leader",
     "ft_core.heal.layout",
-    "ft_core.heal.plan",
-    "ft_core.heal.wire",
-    "ft_core.replica",
+    "ft_core.heal.transfer_plan",
+    "ft_core.heal.protocol",
+    "ft_core.replica.machine",
     "ft_lightning.scope",
-    "lighthouse.address",
-    "lighthouse.codec",
+    "lighthouse.wire.address",
+    "lighthouse.wire.codec",
     "lighthouse.config",
-    "lighthouse.messages",
-    "lighthouse.quorum",
-    "lighthouse.room",
+    "lighthouse.wire.messages",
+    "lighthouse.machine.rules",
+    "lighthouse.machine.job",
     "lighthouse.routes",
-    "lighthouse.state",
+    "lighthouse.machine.jobs",
 ]
 # Reads the environment when asked to; pure modules take no more than its constants and types.
 CONSTANTS_OF = {"ft_core.config"}
@@ -165,7 +165,7 @@ def test_the_lighthouse_never_loads_torch_and_starts_nothing(name: str) -> None:
 def test_lighthouse_alone_is_light() -> None:
     """`import lighthouse` must not even load pyzmq: pure modules work where it is missing."""
     code = (
-        "import sys, lighthouse, lighthouse.state, lighthouse.messages; print('zmq' in sys.modules)"
+        "import sys, lighthouse, lighthouse.machine.jobs, lighthouse.wire.messages; print('zmq' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ft_core import session
-from ft_core.local import ensure_local_lighthouse
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
+from ft_core.shell import session
+from ft_core.shell.local_lighthouse import ensure_local_lighthouse
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseUnavailable
 from lighthouse.standby import Idle
@@ -93,7 +93,7 @@ def test_all_who_ask_find_the_same_one(port: int, caplog: pytest.LogCaptureFixtu
 @pytest.mark.usefixtures("stopped")
 def test_it_outlives_the_process_that_started_it(port: int) -> None:
     script = (
-        "import os, signal; from ft_core.local import ensure_local_lighthouse;"
+        "import os, signal; from ft_core.shell.local_lighthouse import ensure_local_lighthouse;"
         f"ensure_local_lighthouse({port}); os.killpg(0, signal.SIGKILL)"
     )
     done = subprocess.run(

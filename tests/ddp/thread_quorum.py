@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.reduction import Started, work_of
+from ft_core.collectives.allreduce import Started, work_of
 from ft_core.state import State
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 

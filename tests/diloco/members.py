@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ft_core.diloco import DiLoCo
-from ft_core.local_sgd import LocalSGD
+from ft_core.diloco.diloco import DiLoCo
+from ft_core.diloco.local_sgd import LocalSGD
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
 from tests.diloco import reference

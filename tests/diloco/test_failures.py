@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from ft_core.diloco import DiLoCo
-from ft_core.diloco_schedule import Event, Schedule
-from ft_core.fragments import split
-from ft_core.local_sgd import LocalSGD
+from ft_core.diloco.diloco import DiLoCo
+from ft_core.diloco.fragments import split
+from ft_core.diloco.local_sgd import LocalSGD
+from ft_core.diloco.schedule import Event, Schedule
 from ft_core.telemetry import QUORUM, WAITING
 from ft_core.telemetry import Event as Event_
 from lighthouse.errors import JoinRefused

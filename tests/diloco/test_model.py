@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
-from ft_core.diloco import DiLoCo
-from ft_core.fragments import Flat, split
-from ft_core.local_sgd import LocalSGD, extract_local_tensor
+from ft_core.diloco.diloco import DiLoCo
+from ft_core.diloco.fragments import Flat, split
+from ft_core.diloco.local_sgd import LocalSGD, extract_local_tensor
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupDummy, ProcessGroupGloo
-from ft_core.replica import Replica
-from lighthouse.messages import Join, RoomKey
+from ft_core.replica.machine import Replica
+from lighthouse.wire.messages import Join, RoomKey
 from tests.diloco.members import Trainer
 from tests.diloco.reference import inner_optimizer, network, outer_optimizer
 from tests.threads.cluster import lighthouse, replicas

@@ -14,9 +14,9 @@ import torch
 from torch.distributed import ReduceOp
 
 from ft_core.attempts import participation_of
-from ft_core.codecs import codec_named
+from ft_core.collectives.codecs import codec_named
+from ft_core.collectives.quantized import Reduction, reduce_quantized, wire_bytes
 from ft_core.manager import WorldSizeMode
-from ft_core.quantized import Reduction, reduce_quantized, wire_bytes
 from tests.threads.cluster import Replica, lighthouse, replicas
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.diloco import DiLoCo
-from ft_core.diloco_schedule import Event, Schedule, trace
-from ft_core.fragments import split
-from ft_core.local_sgd import LocalSGD
+from ft_core.diloco.diloco import DiLoCo
+from ft_core.diloco.fragments import split
+from ft_core.diloco.local_sgd import LocalSGD
+from ft_core.diloco.schedule import Event, Schedule, trace
 from tests.diloco.members import Trainer
 from tests.diloco.reference import Reference, network
 from tests.threads.cluster import lighthouse, replicas

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_core.diloco_schedule import Event, Schedule, trace
+from ft_core.diloco.schedule import Event, Schedule, trace
 
 LAUNCH, APPLY = Event.LAUNCH, Event.APPLY
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ft_core.diloco import DiLoCo
-from ft_core.fragments import split
+from ft_core.diloco.diloco import DiLoCo
+from ft_core.diloco.fragments import split
 from ft_core.manager import WorldSizeMode
 from tests.diloco import reference
 from tests.diloco.members import Trainer, check_states

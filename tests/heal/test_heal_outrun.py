@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.effects import FetchState
 from ft_core.heal import HealKey, HealServer
-from ft_core.plane import DataPlane, pack_address
 from ft_core.process_group import ProcessGroupDummy
+from ft_core.replica.effects import FetchState
+from ft_core.shell.data_plane import DataPlane, pack_address
 from ft_core.telemetry import Telemetry
-from lighthouse.messages import Member
+from lighthouse.wire.messages import Member
 from tests.heal.support import FaultyLink, same
 
 MakeServer = Callable[..., HealServer]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ft_core.heal.plan import FIRST_STALL_S, WINDOW, TransferPlan
+from ft_core.heal.transfer_plan import FIRST_STALL_S, WINDOW, TransferPlan
 
 
 @dataclass

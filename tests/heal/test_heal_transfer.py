@@ -14,9 +14,10 @@ import pytest
 import torch
 import zmq
 
-from ft_core.heal import HealError, HealKey, HealProgress, HealServer, fetch, wire
-from ft_core.heal.client import DEFAULT_CHUNK_BYTES
-from ft_core.heal.plan import WINDOW
+from ft_core.heal import HealError, HealKey, HealProgress, HealServer, fetch
+from ft_core.heal import protocol as wire
+from ft_core.heal.target import DEFAULT_CHUNK_BYTES
+from ft_core.heal.transfer_plan import WINDOW
 from tests.heal.support import KEY, FaultyLink, same, soon, state
 
 MakeServer = Callable[..., HealServer]

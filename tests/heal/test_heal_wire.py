@@ -9,7 +9,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 
-from ft_core.heal import wire
+from ft_core.heal import protocol as wire
 
 MESSAGES = [
     wire.Open("secret", 3, "ab", 1 << 20, 2.5, b"host"),

@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.messages import RoomKey
 from lighthouse.server import LighthouseServer
+from lighthouse.wire.messages import RoomKey
 from tests.lighthouse.support import FAST, ROOM, Player
 
 # How long an example takes says nothing on a machine that does other things too.

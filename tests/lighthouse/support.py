@@ -12,7 +12,7 @@ import zmq
 
 from lighthouse.client import Connection
 from lighthouse.config import Timeouts
-from lighthouse.messages import (
+from lighthouse.wire.messages import (
     Decision,
     Join,
     Message,

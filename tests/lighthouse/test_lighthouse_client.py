@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import zmq
 
-from lighthouse import address as addresses
 from lighthouse.client import Connection, LighthouseClient
 from lighthouse.errors import LighthouseUnavailable
-from lighthouse.messages import StatusRequest
 from lighthouse.server import LighthouseServer
 from lighthouse.sockets import CLIENT_SEND_QUEUE_MESSAGES
+from lighthouse.wire import address as addresses
+from lighthouse.wire.messages import StatusRequest
 from tests.lighthouse.support import FAST
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lighthouse import codec, messages
 from lighthouse.errors import ProtocolError, VersionMismatch
-from lighthouse.messages import Decision, Member, Quorum, Refused, RoomKey, Status, Vote
+from lighthouse.wire import codec, messages
+from lighthouse.wire.messages import Decision, Member, Quorum, Refused, RoomKey, Status, Vote
 
 KINDS: tuple[type, ...] = typing.get_args(messages.Message)
 

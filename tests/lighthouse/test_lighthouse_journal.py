@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lighthouse.journal import Journal, read
-from lighthouse.messages import RoomKey
+from lighthouse.wire.messages import RoomKey
 
 ROOM, OTHER = RoomKey("job", "room"), RoomKey("job", "other")
 

@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from lighthouse import quorum
-from lighthouse.messages import Message
+from lighthouse.machine import rules as quorum
+from lighthouse.wire.messages import Message
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
 

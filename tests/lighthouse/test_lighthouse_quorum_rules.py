@@ -8,8 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lighthouse.messages import TORN
-from lighthouse.quorum import (
+from lighthouse.machine.rules import (
     Candidate,
     Choice,
     Position,
@@ -19,6 +18,7 @@ from lighthouse.quorum import (
     natural,
     too_early,
 )
+from lighthouse.wire.messages import TORN
 
 NAMES = [f"replica_{n}" for n in (0, 1, 2, 9, 10, 11, 100)]
 whole = st.builds(Position, st.integers(0, 2), st.sampled_from("ab"))

@@ -12,11 +12,14 @@ import msgpack
 import pytest
 import zmq
 
-from lighthouse import codec
 from lighthouse.client import LighthouseClient
 from lighthouse.config import LighthouseConfig
 from lighthouse.errors import ProtocolError, VersionMismatch
-from lighthouse.messages import (
+from lighthouse.machine.jobs import Note
+from lighthouse.server import LighthouseServer
+from lighthouse.sockets import open_router
+from lighthouse.wire import codec
+from lighthouse.wire.messages import (
     Beat,
     Decision,
     Expelled,
@@ -29,9 +32,6 @@ from lighthouse.messages import (
     StatusRequest,
     Waiting,
 )
-from lighthouse.server import LighthouseServer
-from lighthouse.sockets import open_router
-from lighthouse.state import Note
 from tests.lighthouse.conftest import PlayerFactory
 from tests.lighthouse.support import FAST, PATIENCE_S, Player, commit_together
 

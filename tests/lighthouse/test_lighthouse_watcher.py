@@ -15,9 +15,9 @@ import pytest
 import zmq
 
 from lighthouse.config import LighthouseConfig
+from lighthouse.machine.jobs import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.sockets import open_router
-from lighthouse.state import Note
 from lighthouse.watcher import CAUSE, ProcessWatch, Report
 from tests.lighthouse.support import FAST, PATIENCE_S, ROOM, Player
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ft_core.rank_group import free_port, rank_environment
+from ft_core.launch.rank_group import free_port, rank_environment
 from tests import runs
 from tests.runs import Line, compare_steps, ended
 

@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 import ft_lightning
-from ft_core.diloco import DiLoCo
+from ft_core.diloco.diloco import DiLoCo
 from ft_lightning import diloco_state
 
 YAML = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_core.run_record import END, event_file, read_run
+from ft_core.launch.run_record import END, event_file, read_run
 from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, SERVE, Event
 from ft_lightning.counts import Counts
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import ft_lightning
-from ft_core.rank_group import BROKEN_EXIT_CODE, free_port
+from ft_core.launch.rank_group import BROKEN_EXIT_CODE, free_port
 from lighthouse import LighthouseServer
 from tests.lightning.harness import Line, Run, compare, running
 from tests.lightning.test_launcher import gone

@@ -182,7 +182,7 @@ def test_four_registries_know_the_name_without_an_import(
 
 TORCH = """
 import sys, time, torch
-hook = sys.modules.get("ft_core.import_hook")  # others may wait for their modules, too
+hook = sys.modules.get("ft_core.launch.import_hook")  # others may wait for their modules, too
 print("hook" if hook and any("lightning" in name for name in hook._waiting) else "none")
 print([m for m in sys.modules if m.startswith(("lightning", "pytorch_lightning", "zmq", "lighthouse"))])
 """

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ft_core.rank_group import rank_environment
+from ft_core.launch.rank_group import rank_environment
 from ft_lightning.scope import Role, Scope, child_environment, resolve
 from ft_lightning.slurm import machines
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ft_core.rank_group import BROKEN_EXIT_CODE, group_command
-from ft_core.supervisor import Child, Policy
+from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
+from ft_core.launch.supervisor import Child, Policy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,7 +102,7 @@ log = Path(sys.argv[1])
 
 PARENT = """
 import os, sys
-from ft_core.supervisor import supervise
+from ft_core.launch.supervisor import supervise
 def environment(index, restarts):
     return {**os.environ, "INDEX": str(index), "RESTARTS": str(restarts)}
 sys.exit(supervise([sys.executable, sys.argv[1], sys.argv[2]], environment,
@@ -173,7 +173,7 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     parent = start(
         tmp_path,
         """
-        from ft_core.supervisor import die_with
+        from ft_core.launch.supervisor import die_with
         die_with(os.getppid())
         (log / f"ready{index}").write_text(str(os.getpid()))
         time.sleep(60)

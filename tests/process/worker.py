@@ -141,9 +141,9 @@ class Worker:
 
             train(self, options)
             return
-        from ft_core import group_server
         from ft_core.manager import Manager
         from ft_core.process_group import ProcessGroupGloo
+        from ft_core.shell import group_server
 
         # Ranks find each other by how many managers their processes have had; these processes are
         # used again, in other groups, so that they must all count from the start of the run.

@@ -14,10 +14,11 @@ import shlex
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ft_core.effects import FetchState, Transmit
-from ft_core.replica import Replica
+from ft_core.replica.effects import FetchState, Transmit
+from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
-from lighthouse.messages import (
+from lighthouse.machine.jobs import Lighthouse, Note, Remember, Send
+from lighthouse.wire.messages import (
     Beat,
     Decision,
     Expelled,
@@ -33,7 +34,6 @@ from lighthouse.messages import (
     Vote,
     Waiting,
 )
-from lighthouse.state import Lighthouse, Note, Remember, Send
 
 ROOM = RoomKey("job", "room")
 HIDDEN = ("room", "addresses", "schema_text", "name", "group_world_size")
@@ -284,7 +284,7 @@ class ReplicaStage:
 
 
 def _after(lineage: str, quorum_id: int, step: int) -> str:
-    from lighthouse.messages import next_lineage
+    from lighthouse.wire.messages import next_lineage
 
     return next_lineage(lineage, quorum_id, step)
 

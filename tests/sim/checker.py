@@ -22,10 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lighthouse.messages import TORN, Decision, Expelled, Member, Quorum, Reply, next_lineage
+from lighthouse.wire.messages import TORN, Decision, Expelled, Member, Quorum, Reply, next_lineage
 
 if TYPE_CHECKING:
-    from ft_core.standing import Outcome
+    from ft_core.replica.status import Outcome
     from tests.sim.plane import Sum
 
 Position = tuple[int, str]

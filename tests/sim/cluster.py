@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ft_core.effects import Transmit
-from ft_core.replica import Replica
-from ft_core.standing import Stage
+from ft_core.replica.effects import Transmit
+from ft_core.replica.machine import Replica
+from ft_core.replica.status import Stage
 from lighthouse.config import LighthouseConfig
-from lighthouse.messages import Join, Obituary, Request, RoomKey
-from lighthouse.state import Effect, Lighthouse, Note, Remember, Send, first_quorum_id
+from lighthouse.machine.jobs import Effect, Lighthouse, Note, Remember, Send, first_quorum_id
+from lighthouse.wire.messages import Join, Obituary, Request, RoomKey
 from tests.sim.checker import Checker
 from tests.sim.clock import Clock
 from tests.sim.network import UP, Network

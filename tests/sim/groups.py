@@ -15,12 +15,12 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_core.group import GroupEffect, GroupLeader, SendUp, peer_of
-from ft_core.replica import Replica
+from ft_core.replica.group_leader import GroupEffect, GroupLeader, SendUp, peer_of
+from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
-from lighthouse.messages import Join, Refused, Reply, Request, RoomKey, Vote
-from lighthouse.room import Effect, Remember, Send
-from lighthouse.state import Lighthouse
+from lighthouse.machine.job import Effect, Remember, Send
+from lighthouse.machine.jobs import Lighthouse
+from lighthouse.wire.messages import Join, Refused, Reply, Request, RoomKey, Vote
 from tests.sim.checker import Checker, Position, Violation
 from tests.sim.clock import Clock
 from tests.sim.cluster import START, Cluster

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from lighthouse.messages import Reply, Request
+from lighthouse.wire.messages import Reply, Request
 from tests.sim.clock import Clock
 
 UP, SILENT, DOWN = "up", "silent", "down"

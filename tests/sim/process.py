@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ft_core.effects import Abort, Configure, Effect, FetchState, Told, Transmit
-from ft_core.replica import Replica
-from ft_core.standing import Attempt, Stage
-from lighthouse.messages import Join, Reply, RoomKey, Vote
+from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Told, Transmit
+from ft_core.replica.machine import Replica
+from ft_core.replica.status import Attempt, Stage
+from lighthouse.wire.messages import Join, Reply, RoomKey, Vote
 from tests.sim.checker import state_after
 from tests.sim.network import Link
 from tests.sim.plane import Contribution, Sum

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ft_core.group import GroupLeader
-from ft_core.replica import Replica
-from lighthouse.messages import Leave, Vote
+from ft_core.replica.group_leader import GroupLeader
+from ft_core.replica.machine import Replica
+from lighthouse.wire.messages import Leave, Vote
 from tests.sim.groups import FAULTS, Groups
 
 SEEDS = 100

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-import ft_core.replica as replica_module
-import ft_core.standing as standing_module
-import lighthouse.history as history_module
-import lighthouse.state as state_module
-from ft_core.replica import Replica
-from ft_core.standing import Attempt, Outcome
-from lighthouse.ballot import Ballot
-from lighthouse.history import History
-from lighthouse.messages import Join, Member, Quorum, Vote, next_lineage
-from lighthouse.room import Room
+import ft_core.replica.machine as replica_module
+import ft_core.replica.status as standing_module
+import lighthouse.machine.history as history_module
+import lighthouse.machine.jobs as state_module
+from ft_core.replica.machine import Replica
+from ft_core.replica.status import Attempt, Outcome
+from lighthouse.machine.ballot import Ballot
+from lighthouse.machine.history import History
+from lighthouse.machine.job import Room
+from lighthouse.wire.messages import Join, Member, Quorum, Vote, next_lineage
 from tests.sim.cluster import Cluster
 from tests.sim.profile import Profile, profile_of
 from tests.sim.run import run

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lighthouse.messages import Beat, Decision, Reply, Request, RoomKey
+from lighthouse.wire.messages import Beat, Decision, Reply, Request, RoomKey
 from tests.sim.checker import Checker, Violation
 from tests.sim.clock import Clock
 from tests.sim.cluster import Cluster

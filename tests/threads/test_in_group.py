@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ft_core.errors import GroupBroken
-from ft_core.in_group import InGroup
-from ft_core.rank_group import free_port
+from ft_core.launch.rank_group import free_port
+from ft_core.shell.intra_group import InGroup
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -110,7 +110,7 @@ def test_a_stranger_at_the_door_is_sent_away(monkeypatch: pytest.MonkeyPatch) ->
         strangers.append(stranger)
         return made
 
-    monkeypatch.setattr("ft_core.in_group.socket.create_server", server)
+    monkeypatch.setattr("ft_core.shell.intra_group.socket.create_server", server)
     with ranks(2) as (zero, one):
         assert (
             together(lambda: zero.broadcast("mine"), lambda: one.broadcast("his")) == ["mine"] * 2

@@ -11,10 +11,10 @@ import torch
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.control import SPIN_S
 from ft_core.errors import QuorumUnavailable, TooManyDiscards
 from ft_core.manager import Manager, WorldSizeMode
 from ft_core.process_group import ProcessGroupGloo
+from ft_core.shell.control import SPIN_S
 from lighthouse.errors import JoinRefused, LighthouseUnavailable
 
 from .cluster import Replica, lighthouse, replicas

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core import plane
 from ft_core.heal import HealServer
+from ft_core.shell import data_plane as plane
 from tests.heal.support import FaultyLink
 
 from .cluster import Replica, lighthouse, replicas

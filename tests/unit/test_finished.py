@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lighthouse.effects import Effect, Send
-from lighthouse.messages import FINISHED, Leave, Quorum, Refused, Waiting, next_lineage
-from lighthouse.room import Room
+from lighthouse.machine.effects import Effect, Send
+from lighthouse.machine.job import Room
+from lighthouse.wire.messages import FINISHED, Leave, Quorum, Refused, Waiting, next_lineage
 from tests.unit.test_room import KEY, LIMITS, full_room, join, vote_all
 
 MOMENT = 10.0

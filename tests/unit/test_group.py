@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ft_core.group import BROKEN, LEFT, GroupLeader, SendUp, peer_of
-from lighthouse.messages import (
+from ft_core.replica.group_leader import BROKEN, LEFT, GroupLeader, SendUp, peer_of
+from lighthouse.machine.job import Send
+from lighthouse.wire.messages import (
     FINISHED,
     PHASE_HEALING,
     PHASE_REDUCING,
@@ -22,7 +23,6 @@ from lighthouse.messages import (
     RoomKey,
     Vote,
 )
-from lighthouse.room import Send
 
 ROOM = RoomKey("job", "default")
 GROUP = "g:1"

@@ -14,8 +14,8 @@ from types import ModuleType
 
 import pytest
 
-from ft_core import import_hook
-from ft_core.import_hook import cancel, when_imported
+from ft_core.launch import import_hook
+from ft_core.launch.import_hook import cancel, when_imported
 
 numbers = itertools.count()
 Write = Callable[..., str]

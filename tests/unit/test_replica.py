@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from ft_core.effects import Configure, Effect, FetchState, Transmit
-from ft_core.replica import Replica
-from ft_core.standing import Attempt, Stage
-from lighthouse.messages import (
+from ft_core.replica.effects import Configure, Effect, FetchState, Transmit
+from ft_core.replica.machine import Replica
+from ft_core.replica.status import Attempt, Stage
+from lighthouse.wire.messages import (
     Decision,
     Expelled,
     Join,

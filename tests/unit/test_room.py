@@ -9,11 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lighthouse import codec
 from lighthouse.config import LighthouseConfig, Timeouts
-from lighthouse.effects import Effect, Send
-from lighthouse.history import MAX_DOUBLINGS, REMEMBERED_DECISIONS, History, Patience
-from lighthouse.messages import (
+from lighthouse.machine.effects import Effect, Send
+from lighthouse.machine.history import MAX_DOUBLINGS, REMEMBERED_DECISIONS, History, Patience
+from lighthouse.machine.job import Room
+from lighthouse.machine.jobs import Lighthouse, first_quorum_id
+from lighthouse.machine.members import Seats
+from lighthouse.machine.rules import Position
+from lighthouse.wire import codec
+from lighthouse.wire.messages import (
     PHASES,
     TORN,
     Beat,
@@ -31,10 +35,6 @@ from lighthouse.messages import (
     member_delta,
     next_lineage,
 )
-from lighthouse.quorum import Position
-from lighthouse.room import Room
-from lighthouse.seats import Seats
-from lighthouse.state import Lighthouse, first_quorum_id
 
 KEY = RoomKey("job", "room")
 LIMITS = Timeouts.derive(6.0)

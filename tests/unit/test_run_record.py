@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_core.run_record import Life, Run, gap_around
+from ft_core.launch.run_record import Life, Run, gap_around
 
 
 def run_with_commits_at(*times: float) -> Run:

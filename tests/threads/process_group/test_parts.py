@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ft_core.process_group import ProcessGroupError, choose_address, outgoing_address, wire
-from ft_core.process_group.device_sockets import DeviceSockets, pair_sequences
+from ft_core.process_group.gloo_sockets import DeviceSockets, pair_sequences
 from ft_core.process_group.interfaces import interface_address
-from ft_core.process_group.meeting import Doorbell, Meeting
+from ft_core.process_group.rendezvous import Doorbell, Meeting
 
 
 def test_addresses_travel_and_are_small() -> None:

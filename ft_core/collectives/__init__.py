@@ -1,0 +1,1 @@
+"""Reductions within a step: operations, all-reduce, quantized codecs."""

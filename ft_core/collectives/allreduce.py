@@ -1,0 +1,142 @@
+"""`Manager.allreduce` of one tensor: this member's contribution, the collective, what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ft_core.collectives.ops import completed, finish, future_for, op_name, options_for, prepare
+from ft_core.collectives.quantized import check_quantizable, reduce_in_turn
+from ft_core.process_group.work import CompletedWork, finish_with
+from ft_core.replica.participation import Participation
+from ft_core.step import Step
+
+
+class Started:
+    """An all-reduce on its way, for a caller that waits for it in a thread of its own.
+
+    No other thread runs Python code for it when it arrives, as a future's callbacks would in the
+    backend's: a thread that waits then gets the interpreter at once (0.15 ms a step of two
+    replicas, benchmarks/RESULTS.md).
+
+    Attributes:
+        future: of the tensor; done, and never failed, when somebody has called `wait`.
+    """
+
+    __slots__ = ("_end", "_tensor", "_work", "future")
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        work: dist.Work,
+        end: Callable[[Exception | None], Tensor] | None = None,
+    ) -> None:
+        self.future = future_for(tensor)
+        self._tensor, self._work, self._end = tensor, work, end
+
+    def wait(self) -> Tensor:
+        """The reduced tensor, when it is there. Never raises. One thread at a time."""
+        if not self.future.done():
+            error = None
+            try:
+                self._work.wait()
+            except Exception as caught:
+                error = caught.with_traceback(None)  # which would tie this frame to it
+            if self._end is not None:
+                self._end(error)
+            self.future.set_result(self._tensor)
+        return self._tensor
+
+    def done(self) -> bool:
+        """Whether it has arrived, or failed. Any thread."""
+        return self.future.done() or self._work.is_completed()
+
+
+def reduce(
+    step: Step,
+    tensor: Tensor,
+    reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    *,
+    divided_by: int,
+    quantize: bool,
+) -> Future[Tensor]:
+    """See `Manager.allreduce`. Any thread; never raises but ValueError."""
+    op = op_name(reduce_op)
+    if quantize:
+        check_quantizable(tensor, op)
+    try:
+        part = _contribute(step, tensor, op, divided_by)
+        if part is None:
+            return completed(tensor)
+        if quantize or step.queue.busy:
+            return reduce_in_turn(step, tensor, op, part, quantize=quantize)
+        work = step.group.allreduce([tensor], options_for(op))
+    except Exception as error:  # whatever the backend raises: the step is lost, not the run
+        step.fail(error)
+        return completed(tensor)
+    result = finish_with(work, _ending(step, tensor, op, part))
+    step.pending.append(result)
+    return result
+
+
+def start(
+    step: Step,
+    tensor: Tensor,
+    reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    *,
+    divided_by: int,
+) -> Started:
+    """See `Manager.start_allreduce`. Any thread; never raises but ValueError."""
+    op, end = op_name(reduce_op), None
+    work: dist.Work = CompletedWork(tensor)
+    try:
+        part = _contribute(step, tensor, op, divided_by)
+        if part is not None and step.queue.busy:
+            work = work_of(reduce_in_turn(step, tensor, op, part, quantize=False))
+        elif part is not None:
+            work = step.group.start_allreduce([tensor], options_for(op))
+            end = _ending(step, tensor, op, part)
+    except Exception as error:  # as above
+        step.fail(error)
+    started = Started(tensor, work, end)
+    step.pending.append(started)
+    return started
+
+
+def work_of(future: Future[Tensor]) -> dist.Work:
+    """What torch's reducer wants in the place of a future."""
+    work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)
+    return work
+
+
+def _contribute(step: Step, tensor: Tensor, op: str, divided_by: int) -> Participation | None:
+    """Make `tensor` this member's contribution; None: the step is lost already."""
+    part = step.bind()
+    if part is None:
+        return None
+    scale = step.mean_scale(divided_by)
+    prepare(tensor, op, participating=part.rank is not None, scale=scale)
+    return part
+
+
+def _ending(
+    step: Step, tensor: Tensor, op: str, part: Participation
+) -> Callable[[Exception | None], Tensor]:
+    """What is done when the collective has ended: the result, or a report."""
+
+    def end(error: Exception | None) -> Tensor:
+        try:
+            if error is None:
+                finish(tensor, op, part.participants)
+        except Exception as caught:
+            error = caught
+        if error is not None:
+            # A future wraps errors into its own, with a stack; the group has the plain one.
+            step.fail(step.group.errored() or error)
+        return tensor
+
+    return end

@@ -1,0 +1,1 @@
+"""LocalSGD, DiLoCo and Streaming DiLoCo."""

@@ -1,0 +1,211 @@
+"""DiLoCo and Streaming DiLoCo: an outer optimizer steps on the members' mean drift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ft_core.attempts import participation_of
+from ft_core.collectives.codecs import Codec, codec_named
+from ft_core.collectives.quantized import (
+    Reduction,
+    reduce_quantized,
+    wire_bytes,
+)
+from ft_core.diloco.fragments import (
+    DEFAULT_BUCKET_BYTES,
+    Fragment,
+    FragmentSpec,
+    like,
+    local_part,
+    split,
+)
+from ft_core.diloco.outer_loop import OuterLoop
+from ft_core.diloco.outer_step import Flight
+from ft_core.diloco.schedule import Schedule
+
+if TYPE_CHECKING:
+    from ft_core.manager import Manager
+
+
+def check_options(fragment_update_alpha: float, codec: str | None, error_feedback: bool) -> None:
+    """Raises ValueError for options of DiLoCo that can't be, whoever runs the algorithm."""
+    if not 0.0 <= fragment_update_alpha <= 1.0:
+        raise ValueError(f"fragment_update_alpha must be from 0 to 1, got {fragment_update_alpha}")
+    if error_feedback and codec is None:
+        raise ValueError("error_feedback has nothing to correct without a codec: set codec")
+
+
+def nesterov(outer_lr: float, outer_momentum: float) -> Callable[[list[Tensor]], Optimizer]:
+    """Makes the outer optimizer of arXiv 2311.08105, of given parameters. Raises ValueError."""
+    if not outer_lr > 0:
+        raise ValueError(f"outer_lr must be positive, got {outer_lr}")
+    if not 0.0 <= outer_momentum < 1.0:
+        raise ValueError(f"outer_momentum must be from 0 to below 1, got {outer_momentum}")
+    return partial(
+        torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
+    )
+
+
+class DiLoCo(OuterLoop):
+    """Fault-tolerant DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512).
+
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        with DiLoCo(manager, model, inner, outer, sync_every=100):
+            for batch in batches:
+                inner.zero_grad()
+                loss(model(batch)).backward()
+                inner.step()
+
+    Each window of `sync_every` inner steps every fragment has one outer step: the mean of the
+    members' pseudo-gradients (global minus local parameters) is the gradient with which
+    `outer_optimizer` steps the global parameters. If an error occurs, the outer step is discarded,
+    and the fragment's parameters return to the last global ones. The model and both optimizers
+    must not be in the manager's own state: a healing member gets the global parameters and the
+    outer optimizer's state from here, and starts with a fresh inner optimizer.
+
+    Args:
+        manager: its steps are the outer steps.
+        model: its trainable parameters are synchronized; persistent buffers are averaged once a
+            window (integers: the first participant's).
+        inner_optimizer: its `step` is an inner step.
+        outer_optimizer: over all trainable parameters of the model; steps one fragment at a time.
+        sync_every: inner steps in a window (the paper's H).
+        backup_device: where the global parameters are kept; None: in CPU memory.
+        pin_memory: page-locked, if that is CPU memory and there is a CUDA device.
+        fragments: a number of parts of about equal size, or a list with a module, or parameter
+            names, for each; None: one.
+        fragment_sync_delay: inner steps between sending a fragment and applying it, behind which
+            its communication hides (tau).
+        fragment_update_alpha: how much of the local parameters stays when a fragment is applied:
+            0, they become the global ones; 1, they stay what they are.
+        codec: None, "int8", "int4" or "fp8": what pseudo-gradients travel as.
+        error_feedback: keep what the codec loses and send it the next time.
+        weighted, bucket_bytes, keep_windows: as `LocalSGD`.
+
+    All settings must be equal in all members: checked when they join. Raises ValueError for those
+    that contradict each other.
+    """
+
+    KEY = "diloco"
+
+    def __init__(
+        self,
+        manager: Manager,
+        model: nn.Module,
+        inner_optimizer: Optimizer,
+        outer_optimizer: Optimizer,
+        sync_every: int,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
+        *,
+        fragments: FragmentSpec = None,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+        codec: str | None = None,
+        error_feedback: bool = False,
+        weighted: bool | str = False,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        keep_windows: bool = False,
+    ) -> None:
+        check_options(fragment_update_alpha, codec, error_feedback)
+        if outer_optimizer is inner_optimizer:
+            raise ValueError("inner_optimizer and outer_optimizer must be two optimizers")
+        parts = split(model, fragments)
+        _check_covers(outer_optimizer, parts)
+        self._outer = outer_optimizer
+        self._alpha = fragment_update_alpha
+        self._codec: Codec | None = None if codec is None else codec_named(codec)
+        self._feedback = error_feedback
+        self._residuals: dict[int, list[Tensor]] = {}
+        super().__init__(
+            manager,
+            model,
+            inner_optimizer,
+            Schedule(sync_every, len(parts), fragment_sync_delay),
+            parts,
+            outer_optimizer,
+            weighted=weighted,
+            bucket_bytes=bucket_bytes,
+            keep_windows=keep_windows,
+            settings=f", alpha={fragment_update_alpha}, codec={codec}, "
+            f"error_feedback={error_feedback}, outer={type(outer_optimizer).__name__}",
+            backup_device=backup_device,
+            pin_memory=pin_memory,
+        )
+
+    def _contribution(self, fragment: Fragment, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Delta_i = theta(t-1) - theta_i(t) (arXiv 2311.08105, algorithm 1, line 12)."""
+        return deltas
+
+    def _reduce(self, flight: Flight, weight: float) -> None:
+        if self._codec is None:
+            super()._reduce(flight, weight)
+            return
+        codec, buckets = self._codec, flight.values.buckets()
+        part = participation_of(self._manager)
+        residuals: list[Tensor | None] = [None] * len(buckets)
+        if self._feedback:
+            known = self._residuals.get(flight.fragment.index)
+            residuals = list(
+                known or [b.new_zeros(b.numel(), dtype=torch.float32) for b in buckets]
+            )
+        if not weight:  # a window that was given up leaves what earlier ones lost for later
+            residuals = [None] * len(buckets)
+        jobs = [Reduction(b, r) for b, r in zip(buckets, residuals, strict=True)]
+        flight.quantized = jobs
+        flight.futures.append(
+            self._manager.step.queue.submit(lambda pg: reduce_quantized(pg, codec, jobs, part))
+        )
+        self.stats.bytes_sent += sum(
+            wire_bytes(codec, b.numel(), part.replica_world_size) for b in buckets
+        )
+
+    def _finish(self, flight: Flight) -> None:
+        super()._finish(flight)
+        left = [job.next_residual for job in flight.quantized]
+        if left and all(r is not None for r in left):
+            self._residuals[flight.fragment.index] = left
+
+    @torch.no_grad()
+    def _outer_update(self, fragment: Fragment, means: Sequence[Tensor]) -> Sequence[Tensor]:
+        """theta(t) = OuterOpt(theta(t-1), Delta(t)) (arXiv 2311.08105, algorithm 1, line 14), then
+        theta_m <- alpha theta_m + (1 - alpha) theta (arXiv 2501.18512, algorithm 2)."""
+        drifted = [local_part(p).clone() for p in fragment.parameters] if self._alpha else []
+        # The outer optimizer is over the model's parameters: it steps those that have a gradient.
+        every = [p for group in self._outer.param_groups for p in group["params"]]
+        gradients: list[Any] = [p.grad for p in every]
+        try:
+            for p in every:
+                p.grad = None
+            self._state.restore(fragment)
+            for p, mean in zip(fragment.parameters, means, strict=True):
+                p.grad = like(mean.to(local_part(p).device), p)
+            self._outer.step()
+        finally:
+            for p, gradient in zip(every, gradients, strict=True):
+                p.grad = gradient
+        self._state.take(fragment)
+        for p, before in zip(fragment.parameters, drifted, strict=bool(drifted)):
+            # Global values once more if alpha is 0: nothing to do.
+            local_part(p).lerp_(before, self._alpha)
+        return means
+
+    def _load_healed(self, state: dict[str, Any]) -> None:
+        self._residuals.clear()  # what was lost on the way to a state that this member missed
+        super()._load_healed(state)
+
+
+def _check_covers(outer: Optimizer, fragments: Sequence[Fragment]) -> None:
+    known = {id(p) for group in outer.param_groups for p in group["params"]}
+    for fragment in fragments:
+        for name, p in zip(fragment.names, fragment.parameters, strict=True):
+            if id(p) not in known:
+                raise ValueError(
+                    f"outer_optimizer lacks parameter {name!r}: build it over model.parameters()"
+                )

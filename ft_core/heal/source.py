@@ -1,0 +1,401 @@
+"""The source's end of a heal: a thread that serves one published version over a ROUTER socket."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import logging
+import os
+import socket
+import threading
+import time
+from collections import OrderedDict
+from typing import Any
+
+import zmq
+
+from ft_core.heal import protocol as wire
+from ft_core.heal import samehost
+from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from ft_core.heal.readers import Reader
+from ft_core.heal.snapshot import Arena, Loan, Publication
+from ft_core.heal.sockets import QUEUED_REPLIES, bracketed, serving_socket, settle_allocator
+from ft_core.heal.types import HealKey, ServerStats
+
+_log = logging.getLogger(__name__)
+_MAX_RETIRED = 64  # keys remembered, so that a late reader is told 'gone' and not left waiting
+_MAX_HOLD_S = 24 * 3600.0
+
+
+class HealServer:
+    """Serves snapshots of this rank's state to ranks that heal.
+
+    publish, freeze, retire and close belong to one thread (the trainer's) and never wait for a
+    reader; stats and address are for any thread. `host` is the address to bind and to advertise;
+    `token`, if not empty, must be named by every reader. `context` is shared if given.
+    """
+
+    def __init__(
+        self, *, host: str, port: int = 0, token: str = "", max_clients: int = 256,
+        allow_objects: bool = False, same_host: bool = True, context: zmq.Context[Any] | None = None,
+    ) -> None:  # fmt: skip
+        if not host or host in ("*", "0.0.0.0", "::"):
+            raise ValueError(
+                f"host is {host!r}; name the address of the interface that peers can reach."
+            )
+        if max_clients < 1:
+            raise ValueError(f"max_clients is {max_clients}; it must be at least 1.")
+        self._token = token.encode()
+        self._max_clients = max_clients
+        self._allow_objects = allow_objects
+        self._identity = samehost.host_identity() if same_host else b""
+        self._lock = threading.Lock()  # guards the fields up to the blank line
+        self._publication: Publication | None = None
+        self._retired: OrderedDict[HealKey, str] = OrderedDict()
+        self._readers: dict[bytes, Reader] = {}
+        self._stats = ServerStats()
+        self._expected_targets = 0
+        self._finished_targets = 0
+
+        self._arena = Arena()
+        self._reserving: threading.Thread | None = None
+        self._closed = False
+        self._own_context = context is None
+        self._context = zmq.Context(io_threads=1) if context is None else context
+        try:
+            self._router = serving_socket(self._context, host, port)
+        except ValueError:
+            if self._own_context:
+                self._context.term()
+            raise
+        bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._address = f"tcp://{bracketed(host)}:{bound.rpartition(':')[2]}"
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="ft-heal-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where targets reach this server, as tcp://host:port."""
+        return self._address
+
+    def stats(self) -> ServerStats:
+        """Counters since the start."""
+        with self._lock:
+            return self._stats
+
+    def reserve(self, nbytes: int) -> None:
+        """Prepare memory for snapshots of about `nbytes` in the background, so that the first
+        publish costs a memcpy and no page faults. Training thread, once, after start-up."""
+        self._check_open()
+        if self._reserving is None:
+            self._reserving = threading.Thread(
+                target=self._arena.reserve, args=(nbytes, lambda: self._closed),
+                name="ft-heal-reserve", daemon=True,
+            )  # fmt: skip
+            self._reserving.start()
+
+    def publish(
+        self, key: HealKey, tree: Any, *, copy: bool = True, expected_targets: int = 0
+    ) -> None:
+        """Serve this version from now on, and the one before no longer. Training thread.
+
+        copy=True takes a snapshot; the tree may change as soon as this returns. Where
+        this version is served from a snapshot already, that goes on. copy=False serves
+        large CPU tensors from the tree's own memory: call `freeze` before they change.
+        `expected_targets` tells freeze how many readers will come, should they be late. Raises
+        UnsupportedObjectError; then nothing is published.
+        """
+        self._check_open()
+        start = time.perf_counter()
+        current = self._publication
+        if current is not None and current.key == key and current.complete():
+            with self._lock:  # equal keys are equal states: go on serving, also those half-way
+                self._expected_targets = expected_targets
+                self._finished_targets = 0
+            return
+        self.retire(f"the source published {key}")
+        if not copy:
+            settle_allocator()
+        publication = Publication(
+            key, tree, self._arena, copy=copy, allow_objects=self._allow_objects
+        )
+        with self._lock:
+            self._publication = publication
+            self._retired.pop(key, None)
+            self._expected_targets = expected_targets
+            self._finished_targets = 0
+            self._count(published=1, snapshot_seconds=time.perf_counter() - start)
+        self._notify()
+
+    def freeze(self) -> float:
+        """Make the published version independent of the tree's memory. Training thread.
+
+        Copies the tensors that some reader still lacks (all, while expected readers have not
+        come); where nobody lacks any, drops the live part without a copy. Microseconds if nothing
+        is live. Returns the seconds it took.
+        """
+        start = time.perf_counter()
+        publication = self._publication
+        if publication is None or not publication.live:
+            return 0.0
+        with self._lock:
+            readers = [r for r in self._readers.values() if r.publication is publication]
+            awaited = self._expected_targets - self._finished_targets - len(readers)
+            waiting = any(
+                r.publication is None and r.key == publication.key for r in self._readers.values()
+            )
+        if awaited > 0 or waiting:
+            needed = set(publication.live)
+        else:
+            needed = {segment for reader in readers for segment in reader.missing_segments()}
+        if needed or awaited > 0:
+            publication.freeze(needed)
+        else:
+            self.retire("the source trained on")
+        took = time.perf_counter() - start
+        with self._lock:
+            self._count(snapshot_seconds=took)
+        return took
+
+    def retire(self, reason: str = "the source retired it") -> None:
+        """Stop serving the published version; its readers are told. Training thread."""
+        with self._lock:
+            publication, self._publication = self._publication, None
+            if publication is None:
+                return
+            self._retired[publication.key] = reason
+            while len(self._retired) > _MAX_RETIRED:
+                self._retired.popitem(last=False)
+        publication.close()
+        self._notify()
+
+    def close(self) -> None:
+        """End the thread, close the socket, free the memory. Idempotent."""
+        if self._closed:
+            return
+        self.retire("the source shut down")
+        self._closed = True
+        self._notify()
+        self._thread.join()
+        if self._reserving is not None:
+            self._reserving.join()
+        self._wake.close()
+        self._woken.close()
+        self._arena.clear()
+        if self._own_context:
+            self._context.term()
+
+    def __enter__(self) -> HealServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("This HealServer is closed; make a new one.")
+
+    def _count(self, **more: float) -> None:
+        """Add to counters; `_lock` is held."""
+        changed: dict[str, Any] = {k: getattr(self._stats, k) + v for k, v in more.items()}
+        self._stats = dataclasses.replace(self._stats, **changed)
+
+    def _notify(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it will wake up anyway
+            self._wake.send(b"\0")
+
+    # From here on: the server's thread.
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll(self._next_wait_ms()))
+                if self._woken.fileno() in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        self._woken.recv(4096)
+                self._review_readers()
+                if self._closed:
+                    return
+                self._receive()
+        except Exception:  # the outer edge: a source that cannot serve must not end the training
+            _log.exception("The heal server failed; targets will use other sources.")
+        finally:
+            self._router.close(linger=200 if self._closed else 0)
+
+    def _next_wait_ms(self) -> int | None:
+        with self._lock:
+            times = (r.next_deadline(self._retired) for r in self._readers.values())
+            soonest = min(times, default=None)
+        if soonest is None:
+            return None
+        return max(0, int((soonest - time.monotonic()) * 1000) + 1)
+
+    def _receive(self) -> None:
+        for _ in range(QUEUED_REPLIES):  # then look at the wake-up socket again
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 2:
+                    raise wire.WireError(f"{len(frames)} frames")
+                self._handle(frames[0], wire.decode_request(frames[1]))
+            except wire.WireError as error:
+                _log.debug("Dropped a request: %s", error)
+                with self._lock:
+                    self._count(dropped=1)
+
+    def _handle(self, identity: bytes, request: wire.Request) -> None:
+        if isinstance(request, wire.Open):
+            self._on_open(identity, request)
+            return
+        with self._lock:
+            reader = self._readers.get(identity)
+            if reader is None:
+                raise wire.WireError("a request before open")
+            if isinstance(request, wire.Done):
+                del self._readers[identity]
+                self._finished_targets += 1
+                self._count(finished=1)
+                return
+            reader.missing = request.missing
+        if reader.publication is None or any(c >= len(reader.chunks) for c in request.chunks):
+            raise wire.WireError("a chunk that does not exist")
+        if request.direct:
+            self._confirm(identity, reader, request.chunks)
+            return
+        for index in request.chunks:
+            if not self._serve(identity, reader, index):
+                return
+
+    def _on_open(self, identity: bytes, request: wire.Open) -> None:
+        now = time.monotonic()
+        refusal = ""
+        if not hmac.compare_digest(request.token.encode(), self._token):
+            refusal = "wrong token; set the same heal token on every member"
+        elif not MIN_CHUNK_BYTES <= request.chunk_bytes <= MAX_CHUNK_BYTES:
+            refusal = f"chunk_bytes must be between {MIN_CHUNK_BYTES} and {MAX_CHUNK_BYTES}"
+        with self._lock:
+            if not refusal and identity not in self._readers:
+                if len(self._readers) >= self._max_clients:
+                    refusal = f"it serves {self._max_clients} readers already"
+            if not refusal:
+                self._readers[identity] = Reader(
+                    HealKey(request.step, request.lineage),
+                    request.chunk_bytes,
+                    now,
+                    now + min(request.timeout_s, _MAX_HOLD_S),
+                    bool(self._identity) and request.host == self._identity,
+                )
+                self._count(opened=1)
+            else:
+                self._count(refused=1)
+        if refusal:
+            self._send(identity, wire.Refused(refusal))
+        else:
+            self._review_readers()
+
+    def _review_readers(self) -> None:
+        """Start readers whose version is here, tell those whose version went, forget the late."""
+        now = time.monotonic()
+        with self._lock:
+            current = self._publication
+            for identity in [i for i, r in self._readers.items() if r.expires <= now]:
+                del self._readers[identity]
+            started = [
+                (identity, reader)
+                for identity, reader in self._readers.items()
+                if current is not None and reader.publication is None and reader.key == current.key
+            ]
+            gone = [
+                (identity, reason)
+                for identity, reader in self._readers.items()
+                if (reason := reader.gone_reason(current, self._retired, now))
+            ]
+            for identity, _ in gone:
+                del self._readers[identity]
+        for identity, reason in gone:
+            self._send(identity, wire.Gone(reason))
+        for identity, reader in started:
+            assert current is not None
+            self._start(identity, reader, current)
+
+    def _start(self, identity: bytes, reader: Reader, current: Publication) -> None:
+        reader.chunks = current.layout.chunks(reader.chunk_bytes)
+        reader.publication = current
+        reply = wire.ManifestReply(
+            current.key.step, current.key.lineage, current.layout_digest,
+            os.getpid() if reader.same_host else 0,
+            current.addresses() if reader.same_host else (),
+        )  # fmt: skip
+        self._send(identity, reply, current.manifest)
+
+    def _confirm(self, identity: bytes, reader: Reader, indexes: tuple[int, ...]) -> None:
+        """The reader has read these chunks from this process's memory: say which of them count."""
+        publication = reader.publication
+        assert publication is not None
+        told = {i: publication.untouched(reader.chunks[i].segment) for i in indexes}
+        if None in told.values():
+            self._part_with(identity, reader)
+            return
+        valid = tuple(i for i, good in told.items() if good)
+        if self._send(identity, wire.ValidReply(valid, tuple(set(indexes).difference(valid)))):
+            with self._lock:
+                self._count(bytes_lent=sum(reader.chunks[i].nbytes for i in valid))
+
+    def _serve(self, identity: bytes, reader: Reader, index: int) -> bool:
+        """Answer for one chunk. False if the reader cannot be answered at present."""
+        publication, chunk = reader.publication, reader.chunks[index]
+        assert publication is not None
+        total = publication.checksum_of(chunk)
+        lent = None if total is None else publication.lend(chunk)
+        if total is None or lent is None or publication.closed:
+            if lent is not None:
+                lent[1].settle(None)
+            self._part_with(identity, reader)
+            return False
+        data, loan = lent
+        sent = self._send(identity, wire.ChunkReply(index, total), data, loan)
+        if sent:
+            with self._lock:
+                self._count(bytes_sent=chunk.nbytes)
+        return sent
+
+    def _part_with(self, identity: bytes, reader: Reader) -> None:
+        """Tell a reader that its version is served no more."""
+        with self._lock:
+            self._readers.pop(identity, None)
+        reason = self._retired.get(reader.key, "the source trained on")
+        self._send(identity, wire.Gone(f"{reader.key} is gone: {reason}"))
+
+    def _send(
+        self, identity: bytes, reply: wire.Reply, payload: Any = None, loan: Loan | None = None
+    ) -> bool:
+        """Never waits. False if the reader is gone, or so slow that its queue is full: then the
+        reply is dropped, and the reader asks again."""
+        flags = zmq.NOBLOCK | (zmq.SNDMORE if payload is not None else 0)
+        tracker = None
+        try:
+            self._router.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+            self._router.send(wire.encode(reply), flags)
+            if payload is not None:
+                tracker = self._router.send(payload, zmq.NOBLOCK, copy=False, track=True)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            with self._lock:
+                self._readers.pop(identity, None)
+            return False
+        finally:
+            if loan is not None:
+                loan.settle(tracker)
+        return True

@@ -1,0 +1,396 @@
+"""The target's end of a heal: fetch one version from several sources at once.
+
+A shell around TransferPlan, which holds the policy: this file owns the sockets and the clock. It
+sleeps until a message, a connection's end, or the plan's next deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from ft_core.heal import protocol as wire
+from ft_core.heal import samehost
+from ft_core.heal.errors import HealError
+from ft_core.heal.interrupt import Interrupt
+from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
+from ft_core.heal.pack import Manifest
+from ft_core.heal.receive import Receiver, as_memory
+from ft_core.heal.sockets import reading_socket, settle_allocator
+from ft_core.heal.transfer_plan import TransferPlan
+from ft_core.heal.types import HealKey, HealProgress, HealStats
+
+DEFAULT_CHUNK_BYTES = 1 << 20  # measured: larger frames cost page faults, smaller ones Python
+MAX_SOURCES = 1024
+_CONNECT_GRACE_S = 5.0  # a source not connected for so long is given up
+_MAX_FAILED_CONNECTS = 4  # and so is one that refuses the connection this often in a row
+_MESSAGES_A_TURN = 2
+_MONITORED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+)  # fmt: skip
+
+
+def fetch(
+    sources: Sequence[str], key: HealKey, *, deadline: float, into: Any = None,
+    allow_objects: bool = False, token: str = "", chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    same_host: bool = True, progress: Callable[[HealProgress], None] | None = None,
+    interrupt: Interrupt | None = None,
+) -> tuple[Any, HealStats]:  # fmt: skip
+    """Bring the state of version `key` here; returns the tree and what it cost. Any thread.
+
+    `into` is this rank's own tree: tensors of equal dtype and shape at the same place are received
+    in place and are the leaves of the result; after a HealError their contents are undefined. A
+    version not published yet is waited for until `deadline` (time.monotonic). `progress` is called
+    at the first answer and after every chunk; an exception that it raises ends the fetch.
+    `interrupt` ends it from another thread, at any time; nothing is written into `into` after this
+    has returned or raised. Raises HealError, which names every source and its reason.
+    """
+    if not sources:
+        raise ValueError("sources is empty; a heal needs at least one healthy member's address.")
+    if len(sources) > MAX_SOURCES:
+        raise ValueError(f"{len(sources)} sources are too many; name at most {MAX_SOURCES}.")
+    if type(chunk_bytes) is not int or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+        raise ValueError(f"chunk_bytes is {chunk_bytes!r}; it must be from 64 KiB to 64 MiB.")
+    settle_allocator()
+    run = _Fetch(
+        key, into, deadline, allow_objects, token, chunk_bytes, same_host, progress, interrupt
+    )
+    try:
+        run.connect(list(dict.fromkeys(sources)))
+        return run.run()
+    finally:
+        run.close()
+
+
+@dataclass(slots=True)
+class _Link:
+    """The connection to one source."""
+
+    address: str
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    up: bool = False
+    down_since: float = 0.0
+    failed_connects: int = 0
+    ready: bool = False  # it serves our version, and the plan may use it
+    served: bool = False  # it was ready once; what a lost connection still holds is welcome
+    direct: bool = False  # read its memory instead of the socket
+    pid: int = 0
+    addresses: tuple[int, ...] = ()
+    failure: str = ""  # why it is given up
+    received_bytes: int = 0
+
+    def status(self) -> str:
+        """For the error message."""
+        if self.failure:
+            return self.failure
+        if not self.up:
+            return "no connection"
+        return f"sent {self.received_bytes} bytes" if self.ready else "not published there yet"
+
+
+class _Fetch:
+    """One call of fetch. Owns a context and two sockets a source until close()."""
+
+    def __init__(
+        self, key: HealKey, into: Any, deadline: float, allow_objects: bool, token: str,
+        chunk_bytes: int, same_host: bool, progress: Callable[[HealProgress], None] | None,
+        interrupt: Interrupt | None,
+    ) -> None:  # fmt: skip
+        self._key = key
+        self._into = into
+        self._deadline = deadline
+        self._allow_objects = allow_objects
+        self._token = token
+        self._chunk_bytes = chunk_bytes
+        self._host = samehost.host_identity() if same_host else b""
+        self._progress = progress
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        self._poller = zmq.Poller()
+        self._interrupt = interrupt
+        if interrupt is not None:
+            self._poller.register(interrupt.fileno(), zmq.POLLIN)
+        self._links: list[_Link] = []
+        self._started = time.perf_counter()
+        self._plan: TransferPlan | None = None
+        self._receiver: Receiver | None = None
+        self._layout_digest = b""
+        self._chunks: list[Chunk] = []
+        self._total_bytes = 0
+        self._done_bytes = 0
+        self._direct_bytes = 0
+        self._corrupted = 0
+
+    def connect(self, sources: list[str]) -> None:
+        """Begin to connect to all sources and ask each for the version."""
+        now = time.monotonic()
+        for address in sources:
+            link_socket = reading_socket(self._context, address, self._chunk_bytes)
+            monitor = link_socket.get_monitor_socket(_MONITORED)
+            link = _Link(address, link_socket, monitor, down_since=now)
+            self._links.append(link)
+            self._poller.register(monitor, zmq.POLLIN)
+            self._poller.register(link_socket, zmq.POLLIN)
+            try:
+                link_socket.connect(address)
+            except zmq.ZMQError as error:
+                self._give_up(link, f"not an address that can be connected to ({error})")
+
+    def close(self) -> None:
+        """Close everything. A connected source is told that this reader has finished."""
+        for link in self._links:
+            link.socket.disable_monitor()
+            link.monitor.close(linger=0)
+            if link.up and not link.failure:
+                try:
+                    link.socket.send(wire.encode(wire.Done()), zmq.NOBLOCK)
+                except zmq.ZMQError:
+                    pass  # it will forget this reader by itself
+            link.socket.close(linger=100 if link.up else 0)
+        self._links.clear()
+        self._context.term()
+
+    def run(self) -> tuple[Any, HealStats]:
+        """Work until the tree is here. Raises HealError."""
+        while self._plan is None or not self._plan.finished:
+            now = time.monotonic()
+            self._check_alive(now)
+            self._request(now)
+            ready = dict(self._poller.poll(self._wait_ms(now)))
+            for link in self._links:
+                if link.monitor in ready:
+                    self._read_monitor(link)
+                if link.socket in ready and not link.failure:
+                    self._read(link)
+        assert self._receiver is not None
+        tree = self._receiver.finish(allow_objects=self._allow_objects)
+        return tree, HealStats(
+            bytes=self._done_bytes,
+            seconds=time.perf_counter() - self._started,
+            source_bytes={link.address: link.received_bytes for link in self._links},
+            retries=self._plan.retries,
+            corrupted=self._corrupted,
+            same_host_bytes=self._direct_bytes,
+            failed_sources={link.address: link.failure for link in self._links if link.failure},
+        )
+
+    def _wait_ms(self, now: float) -> int:
+        times = [self._deadline]
+        times += [
+            link.down_since + _CONNECT_GRACE_S
+            for link in self._links
+            if not link.up and not link.failure
+        ]
+        due = self._plan.next_deadline() if self._plan is not None else None
+        if due is not None:
+            times.append(due)
+        return max(0, int((min(times) - now) * 1000) + 1)
+
+    def _check_alive(self, now: float) -> None:
+        for link in self._links:
+            if not link.failure and not link.up and now >= link.down_since + _CONNECT_GRACE_S:
+                self._give_up(link, f"no connection for {_CONNECT_GRACE_S:g} s")
+        if all(link.failure for link in self._links):
+            raise self._error("no source is left")
+        if now >= self._deadline:
+            raise self._error("the deadline passed")
+        if self._interrupt is not None and self._interrupt.is_set:
+            raise self._error("it was interrupted")
+
+    def _error(self, what: str) -> HealError:
+        missing = ""
+        if self._plan is not None:
+            missing = f" with {self._plan.remaining} of {len(self._chunks)} chunks missing"
+        told = "; ".join(f"{link.address}: {link.status()}" for link in self._links)
+        return HealError(f"Could not heal to {self._key}: {what}{missing}. Sources: {told}.")
+
+    def _give_up(self, link: _Link, reason: str) -> None:
+        link.failure = reason
+        link.ready = False
+        if self._plan is not None:
+            self._plan.drop_source(link.address)
+
+    def _read_monitor(self, link: _Link) -> None:
+        while True:
+            try:
+                event = parse_monitor_message(link.monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if link.failure:
+                continue
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                link.up = True
+                link.failed_connects = 0
+                self._send_open(link)
+            elif event == zmq.EVENT_DISCONNECTED:
+                link.up = link.ready = False
+                link.down_since = time.monotonic()
+                if self._plan is not None:
+                    self._plan.drop_source(link.address)
+            elif event == zmq.EVENT_CONNECT_RETRIED and not link.up:
+                link.failed_connects += 1
+                if link.failed_connects >= _MAX_FAILED_CONNECTS:
+                    self._give_up(link, "the connection is refused, the process seems to be gone")
+
+    def _send_open(self, link: _Link) -> None:
+        timeout_s = max(0.001, self._deadline - time.monotonic())
+        opening = wire.Open(
+            self._token, self._key.step, self._key.lineage, self._chunk_bytes, timeout_s, self._host
+        )
+        link.socket.send(wire.encode(opening), zmq.NOBLOCK)
+
+    def _request(self, now: float) -> None:
+        """Ask for whatever the plan wants now, one message a source."""
+        if self._plan is None:
+            return
+        wanted: dict[str, list[int]] = {}
+        for address, chunk in self._plan.next_requests(now):
+            wanted.setdefault(address, []).append(chunk)
+        if not wanted:
+            return
+        ranges = self._plan.missing(wire.MAX_RANGES)
+        missing = tuple(edge for span in ranges for edge in span)
+        for link in self._links:
+            chunks = wanted.get(link.address, [])
+            read = self._read_directly(link, chunks) if link.direct else []
+            asked = [chunk for chunk in chunks if chunk not in read]
+            for direct, indexes in ((True, read), (False, asked)):
+                if indexes:
+                    message = wire.Get(direct, tuple(indexes), missing)
+                    try:
+                        link.socket.send(wire.encode(message), zmq.NOBLOCK)
+                    except zmq.Again:  # the stall rule of the plan covers it
+                        continue
+
+    def _read_directly(self, link: _Link, chunks: list[int]) -> list[int]:
+        """Copy chunks from the source's memory; returns those that the source is to confirm."""
+        assert self._plan is not None
+        assert self._receiver is not None
+        read = []
+        for index in chunks:
+            chunk = self._chunks[index]
+            remote = link.addresses[chunk.segment]
+            if not remote or self._plan.is_done(index):
+                continue
+            slot = self._receiver.slot(chunk)
+            try:
+                samehost.read_memory(link.pid, remote + chunk.offset, slot.data_ptr(), chunk.nbytes)
+            except OSError:  # refused by the kernel, or the process is gone
+                link.direct = False
+                break
+            self._receiver.place(chunk)
+            read.append(index)
+        return read
+
+    def _read(self, link: _Link) -> None:
+        """Handle what one source sent, and ask on after every chunk to keep it busy."""
+        for _ in range(_MESSAGES_A_TURN):  # then the others: none may starve the rest
+            if link.failure:
+                return
+            try:
+                header = link.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(link, wire.decode_reply(header))
+            except wire.WireError as error:
+                self._give_up(link, f"it sent a malformed message ({error})")
+            while link.socket.getsockopt(zmq.RCVMORE):  # parts that no handler took
+                link.socket.recv()
+            if self._plan is not None:
+                if self._plan.finished:
+                    return
+                self._request(time.monotonic())
+
+    def _handle(self, link: _Link, reply: wire.Reply) -> None:
+        if isinstance(reply, wire.ManifestReply):
+            self._on_manifest(link, reply)
+        elif isinstance(reply, wire.Gone | wire.Refused):
+            refused = isinstance(reply, wire.Refused)
+            self._give_up(link, f"{'it refused: ' if refused else ''}{reply.reason[:500]}")
+        elif isinstance(reply, wire.ChunkReply):
+            self._check_asked(link, (reply.index,))
+            self._on_chunk(link, reply)
+        else:
+            self._check_asked(link, (*reply.valid, *reply.moved))
+            self._on_valid(link, reply)
+
+    def _check_asked(self, link: _Link, indexes: tuple[int, ...]) -> None:
+        if not link.served or any(not 0 <= index < len(self._chunks) for index in indexes):
+            raise wire.WireError("a chunk that was not asked for")
+
+    def _on_manifest(self, link: _Link, reply: wire.ManifestReply) -> None:
+        if not link.socket.getsockopt(zmq.RCVMORE):
+            raise wire.WireError("a manifest without its bytes")
+        data = link.socket.recv()
+        if (reply.step, reply.lineage) != (self._key.step, self._key.lineage):
+            raise wire.WireError("a manifest of another version")
+        if link.ready:
+            return
+        if self._plan is None:
+            manifest = Manifest(data)
+            self._receiver = Receiver(manifest, self._into, self._chunk_bytes)
+            self._chunks = manifest.layout.chunks(self._chunk_bytes)
+            self._layout_digest = manifest.layout_digest
+            self._total_bytes = manifest.layout.total_bytes
+            self._plan = TransferPlan(len(self._chunks))
+        if reply.layout_digest != self._layout_digest:
+            self._give_up(link, "its tensors differ in shape or dtype under the same version")
+            return
+        link.ready = link.served = True
+        link.pid, link.addresses = reply.pid, reply.addresses
+        segments = len({chunk.segment for chunk in self._chunks} | {0})
+        link.direct = link.pid > 0 and len(link.addresses) == segments
+        self._plan.add_source(link.address, time.monotonic())
+        self._report()
+
+    def _on_chunk(self, link: _Link, reply: wire.ChunkReply) -> None:
+        assert self._plan is not None
+        assert self._receiver is not None
+        chunk = self._chunks[reply.index]
+        if not link.socket.getsockopt(zmq.RCVMORE):
+            raise wire.WireError("a chunk without its bytes")
+        if self._plan.is_done(reply.index):  # a duplicate of what another source sent first
+            link.socket.recv(copy=False)
+            self._plan.received(link.address, reply.index, time.monotonic())
+            return
+        slot = self._receiver.slot(chunk)
+        size = link.socket.recv_into(as_memory(slot))
+        if size == chunk.nbytes and self._receiver.accept(chunk, slot, reply.checksum):
+            self._good(link, reply.index, chunk)
+            return
+        self._corrupted += 1
+        blamed = self._plan.corrupted(link.address, reply.index, time.monotonic())
+        if blamed is not None:
+            raise self._error(
+                f"chunk {reply.index} came corrupted twice (from {', '.join(blamed)})"
+            )
+
+    def _on_valid(self, link: _Link, reply: wire.ValidReply) -> None:
+        """The source says which of the chunks that were read from its memory count."""
+        assert self._plan is not None
+        for index in reply.valid:
+            chunk = self._chunks[index]
+            if not self._plan.is_done(index):
+                self._direct_bytes += chunk.nbytes
+            self._good(link, index, chunk)
+        for index in reply.moved:  # it trains on: from now on through the socket
+            link.direct = False
+            self._plan.returned(link.address, index, time.monotonic())
+
+    def _good(self, link: _Link, index: int, chunk: Chunk) -> None:
+        assert self._plan is not None
+        if self._plan.received(link.address, index, time.monotonic()):
+            self._done_bytes += chunk.nbytes
+            link.received_bytes += chunk.nbytes
+            self._report()
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            ready = sum(link.ready for link in self._links)
+            self._progress(HealProgress(self._key, self._done_bytes, self._total_bytes, ready))

@@ -1,0 +1,125 @@
+"""The ranks of one replica group on this machine: `python -m ft_core.launch.rank_group PARENT N ...`.
+
+They live and die together: when one ends badly the others are killed, and this process ends as it
+did (the same exit code, or the same signal), so that the supervisor above can tell a crash from a
+kill. A rank that ends with `BROKEN_EXIT_CODE` has noticed another's end, which is the one that
+counts. One that was told to end has taken the others along (`GroupLeft`), which get the time to end
+by themselves. It starts nothing again; the supervisor does. Imports no torch.
+
+PARENT names the environment variable in which a process is told its parent's id (`die_with`).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from ft_core.launch.sigterm import EXIT_CODE
+from ft_core.launch.supervisor import ENV_JOINED, die_with
+
+STOP_TIMEOUT_S = 20.0
+"""Less than the supervisor's, which would kill us and so the ranks."""
+
+BROKEN_EXIT_CODE = 75
+"""Of a rank that ends because its replica group has lost another (EX_TEMPFAIL: try again)."""
+
+
+def group_command(command: Sequence[str], size: int, *, parent_env: str) -> list[str]:
+    """What runs `command` in a group of `size` ranks; `command` itself for a single one."""
+    if size == 1:
+        return list(command)
+    return [sys.executable, "-m", "ft_core.launch.rank_group", parent_env, str(size), *command]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Main thread only."""
+    parent_env, size, command = argv[0], int(argv[1]), argv[2:]
+    env = dict(os.environ)
+    if env.get(parent_env, "0") != "0":
+        die_with(int(env[parent_env]))
+    env[parent_env] = str(os.getpid())
+    code = run_group(command, env, size=size)
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def rank_environment(env: Mapping[str, str], *, rank: int, size: int, port: int) -> dict[str, str]:
+    """`env` with the place in its group that rank `rank` of `size` is told."""
+    return {
+        **env,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    """A port nobody listens at now."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> int:
+    """Run the group to its end; the exit code of the first rank that failed, as Popen's, or 0."""
+    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    port = free_port()
+    pipes = (int(env[ENV_JOINED]),) if ENV_JOINED in env else ()
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def send_all(number: int) -> None:
+        for process in ranks:
+            process.send_signal(number)
+
+    def kill_later() -> None:
+        late = threading.Timer(STOP_TIMEOUT_S, send_all, (signal.SIGKILL,))
+        late.daemon = True
+        late.start()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        send_all(number)
+        kill_later()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    for rank in range(size):
+        process = subprocess.Popen(
+            command,
+            env=rank_environment(env, rank=rank, size=size, port=port),
+            pass_fds=pipes,
+        )
+        ranks.append(process)
+        threading.Thread(
+            target=lambda r=rank, p=process: ended.put((r, p.wait())), daemon=True
+        ).start()
+    failure = 0
+    for _ in range(size):
+        _, code = ended.get()
+        if code and not failure:
+            failure = code
+            if code == EXIT_CODE:
+                kill_later()
+            else:
+                send_all(signal.SIGKILL)
+        elif code and failure == BROKEN_EXIT_CODE:
+            failure = code  # of the rank that was gone, or of one that we have killed for it
+    return failure
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,302 @@
+"""Several ranks, one replica group: the leader's state machine. PURE.
+
+Theory. Towards the lighthouse a replica group is one member with one voice. Each rank runs the
+same replica machine (`ft_core.replica.machine`) and speaks the same protocol, but to the group's leader,
+which speaks for all of them:
+
+- *Join*: when every rank has asked to join, the group joins with all their addresses. Ranks that
+  do not stand at the same position make a torn state: the group then says so, and heals.
+- *Vote*: all ranks yes is the group's yes. The first no is the group's no, at once; the other
+  ranks are told to stop. A group that was healing stays behind unless all its ranks have healed:
+  its no waits until that is known.
+- What the lighthouse says goes to all ranks, unchanged.
+- *Leave*: the first goodbye is the group's. If that rank then joins again (it had given up its
+  state), the group was not to end: the other ranks are told to join, too, and all heal.
+- *Leaving*: a rank that is told to end says so in a vote. The group leaves with it, whoever else was
+  told: the others are refused with `LEFT`, and end as it does.
+- A rank that is gone breaks the group: the others end with an error and the launcher starts the
+  group anew; the lighthouse hears a goodbye, so that the other groups train on at once.
+
+Same four methods as the lighthouse's machine; `GroupServer` gives it sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from lighthouse.machine.job import Peer, Send
+from lighthouse.wire.messages import (
+    NO_QUORUM,
+    PHASE_HEALING,
+    TORN,
+    Beat,
+    Decision,
+    Expelled,
+    Join,
+    Leave,
+    Quorum,
+    Refused,
+    Reply,
+    Request,
+    Revoke,
+    RoomKey,
+    Status,
+    Vote,
+)
+
+BROKEN = "replica group broken: "
+"""A `Refused` whose reason starts so comes from the own group, not from the lighthouse."""
+LEFT = "replica group left: "
+"""The same, where a rank was told to end and has left with the group's vote."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendUp:
+    """Effect: say `message` to the lighthouse."""
+
+    message: Request
+
+
+GroupEffect = Send | SendUp
+
+
+def peer_of(rank: int) -> Peer:
+    """Identity under which `rank` speaks to its leader."""
+    return b"rank-%d" % rank
+
+
+def rank_of(peer: Peer) -> int | None:
+    """The rank behind `peer`, None if it is no rank's."""
+    text = peer.removeprefix(b"rank-")
+    return int(text) if peer.startswith(b"rank-") and text.isdigit() else None
+
+
+class GroupLeader:
+    """See the module's docstring. Not thread-safe: one owner."""
+
+    def __init__(self, group_world_size: int) -> None:
+        self._size = group_world_size
+        self._joins: dict[int, Join] = {}
+        self._last_join: Join | None = None
+        self._joined = False  # the group's join was sent, and it has not left since
+        self._member = False  # and has led to a quorum
+        self._votes: dict[int, Vote] = {}
+        self._said_no: tuple[int, int] | None = None
+        self._healing = False  # the group is a healing member of its quorum
+        self._broken = ""  # why this group is over
+        self._leavers: set[int] = set()  # ranks whose vote was their last
+        self._last_vote: tuple[int, int] | None = None  # of the group, if it was its last
+        self._left: set[int] = set()
+        self._gone: set[int] = set()  # and have closed their connections
+        self._effects: list[GroupEffect] = []
+
+    # ------------------------------------------------------------------ events
+
+    def handle(self, peer: Peer, message: Request, now: float) -> list[GroupEffect]:
+        """A request from a rank."""
+        rank = rank_of(peer)
+        if rank is None or rank >= self._size:
+            return []
+        if self._broken:
+            self._send([rank], Refused(_room(message), self._broken))
+        elif isinstance(message, Join):
+            self._on_join(rank, message)
+        elif isinstance(message, Vote):
+            self._on_vote(rank, message)
+        elif isinstance(message, Beat):
+            if rank == 0:
+                self._effects.append(SendUp(message))
+        elif isinstance(message, Leave):
+            self._on_leave(rank, message)
+        return self._drain()
+
+    def from_lighthouse(self, message: Reply, now: float) -> list[GroupEffect]:
+        """What the lighthouse says to the group."""
+        if isinstance(message, Status):
+            return []
+        if isinstance(message, Quorum):
+            self._on_quorum(message)
+        elif isinstance(message, Decision):
+            if self._last_vote == (message.quorum_id, message.step):
+                self._send(range(self._size), message)
+                self._dismiss(message.room)
+                return self._drain()
+            self._votes.clear()
+            if message.committed:
+                self._healing = False
+            if message.next_quorum is not None:
+                self._on_quorum(message.next_quorum)
+        elif isinstance(message, Expelled):
+            self._start_over()
+        self._send(range(self._size), message)
+        return self._drain()
+
+    def disconnected(self, peer: Peer, now: float, cause: str = "") -> list[GroupEffect]:
+        """The connection of a rank is gone."""
+        rank = rank_of(peer)
+        if rank is None or self._broken:
+            return []
+        self._gone.add(rank)
+        if rank not in self._left or self._rejoining:
+            self._break(rank)
+        return self._drain()
+
+    def _dismiss(self, room: RoomKey) -> None:
+        """The group has left with its last vote: ranks that were not told to end hear it now."""
+        self._broken = _left(min(self._leavers))
+        stay = [r for r in range(self._size) if r not in self._gone | self._leavers]
+        self._send(stay, Refused(room, self._broken))
+
+    @property
+    def _rejoining(self) -> bool:
+        return bool(self._joins) and not self._joined
+
+    def _break(self, rank: int) -> None:
+        """A rank is missing for good: end the group, here and at the lighthouse."""
+        self._broken = (
+            f"{BROKEN}rank {rank} is gone; this rank ends so that the launcher can restart "
+            "the group"
+        )
+        if rank in self._leavers:
+            self._broken = _left(rank)
+        room, last = RoomKey(), self._last_join
+        if last is not None:
+            room = last.room
+            self._effects.append(SendUp(Leave(room, last.replica_id, f"rank {rank} is gone")))
+        self._send((r for r in range(self._size) if r not in self._gone), Refused(room, self._broken))
+
+    def expire(self, now: float) -> list[GroupEffect]:
+        """No timers: the ranks repeat what is not answered."""
+        return []
+
+    def deadline(self) -> float | None:
+        return None
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        steps = {(v.quorum_id, v.step) for v in self._votes.values()}
+        assert len(steps) <= 1, "votes of two steps side by side"
+
+    def status(self) -> dict[str, object]:
+        """For people; plain JSON types."""
+        return {"group": {"joined": sorted(self._joins), "voted": sorted(self._votes),
+                          "broken": self._broken}}  # fmt: skip
+
+    # ------------------------------------------------------------------ requests
+
+    def _on_join(self, rank: int, join: Join) -> None:
+        self._joins[rank] = self._last_join = join
+        if self._gone:
+            self._left.discard(rank)
+            self._break(min(self._gone))
+            return
+        if rank in self._left:
+            self._left.discard(rank)
+            others = [r for r in range(self._size) if r not in self._joins]
+            self._send(others, Expelled(join.room, NO_QUORUM, f"rank {rank} has given up its state"))
+        if len(self._joins) < self._size:
+            return
+        joins = [self._joins[r] for r in range(self._size)]
+        first = joins[0]
+        schemas = {j.schema for j in joins}
+        torn = any((j.step, j.lineage) != (first.step, first.lineage) for j in joins)
+        doubts = {j.in_doubt for j in joins}
+        self._joined = True
+        self._effects.append(
+            SendUp(
+                replace(
+                    first,
+                    addresses=tuple(j.addresses[0] for j in joins),
+                    step=min(j.step for j in joins) if torn else first.step,
+                    lineage=f"{TORN}{first.replica_id}" if torn else first.lineage,
+                    in_doubt=first.in_doubt if len(doubts) == 1 else None,
+                    can_heal=all(j.can_heal for j in joins),
+                    schema=first.schema if len(schemas) == 1 else "|".join(sorted(schemas))[:200],
+                )
+            )
+        )
+
+    def _on_vote(self, rank: int, vote: Vote) -> None:
+        key = (vote.quorum_id, vote.step)
+        if any((v.quorum_id, v.step) != key for v in self._votes.values()):
+            if key < max((v.quorum_id, v.step) for v in self._votes.values()):
+                return  # of a step that is long decided
+            self._votes.clear()
+        self._votes[rank] = vote
+        if vote.leaving:
+            self._leavers.add(rank)
+        against = [v for v in self._votes.values() if not v.ok]
+        if against:
+            self._say_no(against[0] if vote.ok else vote)
+        elif len(self._votes) == self._size:
+            control = self._votes[0].control
+            leaving = any(v.leaving for v in self._votes.values())
+            self._last_vote = key if leaving else None
+            self._effects.append(SendUp(replace(vote, control=control, leaving=leaving)))
+
+    def _say_no(self, vote: Vote) -> None:
+        """The first no is the group's; its repetition is passed on as a repetition.
+
+        A no of a group that heals says whether all of its ranks have healed by now, or the
+        lighthouse would take it for behind for ever: it waits for the others' votes, which are
+        asked for at once.
+        """
+        key = (vote.quorum_id, vote.step)
+        if self._said_no != key:
+            self._said_no = key
+            others = [r for r in range(self._size) if r not in self._votes]
+            self._send(others, Revoke(vote.room, vote.quorum_id, vote.step, vote.reason or "no"))
+        if self._healing:
+            if any(v.phase == PHASE_HEALING for v in self._votes.values()):
+                vote = replace(vote, phase=PHASE_HEALING)
+            elif len(self._votes) < self._size:
+                return
+        self._last_vote = key if vote.leaving else None
+        self._effects.append(SendUp(vote))
+
+    def _on_leave(self, rank: int, leave: Leave) -> None:
+        """The first goodbye is the group's: it cannot go on with a rank less."""
+        self._left.add(rank)
+        if self._joined:
+            self._effects.append(SendUp(leave))
+            self._joined = False
+        if self._member:
+            self._start_over()
+        # Else the others still wait where they are: they would not hear that they should ask anew.
+        self._joins.pop(rank, None)
+
+    def _start_over(self) -> None:
+        """The group is no member any more: whoever wants to be one asks anew."""
+        self._joins.clear()
+        self._votes.clear()
+        self._joined = self._member = self._healing = False
+
+    def _on_quorum(self, quorum: Quorum) -> None:
+        self._votes.clear()
+        self._member = self._joined
+        group = self._last_join
+        if group is None:
+            return
+        for member in quorum.changed:  # a difference that leaves this group out leaves it as it is
+            if member.replica_id == group.replica_id:
+                self._healing = member.healing
+
+    # ------------------------------------------------------------------ small things
+
+    def _send(self, ranks: Iterable[int], message: Reply) -> None:
+        peers = tuple(peer_of(r) for r in ranks if r not in self._left)
+        if peers:
+            self._effects.append(Send(peers, message))
+
+    def _drain(self) -> list[GroupEffect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+
+def _left(rank: int) -> str:
+    return f"{LEFT}rank {rank} was told to end, and this one ends with it"
+
+
+def _room(message: Request) -> RoomKey:
+    return getattr(message, "room", RoomKey())

@@ -1,0 +1,623 @@
+"""The replica's state machine: what one rank of a replica group does next. PURE.
+
+Theory (docs/protocol.md). A rank is *out*, *joining* (a `Join` is on its way), *seated* (the
+lighthouse knows it, no quorum yet), a *member* of a quorum, *refused* or *left*. As a member it
+works on one step at a time. The training loop opens an *attempt* at the step with `begin`,
+*pins* it to the quorum with its first collective, and ends it with `vote`:
+
+    closed --begin--> open --pin--> pinned --vote--> voted --decision--> closed
+                       |              |
+                       +--- quorum ---+-- quorum revoked: its collectives fail --> failed
+                            changes: nothing was reduced, so the attempt just goes on
+
+A failed attempt has told the lighthouse no; the loop learns it from `vote`, which then answers
+discard at once. A voted attempt whose answer is lost is *in doubt*: the rank joins again, says so,
+and is told commit or discard (`Quorum.settle`).
+
+Who calls: a shell (`ft_core.manager`) under one lock; each call returns effects to carry out.
+The machine knows no clock, socket or thread. `ready` and `outcome` are what the training loop
+waits for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Told, Transmit
+from ft_core.replica.status import Attempt, Outcome, Stage, View
+from lighthouse.wire.messages import (
+    GAVE_UP,
+    NO_QUORUM,
+    PHASE_HEALING,
+    PHASE_IDLE,
+    PHASE_OPEN,
+    PHASE_REDUCING,
+    TORN,
+    Beat,
+    Decision,
+    Expelled,
+    InDoubt,
+    Join,
+    Leave,
+    Member,
+    Quorum,
+    Refused,
+    Reply,
+    Revoke,
+    Vote,
+    Waiting,
+    apply_delta,
+    next_lineage,
+)
+
+
+class Replica:
+    """See the module's docstring.
+
+    `template` is the `Join` to send; its position, quorum and doubt are filled in here.
+    `resend_s`: an unanswered request is repeated after this. `revoke_grace_s`: a pinned attempt
+    whose quorum is revoked may still vote yes within this if its collectives are all done.
+    """
+
+    def __init__(self, template: Join, *, resend_s: float, revoke_grace_s: float) -> None:
+        self._template = template
+        self._resend_s = resend_s
+        self._revoke_grace_s = revoke_grace_s
+        self.replica_id = template.replica_id
+        self.stage = Stage.OUT
+        self.attempt = Attempt.CLOSED
+        self.step, self.lineage = template.step, template.lineage
+        self.view: View | None = None
+        self.healed = True  # own state is the quorum's
+        self.outcome: Outcome | None = None
+        self.reason = "not joined yet"
+        self.failure = ""
+        self._configured = NO_QUORUM
+        self._revoked = False
+        self._vote: Vote | None = None
+        self._unanswered: Vote | None = None  # per-group commit: decision still to come
+        self._loop_waits = False  # the training loop is inside begin
+        self._heal_in_step = False
+        self._fetching: FetchState | None = None
+        self._fetched: tuple[int, str] | None = None
+        self.published: tuple[int, str] | None = None
+        self._connected = True
+        self._resend_at: float | None = None
+        self._grace_at: float | None = None
+        self._leaving = False
+
+    # ------------------------------------------------------------------ what the loop waits for
+
+    @property
+    def ready(self) -> bool:
+        """Collectives of this attempt may start."""
+        view = self.view
+        return (
+            self.stage is Stage.MEMBER
+            and view is not None
+            and self._configured == view.quorum_id
+            and not self._revoked
+        )
+
+    @property
+    def may_vote(self) -> bool:
+        """The loop may call `vote(True)`: its collectives count, and its state is the quorum's.
+
+        Not the same as `ready`: the collectives of a pinned attempt may all be done when its
+        quorum is revoked; then its yes still counts, and the step may still commit.
+        """
+        if self.stage is not Stage.MEMBER or not self.healed or self._vote is not None:
+            return False
+        return self.attempt is Attempt.PINNED or (self.attempt is Attempt.OPEN and self.ready)
+
+    @property
+    def healing(self) -> bool:
+        """This rank is a member whose state is not the quorum's yet."""
+        return self.stage is Stage.MEMBER and not self.healed
+
+    @property
+    def loop_waits(self) -> bool:
+        """The loop is at its step's boundary: it uses neither the state nor the group."""
+        return self._loop_waits
+
+    @property
+    def wants_plane(self) -> int:
+        """quorum_id for which the process group is (to be) configured; 0: for none now."""
+        return NO_QUORUM if self.view is None or self._revoked else self.view.quorum_id
+
+    @property
+    def state_fetched(self) -> bool:
+        """The state that this rank must load has arrived."""
+        view = self.view
+        return view is not None and self._fetched == (view.step, view.lineage)
+
+    @property
+    def targets(self) -> tuple[Member, ...]:
+        """Members that heal from this rank's state; empty if none or if it is behind itself."""
+        if self.stage is not Stage.MEMBER or self.view is None or not self.healed:
+            return ()
+        mine = self.replica_id
+        return tuple(m for m in self.view.members if m.healing and m.replica_id != mine)
+
+    # ------------------------------------------------------------------ the training loop
+
+    def begin(self, now: float, *, heal_in_step: bool = False) -> list[Effect]:
+        """The loop starts an attempt (or keeps waiting in it).
+
+        `heal_in_step`: the loop does not wait here for its state; it computes on what it has,
+        contributes nothing, and loads the state before it votes (asynchronous quorum).
+        """
+        assert self.attempt in (Attempt.CLOSED, Attempt.OPEN), f"begin while {self.attempt.value}"
+        if self.attempt is Attempt.CLOSED:
+            self.attempt = Attempt.OPEN
+            self.outcome = None
+            self.failure = ""
+        self._loop_waits = True
+        self._heal_in_step = heal_in_step
+        if self.stage is Stage.OUT:
+            return self._join(now)
+        return []
+
+    def entered(self) -> None:
+        """The loop has left begin and computes now."""
+        self._loop_waits = False
+
+    def pin(self) -> None:
+        """The first collective of the attempt starts (call only while `ready`)."""
+        if self.attempt is Attempt.OPEN:
+            assert self.ready, "pinned to a quorum that is not ready"
+            self.attempt = Attempt.PINNED
+
+    def fail(self, reason: str, now: float, *, stalled: bool = False) -> list[Effect]:
+        """This attempt can't commit: tell the others now."""
+        if self.attempt not in (Attempt.OPEN, Attempt.PINNED):
+            return []
+        phase = self._phase()
+        self.attempt = Attempt.FAILED
+        self.failure = reason
+        return self._vote_no(reason, now, phase=phase, stalled=stalled)
+
+    def vote(self, ok: bool, now: float, *, reason: str = "", control: bytes = b"") -> list[Effect]:
+        """The loop's collectives are over: yes or no. `outcome` has the answer when it is known.
+
+        Call it only while `ready` and not `healing`, or with ok False.
+        """
+        assert self.attempt is not Attempt.CLOSED, "vote without begin"
+        if self.attempt is Attempt.VOTED:
+            return []
+        if not ok and self.attempt is not Attempt.FAILED:
+            effects = self.fail(reason or "the loop voted no", now)
+            self._close(Outcome(self.step, False, self.failure))
+            return effects
+        if self.attempt is Attempt.FAILED:
+            self._close(Outcome(self.step, False, self.failure))
+            return []
+        view = self.view
+        assert view is not None and self.healed and not self.healing
+        self.attempt = Attempt.VOTED
+        self._vote = Vote(
+            self._template.room, self.replica_id, view.quorum_id, view.step, view.lineage, True,
+            control=control, leaving=self._leaving,
+        )  # fmt: skip
+        # Per-group commit keeps one vote on its way: the next one waits for its decision.
+        return [] if self._unanswered is not None else self._cast(view, now)
+
+    def fetch_again(self) -> list[Effect]:
+        """What has arrived is not what was sent any more."""
+        assert self.state_fetched and self.view is not None
+        self._fetched = None
+        return self._fetch(self.view)
+
+    def load(self) -> None:
+        """The loop has loaded the fetched state: this rank is at the quorum's position."""
+        view = self.view
+        assert view is not None and self.state_fetched
+        self.step, self.lineage = view.step, view.lineage
+        self.healed = True
+
+    def spoil(self) -> None:
+        """The own state is about to be overwritten by the one being fetched: until that has
+        ended it is no state at all, and must never be anybody's source."""
+        assert not self.healed
+        self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
+
+    def leave(self, reason: str) -> list[Effect]:
+        """Leave now."""
+        if self.stage in (Stage.LEFT, Stage.REFUSED):
+            return []
+        was_out, self.stage = self.stage is Stage.OUT, Stage.LEFT
+        self._resend_at = self._grace_at = None
+        if self.attempt is not Attempt.CLOSED:
+            self._close(Outcome(self.step, False, f"left: {reason}"))
+        return [] if was_out else [Transmit(Leave(self._template.room, self.replica_id, reason))]
+
+    def give_up(self, reason: str, *, keep_state: bool = False) -> list[Effect]:
+        """Leave, as one that holds no state (or its own); the next `begin` joins, and heals."""
+        if self.stage in (Stage.LEFT, Stage.REFUSED):
+            return []
+        effects: list[Effect] = [Abort(self.view.quorum_id, reason)] if self.view else []
+        effects += self.leave(f"{GAVE_UP}{reason}"[:500])
+        if not keep_state or not self.healed:
+            self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
+        self.stage, self.healed, self._revoked = Stage.OUT, False, True
+        self._vote = self._unanswered = self._fetching = self._fetched = self.published = None
+        return effects
+
+    def leave_after_step(self) -> None:
+        """Let the next vote say that it is the last one."""
+        self._leaving = True
+
+    # ------------------------------------------------------------------ the data plane and heal
+
+    def configured(self, quorum_id: int, error: str, now: float) -> list[Effect]:
+        """The process group has the members of `quorum_id`, or could not be made (`error`)."""
+        if self.view is None or quorum_id != self.view.quorum_id or self._revoked:
+            return []
+        if error:
+            return self._lost_plane(f"process group: {error}", now)
+        self._configured = quorum_id
+        return []
+
+    def fetched(self, fetch: FetchState, error: str, now: float) -> list[Effect]:
+        """What this effect asked for has arrived, or could not be had (`error`)."""
+        if self._fetching is not fetch:
+            return []  # outrun by another one, also of the same state: that one may be in memory
+        self._fetching = None
+        view, key = self.view, (fetch.step, fetch.lineage)
+        if view is None or not self.healing or (view.step, view.lineage) != key:
+            return []
+        if not error:
+            self._fetched = key
+            return []
+        self.reason = f"heal failed: {error}"
+        effects: list[Effect] = [Told(self.reason)]
+        if self.attempt is Attempt.PINNED:
+            return effects + self.fail(self.reason, now)
+        return effects + self._vote_no(self.reason, now, phase=PHASE_HEALING)
+
+    # ------------------------------------------------------------------ the lighthouse
+
+    def received(self, message: Reply, now: float) -> list[Effect]:
+        """A message from the lighthouse (or the group's leader)."""
+        if isinstance(message, Decision):
+            return self._on_decision(message, now)
+        if isinstance(message, Quorum):
+            return self._on_quorum(message, now)
+        if isinstance(message, Revoke):
+            return self._on_revoke(message, now)
+        if isinstance(message, Expelled):
+            return self._on_expelled(message, now)
+        if isinstance(message, Waiting):
+            return self._on_waiting(message, now)
+        if isinstance(message, Refused) and self.stage is not Stage.LEFT:
+            return self._on_refused(message)
+        return []
+
+    def disconnected(self, now: float) -> list[Effect]:
+        """The lighthouse can't be reached."""
+        self._connected = False
+        return []
+
+    def connected(self, now: float) -> list[Effect]:
+        """The lighthouse can be reached (again): repeat what it may not have heard."""
+        self._connected = True
+        return self._repeat(now)
+
+    def expire(self, now: float) -> list[Effect]:
+        """Time has reached `deadline()`."""
+        effects: list[Effect] = []
+        if self._grace_at is not None and now >= self._grace_at:
+            self._grace_at = None
+            if self._revoked:
+                effects += self.fail("quorum revoked", now)
+        if self._resend_at is not None and now >= self._resend_at:
+            effects += self._repeat(now)
+        return effects
+
+    def deadline(self) -> float | None:
+        """When `expire` wants to be called, or None."""
+        resend, grace = self._resend_at, self._grace_at
+        return resend if grace is None else grace if resend is None else min(resend, grace)
+
+    def _on_refused(self, message: Refused) -> list[Effect]:
+        """For good. A step that has begun is over, too: nobody will answer its vote."""
+        self.stage, self.reason = Stage.REFUSED, message.reason
+        self._resend_at = self._grace_at = None
+        if self.attempt in (Attempt.OPEN, Attempt.PINNED):
+            self.attempt, self.failure = Attempt.FAILED, message.reason
+        if self.view is None or self._revoked:
+            return []
+        self._revoked = True
+        return [Abort(self.view.quorum_id, message.reason)]
+
+    def _on_waiting(self, message: Waiting, now: float) -> list[Effect]:
+        """The lighthouse has heard the join; from here on beats keep the place in the line."""
+        if self.stage is Stage.JOINING:
+            self.stage = Stage.SEATED
+            self._resend_at = now + self._resend_s
+        if self.stage is not Stage.SEATED or self.reason == message.reason:
+            return []
+        self.reason = message.reason
+        return [Told(message.reason)]
+
+    def _on_decision(self, message: Decision, now: float) -> list[Effect]:
+        view = self.view
+        if view is None or message.quorum_id != view.quorum_id:
+            return []
+        late = self._unanswered
+        if late is not None and message.step == late.step:
+            return self._on_late_decision(message, now)
+        if message.step != view.step or self.stage is not Stage.MEMBER:
+            return []
+        vote = self._vote
+        answers_mine = vote is not None and (vote.quorum_id, vote.step) == (
+            message.quorum_id, message.step)  # fmt: skip
+        if message.committed:
+            if not (answers_mine and vote is not None and vote.ok):
+                # Others committed a step that this rank did not vote for: it is behind now.
+                return self._on_expelled(
+                    Expelled(self._template.room, view.quorum_id, "committed without me"), now
+                )
+            self._advance(view)
+        if self.attempt is Attempt.VOTED and answers_mine:
+            self._close(
+                Outcome(view.step, message.committed, message.reason,
+                        view.participants, message.control)
+            )  # fmt: skip
+        self._vote = None
+        if answers_mine and vote is not None and vote.leaving:
+            self.stage = Stage.LEFT
+        self._resend_at = now + self._resend_s
+        return self._after_decision(message, now)
+
+    def _after_decision(self, message: Decision, now: float) -> list[Effect]:
+        """The next quorum: the same, the one that came along, or none yet."""
+        if self.stage is Stage.LEFT:
+            self._resend_at = None
+            return []
+        if message.next_quorum is not None:
+            return self._on_quorum(message.next_quorum, now)
+        if not message.waiting:
+            return []
+        self.stage = Stage.SEATED
+        self.reason = "waiting for the next quorum"
+        if self.attempt is Attempt.PINNED:  # per-group commit: one step ahead of the decision
+            self.attempt, self.failure = Attempt.FAILED, "the quorum ended during the step"
+            return [Abort(message.quorum_id, self.failure)]
+        return []
+
+    def _on_late_decision(self, message: Decision, now: float) -> list[Effect]:
+        """Per-group commit: the answer to a vote that this rank has already acted on."""
+        self._unanswered = None
+        view, over = self.view, message.next_quorum is not None or message.waiting
+        if over or view is None or self._vote is None or self.attempt is not Attempt.VOTED:
+            return self._after_decision(message, now)
+        return self._cast(view, now)
+
+    def _on_quorum(self, message: Quorum, now: float) -> list[Effect]:
+        if self.stage in (Stage.OUT, Stage.LEFT, Stage.REFUSED):
+            return []
+        old = self.view
+        if old is not None and message.quorum_id <= old.quorum_id:
+            return []  # a repetition, or one that this rank has left behind
+        if message.base_id and (old is None or message.base_id != old.quorum_id):
+            return self._repeat(now)  # a difference to something unknown here: ask for all
+        members = apply_delta(old.members if old is not None else (), message)
+        mine = next((m for m in members if m.replica_id == self.replica_id), None)
+        if mine is None:
+            return []
+        self._settle(message)
+        effects = self._outrun()
+        self.stage = Stage.MEMBER
+        self.view = View(message.quorum_id, message.step, message.lineage, members, message.reason)
+        self.reason = message.reason
+        self._vote = self._unanswered = None
+        self._revoked, self._grace_at = False, None
+        self._resend_at = now + self._resend_s
+        self.healed = (self.step, self.lineage) == (message.step, message.lineage)
+        self._fail_if_bound(message)
+        rank = self.view.rank_of(self.replica_id)
+        effects.append(Configure(message.quorum_id, members, rank))
+        if not self.healed and not mine.healing:
+            # The lighthouse takes this state for another one: a no says which it is.
+            return effects + self._vote_no("its state is another one", now, phase=PHASE_HEALING)
+        if not self.healed:
+            effects += self._fetch(self.view)
+        return effects
+
+    def _outrun(self) -> list[Effect]:
+        """A newer quorum is here while this one's group is being made: its others may never come."""
+        view = self.view
+        if view is None or self._revoked or self._configured == view.quorum_id:
+            return []
+        return [Abort(view.quorum_id, "a newer quorum is here")]
+
+    def _fail_if_bound(self, message: Quorum) -> None:
+        """Under a new quorum an attempt goes on only if it has reduced nothing (S5), stands at
+        the quorum's position, and need not serve its state at the step's boundary."""
+        if self.attempt is Attempt.PINNED:
+            self.attempt, self.failure = Attempt.FAILED, "the quorum changed during the step"
+        elif self.attempt is Attempt.OPEN and not self._loop_waits:
+            position = (message.step, message.lineage)
+            if not self.healed and not self._heal_in_step:
+                self.attempt, self.failure = Attempt.FAILED, "this replica group must heal"
+            elif self.targets and self.published != position:
+                self.attempt, self.failure = Attempt.FAILED, "a peer must heal from this state"
+
+    def _fetch(self, view: View) -> list[Effect]:
+        key, under_way = (view.step, view.lineage), self._fetching
+        if key == self._fetched:
+            return []
+        if under_way is not None and key == (under_way.step, under_way.lineage):
+            return []
+        sources = tuple(m for m in view.members if not m.healing)
+        self._fetching = FetchState(view.step, view.lineage, sources)
+        return [self._fetching]
+
+    def _on_revoke(self, message: Revoke, now: float) -> list[Effect]:
+        view = self.view
+        if view is None or self.stage is not Stage.MEMBER or message.quorum_id != view.quorum_id:
+            return []
+        if self._revoked:
+            return self._repeat(now)
+        effects: list[Effect] = [Told(f"step {message.step}: {message.reason}")]
+        return effects + self._lost_plane(message.reason, now)
+
+    def _lost_plane(self, reason: str, now: float) -> list[Effect]:
+        """The quorum's collectives are over: vote with what is there."""
+        view = self.view
+        assert view is not None
+        self._revoked = True
+        effects: list[Effect] = [Abort(view.quorum_id, reason)]
+        if self.attempt is Attempt.PINNED:
+            # Its collectives may all be done; then the loop's vote comes soon.
+            self._grace_at = now + self._revoke_grace_s
+            return effects
+        if self._vote is None:
+            effects += self._vote_no(reason, now, phase=self._phase())
+        return effects
+
+    def _on_expelled(self, message: Expelled, now: float) -> list[Effect]:
+        view = self.view
+        if self.stage not in (Stage.SEATED, Stage.MEMBER):
+            return []  # joining: the answer to something older
+        if view is not None and message.quorum_id not in (view.quorum_id, NO_QUORUM):
+            return []
+        self.reason = message.reason
+        effects: list[Effect] = [Told(f"expelled: {message.reason}")]
+        if view is not None and self.stage is Stage.MEMBER:
+            effects.append(Abort(view.quorum_id, message.reason))
+        self.stage = Stage.OUT
+        self._revoked = True
+        self._resend_at = self._grace_at = None
+        self._unanswered = None
+        in_doubt = self.attempt is Attempt.VOTED
+        if not in_doubt:
+            self._vote = None
+        computing = self.attempt is Attempt.OPEN and not self._loop_waits
+        if self.attempt is Attempt.PINNED or (computing and message.hung):
+            self.attempt, self.failure = Attempt.FAILED, message.reason
+        if in_doubt or self._loop_waits or not message.hung:
+            effects += self._join(now)
+        # else: a hung loop must not come back; the next begin joins
+        return effects
+
+    # ------------------------------------------------------------------ pieces
+
+    def _phase(self) -> str:
+        if self.attempt is Attempt.PINNED or self.attempt is Attempt.VOTED:
+            return PHASE_REDUCING
+        if self.healing:
+            return PHASE_HEALING
+        return PHASE_OPEN if self.attempt is Attempt.OPEN and not self._loop_waits else PHASE_IDLE
+
+    def _join(self, now: float) -> list[Effect]:
+        self.stage = Stage.JOINING
+        view, vote = self.view, self._vote
+        doubt = None
+        if self.attempt is Attempt.VOTED and vote is not None:
+            committed = next_lineage(vote.lineage, vote.quorum_id, vote.step)
+            doubt = InDoubt(vote.quorum_id, vote.step, committed)
+        join = replace(
+            self._template,
+            step=self.step,
+            lineage=self.lineage,
+            quorum_id=view.quorum_id if view else NO_QUORUM,
+            last_members=tuple(m.replica_id for m in view.members) if view else (),
+            in_doubt=doubt,
+        )
+        self._resend_at = now + self._resend_s
+        return [Transmit(join)]
+
+    def _send_vote(self, now: float) -> list[Effect]:
+        assert self._vote is not None
+        self._resend_at = now + self._resend_s
+        return [Transmit(self._vote)]
+
+    def _cast(self, view: View, now: float) -> list[Effect]:
+        """Send the yes; under per-group commit act on it at once, unless it is the last one."""
+        effects = self._send_vote(now)
+        if self._template.group_commit and not self._leaving:
+            self._unanswered = self._vote
+            self._commit_locally(view)
+        return effects
+
+    def _vote_no(
+        self, reason: str, now: float, *, phase: str, stalled: bool = False
+    ) -> list[Effect]:
+        """Tell the others no, once; the quorum is over for this rank."""
+        view = self.view
+        if self.stage is not Stage.MEMBER or view is None or self._vote is not None:
+            return []
+        self._vote = Vote(
+            self._template.room, self.replica_id, view.quorum_id, view.step, self.lineage, False,
+            reason[:500], phase, stalled, self._leaving and self.attempt is Attempt.FAILED,
+        )  # fmt: skip
+        effects: list[Effect] = []
+        if not self._revoked:
+            self._revoked = True
+            effects.append(Abort(view.quorum_id, reason))
+        return effects + self._send_vote(now)
+
+    def _repeat(self, now: float) -> list[Effect]:
+        """Send again what is unanswered; else say where this rank believes it is."""
+        if not self._connected or self.stage in (Stage.OUT, Stage.LEFT, Stage.REFUSED):
+            self._resend_at = None  # `connected` repeats; a socket's queue need not fill meanwhile
+            return []
+        self._resend_at = now + self._resend_s
+        if self.stage is Stage.JOINING:
+            return self._join(now)
+        if self._unanswered is not None:
+            return [Transmit(self._unanswered)]
+        if self._vote is not None and self.stage is Stage.MEMBER:
+            return self._send_vote(now)
+        quorum_id = self.view.quorum_id if self.view else NO_QUORUM
+        return [Transmit(Beat(self._template.room, self.replica_id, quorum_id, self.step))]
+
+    def _settle(self, quorum: Quorum) -> None:
+        """Learn from the next quorum what became of the step in doubt."""
+        if self.attempt is not Attempt.VOTED:
+            return
+        vote = self._vote
+        assert vote is not None
+        after = (vote.step + 1, next_lineage(vote.lineage, vote.quorum_id, vote.step))
+        committed = quorum.settle == "commit" or (quorum.step, quorum.lineage) == after
+        participants = self.view.participants if self.view else 0
+        if committed:
+            self.step, self.lineage = after
+        control = quorum.control if committed else b""
+        self._close(Outcome(vote.step, committed, "settled on return", participants, control))
+
+    def _advance(self, view: View) -> None:
+        """The step of `view` is committed: move on under the same quorum."""
+        self.view = view.after_commit()
+        self.step, self.lineage = self.view.step, self.view.lineage
+
+    def _commit_locally(self, view: View) -> None:
+        """Per-group commit: act on the own yes; the decision follows."""
+        self._advance(view)
+        self._close(Outcome(view.step, True, "own vote", view.participants, b""))
+        self._vote = None
+
+    def _close(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.attempt = Attempt.CLOSED
+        self._loop_waits = False
+
+    @property
+    def leaving(self) -> bool:
+        """The next vote says that it is the last one."""
+        return self._leaving
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        if self.stage is Stage.MEMBER:
+            assert self.view is not None
+            assert any(m.replica_id == self.replica_id for m in self.view.members)
+            if self.healed:
+                assert (self.step, self.lineage) == (self.view.step, self.view.lineage)
+        if self.attempt is Attempt.VOTED:
+            assert self._vote is not None and self._vote.ok
+        if self.attempt is Attempt.PINNED:
+            assert self.stage is Stage.MEMBER
+        assert (self.outcome is None) or self.attempt is Attempt.CLOSED

@@ -1,0 +1,1 @@
+"""The threads, sockets and timers around the replica's state machine."""

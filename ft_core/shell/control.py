@@ -1,0 +1,319 @@
+"""Shell of the replica's state machine: its socket, its clock, its threads. No policy.
+
+Threads. The *control thread* ("ft-control") sleeps until its socket, a wake-up or the machine's
+deadline needs it. The *plane thread* ("ft-plane") configures the process group, which may block,
+and starts to fetch states. The training loop's thread calls in, and while it waits for the answer
+to its vote it drives the socket itself (`call_and_wait`), which saves two thread switches a
+step: whoever holds `_io` owns the socket (a lock is a full fence, as ZeroMQ asks for). It looks for
+the answer for a moment before it sleeps: a processor that has gone to sleep takes longer to come
+back than the lighthouse to answer (0.3 ms less a step, benchmarks/RESULTS.md). Where answers take
+longer than that, since another member is slower, it sleeps at once.
+
+Locks. `_io` before `_state`, never the other way round; effects that touch the socket are queued
+under `_state` and sent by the holder of `_io`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import zmq
+
+from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Told, Transmit
+from ft_core.replica.machine import Replica
+from lighthouse.wire.messages import Message, Request
+
+log = logging.getLogger("ft_core")
+
+Action = Callable[[Replica, float], list[Effect] | None]
+Condition = Callable[[Replica], bool]
+FOREVER_S = 3600.0
+GOODBYE_LINGER_S = 1.0
+SPIN_S = 0.0005
+"""How long the loop's thread looks for an answer before it sleeps."""
+
+
+class Link(Protocol):
+    """One end of the connection to the lighthouse or to the group's leader. One thread at a time."""
+
+    def send(self, message: Request, /) -> bool: ...
+
+    def receive(self) -> list[Message]: ...
+
+    def events(self) -> Sequence[str]: ...
+
+    @property
+    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]: ...
+
+    def close(self, *, linger_s: float = 0.0) -> None: ...
+
+
+class Plane(Protocol):
+    """What the machine's effects act on. `configure` and `fetch` run on the plane thread;
+    `configure` may block there. `abort` runs anywhere and must not block."""
+
+    def configure(self, effect: Configure) -> None: ...
+
+    def fetch(self, effect: FetchState) -> None: ...
+
+    def abort(self, effect: Abort) -> None: ...
+
+
+class Control:
+    """See the module's docstring. `on_told` gets the machine's remarks (any thread, quick)."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        link: Link,
+        plane: Plane,
+        *,
+        on_told: Callable[[str], None],
+        on_tick: Callable[[Replica, float], list[Effect]],
+    ) -> None:
+        self.replica = replica
+        self._link, self._plane = link, plane
+        self._on_told, self._on_tick = on_told, on_tick
+        self._state = threading.Condition(threading.RLock())
+        self._io = threading.Lock()
+        self._outbox: deque[Request] = deque()
+        self._jobs: queue.SimpleQueue[Configure | FetchState | None] = queue.SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._link_fds = tuple(int(s.getsockopt(zmq.FD)) for s in link.sockets)
+        self._monitor_told = True  # something has happened to the connection
+        self._waiting = 0  # threads in `wait`; guarded by `_state`
+        self._epoll, self._drive_epoll = select.epoll(), select.epoll()
+        for epoll in (self._epoll, self._drive_epoll):
+            for fd in (self._wake_fd, *self._link_fds):
+                epoll.register(fd, select.EPOLLIN)
+        self._planned = 0.0  # when the control thread wakes by itself
+        self._prompt = True  # the last answer to a vote came soon: worth spinning for the next
+        self._closing = self._closed = False
+        self.away_since: float | None = time.monotonic()  # since when nobody answers
+        self._crash: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._run_control, name="ft-control", daemon=True),
+            threading.Thread(target=self._run_plane, name="ft-plane", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ------------------------------------------------------------------ for the training loop
+
+    def call(self, action: Action) -> None:
+        """Run `action` on the machine under the lock and carry out its effects. Any thread."""
+        with self._state:
+            self._carry_out(action(self.replica, time.monotonic()) or [])
+            self._tell_waiting()
+            wanted = self.replica.deadline()
+        if self._closing:
+            return  # the report of a heal that was still under way: nothing follows from it
+        if self._outbox:
+            self._flush()
+        elif wanted is not None and wanted < self._planned:
+            self.wake()
+
+    def wait(self, condition: Condition, deadline: float | None) -> bool:
+        """Wait until `condition` holds or `deadline` (time.monotonic) passes; whether it holds.
+
+        Raises RuntimeError if the control thread has failed.
+        """
+        with self._state:
+            while not condition(self.replica):
+                self._raise_crash()
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._waiting += 1
+                try:
+                    self._state.wait(left)
+                finally:
+                    self._waiting -= 1
+        return True
+
+    def _tell_waiting(self) -> None:
+        """Something has changed. Holds `_state`."""
+        if self._waiting:
+            self._state.notify_all()
+
+    def await_connected(self, deadline: float) -> bool:
+        """Wait until the link is up; whether it is."""
+        return self.wait(lambda _: self.away_since is None, deadline)
+
+    def call_and_wait(self, action: Action, condition: Condition, deadline: float | None) -> bool:
+        """`call`, then `wait`, with the socket worked by the calling thread (the hot path)."""
+        with self._io:
+            for fd in self._link_fds:  # or every message would wake the control thread, too
+                self._epoll.modify(fd, 0)
+            try:
+                with self._state:
+                    self._carry_out(action(self.replica, time.monotonic()) or [])
+                    self._tell_waiting()
+                return self._drive(condition, deadline)
+            finally:
+                for fd in self._link_fds:
+                    self._epoll.modify(fd, select.EPOLLIN)
+                wanted = self.replica.deadline()
+                if wanted is not None and wanted < self._planned:
+                    self.wake()
+
+    def wake(self) -> None:
+        """Let the control thread look at its timers again. Any thread."""
+        with self._state:  # the report of a late heal may come while the descriptor is closed
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Send what is queued, stop the threads, close the link."""
+        self._closing = True
+        self._jobs.put(None)
+        self.wake()
+        for thread in self._threads:
+            thread.join(timeout=10.0)
+        with self._state:
+            self._closed = True
+            self._epoll.close()
+            self._drive_epoll.close()
+            os.close(self._wake_fd)
+
+    # ------------------------------------------------------------------ the socket
+
+    def _drive(self, condition: Condition, deadline: float | None) -> bool:
+        """Work the socket in the caller's thread until `condition` holds. Holds `_io`."""
+        began = time.monotonic()
+        while True:
+            self._turn()
+            with self._state:
+                if condition(self.replica):
+                    self._prompt = time.monotonic() - began < 2 * SPIN_S
+                    return True
+                self._raise_crash()
+                timeout_s = self._timeout(deadline)
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            spin_until = began + SPIN_S if self._prompt else 0.0
+            self._sleep(self._drive_epoll, timeout_s, spin_until)
+
+    def _sleep(
+        self, epoll: select.epoll, timeout_s: float | None, spin_until: float = 0.0
+    ) -> None:
+        ready: list[tuple[int, int]] = []
+        while not ready and time.monotonic() < spin_until:
+            os.sched_yield()  # whoever has something to do goes first
+            ready = epoll.poll(0)
+        for fd, _ in ready or epoll.poll(-1 if timeout_s is None else timeout_s):
+            if fd == self._link_fds[1]:
+                self._monitor_told = True
+            elif fd == self._wake_fd:
+                try:
+                    os.eventfd_read(self._wake_fd)
+                except BlockingIOError:
+                    pass  # the other thread has taken it
+
+    def _timeout(self, deadline: float | None = None) -> float | None:
+        times = [t for t in (self.replica.deadline(), deadline) if t is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _turn(self) -> None:
+        """Everything that is due now: outbox, events, messages, timers. Holds `_io`.
+
+        A ZeroMQ descriptor tells of changes only, and sending may swallow one, so nothing may be
+        left unread after the last send.
+        """
+        while True:
+            self._send_outbox()
+            told, self._monitor_told = self._monitor_told, False
+            events = self._link.events() if told else ()
+            messages = self._link.receive()
+            now = time.monotonic()
+            with self._state:
+                replica = self.replica
+                for event in events:
+                    self._on_link_event(event, now)
+                for message in messages:
+                    self._carry_out(replica.received(message, now))  # type: ignore[arg-type]
+                wanted = replica.deadline()
+                if wanted is not None and wanted <= now:
+                    self._carry_out(replica.expire(now))
+                    self._carry_out(self._on_tick(replica, now))
+                if events or messages:
+                    self._tell_waiting()
+            if not self._outbox:
+                return
+
+    def _on_link_event(self, event: str, now: float) -> None:
+        if event == "connected":
+            self.away_since = None
+            self._carry_out(self.replica.connected(now))
+        else:
+            self.away_since = self.away_since or now
+            self._carry_out(self.replica.disconnected(now))
+
+    def _send_outbox(self) -> None:
+        while self._outbox:
+            # A full queue drops the message: the machine repeats what is not answered.
+            self._link.send(self._outbox.popleft())
+
+    def _flush(self) -> None:
+        """Send what is queued: here if the socket is free, else by its present owner."""
+        if self._io.acquire(blocking=False):
+            try:
+                self._send_outbox()
+            finally:
+                self._io.release()
+        # Sending may swallow the descriptor's edge; and a present owner may just have looked.
+        self.wake()
+
+    # ------------------------------------------------------------------ effects and threads
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Transmit):
+                self._outbox.append(effect.message)
+            elif isinstance(effect, Abort):
+                self._plane.abort(effect)
+            elif isinstance(effect, Told):
+                self._on_told(effect.text)
+            else:
+                self._jobs.put(effect)
+
+    def _run_control(self) -> None:
+        try:
+            while not self._closing:
+                with self._io:
+                    self._turn()
+                with self._state:
+                    timeout_s = self._timeout()
+                    self._planned = time.monotonic() + (FOREVER_S if timeout_s is None else timeout_s)
+                self._sleep(self._epoll, timeout_s)
+            with self._io:
+                self._send_outbox()
+                self._link.close(linger_s=GOODBYE_LINGER_S)
+        except BaseException as error:
+            log.exception("fault tolerance: the control thread failed")
+            with self._state:
+                self._crash = error
+                self._tell_waiting()
+
+    def _run_plane(self) -> None:
+        """Runs effects that take time, in their order."""
+        while (job := self._jobs.get()) is not None:
+            if isinstance(job, FetchState):
+                self._plane.fetch(job)
+            elif job.quorum_id == self.replica.wants_plane:
+                self._plane.configure(job)
+            # else: revoked already, or outrun by a newer quorum whose Configure follows
+
+    def _raise_crash(self) -> None:
+        if self._crash is not None:
+            raise RuntimeError(
+                "fault tolerance stopped working in this process"
+            ) from self._crash

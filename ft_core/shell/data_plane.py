@@ -1,0 +1,240 @@
+"""What the replica's effects act on: the process group and the heal transport.
+
+Addresses. Each rank of a member advertises one blob: how to reach its process group and its heal
+server. It travels in `Join` and comes back in `Quorum`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from ft_core.heal import HealError, HealKey, HealServer, HealStats, Interrupt, fetch
+from ft_core.process_group import ProcessGroup, ProcessGroupError
+from ft_core.replica.effects import Abort, Configure, FetchState
+from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
+from lighthouse.wire.messages import Member
+
+log = logging.getLogger("ft_core")
+
+ABORT_PATIENCE_S = 0.05
+
+
+def pack_address(process_group: bytes, heal: str) -> bytes:
+    """One rank's blob. See the module's docstring."""
+    packed: bytes = msgpack.packb([process_group, heal])
+    return packed
+
+
+def unpack_address(blob: bytes) -> tuple[bytes, str]:
+    """(process group's address, heal server's address)."""
+    process_group, heal = msgpack.unpackb(blob)
+    return process_group, heal
+
+
+class DataPlane:
+    """Carries out Configure, FetchState and Abort. See `control.Plane` for threads.
+
+    `report_configured(quorum_id, error)` and `report_fetched(effect, error)` are called when the
+    work is over; `error` is "" on success. `into` gives the tree to receive in place
+    (or None); the fetched tree waits in `take_state` for the training loop. `spans_ranks`: the
+    process group spans all ranks of all members, and not this rank's peers only.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        *,
+        group_rank: int,
+        spans_ranks: bool,
+        host: str,
+        token: str,
+        configure_timeout_s: float,
+        heal_timeout_s: float,
+        allow_objects: bool,
+        telemetry: Telemetry,
+        into: Callable[[], Any],
+    ) -> None:
+        self.process_group = process_group
+        process_group.advertise(host)
+        self._server = HealServer(host=host, token=token)
+        self._token, self._allow_objects = token, allow_objects
+        self._group_rank, self._spans_ranks = group_rank, spans_ranks
+        self._configure_timeout_s, self._heal_timeout_s = configure_timeout_s, heal_timeout_s
+        self._telemetry, self._into = telemetry, into
+        self._configuring = self._aborted = 0
+        self._state: tuple[HealKey, Any] | None = None
+        self.heal_stats: HealStats | None = None
+        self.report_configured: Callable[[int, str], None] = lambda quorum_id, error: None
+        self.report_fetched: Callable[[FetchState, str], None] = lambda effect, error: None
+        self._heal: tuple[threading.Thread, Interrupt] | None = None  # the newest one
+
+    def address(self) -> bytes:
+        """This rank's blob."""
+        return pack_address(self.process_group.address(), self._server.address)
+
+    # ------------------------------------------------------------------ effects
+
+    def configure(self, effect: Configure) -> None:
+        """Plane thread. Blocks until the group is usable, cannot be had, or is revoked."""
+        # First the flag, then the look: `abort` does it the other way round, so that one of the
+        # two notices when they cross.
+        self._configuring = effect.quorum_id
+        if self._aborted >= effect.quorum_id:
+            return
+        self._telemetry.emit(
+            QUORUM,
+            quorum_id=effect.quorum_id,
+            replica_rank=effect.replica_rank,
+            members=[m.replica_id for m in effect.members],
+            healing=[m.replica_id for m in effect.members if m.healing],
+        )
+        error = ""
+        try:
+            self.process_group.configure(
+                effect.quorum_id, *self._mesh(effect), self._configure_timeout_s
+            )
+        except Exception as failure:  # any failure here has one meaning: no group, vote no
+            error = str(failure) or type(failure).__name__
+            given_up = self._aborted >= effect.quorum_id  # the machine knows, and has said why
+            level = logging.DEBUG if given_up else logging.WARNING
+            log.log(level, "quorum %s: no process group: %s", effect.quorum_id, error)
+        self.report_configured(effect.quorum_id, error)
+
+    def abort(self, effect: Abort) -> None:
+        """Any thread; does not block."""
+        self._telemetry.emit(REVOKED, quorum_id=effect.quorum_id, reason=effect.reason)
+        self._aborted = max(self._aborted, effect.quorum_id)
+        give_up = time.monotonic() + ABORT_PATIENCE_S
+        while (
+            self._configuring == effect.quorum_id
+            and self.process_group.quorum_id < effect.quorum_id
+            and time.monotonic() < give_up
+        ):
+            time.sleep(0)  # the plane thread is microseconds away from entering configure
+        self.process_group.revoke(
+            ProcessGroupError(effect.reason), quorum_id=effect.quorum_id
+        )
+
+    def interrupt(self) -> None:
+        """Any thread: end a configure, a heal and all collectives, for good."""
+        self._aborted = sys.maxsize
+        self._stop_heal()
+        self.process_group.revoke(ProcessGroupError("shut down"))
+
+    def fetch(self, effect: FetchState) -> None:
+        """Plane thread. Begin to bring a state here, in a thread of its own: the process group must
+        be reconfigurable meanwhile.
+
+        One that is on its way already is stopped, and reports nothing any more: both may be
+        received into the same memory.
+        """
+        before, interrupt = self._stop_heal(), Interrupt()
+        thread = threading.Thread(
+            target=self._run_fetch, args=(effect, interrupt, before), name="ft-heal", daemon=True
+        )
+        self._heal = thread, interrupt
+        thread.start()
+
+    def _run_fetch(
+        self, effect: FetchState, interrupt: Interrupt, before: threading.Thread | None
+    ) -> None:
+        """Heal thread."""
+        if before is not None:
+            before.join()
+        error = "" if interrupt.is_set else self._fetch(effect, interrupt)
+        outrun = interrupt.is_set
+        interrupt.close()
+        if not outrun:
+            self.report_fetched(effect, error)
+
+    def _stop_heal(self) -> threading.Thread | None:
+        """Any thread. Returns the thread, which ends soon."""
+        if self._heal is None:
+            return None
+        thread, interrupt = self._heal
+        interrupt.set()
+        return thread
+
+    def _fetch(self, effect: FetchState, interrupt: Interrupt) -> str:
+        """Heal thread. Blocks until the state is here, or says why it cannot be had."""
+        sources = [self._unpack(m)[1] for m in effect.sources]
+        names = [m.replica_id for m in effect.sources]
+        self._telemetry.emit(HEAL_START, step=effect.step, sources=names)
+        key = HealKey(effect.step, effect.lineage)
+        deadline = time.monotonic() + self._heal_timeout_s
+        try:
+            tree, stats = fetch(
+                sources,
+                key,
+                into=self._into(),
+                deadline=deadline,
+                allow_objects=self._allow_objects,
+                token=self._token,
+                interrupt=interrupt,
+            )
+        except Exception as failure:  # any failure here has one meaning: no state, vote no
+            expected = isinstance(failure, HealError)
+            if not interrupt.is_set:
+                log.warning(
+                    "heal to step %s failed: %s", effect.step, failure, exc_info=not expected
+                )
+            return str(failure) or type(failure).__name__
+        self._state, self.heal_stats = (key, tree), stats
+        self._telemetry.emit(
+            HEAL_DONE, step=effect.step, bytes=stats.bytes, seconds=stats.seconds, sources=names
+        )
+        return ""
+
+    # ------------------------------------------------------------------ the training loop
+
+    def take_state(self, step: int, lineage: str) -> Any:
+        """The fetched tree of exactly this version; it is handed out once."""
+        assert self._state is not None and self._state[0] == HealKey(step, lineage)
+        _, tree = self._state
+        self._state = None
+        return tree
+
+    def publish(self, step: int, lineage: str, tree: Any, targets: int) -> None:
+        """Serve `tree` as the state (step, lineage) to so many targets; returns at once.
+
+        Large tensors are served as they are: the step that follows must not change them before
+        `freeze` was called. Small ones are copied.
+        """
+        start = time.perf_counter()
+        key = HealKey(step, lineage)
+        self._server.publish(key, tree, copy=False, expected_targets=targets)
+        self._telemetry.emit(SERVE, step=step, seconds=time.perf_counter() - start)
+
+    def freeze(self) -> None:
+        """The state is about to change: copy what targets have not got yet (mostly nothing)."""
+        self._server.freeze()
+
+    def retire(self) -> None:
+        """Stop serving."""
+        self._server.retire()
+
+    def close(self) -> None:
+        """After the plane thread has ended."""
+        heal = self._stop_heal()
+        if heal is not None:
+            heal.join()
+        self._server.close()
+        self.process_group.shutdown()
+
+    def _mesh(self, effect: Configure) -> tuple[int, list[bytes]]:
+        """(this rank's number in the process group, the addresses of all of its ranks)."""
+        if not self._spans_ranks:
+            return effect.replica_rank, [self._unpack(m)[0] for m in effect.members]
+        before = sum(len(m.addresses) for m in effect.members[: effect.replica_rank])
+        blobs = [blob for m in effect.members for blob in m.addresses]
+        return before + self._group_rank, [unpack_address(blob)[0] for blob in blobs]
+
+    def _unpack(self, member: Member) -> tuple[bytes, str]:
+        return unpack_address(member.addresses[self._group_rank])

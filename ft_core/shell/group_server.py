@@ -1,0 +1,287 @@
+"""Sockets and a thread for the group's leader (`ft_core.replica.group_leader`), and how the ranks find it.
+
+Rank 0 of a replica group of several ranks runs a `GroupServer`; every rank, rank 0 too, connects
+to it with a `GroupLink` in place of a connection to the lighthouse. The leader's address travels
+through the replica group's own rendezvous store (MASTER_ADDR, MASTER_PORT).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+import zmq
+
+from ft_core.replica.group_leader import BROKEN, LEFT, GroupEffect, GroupLeader, SendUp, peer_of
+from lighthouse.client import Connection
+from lighthouse.config import Timeouts
+from lighthouse.errors import ProtocolError
+from lighthouse.routes import Routes
+from lighthouse.sockets import ACCEPTED, DISCONNECTED, close, open_router, read_monitor
+from lighthouse.wire import codec
+from lighthouse.wire.messages import Join, Message, Refused, Request, RoomKey
+
+log = logging.getLogger("ft_core")
+
+IN_GROUP_SILENCE_S = 5.0
+"""A rank that is silent for so long ends its whole group, which must then start again. Towards the
+lighthouse a silence costs a step and is told much sooner; a busy machine must not do this."""
+
+_managers: defaultdict[tuple[Any, ...], itertools.count[int]] = defaultdict(itertools.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Where the leader listens, and the id of the replica group's present life."""
+
+    address: str
+    replica_id: str
+
+
+class GroupServer:
+    """The leader's thread. `address` is where the ranks connect.
+
+    Args:
+        group_world_size: how many ranks.
+        host: IP address to listen on.
+        lighthouse, replica_id, timeouts: as for a `Connection`.
+    """
+
+    def __init__(
+        self, group_world_size: int, *, host: str, lighthouse: str, replica_id: str,
+        timeouts: Timeouts,
+    ) -> None:  # fmt: skip
+        self._machine = GroupLeader(group_world_size)
+        self._size = group_world_size
+        self._timeouts = timeouts
+        self._lighthouse = lighthouse
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._router, self._monitor = open_router(
+            self._context, f"tcp://{host}:0", _in_group(timeouts)
+        )
+        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._upstream = Connection(
+            lighthouse, identity=replica_id.encode(), timeouts=timeouts, context=self._context
+        )
+        self._routes = Routes()
+        self._last_up: Request | None = None
+        self._room = RoomKey()
+        self._away_since: float | None = time.monotonic()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="ft-group", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; what was said to ranks and lighthouse gets a second to leave. Any thread."""
+        self._wake_write.close()
+        self._thread.join()
+        self._context.term()
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        sockets = (self._router, self._monitor, *self._upstream.sockets)
+        for each in sockets:
+            poller.register(each, zmq.POLLIN)
+        poller.register(self._wake_read.fileno(), zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll(self._sleep_ms()))
+                now = time.monotonic()
+                self._take_requests(now)
+                if self._wake_read.fileno() in ready:
+                    return  # after the last requests: among them is the goodbye
+                self._take_replies(now)
+                for peer in self._routes.take_lost(True, now):
+                    self._apply(self._machine.disconnected(peer, now))
+                self._look_at_lighthouse(now)
+        except Exception:
+            log.exception("fault tolerance: the replica group's leader failed")
+        finally:
+            close(self._router, self._monitor, linger_ms=1_000)
+            self._upstream.close(linger_s=1.0)
+            self._wake_read.close()
+
+    def _sleep_ms(self) -> int | None:
+        if self._away_since is None:
+            return None
+        left_s = self._away_since + self._timeouts.connect_timeout_s - time.monotonic()
+        return max(0, round(left_s * 1000) + 1)
+
+    def _take_requests(self, now: float) -> None:
+        self._take_monitor(now)
+        while True:
+            try:
+                peer = self._router.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            descriptor = frame.get(zmq.SRCFD)
+            if self._routes.fd_of.get(peer) != descriptor:
+                self._take_monitor(now)
+                self._routes.attribute(peer, descriptor, now)
+            while frame.more:
+                frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            try:
+                message = codec.decode(frame.buffer)
+            except ProtocolError as error:
+                log.warning("replica group: dropped a frame that is no message: %s", error)
+                continue
+            if isinstance(message, Join):
+                self._room = message.room
+            self._apply(self._machine.handle(peer, message, now))  # type: ignore[arg-type]
+
+    def _take_monitor(self, now: float) -> None:
+        while (event := read_monitor(self._monitor)) is not None:
+            kind, descriptor = event
+            if kind == ACCEPTED:
+                self._routes.accepted(descriptor)
+            elif kind == DISCONNECTED:
+                self._routes.closed(descriptor, now)
+
+    def _take_replies(self, now: float) -> None:
+        for event in self._upstream.events():
+            if event == "connected":
+                self._away_since = None
+                if self._last_up is not None:
+                    self._upstream.send(self._last_up)  # it may have been lost with the link
+            else:
+                self._away_since = now
+        for message in self._upstream.receive():
+            self._apply(self._machine.from_lighthouse(message, now))  # type: ignore[arg-type]
+
+    def _look_at_lighthouse(self, now: float) -> None:
+        limit_s = self._timeouts.connect_timeout_s
+        if self._away_since is not None and now >= self._away_since + limit_s:
+            self._away_since = None
+            reason = f"{BROKEN}no lighthouse at {self._lighthouse} for {limit_s:g} s"
+            self._send((peer_of(r) for r in range(self._size)), Refused(self._room, reason))
+
+    def _apply(self, effects: Sequence[GroupEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, SendUp):
+                self._last_up = effect.message
+                self._upstream.send(effect.message)
+            else:
+                self._send(effect.peers, effect.message)
+
+    def _send(self, peers: Iterable[bytes], message: Message) -> None:
+        data = codec.encode(message)
+        for peer in peers:
+            try:
+                self._router.send_multipart([peer, data], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                pass  # a rank that is not there yet asks again; one that is gone is noticed
+
+
+class GroupLink:
+    """A rank's end: a `Connection` to the leader whose loss is the end of the group."""
+
+    def __init__(self, leader: Leader, rank: int, timeouts: Timeouts, context: Any) -> None:
+        self._connection = Connection(
+            leader.address, identity=peer_of(rank), timeouts=_in_group(timeouts), context=context
+        )
+        self.sockets = self._connection.sockets
+        self._lost = False
+        self._over = False  # the group has left: its leader may go
+
+    def send(self, message: Request, /) -> bool:
+        return self._connection.send(message)
+
+    def receive(self) -> list[Message]:
+        """As `Connection.receive`; the last message is a `Refused` if the leader is gone."""
+        messages = self._connection.receive()
+        if any(isinstance(m, Refused) and m.reason.startswith(LEFT) for m in messages):
+            self._over = True
+        if self._lost and not self._over:
+            self._lost = False
+            messages.append(Refused(RoomKey(), f"{BROKEN}its leader (rank 0) is gone; this rank "
+                                    "ends so that the launcher can restart the group"))  # fmt: skip
+        return messages
+
+    def events(self) -> Sequence[str]:
+        events = self._connection.events()
+        self._lost = self._lost or "disconnected" in events
+        return events
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        self._connection.close(linger_s=linger_s)
+
+
+def _in_group(timeouts: Timeouts) -> Timeouts:
+    """With the patience of links inside of a group."""
+    silence_s = min(IN_GROUP_SILENCE_S, timeouts.timeout_s / 4)
+    return Timeouts.derive(
+        timeouts.timeout_s, heartbeat_timeout_s=max(silence_s, timeouts.heartbeat_timeout_s)
+    )
+
+
+# ---------------------------------------------------------------- the rendezvous
+
+
+def announce_leader(
+    store_addr: str, store_port: int, job: str, leader: Leader, timeout_s: float
+) -> Any:
+    """Rank 0: let the other ranks find the leader, by the store that is returned: keep it while
+    they may look. Raises ValueError, or as the store does.
+
+    Like torch's "env://", rank 0 runs the store unless the launcher does.
+    """
+    store = group_store(store_addr, store_port, timeout_s, hosts=True)
+    store.set(_key(job, store_addr, store_port, 0), msgpack.packb([leader.address, leader.replica_id]))
+    return store
+
+
+def find_leader(
+    store_addr: str, store_port: int, job: str, timeout_s: float, *, rank: int
+) -> Leader:
+    """Other ranks: wait for the leader. Raises ValueError, or as the store does."""
+    store = group_store(store_addr, store_port, timeout_s, hosts=False)
+    address, replica_id = msgpack.unpackb(store.get(_key(job, store_addr, store_port, rank)))
+    return Leader(address, replica_id)
+
+
+def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:
+    """The replica group's store; `hosts`: this rank (number 0) runs it, if the launcher does not.
+
+    Waits up to `timeout_s` for it, as each `get` does for its key. Raises ValueError for a missing
+    address, or as the store does.
+    """
+    if not store_addr or not store_port:
+        raise ValueError(
+            "a replica group of several ranks needs its rendezvous store: set MASTER_ADDR and "
+            "MASTER_PORT (torchrun does) or pass store_addr and store_port"
+        )
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    if hosts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            # Tenants: torch's default group of this process may have the same store.
+            return dist.TCPStore(
+                store_addr, store_port, None, True, timeout,
+                wait_for_workers=False, multi_tenant=True,
+            )  # fmt: skip
+        except dist.DistNetworkError:
+            pass  # somebody else runs it
+    return dist.TCPStore(store_addr, store_port, None, False, timeout)
+
+
+def _key(job: str, store_addr: str, store_port: int, rank: int) -> str:
+    """One key a manager of `job` and life: a second manager of a rank must not find the first
+    one's leader, nor a restarted group what its predecessor left in torchelastic's store. All
+    ranks create their managers of one job in the same order."""
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    number = next(_managers[job, store_addr, store_port, rank])
+    return f"ft_core/leader/{life}/{job}/{number}"

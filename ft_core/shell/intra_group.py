@@ -1,0 +1,290 @@
+"""What the ranks of one replica group say to each other outside of steps: barriers, broadcasts, and
+the state with which they begin.
+
+A replica group lives and dies as a whole. So a rank may wait here for the others of its own group:
+one that dies takes this one along (its launcher sees to that, and its connection ends). Nobody
+waits for another group. Each call goes to rank 0 and back, with its name, so that ranks which call
+different things hear of it instead of waiting. They meet by the group's own rendezvous store.
+
+torch's default process group is not used: frameworks would take it for the world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import itertools
+import pickle
+import secrets
+import socket
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ft_core.config import advertised_host
+from ft_core.errors import GroupBroken
+from ft_core.heal import HealKey, HealServer, fetch
+from ft_core.shell.group_server import group_store
+
+OPEN_TIMEOUT_S = 7 * 86_400.0
+"""The first call waits for whoever starts late; the launcher ends a group that lost a rank."""
+_HANDSHAKE_TIMEOUT_S = 10.0
+_HEADER = struct.Struct("!Q")
+_TOKEN_BYTES = 32
+_KEY = "ft_core/in_group"
+
+
+class InGroup:
+    """Calls among the ranks of a replica group; with one rank they return at once.
+
+    Args:
+        rank, size: this process's number in the group, and how many there are.
+        store_addr, store_port: of the group's rendezvous store; "" and 0 with one rank.
+        life: how often the group was started again; the store may outlive a group.
+        timeout_s: bounds a call once all ranks have met.
+        interface: network interface or IP address to meet at; "": the one that routes to the store.
+
+    Thread: the training loop's. Raises GroupBroken if another rank is gone or late, RuntimeError if
+    it calls something else.
+    """
+
+    def __init__(
+        self, rank: int, size: int, *, store_addr: str, store_port: int, life: int = 0,
+        timeout_s: float = OPEN_TIMEOUT_S, interface: str = "",
+    ) -> None:  # fmt: skip
+        self._rank, self._size = rank, size
+        self._where = store_addr, store_port
+        self._life, self._interface = life, interface
+        self._timeout_s = timeout_s
+        self._peers: list[socket.socket] = []
+        self._store: Any = None
+        self._alone = 0
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it calls reach this rank only: where the others are not at the same place."""
+        self._alone += 1
+        try:
+            yield
+        finally:
+            self._alone -= 1
+
+    def apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with its calls reaching this rank only."""
+
+        @functools.wraps(function)
+        def alone(*args: Any) -> Any:
+            with self.alone():
+                return function(*args)
+
+        return alone
+
+    def barrier(self, *, limited: bool = True) -> None:
+        """Wait until all ranks are here; `limited` False: as long as it takes."""
+        if self._reaches_peers:
+            self._all("barrier", None, lambda values: None, limited=limited)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """The value of the rank whose number in the group is `src`. Any object, by pickle."""
+        if not self._reaches_peers:
+            return value
+        source = src % self._size
+        mine = value if self._rank == source else None
+        return self._all("broadcast", mine, lambda values: values[source])
+
+    def decide(self, decision: bool, *, all_of_them: bool) -> bool:
+        """Whether all ranks (or any) say yes."""
+        if not self._reaches_peers:
+            return decision
+        agreed: bool = self._all("decision", bool(decision), all if all_of_them else any)
+        return agreed
+
+    def settle(self, decide: Callable[[], Any]) -> Any:
+        """What rank 0 decides, as long as that takes it; the others don't call `decide`."""
+        if not self._reaches_peers:
+            return decide()
+        mine = decide() if self._rank == 0 else None
+        return self._all("decision of the first", mine, lambda values: values[0], limited=False)
+
+    def begin_alike(
+        self,
+        name: Callable[[], str],
+        give: Callable[[], Any],
+        take: Callable[[Any], None],
+        *,
+        into: Callable[[], Any] = lambda: None,
+        allow_objects: bool = False,
+        token: str = "",
+    ) -> str:
+        """Let all ranks begin with the state of rank 0; returns that state's name.
+
+        A replica group joins with one voice, so its ranks must begin alike; those of another group
+        need not: they heal. `name()`: of the own state, equal for equal states. `give()`: the
+        state, which travels as a heal does and is received into the tensors of `into()`;
+        `take(state)` puts it in place where the own one is another. Raises HealError too.
+        """
+        mine = name()
+        if not self._reaches_peers:
+            return mine
+        first: str = self.broadcast(mine)
+        differ = self._all("beginning", mine != first, _numbers_of_true)
+        if not differ:
+            return first
+        key, server = HealKey(0, first), None
+        if self._rank == 0:
+            server = HealServer(host=self._host, token=token, allow_objects=allow_objects)
+            server.publish(key, give(), expected_targets=len(differ))
+        with contextlib.closing(server) if server else contextlib.nullcontext():
+            address = self.broadcast(server.address if server else "")
+            if mine != first:
+                state, _ = fetch(
+                    [address],
+                    key,
+                    into=into(),
+                    deadline=time.monotonic() + OPEN_TIMEOUT_S,
+                    allow_objects=allow_objects,
+                    token=token,
+                )
+                take(state)
+                mine = name()
+            self.barrier(limited=False)
+        if not self.decide(first == mine, all_of_them=True):
+            raise RuntimeError(
+                "the ranks of a replica group begin with different optimizers or schedulers: make "
+                "them alike, and load the same checkpoint in all"
+            )
+        return first
+
+    def close(self) -> None:
+        """End the connections. Twice is once."""
+        for peer in self._peers:
+            peer.close()
+        self._peers, self._store = [], None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (of a Trainer, say) has no connections."""
+        return {**vars(self), "_peers": [], "_store": None}
+
+    # ------------------------------------------------------------------ one call
+
+    @property
+    def _reaches_peers(self) -> bool:
+        return self._size > 1 and not self._alone
+
+    def _all(
+        self, name: str, mine: Any, combine: Callable[[list[Any]], Any], *, limited: bool = True
+    ) -> Any:
+        if not self._peers:
+            self._open()
+        try:
+            for peer in self._peers:
+                peer.settimeout(self._timeout_s if limited else None)
+            if self._rank == 0:
+                return self._lead(name, mine, combine)
+            _send(self._peers[0], (name, mine))
+            failure, result = _receive(self._peers[0])
+        except (OSError, EOFError) as error:
+            self.close()
+            raise GroupBroken(
+                f"{name}: another rank of this replica group is gone or did not come within "
+                f"{self._timeout_s:g} s ({error or type(error).__name__}); all ranks of a group "
+                "must make the same calls"
+            ) from error
+        if failure:
+            raise RuntimeError(failure)
+        return result
+
+    def _lead(self, name: str, mine: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        values, names = [mine], [name]
+        for peer in self._peers:
+            its_name, value = _receive(peer)
+            names.append(its_name)
+            values.append(value)
+        failure, result = "", None
+        if len(set(names)) > 1:
+            failure = (
+                f"the ranks of this replica group call different things ({', '.join(names)}): all "
+                "must make the same calls in the same order"
+            )
+        else:
+            result = combine(values)
+        for peer in self._peers:
+            _send(peer, (failure, result))
+        if failure:
+            raise RuntimeError(failure)
+        return result
+
+    # ------------------------------------------------------------------ meeting
+
+    def _open(self) -> None:
+        number = next(_meetings[*self._where, self._rank])
+        key = f"{_KEY}/{self._life}/{number}"
+        self._store = group_store(*self._where, OPEN_TIMEOUT_S, hosts=self._rank == 0)
+        if self._rank == 0:
+            self._wait_for_ranks(key)
+            return
+        host, port, token = pickle.loads(self._store.get(key))
+        peer = socket.create_connection((host, port), OPEN_TIMEOUT_S)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.sendall(token + _HEADER.pack(self._rank))
+        self._peers = [peer]
+
+    def _wait_for_ranks(self, key: str) -> None:
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        arrived: dict[int, socket.socket] = {}
+        with socket.create_server((self._host, 0)) as server:
+            self._store.set(key, pickle.dumps((self._host, server.getsockname()[1], token)))
+            while len(arrived) < self._size - 1:
+                peer, _ = server.accept()
+                peer.settimeout(_HANDSHAKE_TIMEOUT_S)
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                try:
+                    known = hmac.compare_digest(_read(peer, _TOKEN_BYTES), token)
+                    (rank,) = _HEADER.unpack(_read(peer, _HEADER.size))
+                except (OSError, EOFError):
+                    known = False
+                if known:
+                    arrived[rank] = peer
+                else:
+                    peer.close()  # a stranger
+        self._peers = [arrived[rank] for rank in sorted(arrived)]
+
+    @property
+    def _host(self) -> str:
+        """Our address for the other ranks."""
+        addr, port = self._where
+        if addr == "127.0.0.1":
+            return addr
+        return advertised_host(f"tcp://{addr}:{port}", self._interface)
+
+
+_meetings: defaultdict[tuple[str, int, int], itertools.count[int]] = defaultdict(itertools.count)
+"""Of each rank at its store: all ranks open theirs in the same order."""
+
+
+def _numbers_of_true(values: list[bool]) -> list[int]:
+    return [number for number, value in enumerate(values) if value]
+
+
+def _send(peer: socket.socket, value: Any) -> None:
+    data = pickle.dumps(value)
+    peer.sendall(_HEADER.pack(len(data)) + data)
+
+
+def _receive(peer: socket.socket) -> Any:
+    (size,) = _HEADER.unpack(_read(peer, _HEADER.size))
+    return pickle.loads(_read(peer, size))
+
+
+def _read(peer: socket.socket, size: int) -> bytes:
+    """Exactly so many bytes. Raises EOFError if the connection ends before."""
+    data = bytearray()
+    while len(data) < size:
+        part = peer.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)

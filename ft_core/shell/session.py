@@ -1,0 +1,321 @@
+"""One manager's life with a lighthouse: addresses, threads, timers; opened at the first step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import zmq
+
+from ft_core.config import ReplicaEnv, advertised_host, default_name, new_replica_id
+from ft_core.process_group import ProcessGroup
+from ft_core.replica.effects import Effect, FetchState
+from ft_core.replica.group_leader import BROKEN, LEFT
+from ft_core.replica.machine import Replica
+from ft_core.replica.participation import Place, RanksHold
+from ft_core.replica.status import Stage
+from ft_core.shell.control import Condition, Control, Link
+from ft_core.shell.data_plane import DataPlane
+from ft_core.shell.group_server import GroupLink, GroupServer, Leader, announce_leader, find_leader
+from ft_core.telemetry import WAITING, Telemetry
+from lighthouse.client import Connection
+from lighthouse.config import Timeouts
+from lighthouse.errors import LighthouseUnavailable
+from lighthouse.watcher import ProcessWatch, Report
+from lighthouse.wire.address import normalize
+from lighthouse.wire.messages import Join, RoomKey
+
+log = logging.getLogger("ft_core")
+
+LOCAL_PATIENCE_S = 3.0
+"""For a lighthouse on this machine that was there a moment ago, before another is started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """A manager's options with the environment filled in. See `Manager`."""
+
+    timeouts: Timeouts
+    group_rank: int
+    group_world_size: int
+    ranks_hold: RanksHold
+    store_addr: str
+    store_port: int
+    lighthouse: str
+    name: str
+    replica_id: str
+    heal_port: int
+    interface: str
+    job_id: str
+    expected_replicas: int
+    min_replicas: int
+    group_commit: bool
+    allow_objects: bool
+    token: str
+    watch_process: bool
+
+    @property
+    def place(self) -> Place:
+        """Of this rank among those of its group that hold a copy each."""
+        if self.ranks_hold is RanksHold.SHARDS:
+            return Place()
+        return Place(self.group_rank, self.group_world_size)
+
+    @property
+    def schema(self) -> dict[str, str]:
+        """What of this the members must have in common."""
+        size = self.place.size
+        return {"ranks of a replica group": str(size)} if size > 1 else {}
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        timeout: timedelta,
+        connect_timeout: timedelta | None,
+        heartbeat_interval: timedelta | None,
+        rank: int | None,
+        world_size: int | None,
+        ranks_hold: str,
+        store_addr: str | None,
+        store_port: int | None,
+        lighthouse_addr: str | None,
+        name: str | None,
+        port: int | None,
+        interface: str | None,
+        job_id: str | None,
+        expected_replicas: int | None,
+        min_replicas: int,
+        group_commit: bool,
+        allow_objects: bool,
+        token: str,
+        watch_process: bool,
+    ) -> SessionOptions:
+        """Arguments beat the environment. Raises ValueError."""
+        env = ReplicaEnv.read()
+        heartbeat_s = heartbeat_interval.total_seconds() if heartbeat_interval else None
+        timeouts = Timeouts.derive(
+            timeout.total_seconds(),
+            connect_timeout_s=connect_timeout.total_seconds() if connect_timeout else None,
+            heartbeat_timeout_s=3 * heartbeat_s if heartbeat_s else None,
+        )
+        chosen = name or env.name or default_name()
+        return cls(
+            timeouts=timeouts,
+            group_rank=env.group_rank if rank is None else rank,
+            group_world_size=env.group_world_size if world_size is None else world_size,
+            ranks_hold=_ranks_hold(ranks_hold),
+            store_addr=store_addr or env.master_addr,
+            store_port=store_port or env.master_port,
+            lighthouse=lighthouse_addr or env.lighthouse,
+            name=chosen,
+            replica_id=new_replica_id(chosen),
+            heal_port=port or 0,
+            interface=interface or env.interface,
+            job_id=job_id or env.job_id,
+            expected_replicas=env.num_groups if expected_replicas is None else expected_replicas,
+            min_replicas=min_replicas,
+            group_commit=group_commit,
+            allow_objects=allow_objects,
+            token=token,
+            watch_process=watch_process,
+        )
+
+
+class Session:
+    """Owns the ZeroMQ context, the control and plane threads, the heal server and the watcher.
+
+    Thread: the training loop's, but where said otherwise.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        process_group: ProcessGroup,
+        *,
+        room_id: str,
+        can_heal: bool,
+        step: int,
+        lineage: str,
+        schema: str,
+        schema_text: str,
+        telemetry: Telemetry,
+        into: Callable[[], Any],
+        on_tick: Callable[[Replica, float], list[Effect]],
+    ) -> None:
+        self.room_id = room_id
+        self._options, self._telemetry = options, telemetry
+        self.lighthouse = options.lighthouse or _local_lighthouse()
+        self._closed = False
+        limits = options.timeouts
+        host = advertised_host(self.lighthouse, options.interface)
+        self._context = zmq.Context()
+        self._group: GroupServer | None = None
+        self._store: Any = None
+        link, replica_id = self._connect(host)
+        self.plane = DataPlane(
+            process_group,
+            group_rank=options.group_rank,
+            spans_ranks=options.ranks_hold is RanksHold.COPIES,
+            host=host,
+            token=options.token,
+            configure_timeout_s=limits.timeout_s,
+            heal_timeout_s=limits.heal_timeout_s,
+            allow_objects=options.allow_objects,
+            telemetry=telemetry,
+            into=into,
+        )
+        room = RoomKey(options.job_id, room_id)
+        template = Join(
+            room=room,
+            name=options.name,
+            replica_id=replica_id,
+            step=step,
+            lineage=lineage,
+            addresses=(self.plane.address(),),
+            min_replicas=options.min_replicas,
+            expected_replicas=options.expected_replicas,
+            can_heal=can_heal,
+            group_commit=options.group_commit,
+            schema=schema,
+            schema_text=schema_text,
+        )
+        self.replica = Replica(
+            template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s
+        )
+        self._watch: ProcessWatch | None = None
+        if options.watch_process:
+            self._watch = ProcessWatch(normalize(self.lighthouse), limits)
+            self._watch.start([Report(room, replica_id)])
+        self.control = Control(
+            self.replica, link, self.plane, on_told=self._on_told, on_tick=on_tick
+        )
+        self.plane.report_configured = self._configured
+        self.plane.report_fetched = self._fetched
+
+    def _connect(self, host: str) -> tuple[Link, str]:
+        """(the link to the lighthouse or to the group's leader, the replica_id of the group)."""
+        options, limits = self._options, self._options.timeouts
+        if options.group_world_size == 1:
+            identity = options.replica_id.encode()
+            link = Connection(
+                self.lighthouse, identity=identity, timeouts=limits, context=self._context
+            )
+            return link, options.replica_id
+        store, job = (options.store_addr, options.store_port), options.job_id
+        if options.group_rank == 0:
+            self._group = GroupServer(
+                options.group_world_size,
+                host=host,
+                lighthouse=self.lighthouse,
+                replica_id=options.replica_id,
+                timeouts=limits,
+            )
+            leader = Leader(self._group.address, options.replica_id)
+            self._store = announce_leader(*store, job, leader, limits.connect_timeout_s)
+        else:
+            leader = find_leader(
+                *store, job, limits.connect_timeout_s, rank=options.group_rank
+            )
+        return GroupLink(leader, options.group_rank, limits, self._context), leader.replica_id
+
+    @property
+    def broken(self) -> bool:
+        """Whether the own replica group has lost a rank."""
+        return self.replica.reason.startswith((BROKEN, LEFT))
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has lost it by leaving, with a rank that was told to end."""
+        return self.replica.reason.startswith(LEFT)
+
+    def await_lighthouse(self) -> None:
+        """Raises LighthouseUnavailable unless somebody answers within the connect timeout."""
+        limit_s = self._options.timeouts.connect_timeout_s
+        deadline = time.monotonic() + limit_s
+        while not self._options.lighthouse and time.monotonic() < deadline:
+            if self.control.await_connected(min(deadline, time.monotonic() + LOCAL_PATIENCE_S)):
+                return
+            # The one on this machine that answered a moment ago has ended (idle, or killed).
+            _local_lighthouse()
+        if not self.control.await_connected(deadline):
+            self.close()
+            raise LighthouseUnavailable(
+                f"no lighthouse answers at {self.lighthouse} within {limit_s:g} s: start one "
+                "with `lighthouse --bind tcp://0.0.0.0:29510` and set TORCHFT_LIGHTHOUSE to "
+                "its address"
+            )
+
+    def wait_for(self, condition: Condition, deadline: float | None) -> bool:
+        """Wait until `condition` holds; raises LighthouseUnavailable if the lighthouse stays
+        away for the connect timeout meanwhile."""
+        limit_s = self._options.timeouts.connect_timeout_s
+        while True:
+            away = self.control.away_since
+            give_up = None if away is None else away + limit_s
+            next_look = time.monotonic() + limit_s if give_up is None else give_up
+            until = next_look if deadline is None else min(deadline, next_look)
+            if self.control.wait(condition, until):
+                return True
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                return False
+            away = self.control.away_since
+            if away is not None and now >= away + limit_s:
+                raise LighthouseUnavailable(
+                    f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
+                )
+
+    def after(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
+        """Run `action` in a thread of its own after `seconds`, unless cancelled."""
+        timer = threading.Timer(seconds, action)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def close(self, reason: str = "shutdown") -> None:
+        """Leave, and free threads, sockets, processes. Twice is once."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.replica.stage is not Stage.LEFT:
+            self.control.call(lambda replica, now: replica.leave(reason))
+        self.plane.interrupt()
+        self.control.close()
+        if self._watch is not None:
+            self._watch.close()
+        self.plane.close()
+        if self._group is not None:
+            self._group.close()
+            self._store = None
+        self._context.term()
+
+    # ------------------------------------------------------------------ reports (other threads)
+
+    def _configured(self, quorum_id: int, error: str) -> None:
+        self.control.call(lambda replica, now: replica.configured(quorum_id, error, now))
+
+    def _fetched(self, fetch: FetchState, error: str) -> None:
+        self.control.call(lambda replica, now: replica.fetched(fetch, error, now))
+
+    def _on_told(self, text: str) -> None:
+        log.info("%s: %s", self._options.name, text)
+        self._telemetry.emit(WAITING, reason=text)
+
+
+def _ranks_hold(text: str) -> RanksHold:
+    try:
+        return RanksHold(text)
+    except ValueError:
+        raise ValueError(f'ranks_hold must be "shards" or "copies", got {text!r}') from None
+
+
+def _local_lighthouse() -> str:
+    from ft_core.shell.local_lighthouse import ensure_local_lighthouse
+
+    return ensure_local_lighthouse()

@@ -1,0 +1,244 @@
+"""The rules by which a quorum forms. Pure functions: no clock, no IO, no state.
+
+Theory. A room has at most one live quorum, and only when its step is decided does the next one
+form; so two quorums of a room never run side by side. What is left to decide is when the
+candidates suffice, and from which state they go on:
+
+R1  Fewer than `min_replicas` candidates: wait.
+R2  They go on from the newest position among them: the highest step; at equal step the room's
+    own head, else the position that most candidates hold, else that of the first by order.
+    All others are behind and heal (R3). A torn state (partly overwritten) is nobody's position:
+    its holder heals, and where all are torn they wait for one that is whole, up to
+    `torn_timeout_s`; then they are sent away to start again.
+R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
+R4  If a candidate holds the room's head, nobody of the last quorum holds anything newer: form at
+    once.
+R5  Members of an earlier quorum may hold a newer state than any candidate (the lighthouse was
+    restarted, or all of them are away). While one of those is missing, wait, but no longer than
+    the join timeout: a state that nobody brings back is lost, and the rest goes on.
+R6  Where no candidate has been in a quorum of the room yet, the next one waits for
+    `expected_replicas`, or, where nobody said how many will come, for stragglers; in both cases
+    no longer than the join timeout.
+R7  Ranks: members of the last quorum keep their order, newcomers follow in natural order of
+    their names when a room starts, in order of arrival later.
+R8  Where the last members said that the training has finished, those who come with less than its
+    last step start over only as many as are expected; a single one that comes back is sent away
+    when the join timeout is over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lighthouse.wire.messages import TORN
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The version of a state."""
+
+    step: int
+    lineage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica group that waits for a quorum."""
+
+    replica_id: str
+    name: str
+    position: Position
+    can_heal: bool = True
+    arrival: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that the rules look at.
+
+    Attributes:
+        candidates: who waits.
+        min_replicas, expected_replicas: see `LighthouseConfig`; 0 expected: not known.
+        previous: replica_ids of the last quorum in rank order; empty: there was none.
+        missed: replica_ids that are known from an earlier quorum, are not candidates, and may
+            come back with a newer state.
+        head: position of the last commit that this lighthouse knows.
+        since: when waiting began (the first candidate arrived, or the last quorum ended).
+        join_timeout_s: see `Timeouts`.
+        torn_timeout_s: how long those wait that all hold torn states.
+        has_past: some candidate has been in a quorum of this room before.
+    """
+
+    candidates: tuple[Candidate, ...]
+    min_replicas: int
+    expected_replicas: int = 0
+    previous: tuple[str, ...] = ()
+    missed: frozenset[str] = frozenset()
+    head: Position | None = None
+    since: float = 0.0
+    join_timeout_s: float = 5.0
+    torn_timeout_s: float = 60.0
+    has_past: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The next quorum: replica_ids in rank order, the position they start from, who must heal."""
+
+    members: tuple[str, ...]
+    position: Position
+    healing: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A choice or none, why, and when time alone may change the answer.
+
+    `hopeless`: it can't, nor can any of those who wait: they must start again.
+    """
+
+    choice: Choice | None
+    reason: str
+    wake_at: float | None = None
+    hopeless: bool = False
+
+
+def too_early(
+    count: int,
+    min_replicas: int,
+    expected_replicas: int,
+    first: bool,
+    expires: float,
+    now: float,
+    missed: int = 0,
+) -> Verdict | None:
+    """R1, R5 and R6 by numbers alone, in constant time; None: ask `decide`.
+
+    Spares a room that fills up with N replica groups N looks at all of them. `first`: nobody here
+    has been in a quorum yet. `expires`: when the join timeout ends. `missed`: members of
+    an earlier quorum to wait for (R5), 0 if R4 applies.
+    """
+    if count < min_replicas:
+        return Verdict(None, f"waiting for {min_replicas - count} of min_replicas={min_replicas}")
+    if now >= expires:
+        return None
+    if missed:
+        return Verdict(None, _missing(missed), expires)
+    if first and count < expected_replicas:
+        short = expected_replicas - count
+        return Verdict(None, f"waiting for {short} of {expected_replicas} expected replica groups",
+                       expires)  # fmt: skip
+    if first and not expected_replicas:
+        return Verdict(None, "waiting for stragglers until the join timeout", expires)
+    return None
+
+
+def too_late(
+    count: int, expected_replicas: int, held: bool, step: int, expires: float, now: float
+) -> Verdict | None:
+    """R8, after a training that has finished at `step`; None: ask the other rules.
+
+    `held`: somebody here holds that step, or a later one. `expires`: when the join timeout ends.
+    """
+    if held or count >= expected_replicas:
+        return None
+    reason = (
+        f"the training has finished at step {step}, and a replica group that comes back does not "
+        f"start it over: that takes all {expected_replicas}, or another job id"
+    )
+    if now >= expires:
+        return Verdict(None, reason, hopeless=True)
+    return Verdict(None, reason, expires)
+
+
+def decide(situation: Situation, now: float) -> Verdict:
+    """Apply R1 to R7 at `now` (seconds, any monotonic clock)."""
+    if not situation.candidates:
+        return Verdict(None, "nobody waits")
+    position = newest(situation.candidates, situation.head)
+    if position is None:
+        give_up = situation.since + situation.torn_timeout_s
+        wake_at = give_up if now < give_up else None
+        return Verdict(None, _TORN, wake_at, hopeless=wake_at is None)
+    able = [c for c in situation.candidates if c.can_heal or c.position == position]
+    short = situation.min_replicas - len(able)
+    if short > 0:
+        refused = len(situation.candidates) - len(able)
+        extra = f"; {refused} behind and not allowed to heal" if refused else ""
+        return Verdict(None, f"waiting for {short} of min_replicas={situation.min_replicas}{extra}")
+    waiting_for = _stragglers(situation, able)
+    expires = situation.since + situation.join_timeout_s
+    if waiting_for and now < expires:
+        return Verdict(None, waiting_for, expires)
+    choice = Choice(
+        members=rank_order(able, situation.previous),
+        position=position,
+        healing=frozenset(c.replica_id for c in able if c.position != position),
+    )
+    late = f" (gave up {waiting_for})" if waiting_for else ""
+    return Verdict(choice, f"{len(able)} replica groups at step {position.step}{late}")
+
+
+def newest(candidates: Iterable[Candidate], head: Position | None) -> Position | None:
+    """R2; None if nobody holds a whole state. `candidates` must not be empty."""
+    whole = [c for c in candidates if not c.position.lineage.startswith(TORN)]
+    if not whole:
+        return None
+    top_step = max(c.position.step for c in whole)
+    top = [c for c in whole if c.position.step == top_step]
+    if head is not None and any(c.position == head for c in top):
+        return head
+    counts = Counter(c.position for c in top)
+    most = max(counts.values())
+    best = min(
+        (c for c in top if counts[c.position] == most), key=lambda c: (natural(c.name), c.arrival)
+    )
+    return best.position
+
+
+def rank_order(candidates: Sequence[Candidate], previous: Sequence[str]) -> tuple[str, ...]:
+    """R7."""
+    by_id = {c.replica_id: c for c in candidates}
+    kept = [replica_id for replica_id in previous if replica_id in by_id]
+    known = set(kept)
+    fresh = [c for c in candidates if c.replica_id not in known]
+    if kept:
+        fresh.sort(key=lambda c: c.arrival)
+    else:
+        fresh.sort(key=lambda c: (natural(c.name), c.arrival))
+    return (*kept, *(c.replica_id for c in fresh))
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key under which "replica_10" follows "replica_9"."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts if p)
+
+
+def _stragglers(situation: Situation, able: Sequence[Candidate]) -> str:
+    """Why to wait although `min_replicas` are there; empty: no reason (R4, R5, R6)."""
+    if any(c.position == situation.head for c in able):
+        return ""  # R4
+    if situation.missed:
+        return _missing(len(situation.missed))
+    if situation.has_past:
+        return ""  # all members of the last quorum are here, or left for good
+    if situation.expected_replicas:
+        short = situation.expected_replicas - len(able)
+        if short > 0:
+            return f"waiting for {short} of {situation.expected_replicas} expected replica groups"
+        return ""
+    return "waiting for stragglers until the join timeout"
+
+
+_TORN = (
+    "the state of all who wait was partly overwritten by a heal whose source is gone: start the "
+    "replica groups again, from a checkpoint where there is one"
+)
+
+
+def _missing(count: int) -> str:
+    return f"waiting for {count} members of the last quorum to come back"

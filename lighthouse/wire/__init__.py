@@ -1,0 +1,1 @@
+"""What travels between lighthouse and members: messages, their encoding, addresses. PURE."""

@@ -1,0 +1,215 @@
+"""msgpack wire format: strict and versioned.
+
+A frame is `[VERSION, tag, field, field, ...]` with the fields of the dataclass in order. Strict:
+an unknown tag, a missing or surplus field, a wrong type or a value that the message's own check
+refuses raises `ProtocolError`. Another version raises `VersionMismatch`, whatever else it holds,
+so that both sides can say so. No Python object is ever built from the wire but these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from functools import cache, lru_cache
+from operator import attrgetter
+from typing import Any
+
+import msgpack
+
+from lighthouse.errors import ProtocolError, VersionMismatch
+from lighthouse.wire import messages
+
+VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""Largest frame that is read: a full member list of 16,384 replica groups of one rank fits."""
+
+_TAGS: dict[str, type] = {
+    "join": messages.Join,
+    "vote": messages.Vote,
+    "beat": messages.Beat,
+    "leave": messages.Leave,
+    "obit": messages.Obituary,
+    "stat?": messages.StatusRequest,
+    "quorum": messages.Quorum,
+    "decide": messages.Decision,
+    "revoke": messages.Revoke,
+    "wait": messages.Waiting,
+    "expel": messages.Expelled,
+    "refuse": messages.Refused,
+    "stat": messages.Status,
+}
+_TAG_OF = {kind: tag for tag, kind in _TAGS.items()}
+_SCALARS = (int, str, bytes, bool)
+
+Decoder = Callable[[Any], Any]
+
+
+class Encoder:
+    """Turns messages into frames. One thread at a time.
+
+    A quorum goes to N members in N messages that differ in little but hold the same member list.
+    Lists that were packed since `begin` are not packed again (the same object, not an equal one),
+    so that telling N members costs N short headers and one list.
+    """
+
+    def __init__(self) -> None:
+        self._packer = msgpack.Packer(use_bin_type=True, default=_plain)
+        # By id(); the value holds the list, so that no other object can get its id meanwhile.
+        self._packed: dict[int, tuple[object, bytes]] = {}
+
+    def begin(self) -> None:
+        """Forget what was packed: a new batch of messages."""
+        self._packed.clear()
+
+    def encode(self, message: messages.Message) -> bytes:
+        """Bytes of one message."""
+        kind: Any = type(message)
+        if kind is messages.Quorum or kind is messages.Decision:
+            parts = [self._pack(VERSION), self._pack(_TAG_OF[kind]), *self._packed_fields(message)]
+            return b"".join((self._packer.pack_array_header(len(parts)), *parts))
+        return self._pack((VERSION, _TAG_OF[kind], *_values(message)))
+
+    def _pack(self, value: Any) -> bytes:
+        packed: bytes = self._packer.pack(value)
+        return packed
+
+    def _packed_fields(self, message: Any) -> list[bytes]:
+        parts: list[bytes] = []
+        for value in _values(message):
+            if type(value) is messages.Quorum:
+                fields = self._packed_fields(value)
+                header = self._packer.pack_array_header(len(fields))
+                parts.append(b"".join((header, *fields)))
+            elif type(value) is tuple and len(value) > 1:
+                parts.append(self._pack_once(value))
+            else:
+                parts.append(self._pack(value))
+        return parts
+
+    def _pack_once(self, values: tuple[Any, ...]) -> bytes:
+        known = self._packed.get(id(values))
+        if known is None:
+            known = self._packed[id(values)] = (values, self._pack(values))
+        return known[1]
+
+
+def encode(message: messages.Message) -> bytes:
+    """Bytes of one message. Any thread."""
+    return Encoder().encode(message)
+
+
+def decode(frame: bytes | memoryview) -> messages.Message:
+    """The message in `frame`. Raises `ProtocolError` (or `VersionMismatch`) and nothing else."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    try:
+        raw = msgpack.unpackb(frame, raw=False, use_list=True, strict_map_key=True)
+    except Exception as error:  # msgpack raises many kinds; all mean "no msgpack here"
+        raise ProtocolError(f"not msgpack: {error}") from error
+    if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[0], int):
+        raise ProtocolError("not a message: expected [version, tag, ...]")
+    if raw[0] != VERSION:
+        raise VersionMismatch(
+            f"the other side speaks protocol version {raw[0]}, this one {VERSION}: "
+            "install the same release on all hosts"
+        )
+    kind = _TAGS.get(raw[1]) if isinstance(raw[1], str) else None
+    if kind is None:
+        raise ProtocolError(f"unknown message tag {str(raw[1])[:40]!r}")
+    message: messages.Message = _decoder_of(kind)(raw[2:])
+    return message
+
+
+# ---------------------------------------------------------------- compiled from the dataclasses
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+@cache
+def _getter_of(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads all fields of a dataclass at once."""
+    names = _field_names(kind)
+    if len(names) > 1:
+        return attrgetter(*names)  # a tuple, but of a single name
+    return lambda value: tuple(getattr(value, name) for name in names)
+
+
+def _values(value: Any) -> tuple[Any, ...]:
+    kind: Any = type(value)
+    return _getter_of(kind)(value)
+
+
+def _plain(value: Any) -> Any:
+    """What msgpack can't pack by itself: our dataclasses travel as the list of their fields."""
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} can't be sent")
+    return _values(value)
+
+
+@cache
+def _decoder_of(kind: type) -> Decoder:
+    """Decoder of a dataclass from the list of its fields."""
+    hints = typing.get_type_hints(kind)
+    names = _field_names(kind)
+    count = len(names)
+    scalars = tuple((i, hints[name]) for i, name in enumerate(names) if hints[name] in _SCALARS)
+    nested = tuple(
+        (i, _decoder(hints[name], f"{kind.__name__}.{name}"))
+        for i, name in enumerate(names)
+        if hints[name] not in _SCALARS
+    )
+    build = lru_cache(4_096)(kind) if kind is messages.RoomKey else kind
+
+    def decode_fields(raw: Any) -> Any:
+        if type(raw) is not list or len(raw) != count:
+            raise ProtocolError(f"{kind.__name__}: expected {count} fields")
+        for i, wanted in scalars:
+            # type(), not isinstance: bool is an int, and True must not pass for 1.
+            if type(raw[i]) is not wanted:
+                raise _wrong_type(f"{kind.__name__}.{names[i]}", wanted, raw[i])
+        for i, read in nested:
+            raw[i] = read(raw[i])
+        try:
+            return build(*raw)
+        except ValueError as error:
+            raise ProtocolError(f"{kind.__name__}: {error}") from error
+
+    return decode_fields
+
+
+def _decoder(hint: Any, where: str) -> Decoder:
+    if hint in _SCALARS:
+        return _scalar(hint, where)
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        item = _decoder(typing.get_args(hint)[0], where)
+
+        def read_tuple(raw: Any) -> Any:
+            if type(raw) is not list:
+                raise _wrong_type(where, list, raw)
+            return tuple([item(entry) for entry in raw])
+
+        return read_tuple
+    if origin in (types.UnionType, typing.Union):
+        inner = _decoder(typing.get_args(hint)[0], where)
+        return lambda raw: None if raw is None else inner(raw)
+    assert dataclasses.is_dataclass(hint), f"{where}: no decoder for {hint}"
+    return _decoder_of(typing.cast(type, hint))
+
+
+def _scalar(kind: type, where: str) -> Decoder:
+    def read(raw: Any) -> Any:
+        if type(raw) is not kind:
+            raise _wrong_type(where, kind, raw)
+        return raw
+
+    return read
+
+
+def _wrong_type(where: str, wanted: type, raw: Any) -> ProtocolError:
+    return ProtocolError(f"{where}: expected {wanted.__name__}, got {type(raw).__name__}")
