@@ -24,9 +24,9 @@ from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.jobs import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.watcher import ProcessWatch, Report
-from lighthouse.wire.messages import Join, Quorum, RoomKey
+from lighthouse.wire.messages import JobKey, Join, Quorum
 
-ROOM = RoomKey("bench", "death")
+ROOM = JobKey("bench", "death")
 # Silence of a host must not be what is measured.
 TIMEOUTS = Timeouts.derive(60.0, heartbeat_timeout_s=5.0)
 

@@ -46,7 +46,7 @@ def lighthouse_with(replicas: int) -> float:
 
     from lighthouse.client import Connection
     from lighthouse.config import Timeouts
-    from lighthouse.wire.messages import Join, Quorum, RoomKey
+    from lighthouse.wire.messages import JobKey, Join, Quorum
 
     process, address = start_lighthouse(max(replicas, 1))
     context: Any = zmq.Context()
@@ -58,7 +58,7 @@ def lighthouse_with(replicas: int) -> float:
             link = Connection(
                 address, identity=name.encode(), timeouts=Timeouts.derive(), context=context
             )
-            link.send(Join(RoomKey(), name, f"{name}:1", 0, "same", (bytes(200),)))
+            link.send(Join(JobKey(), name, f"{name}:1", 0, "same", (bytes(200),)))
             links.append(link)
         waiting = set(range(replicas))
         while waiting:

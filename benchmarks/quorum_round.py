@@ -34,11 +34,11 @@ from common import arguments, report
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
     Decision,
+    JobKey,
     Join,
     Message,
     Quorum,
     Revoke,
-    RoomKey,
     Status,
     StatusRequest,
     Vote,
@@ -46,7 +46,7 @@ from lighthouse.wire.messages import (
     next_lineage,
 )
 
-ROOM = RoomKey("bench", "round")
+ROOM = JobKey("bench", "round")
 PATIENCE_MS = 120_000
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.collectives.allreduce import Started
+from ft_core.collectives.allreduce import AsyncReduce
 from ft_core.collectives.ops import completed
 from ft_core.manager import Manager
 from ft_core.process_group.work import CompletedWork
@@ -137,10 +137,10 @@ class Gate:
             self._buckets.append(_Bucket(tensor, reduce_op, tensor.clone()))
         return self._manager.allreduce(tensor, reduce_op=reduce_op)
 
-    def start_allreduce(self, tensor: Tensor, divided_by: int = 1) -> Started:
+    def start_allreduce(self, tensor: Tensor, divided_by: int = 1) -> AsyncReduce:
         """Reduce a bucket of gradients in place; they are kept one by one."""
         if not self._reduces() or self._manager is None:
-            return Started(tensor, CompletedWork(tensor))
+            return AsyncReduce(tensor, CompletedWork(tensor))
         self._memory.add(tensor.untyped_storage().data_ptr())
         self._buckets.append(_Bucket(tensor, ReduceOp.AVG, None))
         return self._manager.start_allreduce(tensor, divided_by=divided_by)

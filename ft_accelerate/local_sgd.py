@@ -19,7 +19,7 @@ from ft_accelerate.meeting import Meeting
 from ft_core.collectives.codecs import codec_named
 from ft_core.diloco.diloco import check_options, nesterov
 from ft_core.diloco.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, split
-from ft_core.diloco.schedule import Event, Schedule, trace
+from ft_core.diloco.schedule import Schedule, ScheduleEvent, trace
 
 
 class LocalSGD(StockLocalSGD):
@@ -129,7 +129,7 @@ class DiLoCo(LocalSGD):
         _check(weighted, bucket_bytes, keep_windows)
         self._fragments = split(accelerator.unwrap_model(model), fragments)
         schedule = Schedule(local_sgd_steps, len(self._fragments), fragment_sync_delay)
-        self._due: dict[int, list[tuple[Event, Fragment]]] = {}
+        self._due: dict[int, list[tuple[ScheduleEvent, Fragment]]] = {}
         for inner, event, index in trace(schedule, local_sgd_steps):
             self._due.setdefault(inner, []).append((event, self._fragments[index]))
         self._alpha, self._bucket_bytes = fragment_update_alpha, bucket_bytes
@@ -165,7 +165,7 @@ class DiLoCo(LocalSGD):
         if not self.enabled:
             return
         for event, fragment in self._due.get((self.num_steps - 1) % self.local_sgd_steps + 1, ()):
-            if event is Event.LAUNCH:
+            if event is ScheduleEvent.LAUNCH:
                 self._launch(fragment)
             else:
                 self._apply()

@@ -23,7 +23,7 @@ from ft_core.launch.rank_group import BROKEN_EXIT_CODE
 from ft_core.launch.sigterm import EXIT_CODE
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
-from ft_core.shell.intra_group import InGroup
+from ft_core.shell.intra_group import IntraGroup
 
 
 class Peers:
@@ -35,7 +35,7 @@ class Peers:
     def __init__(self, options: FaultTolerancePlugin, place: GroupPlace, life: int) -> None:
         self.options, self.place = options, place
         self.slots, self.slot = place.slots(options), place.slot(options)
-        self._in_group = InGroup(
+        self._in_group = IntraGroup(
             place.rank,
             place.size,
             store_addr=place.store_addr,
@@ -91,7 +91,7 @@ class Peers:
         take: Callable[[Any], None],
         into: Callable[[], Any],
     ) -> str:
-        """As `InGroup.begin_alike`."""
+        """As `IntraGroup.begin_alike`."""
         options = self.options
         with ended_with_its_group():
             return self._in_group.begin_alike(

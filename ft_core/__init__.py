@@ -8,67 +8,7 @@
 
 Names are loaded when they are first used: `import ft_core` loads neither torch nor ZeroMQ.
 
-Modules. The training loop's side:
-
-    manager            what a loop calls: quorum, all-reduce, vote; torchft's interface
-    ddp                DistributedDataParallel whose gradients a manager averages
-    optimizer          begins a step, and steps if it was committed
-    buffers            running statistics that stay equal in all members
-    data               DistributedSampler: shards by replica group, resumable
-    state              which parts of a state heal, and how each is saved and loaded
-    moments            memory for an optimizer's state, made before a process joins
-    attempts           what algorithms see of a manager's attempt at a step
-    telemetry          events of one rank, for logs, pictures, callbacks
-    errors             the errors that a loop may see, by who is to blame
-
-The step, underneath:
-
-    replica            what one rank does next: the state machine (pure)
-    standing           where a rank stands: the machine's values (pure)
-    effects            what it asks of its shell (pure)
-    world              who contributes, how sums are scaled; what ranks of a group hold
-    session            one life with a lighthouse: addresses, threads, timers
-    control            the machine's socket, clock and threads
-    plane              what effects act on: process group, heal transport
-    config             options that the environment may fill
-    local              a lighthouse on this machine for those who name none
-
-Bytes:
-
-    process_group      Gloo and NCCL groups whose members change
-    reduction          one all-reduce of a step, and who waits for it
-    allreduce          scaling, neutral elements, futures; no process group
-    rows               a row of numbers from each member, before data moves
-    codecs             int8, int4, fp8: numbers as bytes
-    quantized          all-reduce of those, with the same bits everywhere
-    heal               states from peer to peer
-
-Replica groups of several ranks, and processes:
-
-    group              several ranks, one voice: the leader's state machine (pure)
-    group_server       its sockets, and how the ranks find it
-    in_group           what ranks of a group say to each other outside of steps
-    rank_group         starts and ends the ranks of a group on this machine
-    supervisor         one child a replica group, started again when it dies
-    sigterm            told to end: the step under way is the last one
-    import_hook        acts on a module that somebody else imports later
-
-LocalSGD and DiLoCo:
-
-    local_sgd, diloco  the two algorithms
-    outer              what both do between inner steps
-    outer_flight       one outer step's communication
-    diloco_schedule    which fragment is sent and applied when (pure)
-    windows            what was done since a fragment's last outer step (pure)
-    fragments          parts of a model, and their layout in buckets
-    global_state       what all members have in common: the state that heals
-
-A run afterwards:
-
-    run_record         what happened, from the replica groups' events
-    timeline           the picture of it
-
-Why they are cut as they are: docs/design.md.
+The folders are the map; why they are cut as they are: docs/design.md.
 """
 
 from __future__ import annotations
@@ -149,7 +89,6 @@ __all__ = [
     "TooManyDiscards",
     "WorldSizeMode",
 ]
-
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)

@@ -32,7 +32,7 @@ from torch.futures import Future
 from torch.nn import parallel
 
 from ft_core.buffers import SharedBuffers
-from ft_core.collectives.allreduce import Started, work_of
+from ft_core.collectives.allreduce import AsyncReduce, work_of
 from ft_core.collectives.ops import completed
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class _Reduction(dist.ProcessGroup):
     and some not.
 
     Buckets are waited for at the end of backward, before the reducer does it: see
-    `ft_core.collectives.allreduce.Started`.
+    `ft_core.collectives.allreduce.AsyncReduce`.
 
     Thread: autograd's for `getSize` and `allreduce`, which never raise: in backward that would end
     the process, and the vote tells it as well.
@@ -208,7 +208,7 @@ class _Reduction(dist.ProcessGroup):
         self._shared: SharedBuffers | None = None
         self._values = self._unsent = 0
         self._divisor = 1
-        self._on_their_way: list[Started] = []
+        self._on_their_way: list[AsyncReduce] = []
         self._awaited_in = -1
         self.muted = False
         self.reduce_used: Callable[[Tensor], Future[Tensor]] = self._reduce_used
@@ -258,7 +258,7 @@ class _Reduction(dist.ProcessGroup):
             return work_of(completed(tensor))
         return work_of(bucket.future)
 
-    def _await_later(self, bucket: Started) -> None:
+    def _await_later(self, bucket: AsyncReduce) -> None:
         """Wait for `bucket` when backward is over: before the reducer, which asks for a callback
         after its last bucket. A backward within a backward (activation checkpointing) has callbacks
         of its own, at its own end."""

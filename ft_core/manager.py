@@ -23,14 +23,14 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from ft_core.collectives import allreduce as reduction
-from ft_core.collectives.allreduce import Started
+from ft_core.collectives.allreduce import AsyncReduce
 from ft_core.collectives.ops import Once
 from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
 from ft_core.replica.effects import Effect
 from ft_core.replica.machine import Replica
-from ft_core.replica.participation import Participation, Seat, WorldSizeMode
+from ft_core.replica.participation import Participation, ParticipationRule, WorldSizeMode
 from ft_core.replica.status import Attempt, Outcome, Stage
 from ft_core.shell.session import Session, SessionOptions
 from ft_core.state import State
@@ -178,7 +178,7 @@ class Manager:
         self._start = (0, "")
         self._batches_committed = 0
         self._session: Session | None = None
-        self._seat = Seat(world_size_mode, min_replica_size, self._options.place)
+        self._seat = ParticipationRule(world_size_mode, min_replica_size, self._options.place)
         self._began_at = 0.0
         self._quorum_wait_s = self._quorum_timeout_s
         self._discards_in_a_row = 0
@@ -370,7 +370,7 @@ class Manager:
         reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
         *,
         divided_by: int = 1,
-    ) -> Started:
+    ) -> AsyncReduce:
         """`allreduce` for a caller that calls the result's `wait()`, in one thread, before it votes.
 
         Cheaper than waiting for a future. On CUDA `wait` orders streams, as a future's does.

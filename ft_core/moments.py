@@ -24,7 +24,7 @@ WORTH_BYTES = 64 * 1024 * 1024
 """Less is found in no time."""
 
 
-class Moments:
+class PreallocatedState:
     """What `optimizer.state` will look like after its first step, on the CPU. Training thread."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ft_core.moments import Moments
+from ft_core.moments import PreallocatedState
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
 from ft_core.shell.session import Session
@@ -41,7 +41,7 @@ class State:
     def __init__(self) -> None:
         self._parts: dict[str, tuple[Load, Save]] = {}
         self._private: set[str] = set()
-        self._moments: list[Moments] = []
+        self._moments: list[PreallocatedState] = []
         self._served: Versions = []
         self._lends = True
         self._lent: dict[str, Any] | None = None
@@ -56,7 +56,7 @@ class State:
     def expect(self, *optimizers: Optimizer) -> None:
         """These optimizers' states are in the parts. A process that has none yet gets memory for
         them before it joins (`prepare`)."""
-        self._moments += map(Moments, optimizers)
+        self._moments += map(PreallocatedState, optimizers)
 
     def prepare(self) -> None:
         """Do what takes long now: nobody waits for this process yet."""

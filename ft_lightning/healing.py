@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ft_core.heal import digest
-from ft_core.shell.intra_group import InGroup
+from ft_core.shell.intra_group import IntraGroup
 from ft_lightning import leader, position
 from ft_lightning.options import Options
 
@@ -36,7 +36,7 @@ def lineage_of_start(trainer: Any, *, allow_objects: bool) -> str:
     return f"start-{digest(state, allow_objects=allow_objects)}"
 
 
-def begin(trainer: Any, in_group: InGroup, options: Options) -> str:
+def begin(trainer: Any, in_group: IntraGroup, options: Options) -> str:
     """Make the ranks of this replica group begin alike; returns `lineage_of_start`, after that."""
     strategy, allow_objects = trainer.strategy, options.heal_allow_objects
     return in_group.begin_alike(

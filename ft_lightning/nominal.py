@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ft_core.config import ReplicaEnv
-from ft_core.shell.intra_group import InGroup
+from ft_core.shell.intra_group import IntraGroup
 from ft_lightning.options import Options
 from ft_lightning.scope import ENV_DEVICE, Role, Scope, resolve
 
@@ -24,7 +24,7 @@ class NominalRanks:
     _ranks_may_share_a_group = True
     """Not where a replica group trains on its own between two meetings: it is one process then."""
     _scope: Scope | None = None
-    _in_group: InGroup
+    _in_group: IntraGroup
     _leader = False
 
     @property
@@ -86,7 +86,7 @@ class NominalRanks:
         timeout = getattr(self, "_timeout", None) or _TIMEOUT
         # A supervisor has ranks to look after, and no peers.
         peers = scope.group_size if scope.role is Role.MEMBER else 1
-        self._in_group = InGroup(
+        self._in_group = IntraGroup(
             scope.group_rank,
             peers,
             store_addr=scope.store_addr,

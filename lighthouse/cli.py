@@ -22,14 +22,14 @@ from lighthouse.errors import LighthouseError
 from lighthouse.machine.jobs import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.wire.address import normalize
-from lighthouse.wire.messages import RoomKey
+from lighthouse.wire.messages import JobKey
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 DEFAULT_BIND = "tcp://0.0.0.0:29510"
 DEFAULT_ADDRESS = "tcp://127.0.0.1:29510"
-_DEFAULT_ROOM = RoomKey()
+_DEFAULT_ROOM = JobKey()
 
 _TIMEOUT_HELP = {
     "heartbeat_timeout_s": ("timeout / 100, 0.3 to 5", "A host silent for this long is gone."),

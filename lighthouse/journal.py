@@ -12,12 +12,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from lighthouse.wire.messages import RoomKey
+from lighthouse.wire.messages import JobKey
 
 FORMAT = 1
 MAX_FILE_BYTES = 256 * 1024 * 1024
 
-Remembered = dict[RoomKey, tuple[int, tuple[str, ...]]]
+Remembered = dict[JobKey, tuple[int, tuple[str, ...]]]
 """Room -> (quorum_id, members of that quorum)."""
 
 
@@ -50,7 +50,7 @@ def _parse(raw: Any) -> Remembered:
             raise ValueError("a room without quorum_id or members")
         if not all(isinstance(member, str) for member in members):
             raise ValueError("members must be texts")
-        key = RoomKey(room["job_id"], room["room_id"])
+        key = JobKey(room["job_id"], room["room_id"])
         remembered[key] = (quorum_id, tuple(members))
     return remembered
 
@@ -100,7 +100,7 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name="lighthouse-journal", daemon=True)
         self._thread.start()
 
-    def save(self, room: RoomKey, quorum_id: int, members: tuple[str, ...]) -> None:
+    def save(self, room: JobKey, quorum_id: int, members: tuple[str, ...]) -> None:
         """Remember one room's quorum. One thread; returns at once."""
         self.remembered.pop(room, None)
         self.remembered[room] = (quorum_id, members)

@@ -32,7 +32,7 @@ from lighthouse.machine.jobs import Effect, Lighthouse, Note, Peer, Send, first_
 from lighthouse.routes import Routes
 from lighthouse.wire import address as addresses
 from lighthouse.wire import codec
-from lighthouse.wire.messages import Refused, Request, RoomKey, Status, StatusRequest
+from lighthouse.wire.messages import JobKey, Refused, Request, Status, StatusRequest
 
 log = logging.getLogger("lighthouse")
 
@@ -299,7 +299,7 @@ class LighthouseServer(Closing):
         except VersionMismatch as error:
             self.stats.other_versions += 1
             # Unreadable over there, but for its version; and that is what it has to say.
-            self._send((peer,), codec.encode(Refused(RoomKey(), str(error))))
+            self._send((peer,), codec.encode(Refused(JobKey(), str(error))))
             return
         except ProtocolError:
             self.stats.malformed += 1

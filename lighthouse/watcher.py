@@ -4,7 +4,7 @@ The kernel frees the memory of a killed process before it closes its sockets: fo
 many GiB that takes long enough to be worth avoiding. What it does first of all is to mark the
 robust futexes that the process' threads hold. So the training process holds a robust mutex in a
 page that it shares with a small process of its own (`python -m lighthouse.watcher`), which blocks
-in locking it; waking up with EOWNERDEAD is the news, and an `Obituary` is on its way at once over
+in locking it; waking up with EOWNERDEAD is the news, and an `DeathNotice` is on its way at once over
 a connection that has been open since the start.
 
 Second lines of defence: the watcher also polls the parent's pidfd, and the lighthouse notices
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from lighthouse.config import Timeouts
-from lighthouse.wire.messages import Obituary, RoomKey
+from lighthouse.wire.messages import DeathNotice, JobKey
 
 log = logging.getLogger("lighthouse.watcher")
 
@@ -52,7 +52,7 @@ _ATTRIBUTE_BYTES = 64  # generous: glibc and musl need 4
 class Report:
     """Whom the lighthouse shall believe dead when this process is."""
 
-    room: RoomKey
+    room: JobKey
     replica_id: str
 
 
@@ -335,7 +335,7 @@ class _Watcher:
 
     def _obituaries(self) -> None:
         for job_id, room_id, replica_id in self._reports:
-            self._connection.send(Obituary(RoomKey(job_id, room_id), replica_id, CAUSE))
+            self._connection.send(DeathNotice(JobKey(job_id, room_id), replica_id, CAUSE))
         self._connection.close(linger_s=FLUSH_MS / 1000)
         self._context.term()
 

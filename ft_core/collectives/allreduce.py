@@ -16,7 +16,7 @@ from ft_core.replica.participation import Participation
 from ft_core.step import Step
 
 
-class Started:
+class AsyncReduce:
     """An all-reduce on its way, for a caller that waits for it in a thread of its own.
 
     No other thread runs Python code for it when it arrives, as a future's callbacks would in the
@@ -89,7 +89,7 @@ def start(
     reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType,
     *,
     divided_by: int,
-) -> Started:
+) -> AsyncReduce:
     """See `Manager.start_allreduce`. Any thread; never raises but ValueError."""
     op, end = op_name(reduce_op), None
     work: dist.Work = CompletedWork(tensor)
@@ -102,7 +102,7 @@ def start(
             end = _ending(step, tensor, op, part)
     except Exception as error:  # as above
         step.fail(error)
-    started = Started(tensor, work, end)
+    started = AsyncReduce(tensor, work, end)
     step.pending.append(started)
     return started
 

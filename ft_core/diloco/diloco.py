@@ -26,7 +26,7 @@ from ft_core.diloco.fragments import (
     split,
 )
 from ft_core.diloco.outer_loop import OuterLoop
-from ft_core.diloco.outer_step import Flight
+from ft_core.diloco.outer_step import OuterReduce
 from ft_core.diloco.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class DiLoCo(OuterLoop):
         """Delta_i = theta(t-1) - theta_i(t) (arXiv 2311.08105, algorithm 1, line 12)."""
         return deltas
 
-    def _reduce(self, flight: Flight, weight: float) -> None:
+    def _reduce(self, flight: OuterReduce, weight: float) -> None:
         if self._codec is None:
             super()._reduce(flight, weight)
             return
@@ -166,7 +166,7 @@ class DiLoCo(OuterLoop):
             wire_bytes(codec, b.numel(), part.replica_world_size) for b in buckets
         )
 
-    def _finish(self, flight: Flight) -> None:
+    def _finish(self, flight: OuterReduce) -> None:
         super()._finish(flight)
         left = [job.next_residual for job in flight.quantized]
         if left and all(r is not None for r in left):

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from ft_core.attempts import attempt_failed, bind, start
 from ft_core.diloco.fragments import Fragment, describe
 from ft_core.diloco.global_state import GlobalState, drop_bad_state, refuse_drifting
-from ft_core.diloco.outer_step import Flight, OuterStats, squared_norm
-from ft_core.diloco.schedule import Event, Schedule
+from ft_core.diloco.outer_step import OuterReduce, OuterStats, squared_norm
+from ft_core.diloco.schedule import Schedule, ScheduleEvent
 from ft_core.diloco.windows import Windows
 from ft_core.process_group import ProcessGroupError
 from ft_core.replica.participation import WorldSizeMode
@@ -88,7 +88,7 @@ class OuterLoop(ABC):
         self._healed_now = False  # ... and was brought there in this attempt
         self._torn = False  # a heal is overwriting the global state
         self._local_step = 0
-        self._flight: Flight | None = None
+        self._flight: OuterReduce | None = None
         self._loop_thread = threading.get_ident()
         self.stats = OuterStats()
         manager.register_schema(
@@ -201,7 +201,7 @@ class OuterLoop(ABC):
         """Make `means` of the contributions the fragment's new global parameters, in the model and
         in `_state`. Returns the mean delta that they amount to, for the statistics."""
 
-    def _reduce(self, flight: Flight, weight: float) -> None:
+    def _reduce(self, flight: OuterReduce, weight: float) -> None:
         """Start the reduction of the flight's values."""
         for bucket in flight.values.buckets():
             flight.send(self._manager, bucket)
@@ -216,7 +216,7 @@ class OuterLoop(ABC):
         due = self._schedule.due(self._manager.current_step(), self._local_step)
         if due and self._flight is None:
             self._launch()
-        if Event.APPLY in due:
+        if ScheduleEvent.APPLY in due:
             self._apply()
         elif self._flight is None and not self._manager.errored() and attempt_failed(self._manager):
             # The members changed in a way that this attempt can't follow (a peer must heal from
@@ -279,7 +279,7 @@ class OuterLoop(ABC):
         contribution = self._contribution(fragment, deltas)
         if manager.is_participating():
             self._windows.sent(fragment.index)
-        flight = self._flight = Flight.of(
+        flight = self._flight = OuterReduce.of(
             manager, fragment, contribution, weight, squared, self._bucket_bytes, self.stats
         )
         if self._is_last(fragment):
@@ -329,7 +329,7 @@ class OuterLoop(ABC):
         """The end of the step. Tests put their faults in front of it."""
         return self._manager.should_commit()
 
-    def _finish(self, flight: Flight) -> None:
+    def _finish(self, flight: OuterReduce) -> None:
         """The outer step was committed: the same computation in all members."""
         fragment, total = flight.fragment, float(flight.meta[0])
         kept = None
@@ -348,7 +348,7 @@ class OuterLoop(ABC):
         else:
             self._windows.restart(fragment.index)
 
-    def _discard(self, flight: Flight | None) -> None:
+    def _discard(self, flight: OuterReduce | None) -> None:
         """The outer step was discarded."""
         self.stats.discarded += 1
         error = self._manager.errored()

@@ -43,7 +43,7 @@ class OuterStats:
 
 
 @dataclass(slots=True)
-class Flight:
+class OuterReduce:
     """See the module's docstring. Thread: the training loop's.
 
     Attributes:
@@ -76,7 +76,7 @@ class Flight:
         squared: float,
         bucket_bytes: int,
         stats: OuterStats,
-    ) -> Flight:
+    ) -> OuterReduce:
         """Lay out `contribution`, times `weight` (0: whatever it holds counts for nothing)."""
         values = Flat(contribution, bucket_bytes, _wire_device(manager))
         _fill(values, contribution, weight)

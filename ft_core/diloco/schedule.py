@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Event(Enum):
+class ScheduleEvent(Enum):
     """What happens after an inner step."""
 
     LAUNCH = "launch"
@@ -78,16 +78,16 @@ class Schedule:
         h, p = self.sync_every, self.fragments
         return (fragment + 1) * h // p - fragment * h // p
 
-    def due(self, step: int, local_step: int) -> tuple[Event, ...]:
+    def due(self, step: int, local_step: int) -> tuple[ScheduleEvent, ...]:
         """What happens after inner step `local_step` (1, 2, ... in the slot) of outer step `step`.
 
         A slot that runs over (its launch came late) launches and applies at its next inner step.
         """
         length = self.slot_steps(self.fragment_of(step))
         if local_step >= length:
-            return (Event.APPLY,) if self.delay else (Event.LAUNCH, Event.APPLY)
+            return (ScheduleEvent.APPLY,) if self.delay else (ScheduleEvent.LAUNCH, ScheduleEvent.APPLY)
         if self.delay and local_step == length - self.delay:
-            return (Event.LAUNCH,)
+            return (ScheduleEvent.LAUNCH,)
         return ()
 
 
@@ -97,7 +97,7 @@ def trace(
     *,
     start: int = 0,
     commits: Callable[[int], bool] = lambda attempt: True,
-) -> Iterator[tuple[int, Event, int]]:
+) -> Iterator[tuple[int, ScheduleEvent, int]]:
     """(inner step from 1, event, fragment) for a member that starts a slot at outer step `start`.
 
     `commits(n)`: whether attempt n (0, 1, ...) at an outer step is committed.
@@ -107,6 +107,6 @@ def trace(
         local_step += 1
         for event in schedule.due(step, local_step):
             yield inner, event, schedule.fragment_of(step)
-            if event is Event.APPLY:
+            if event is ScheduleEvent.APPLY:
                 step, local_step = step + commits(attempt), 0
                 attempt += 1

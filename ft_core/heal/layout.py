@@ -22,7 +22,7 @@ def align(offset: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Extent:
     """Where a tensor lies: segment index, and bytes from that segment's start."""
 
     segment: int
@@ -44,7 +44,7 @@ class Layout:
     """Segment 0 is the pool (maybe empty); `places` has one entry a tensor, in tensor order."""
 
     segment_bytes: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[Extent, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -68,13 +68,13 @@ def lay_out(tensor_bytes: Sequence[int]) -> Layout:
     """Assign every tensor its place."""
     pool = 0
     segments = [0]
-    places: list[Place] = []
+    places: list[Extent] = []
     for nbytes in tensor_bytes:
         if nbytes < SMALL_BYTES:
-            places.append(Place(0, pool, nbytes))
+            places.append(Extent(0, pool, nbytes))
             pool = align(pool + nbytes)
         else:
-            places.append(Place(len(segments), 0, nbytes))
+            places.append(Extent(len(segments), 0, nbytes))
             segments.append(nbytes)
     segments[0] = pool
     return Layout(tuple(segments), tuple(places))

@@ -15,7 +15,7 @@ Source to target, a msgpack frame, for some kinds followed by one raw frame:
     gone      reason                      this version is not served (any more)
     refused   reason                      this reader will never be served
 
-A frame that is none of these is dropped and counted; nothing here can raise anything but WireError.
+A frame that is none of these is dropped and counted; nothing here can raise anything but HealProtocolError.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MAX_CHUNKS_A_REQUEST = 64
 MAX_RANGES = 32  # `missing` is merged down to this many ranges
 
 
-class WireError(ValueError):
+class HealProtocolError(ValueError):
     """A frame that is not a valid message."""
 
 
 def _check(ok: bool, what: str) -> None:
     if not ok:
-        raise WireError(what)
+        raise HealProtocolError(what)
 
 
 def _check_ints(values: tuple[int, ...], limit: int, what: str) -> None:
@@ -120,15 +120,15 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class HealRefused:
     kind: ClassVar[str] = "refused"
     reason: str
 
 
 Request = Open | Get | Done
-Reply = ManifestReply | ChunkReply | ValidReply | Gone | Refused
+Reply = ManifestReply | ChunkReply | ValidReply | Gone | HealRefused
 _REQUESTS: tuple[type[Any], ...] = (Open, Get, Done)
-_REPLIES: tuple[type[Any], ...] = (ManifestReply, ChunkReply, ValidReply, Gone, Refused)
+_REPLIES: tuple[type[Any], ...] = (ManifestReply, ChunkReply, ValidReply, Gone, HealRefused)
 _HINTS = {cls: get_type_hints(cls) for cls in _REQUESTS + _REPLIES}
 
 
@@ -140,13 +140,13 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    """What a target sent, or WireError."""
+    """What a target sent, or HealProtocolError."""
     message: Request = _decode(data, _REQUESTS)
     return message
 
 
 def decode_reply(data: bytes) -> Reply:
-    """What a source sent, or WireError."""
+    """What a source sent, or HealProtocolError."""
     message: Reply = _decode(data, _REPLIES)
     return message
 
@@ -155,15 +155,15 @@ def _decode(data: bytes, known: tuple[type[Any], ...]) -> Any:
     try:
         parsed = msgpack.unpackb(data, use_list=False)
     except Exception as error:  # msgpack has no common base class for what bad input may raise
-        raise WireError(f"not msgpack: {error}") from error
+        raise HealProtocolError(f"not msgpack: {error}") from error
     if type(parsed) is not tuple or len(parsed) < 3 or parsed[0] != MAGIC:
-        raise WireError("not a heal message")
+        raise HealProtocolError("not a heal message")
     if parsed[1] != VERSION:
-        raise WireError(f"version {parsed[1]!r}; this side speaks {VERSION}")
+        raise HealProtocolError(f"version {parsed[1]!r}; this side speaks {VERSION}")
     for cls in known:
         if cls.kind == parsed[2]:
             return _build(cls, parsed[3:])
-    raise WireError(f"unknown kind {parsed[2]!r}")
+    raise HealProtocolError(f"unknown kind {parsed[2]!r}")
 
 
 def _build(cls: type[Any], values: tuple[Any, ...]) -> Any:

@@ -245,9 +245,9 @@ class HealServer:
                 return
             try:
                 if len(frames) != 2:
-                    raise wire.WireError(f"{len(frames)} frames")
+                    raise wire.HealProtocolError(f"{len(frames)} frames")
                 self._handle(frames[0], wire.decode_request(frames[1]))
-            except wire.WireError as error:
+            except wire.HealProtocolError as error:
                 _log.debug("Dropped a request: %s", error)
                 with self._lock:
                     self._count(dropped=1)
@@ -259,7 +259,7 @@ class HealServer:
         with self._lock:
             reader = self._readers.get(identity)
             if reader is None:
-                raise wire.WireError("a request before open")
+                raise wire.HealProtocolError("a request before open")
             if isinstance(request, wire.Done):
                 del self._readers[identity]
                 self._finished_targets += 1
@@ -267,7 +267,7 @@ class HealServer:
                 return
             reader.missing = request.missing
         if reader.publication is None or any(c >= len(reader.chunks) for c in request.chunks):
-            raise wire.WireError("a chunk that does not exist")
+            raise wire.HealProtocolError("a chunk that does not exist")
         if request.direct:
             self._confirm(identity, reader, request.chunks)
             return
@@ -298,7 +298,7 @@ class HealServer:
             else:
                 self._count(refused=1)
         if refusal:
-            self._send(identity, wire.Refused(refusal))
+            self._send(identity, wire.HealRefused(refusal))
         else:
             self._review_readers()
 

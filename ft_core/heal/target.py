@@ -298,7 +298,7 @@ class _Fetch:
                 return
             try:
                 self._handle(link, wire.decode_reply(header))
-            except wire.WireError as error:
+            except wire.HealProtocolError as error:
                 self._give_up(link, f"it sent a malformed message ({error})")
             while link.socket.getsockopt(zmq.RCVMORE):  # parts that no handler took
                 link.socket.recv()
@@ -310,8 +310,8 @@ class _Fetch:
     def _handle(self, link: _Link, reply: wire.Reply) -> None:
         if isinstance(reply, wire.ManifestReply):
             self._on_manifest(link, reply)
-        elif isinstance(reply, wire.Gone | wire.Refused):
-            refused = isinstance(reply, wire.Refused)
+        elif isinstance(reply, wire.Gone | wire.HealRefused):
+            refused = isinstance(reply, wire.HealRefused)
             self._give_up(link, f"{'it refused: ' if refused else ''}{reply.reason[:500]}")
         elif isinstance(reply, wire.ChunkReply):
             self._check_asked(link, (reply.index,))
@@ -322,14 +322,14 @@ class _Fetch:
 
     def _check_asked(self, link: _Link, indexes: tuple[int, ...]) -> None:
         if not link.served or any(not 0 <= index < len(self._chunks) for index in indexes):
-            raise wire.WireError("a chunk that was not asked for")
+            raise wire.HealProtocolError("a chunk that was not asked for")
 
     def _on_manifest(self, link: _Link, reply: wire.ManifestReply) -> None:
         if not link.socket.getsockopt(zmq.RCVMORE):
-            raise wire.WireError("a manifest without its bytes")
+            raise wire.HealProtocolError("a manifest without its bytes")
         data = link.socket.recv()
         if (reply.step, reply.lineage) != (self._key.step, self._key.lineage):
-            raise wire.WireError("a manifest of another version")
+            raise wire.HealProtocolError("a manifest of another version")
         if link.ready:
             return
         if self._plan is None:
@@ -354,7 +354,7 @@ class _Fetch:
         assert self._receiver is not None
         chunk = self._chunks[reply.index]
         if not link.socket.getsockopt(zmq.RCVMORE):
-            raise wire.WireError("a chunk without its bytes")
+            raise wire.HealProtocolError("a chunk without its bytes")
         if self._plan.is_done(reply.index):  # a duplicate of what another source sent first
             link.socket.recv(copy=False)
             self._plan.received(link.address, reply.index, time.monotonic())

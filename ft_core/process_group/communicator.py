@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ft_core.process_group.rendezvous import Meeting
+from ft_core.process_group.rendezvous import Rendezvous
 
 
 class Communicator(ABC):
@@ -21,7 +21,7 @@ class Communicator(ABC):
         """What the other members need to reach it, b"" if nothing; any thread."""
 
     @abstractmethod
-    def connect(self, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, meeting: Rendezvous, timeout_s: float) -> None:
         """Connect all members of the meeting; blocks; may raise anything. Builder thread.
 
         `timeout_s` is when the group interrupts; the backend's own timeout must come later.
@@ -57,7 +57,7 @@ class Communicator(ABC):
 class Builder(threading.Thread):
     """Connects one communicator."""
 
-    def __init__(self, communicator: Communicator, meeting: Meeting, timeout_s: float) -> None:
+    def __init__(self, communicator: Communicator, meeting: Rendezvous, timeout_s: float) -> None:
         super().__init__(name="ft-pg-configure", daemon=True)
         self.communicator = communicator
         self.error: Exception | None = None

@@ -13,9 +13,9 @@ from ft_core.process_group import forgotten
 from ft_core.process_group.communicator import Communicator
 from ft_core.process_group.gloo_sockets import DeviceSockets, pair_sequences, workers_asleep
 from ft_core.process_group.interfaces import choose_address
-from ft_core.process_group.meeting_store import MeetingStore
-from ft_core.process_group.reconfigurable import MeshProcessGroup
-from ft_core.process_group.rendezvous import Meeting
+from ft_core.process_group.meeting_store import RendezvousStore
+from ft_core.process_group.reconfigurable import ReconfigurableProcessGroup
+from ft_core.process_group.rendezvous import Rendezvous
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0
@@ -26,7 +26,7 @@ def native_reconfigure_available() -> bool:
     return hasattr(dist.ProcessGroupGloo, "reconfigure")
 
 
-class ProcessGroupGloo(MeshProcessGroup):
+class ProcessGroupGloo(ReconfigurableProcessGroup):
     """A Gloo group whose members can change. See `ProcessGroup` for the contract.
 
     `timeout` (seconds or timedelta) bounds a collective that nobody revokes. `hostname` or
@@ -67,7 +67,7 @@ class _GlooCommunicator(Communicator):
         self._host = host
         self._timeout_s = timeout_s
         self._native = native
-        self._store = MeetingStore()
+        self._store = RendezvousStore()
         self._store.on_publish = None  # set while connecting: it would close a reference cycle
         self._lock = threading.Lock()  # no interrupt while the device goes away
         self._sockets: DeviceSockets | None = None
@@ -88,7 +88,7 @@ class _GlooCommunicator(Communicator):
     def handle(self) -> bytes:
         return self._handle
 
-    def connect(self, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, meeting: Rendezvous, timeout_s: float) -> None:
         self._store.meeting, self._store.on_publish = meeting, self._published
         # Gloo's own timeout must not come first: it would leave a callback behind for a pair that
         # is gone, and a member that dials in then crashes the process.
@@ -145,7 +145,7 @@ class _GlooCommunicator(Communicator):
                 self._sockets = sockets
         self._sequences = sequences
 
-    def _build(self, meeting: Meeting, patience_s: float) -> None:
+    def _build(self, meeting: Rendezvous, patience_s: float) -> None:
         self._world_size = len(meeting.handles)
         self.backend = None
         backend = dist.ProcessGroupGloo(
@@ -156,7 +156,7 @@ class _GlooCommunicator(Communicator):
             if not self._closed:
                 self.backend = backend
 
-    def _reconfigure(self, meeting: Meeting, patience_s: float) -> None:
+    def _reconfigure(self, meeting: Rendezvous, patience_s: float) -> None:
         self._world_size = len(meeting.handles)
         options = dist.distributed_c10d.ReconfigureOptions()
         options.uuid = meeting.quorum_id

@@ -9,10 +9,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ft_core.process_group.errors import ProcessGroupError
-from ft_core.process_group.rendezvous import Meeting
+from ft_core.process_group.rendezvous import Rendezvous
 
 
-class MeetingStore(dist.Store):
+class RendezvousStore(dist.Store):
     """What is set here is set at every member; what is waited for comes from them.
 
     It outlives meetings, as backends keep their store; `meeting` is the one under way, or None.
@@ -20,10 +20,10 @@ class MeetingStore(dist.Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self.meeting: Meeting | None = None
+        self.meeting: Rendezvous | None = None
         self.on_publish: Callable[[bytes], None] | None = None
 
-    def _now(self) -> Meeting:
+    def _now(self) -> Rendezvous:
         if self.meeting is None:
             raise ProcessGroupError("no quorum is being configured: the store is closed")
         return self.meeting

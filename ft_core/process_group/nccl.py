@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from ft_core.process_group.communicator import Communicator
-from ft_core.process_group.meeting_store import MeetingStore
-from ft_core.process_group.reconfigurable import MeshProcessGroup
-from ft_core.process_group.rendezvous import Meeting
+from ft_core.process_group.meeting_store import RendezvousStore
+from ft_core.process_group.reconfigurable import ReconfigurableProcessGroup
+from ft_core.process_group.rendezvous import Rendezvous
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0
 
 
-class ProcessGroupNCCL(MeshProcessGroup):
+class ProcessGroupNCCL(ReconfigurableProcessGroup):
     """An NCCL group whose members can change. See `ProcessGroup` for the contract.
 
     NOT RUN ON A GPU YET in this project: tested here is only that it refuses to be made without
@@ -76,7 +76,7 @@ class _NcclBase(Communicator):
     def __init__(self, timeout_s: float) -> None:
         self.backend: Any = None
         self._timeout_s = timeout_s
-        self._store = MeetingStore()
+        self._store = RendezvousStore()
         self._lock = threading.Lock()
         self._aborting: threading.Thread | None = None
 
@@ -122,7 +122,7 @@ class _NcclCommunicator(_NcclBase):
     def handle(self) -> bytes:
         return b""
 
-    def connect(self, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, meeting: Rendezvous, timeout_s: float) -> None:
         self._store.meeting = meeting
         try:
             options = dist.ProcessGroupNCCL.Options()
@@ -156,7 +156,7 @@ class _Nccl2Communicator(_NcclBase):
     def handle(self) -> bytes:
         return str(self.backend.get_reconfigure_handle()).encode()
 
-    def connect(self, meeting: Meeting, timeout_s: float) -> None:
+    def connect(self, meeting: Rendezvous, timeout_s: float) -> None:
         self._store.meeting = meeting
         try:
             options = dist.distributed_c10d.ReconfigureOptions()

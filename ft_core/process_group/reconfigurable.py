@@ -1,6 +1,6 @@
 """A process group whose members connect to each other: what Gloo and NCCL have in common.
 
-`configure` runs in two threads: the caller's serves the meeting (`Meeting.pump`) and watches the
+`configure` runs in two threads: the caller's serves the meeting (`Rendezvous.pump`) and watches the
 deadline and revocation; a short-lived one sits in the backend's blocking connect. So a revocation
 never waits for a backend: it sets a flag, hangs up, and interrupts the communicator. Another one
 destroys the communicator of the quorum before, which takes Gloo 10 to 30 ms that nobody needs to
@@ -27,7 +27,7 @@ from ft_core.process_group.base import ProcessGroup, outputs_of
 from ft_core.process_group.communicator import Builder, Communicator
 from ft_core.process_group.errors import ProcessGroupError
 from ft_core.process_group.interfaces import choose_address
-from ft_core.process_group.rendezvous import Doorbell, Meeting
+from ft_core.process_group.rendezvous import Listener, Rendezvous
 from ft_core.process_group.wire import Address
 from ft_core.process_group.work import BackendWork, FailedWork, PointToPointWork, StreamWork
 
@@ -40,7 +40,7 @@ _LET_GO_WITHIN_S = 1.0
 _SHUTDOWN_S = 2.0
 
 
-class MeshProcessGroup(ProcessGroup):
+class ReconfigurableProcessGroup(ProcessGroup):
     """See `ProcessGroup`. Subclasses say how a communicator is made."""
 
     def __init__(
@@ -52,7 +52,7 @@ class MeshProcessGroup(ProcessGroup):
             raise ValueError(f"timeout must be positive, not {timeout}")
         self._hostname = hostname
         self._interface = interface
-        self._doorbell: Doorbell | None = None
+        self._doorbell: Listener | None = None
         self._configure_lock = threading.Lock()  # held through configure
         self._issue_lock = threading.Lock()  # held while a collective is handed to the backend
         self._lock = threading.Lock()  # guards what follows; held for microseconds
@@ -61,7 +61,7 @@ class MeshProcessGroup(ProcessGroup):
         self._size = 1
         self._open = False
         self._error: ProcessGroupError | None = None
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         self._connecting: Communicator | None = None
         self._communicator: Communicator | None = None
         self._epitaph: tuple[int, ProcessGroupError | None] = (-1, None)  # of the quorum before
@@ -93,7 +93,7 @@ class MeshProcessGroup(ProcessGroup):
             if self._shut_down:
                 raise ProcessGroupError("the process group was shut down; make a new one")
             if self._doorbell is None:
-                self._doorbell = Doorbell(choose_address(self._hostname, self._interface))
+                self._doorbell = Listener(choose_address(self._hostname, self._interface))
             return self._doorbell.address.encode()
 
     def configure(
@@ -309,7 +309,7 @@ class MeshProcessGroup(ProcessGroup):
             communicator, outworn = self._new_communicator(self._rank, self._size), previous
         assert communicator is not None
         assert self._doorbell is not None
-        meeting = Meeting(
+        meeting = Rendezvous(
             self._doorbell, self._quorum_id, self._rank, addresses, communicator.handle()
         )
         builder = Builder(communicator, meeting, timeout_s)
@@ -364,7 +364,7 @@ class MeshProcessGroup(ProcessGroup):
                              "timeout", self._quorum_id)  # fmt: skip
                 break
 
-    def _retire(self, outworn: list[Communicator | None], meeting: Meeting | None) -> None:
+    def _retire(self, outworn: list[Communicator | None], meeting: Rendezvous | None) -> None:
         """Close communicators, and take leave from a failed meeting, in the background."""
         communicators = [one for one in outworn if one is not None]
         leave = meeting is not None and meeting.leave_owed()
@@ -373,7 +373,7 @@ class MeshProcessGroup(ProcessGroup):
 
         def work() -> None:
             if meeting is not None and leave:
-                meeting.take_leave()
+                meeting.notify_abort()
             for one in communicators:
                 one.close()
 
@@ -390,7 +390,7 @@ class MeshProcessGroup(ProcessGroup):
             return self._error
 
 
-def _shut_down_at_exit(group: weakref.ref[MeshProcessGroup]) -> None:
+def _shut_down_at_exit(group: weakref.ref[ReconfigurableProcessGroup]) -> None:
     alive = group()
     if alive is not None:
         alive.shutdown()

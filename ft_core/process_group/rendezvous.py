@@ -1,8 +1,8 @@
 """Members of a quorum find each other: no store, no polling, no server that could die.
 
-Every process group owns one listening socket (`Doorbell`). To configure, the members of a quorum
+Every process group owns one listening socket (`Listener`). To configure, the members of a quorum
 open one connection a pair (the lower rank dials), say hello on it, and then use it to hand each
-other the keys that a c10d backend puts into its rendezvous store (`MeetingStore`). A wait for a key
+other the keys that a c10d backend puts into its rendezvous store (`RendezvousStore`). A wait for a key
 ends when the key arrives, within microseconds. The connections also tell at once when a member
 dies or gives up while the others still configure.
 
@@ -48,7 +48,7 @@ class _Line:
         self.connection.close()
 
 
-class Doorbell:
+class Listener:
     """The listening socket of one process group and the callers who came too early."""
 
     def __init__(self, host: str) -> None:
@@ -66,7 +66,7 @@ class Doorbell:
         self.early.clear()
 
 
-class Meeting:
+class Rendezvous:
     """One member's side of one quorum's meeting.
 
     `gather` and `pump` belong to the configuring thread; `abort`, `wake`, `publish` and `lookup`
@@ -75,7 +75,7 @@ class Meeting:
 
     def __init__(
         self,
-        doorbell: Doorbell,
+        doorbell: Listener,
         quorum_id: int,
         rank: int,
         addresses: Sequence[bytes],
@@ -163,7 +163,7 @@ class Meeting:
         """Whether some members may not have heard that this one was here and gave up."""
         return None in self.handles
 
-    def take_leave(self) -> None:
+    def notify_abort(self) -> None:
         """Tell the members that were not met that this one has given up.
 
         Lower ranks would dial, and wait in a backlog that nobody reads before the next quorum;
@@ -354,7 +354,7 @@ class Meeting:
                 if taken is None:
                     return
                 self._handle(line, *taken)
-        except wire.WireError:
+        except wire.FrameError:
             self._drop(line)
 
     def _handle(self, line: _Line, kind: int, body: bytes) -> None:
@@ -363,7 +363,7 @@ class Meeting:
             if line.peer is not None:
                 self._answered(line, line.hello)
         elif line.hello is None and kind != wire.REFUSE:
-            raise wire.WireError("a frame before the hello")
+            raise wire.FrameError("a frame before the hello")
         elif kind == wire.KEY:
             with self._changed:
                 key, value = wire.parse_key(body)
@@ -375,7 +375,7 @@ class Meeting:
             text = body.decode(errors="replace")
             self._fail(f"{self._name(line.peer)} refused: {text}")
         else:
-            raise wire.WireError(f"a frame of kind {kind}")
+            raise wire.FrameError(f"a frame of kind {kind}")
 
     def _answered(self, line: _Line, hello: wire.Hello) -> None:
         assert line.peer is not None

@@ -26,7 +26,7 @@ _HELLO = struct.Struct(f"!5sQ16sII{TOKEN_BYTES}s")
 _KEY = struct.Struct("!I")
 
 
-class WireError(Exception):
+class FrameError(Exception):
     """Bytes that no member sends: the connection is dropped."""
 
 
@@ -72,10 +72,10 @@ class Hello:
     @classmethod
     def decode(cls, body: bytes) -> Hello:
         if len(body) < _HELLO.size:
-            raise WireError("a short hello")
+            raise FrameError("a short hello")
         magic, quorum_id, digest, rank, world_size, token = _HELLO.unpack_from(body)
         if magic != _MAGIC:
-            raise WireError("a hello of another protocol")
+            raise FrameError("a hello of another protocol")
         return cls(quorum_id, digest, rank, world_size, token, body[_HELLO.size :])
 
 
@@ -98,10 +98,10 @@ def key_frame(key: str, value: bytes) -> bytes:
 
 def parse_key(body: bytes) -> tuple[str, bytes]:
     if len(body) < _KEY.size:
-        raise WireError("a short key")
+        raise FrameError("a short key")
     end = _KEY.size + _KEY.unpack_from(body)[0]
     if end > len(body):
-        raise WireError("a key longer than its frame")
+        raise FrameError("a key longer than its frame")
     return body[_KEY.size : end].decode(errors="replace"), body[end:]
 
 
@@ -111,7 +111,7 @@ def take_frame(buffer: bytearray) -> tuple[int, bytes] | None:
         return None
     size, kind = _HEADER.unpack_from(buffer)
     if size > FRAME_BYTES_MAX:
-        raise WireError(f"a frame of {size} bytes")
+        raise FrameError(f"a frame of {size} bytes")
     end = _HEADER.size + size
     if len(buffer) < end:
         return None

@@ -143,7 +143,10 @@ class FailedWork(TorchWork):
 
 
 class WorksOwner(Protocol):
-    """What a work tells its process group."""
+    """What a work needs of its process group."""
+
+    @property
+    def timeout_s(self) -> float: ...
 
     def work_ended(self, work: Any, /) -> None: ...
 
@@ -161,7 +164,7 @@ class BackendWork(TorchWork):
     alone. Futures end in the backend's thread, or in a thread of the group after a revocation.
     Any thread may use one of these.
 
-    One that is not watched from the beginning (`MeshProcessGroup.start_allreduce`) costs the
+    One that is not watched from the beginning (`ReconfigurableProcessGroup.start_allreduce`) costs the
     backend's thread no Python, which takes the interpreter away from the thread that waits: it is
     looked at by whoever waits for it or asks, and when the group is revoked.
     """

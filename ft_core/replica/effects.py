@@ -42,10 +42,10 @@ class FetchState:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Remark:
     """Effect: something worth a log line."""
 
     text: str
 
 
-Effect = Transmit | Configure | Abort | FetchState | Told
+Effect = Transmit | Configure | Abort | FetchState | Remark

@@ -30,9 +30,10 @@ from lighthouse.wire.messages import (
     NO_QUORUM,
     PHASE_HEALING,
     TORN,
-    Beat,
     Decision,
     Expelled,
+    Heartbeat,
+    JobKey,
     Join,
     Leave,
     Quorum,
@@ -40,7 +41,6 @@ from lighthouse.wire.messages import (
     Reply,
     Request,
     Revoke,
-    RoomKey,
     Status,
     Vote,
 )
@@ -104,7 +104,7 @@ class GroupLeader:
             self._on_join(rank, message)
         elif isinstance(message, Vote):
             self._on_vote(rank, message)
-        elif isinstance(message, Beat):
+        elif isinstance(message, Heartbeat):
             if rank == 0:
                 self._effects.append(SendUp(message))
         elif isinstance(message, Leave):
@@ -142,7 +142,7 @@ class GroupLeader:
             self._break(rank)
         return self._drain()
 
-    def _dismiss(self, room: RoomKey) -> None:
+    def _dismiss(self, room: JobKey) -> None:
         """The group has left with its last vote: ranks that were not told to end hear it now."""
         self._broken = _left(min(self._leavers))
         stay = [r for r in range(self._size) if r not in self._gone | self._leavers]
@@ -160,7 +160,7 @@ class GroupLeader:
         )
         if rank in self._leavers:
             self._broken = _left(rank)
-        room, last = RoomKey(), self._last_join
+        room, last = JobKey(), self._last_join
         if last is not None:
             room = last.room
             self._effects.append(SendUp(Leave(room, last.replica_id, f"rank {rank} is gone")))
@@ -298,5 +298,5 @@ def _left(rank: int) -> str:
     return f"{LEFT}rank {rank} was told to end, and this one ends with it"
 
 
-def _room(message: Request) -> RoomKey:
-    return getattr(message, "room", RoomKey())
+def _room(message: Request) -> JobKey:
+    return getattr(message, "room", JobKey())

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Told, Transmit
+from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Remark, Transmit
 from ft_core.replica.status import Attempt, Outcome, Stage, View
 from lighthouse.wire.messages import (
     GAVE_UP,
@@ -33,9 +33,9 @@ from lighthouse.wire.messages import (
     PHASE_OPEN,
     PHASE_REDUCING,
     TORN,
-    Beat,
     Decision,
     Expelled,
+    Heartbeat,
     InDoubt,
     Join,
     Leave,
@@ -270,7 +270,7 @@ class Replica:
             self._fetched = key
             return []
         self.reason = f"heal failed: {error}"
-        effects: list[Effect] = [Told(self.reason)]
+        effects: list[Effect] = [Remark(self.reason)]
         if self.attempt is Attempt.PINNED:
             return effects + self.fail(self.reason, now)
         return effects + self._vote_no(self.reason, now, phase=PHASE_HEALING)
@@ -338,7 +338,7 @@ class Replica:
         if self.stage is not Stage.SEATED or self.reason == message.reason:
             return []
         self.reason = message.reason
-        return [Told(message.reason)]
+        return [Remark(message.reason)]
 
     def _on_decision(self, message: Decision, now: float) -> list[Effect]:
         view = self.view
@@ -460,7 +460,7 @@ class Replica:
             return []
         if self._revoked:
             return self._repeat(now)
-        effects: list[Effect] = [Told(f"step {message.step}: {message.reason}")]
+        effects: list[Effect] = [Remark(f"step {message.step}: {message.reason}")]
         return effects + self._lost_plane(message.reason, now)
 
     def _lost_plane(self, reason: str, now: float) -> list[Effect]:
@@ -484,7 +484,7 @@ class Replica:
         if view is not None and message.quorum_id not in (view.quorum_id, NO_QUORUM):
             return []
         self.reason = message.reason
-        effects: list[Effect] = [Told(f"expelled: {message.reason}")]
+        effects: list[Effect] = [Remark(f"expelled: {message.reason}")]
         if view is not None and self.stage is Stage.MEMBER:
             effects.append(Abort(view.quorum_id, message.reason))
         self.stage = Stage.OUT
@@ -572,7 +572,7 @@ class Replica:
         if self._vote is not None and self.stage is Stage.MEMBER:
             return self._send_vote(now)
         quorum_id = self.view.quorum_id if self.view else NO_QUORUM
-        return [Transmit(Beat(self._template.room, self.replica_id, quorum_id, self.step))]
+        return [Transmit(Heartbeat(self._template.room, self.replica_id, quorum_id, self.step))]
 
     def _settle(self, quorum: Quorum) -> None:
         """Learn from the next quorum what became of the step in doubt."""

@@ -35,7 +35,7 @@ class RanksHold(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CopyIndex:
     """A rank's place in its replica group, as far as collectives see it."""
 
     rank: int = 0
@@ -69,7 +69,7 @@ def participation(
     min_replica_size: int,
     *,
     healing: bool,
-    place: Place = Place(),
+    place: CopyIndex = CopyIndex(),
 ) -> Participation:
     """The part of `replica_id` under `view`. `healing`: its own state is not the quorum's yet.
     `place`: of this rank among those of its group that hold a copy each.
@@ -91,13 +91,13 @@ def participation(
     )
 
 
-class Seat:
+class ParticipationRule:
     """One rank's participation from step to step: nothing is counted in the steady state.
 
     `place`, `mode`, `min_replica_size`: as in `participation`. One thread at a time.
     """
 
-    def __init__(self, mode: WorldSizeMode, min_replica_size: int, place: Place) -> None:
+    def __init__(self, mode: WorldSizeMode, min_replica_size: int, place: CopyIndex) -> None:
         self.mode, self._min_replica_size, self._place = mode, min_replica_size, place
         self._known: Participation | None = None
         self._members: tuple[Member, ...] = ()

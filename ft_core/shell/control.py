@@ -27,7 +27,7 @@ from typing import Protocol
 
 import zmq
 
-from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Told, Transmit
+from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Remark, Transmit
 from ft_core.replica.machine import Replica
 from lighthouse.wire.messages import Message, Request
 
@@ -280,7 +280,7 @@ class Control:
                 self._outbox.append(effect.message)
             elif isinstance(effect, Abort):
                 self._plane.abort(effect)
-            elif isinstance(effect, Told):
+            elif isinstance(effect, Remark):
                 self._on_told(effect.text)
             else:
                 self._jobs.put(effect)

@@ -29,7 +29,7 @@ from lighthouse.errors import ProtocolError
 from lighthouse.routes import Routes
 from lighthouse.sockets import ACCEPTED, DISCONNECTED, close, open_router, read_monitor
 from lighthouse.wire import codec
-from lighthouse.wire.messages import Join, Message, Refused, Request, RoomKey
+from lighthouse.wire.messages import JobKey, Join, Message, Refused, Request
 
 log = logging.getLogger("ft_core")
 
@@ -75,7 +75,7 @@ class GroupServer:
         )
         self._routes = Routes()
         self._last_up: Request | None = None
-        self._room = RoomKey()
+        self._room = JobKey()
         self._away_since: float | None = time.monotonic()
         self._wake_read, self._wake_write = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="ft-group", daemon=True)
@@ -206,7 +206,7 @@ class GroupLink:
             self._over = True
         if self._lost and not self._over:
             self._lost = False
-            messages.append(Refused(RoomKey(), f"{BROKEN}its leader (rank 0) is gone; this rank "
+            messages.append(Refused(JobKey(), f"{BROKEN}its leader (rank 0) is gone; this rank "
                                     "ends so that the launcher can restart the group"))  # fmt: skip
         return messages
 

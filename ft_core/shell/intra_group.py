@@ -37,7 +37,7 @@ _TOKEN_BYTES = 32
 _KEY = "ft_core/in_group"
 
 
-class InGroup:
+class IntraGroup:
     """Calls among the ranks of a replica group; with one rank they return at once.
 
     Args:

@@ -17,7 +17,7 @@ from ft_core.process_group import ProcessGroup
 from ft_core.replica.effects import Effect, FetchState
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
-from ft_core.replica.participation import Place, RanksHold
+from ft_core.replica.participation import CopyIndex, RanksHold
 from ft_core.replica.status import Stage
 from ft_core.shell.control import Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
@@ -28,7 +28,7 @@ from lighthouse.config import Timeouts
 from lighthouse.errors import LighthouseUnavailable
 from lighthouse.watcher import ProcessWatch, Report
 from lighthouse.wire.address import normalize
-from lighthouse.wire.messages import Join, RoomKey
+from lighthouse.wire.messages import JobKey, Join
 
 log = logging.getLogger("ft_core")
 
@@ -60,11 +60,11 @@ class SessionOptions:
     watch_process: bool
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CopyIndex:
         """Of this rank among those of its group that hold a copy each."""
         if self.ranks_hold is RanksHold.SHARDS:
-            return Place()
-        return Place(self.group_rank, self.group_world_size)
+            return CopyIndex()
+        return CopyIndex(self.group_rank, self.group_world_size)
 
     @property
     def schema(self) -> dict[str, str]:
@@ -170,7 +170,7 @@ class Session:
             telemetry=telemetry,
             into=into,
         )
-        room = RoomKey(options.job_id, room_id)
+        room = JobKey(options.job_id, room_id)
         template = Join(
             room=room,
             name=options.name,

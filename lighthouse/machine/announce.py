@@ -11,15 +11,15 @@ from dataclasses import replace
 
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.effects import Effect, Note, Peer, Send
-from lighthouse.machine.members import Seat, Seats
+from lighthouse.machine.members import Members, MemberState
 from lighthouse.wire.messages import (
     NO_QUORUM,
     Decision,
     Expelled,
+    JobKey,
     Member,
     Quorum,
     Reply,
-    RoomKey,
     Waiting,
     member_delta,
 )
@@ -32,7 +32,7 @@ Delta = tuple[tuple[str, ...], tuple[Member, ...]]
 class Announcer:
     """One room's voice. `reason`: why its quorum is what it is, or why there is none."""
 
-    def __init__(self, room: RoomKey) -> None:
+    def __init__(self, room: JobKey) -> None:
         self.reason = "nobody waits"
         self._room = room
         self._base_id = NO_QUORUM
@@ -63,7 +63,7 @@ class Announcer:
 
     # ------------------------------------------------------------------ why one has to wait
 
-    def explain(self, reason: str, seats: Seats, now: float) -> None:
+    def explain(self, reason: str, seats: Members, now: float) -> None:
         """Tell all why there is no quorum, once a second at most: later ones learn it by beats."""
         changed, self.reason = reason != self.reason, reason
         if changed and now >= self._told_at + EXPLAIN_EVERY_S:
@@ -73,12 +73,12 @@ class Announcer:
                 seat.told = reason
             self.send_all((seat.peer for seat in seats), Waiting(self._room, reason))
 
-    def explain_to(self, seat: Seat, live: Ballot | None) -> None:
+    def explain_to(self, seat: MemberState, live: Ballot | None) -> None:
         """Tell one that waits."""
         seat.told = self._waiting_reason(live)
         self.send(seat.peer, Waiting(self._room, seat.told))
 
-    def is_news(self, seat: Seat, live: Ballot | None) -> bool:
+    def is_news(self, seat: MemberState, live: Ballot | None) -> bool:
         """Whether `seat` waits for another reason than it has heard."""
         return seat.told != self._waiting_reason(live)
 
@@ -91,11 +91,11 @@ class Announcer:
         """`live` is over; who voted in it surely holds its member list."""
         self._base_id, self._base = live.quorum_id, live.members
 
-    def full(self, live: Ballot, seat: Seat) -> Quorum:
+    def full(self, live: Ballot, seat: MemberState) -> Quorum:
         """The live quorum in full, for one receiver."""
         return self._build(live, None, seat.settle, seat.control)
 
-    def announce(self, live: Ballot, seats: Iterable[Seat]) -> None:
+    def announce(self, live: Ballot, seats: Iterable[MemberState]) -> None:
         """Send the live quorum to those of `seats` that are its members."""
         groups: dict[int, tuple[Quorum, list[Peer]]] = {}
         told = [seat for seat in seats if live.has(seat.replica_id)]
@@ -105,7 +105,7 @@ class Announcer:
             self.send_all(peers, quorum)
 
     def answer(
-        self, decision: Decision, voters: list[Seat], yes: set[str], live: Ballot | None
+        self, decision: Decision, voters: list[MemberState], yes: set[str], live: Ballot | None
     ) -> None:
         """The decision on a quorum that is over, and which one is next for whom."""
         following: dict[str, Quorum] = {}
@@ -127,7 +127,7 @@ class Announcer:
         for own, peers in groups.values():
             self.send_all(peers, own)
 
-    def _each(self, live: Ballot, seats: list[Seat]) -> list[Quorum]:
+    def _each(self, live: Ballot, seats: list[MemberState]) -> list[Quorum]:
         """The live quorum as each of `seats` must hear it; equal messages are one object."""
         delta = member_delta(self._base, live.members) if self._base_id != NO_QUORUM else None
         built: dict[tuple[bool, str, bytes], Quorum] = {}

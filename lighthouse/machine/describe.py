@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.history import History
-from lighthouse.machine.members import Seats
-from lighthouse.wire.messages import Join, RoomKey
+from lighthouse.machine.members import Members
+from lighthouse.wire.messages import JobKey, Join
 
 
 def status_of(
-    key: RoomKey, live: Ballot | None, seats: Seats, history: History, reason: str
+    key: JobKey, live: Ballot | None, seats: Members, history: History, reason: str
 ) -> dict[str, object]:
     """One room; `reason`: why it waits, or why its quorum is what it is."""
     head = history.head

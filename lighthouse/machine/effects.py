@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lighthouse.wire.messages import Reply, RoomKey
+from lighthouse.wire.messages import JobKey, Reply
 
 Peer = bytes
 """Identity of a connection."""
@@ -22,7 +22,7 @@ class Send:
 class Note:
     """Effect: a line for the log; `quorum` True: the one line that a quorum change gets."""
 
-    room: RoomKey
+    room: JobKey
     text: str
     quorum: bool = False
 
@@ -31,7 +31,7 @@ class Note:
 class Remember:
     """Effect: keep this over a restart of the lighthouse (optional; see docs/protocol.md)."""
 
-    room: RoomKey
+    room: JobKey
     quorum_id: int
     members: tuple[str, ...]
 

@@ -10,7 +10,7 @@ from lighthouse.config import LighthouseConfig
 from lighthouse.machine import rules
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.history import History, Patience
-from lighthouse.machine.members import Seat, Seats
+from lighthouse.machine.members import Members, MemberState
 from lighthouse.wire.messages import Join
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 8
@@ -20,7 +20,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 8
 class Forming:
     """One room's view on its next quorum. `since`: when waiting for it began."""
 
-    def __init__(self, config: LighthouseConfig, seats: Seats, history: History) -> None:
+    def __init__(self, config: LighthouseConfig, seats: Members, history: History) -> None:
         limits = config.timeouts
         self._seats, self._history = seats, history
         self._join_timeout_s = limits.join_timeout_s
@@ -74,7 +74,7 @@ class Forming:
             self._may_enter(seat, now) for seat in self._seats if seat.replica_id not in live.ids
         )
 
-    def _may_enter(self, seat: Seat, now: float) -> bool:
+    def _may_enter(self, seat: MemberState, now: float) -> bool:
         if not self._patience.allows(seat.name, now):
             return False
         head = self._history.head
@@ -141,7 +141,7 @@ class Forming:
         return kept
 
 
-def _candidate(seat: Seat) -> rules.Candidate:
+def _candidate(seat: MemberState) -> rules.Candidate:
     return rules.Candidate(
         seat.replica_id, seat.name, seat.position, seat.join.can_heal, seat.arrival
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 
-from lighthouse.machine.members import Seat, Seats
+from lighthouse.machine.members import Members, MemberState
 from lighthouse.machine.rules import Position
 from lighthouse.wire.messages import Decision, InDoubt, next_lineage
 
@@ -64,7 +64,7 @@ class History:
         if len(self._lineages) > REMEMBERED_DECISIONS:
             self._lineages.popitem(last=False)
 
-    def settle(self, seats: Seats) -> bool:
+    def settle(self, seats: Members) -> bool:
         """Settle every step in doubt, now that a quorum can form; True if a position changed.
 
         What this lighthouse remembers decides. One without memory (it was restarted) asks those
@@ -90,7 +90,7 @@ class History:
                 seat.settle = "discard"
         return changed
 
-    def unsettle(self, seats: Seats) -> None:
+    def unsettle(self, seats: Members) -> None:
         """No quorum formed after all: whoever comes next may know more."""
         for seat in seats:
             if seat.settle and seat.doubt is not None:
@@ -98,7 +98,7 @@ class History:
                 seat.position = Position(seat.join.step, seat.join.lineage)
 
     def _was_committed(
-        self, seat: Seat, doubt: InDoubt, seats: Seats, held: set[str], doubters: int
+        self, seat: MemberState, doubt: InDoubt, seats: Members, held: set[str], doubters: int
     ) -> bool:
         lineage = doubt.lineage_if_committed
         if lineage in self._lineages or lineage in held:

@@ -31,32 +31,32 @@ from lighthouse.machine.describe import mismatch, status_of
 from lighthouse.machine.effects import Effect, Note, Peer, Remember, Send
 from lighthouse.machine.forming import Forming
 from lighthouse.machine.history import History
-from lighthouse.machine.members import Claim, Seat, Seats
+from lighthouse.machine.members import Members, MemberState, NameConflict
 from lighthouse.machine.rules import Position
 from lighthouse.wire.messages import (
     FINISHED,
     TORN,
-    Beat,
     Decision,
+    Heartbeat,
+    JobKey,
     Join,
     Leave,
     Member,
     Refused,
     Revoke,
-    RoomKey,
     Vote,
     Waiting,
 )
 
-__all__ = ["Effect", "Note", "Peer", "Remember", "Room", "Send"]
+__all__ = ["Effect", "JobState", "Note", "Peer", "Remember", "Send"]
 
 
-class Room:
+class JobState:
     """See the module's docstring. Not thread-safe: one owner."""
 
     def __init__(
         self,
-        key: RoomKey,
+        key: JobKey,
         config: LighthouseConfig,
         first_quorum_id: int,
         remembered: tuple[str, ...] = (),
@@ -65,8 +65,8 @@ class Room:
         self._config = config
         self._timeouts = config.timeouts
         self._next_id = first_quorum_id
-        self._seats = Seats()
-        self._claims: dict[str, Claim] = {}
+        self._seats = Members()
+        self._claims: dict[str, NameConflict] = {}
         self._live: Ballot | None = None
         self._history = History(remembered)
         self._forming = Forming(config, self._seats, self._history)
@@ -76,13 +76,13 @@ class Room:
 
     # ------------------------------------------------------------------ events
 
-    def handle(self, peer: Peer, message: Join | Vote | Beat | Leave, now: float) -> list[Effect]:
+    def handle(self, peer: Peer, message: Join | Vote | Heartbeat | Leave, now: float) -> list[Effect]:
         """A request from `peer`."""
         if isinstance(message, Join):
             self._on_join(peer, message, now)
         elif isinstance(message, Vote):
             self._on_vote(peer, message, now)
-        elif isinstance(message, Beat):
+        elif isinstance(message, Heartbeat):
             self._on_beat(peer, message)
         else:
             self._on_leave(message, now)
@@ -154,7 +154,7 @@ class Room:
     def _claim(self, peer: Peer, join: Join, now: float) -> None:
         """A restarted process may be faster than the news of its predecessor's death."""
         expires = now + 2 * self._timeouts.heartbeat_timeout_s
-        claim = self._claims.setdefault(join.replica_id, Claim(join, peer, expires))
+        claim = self._claims.setdefault(join.replica_id, NameConflict(join, peer, expires))
         claim.join, claim.peer = join, peer
         self._voice.send(peer, Waiting(self.key, f"the name {join.name!r} is still in use"))
 
@@ -197,7 +197,7 @@ class Room:
             live.deadline = now + self._timeouts.step_timeout_s
         self._evaluate(now)
 
-    def _answer_late_vote(self, peer: Peer, vote: Vote, seat: Seat | None) -> None:
+    def _answer_late_vote(self, peer: Peer, vote: Vote, seat: MemberState | None) -> None:
         """A vote on something already decided: its answer was lost, so repeat it."""
         decision = self._history.decision(vote.quorum_id, vote.step)
         if decision is None or seat is None:
@@ -216,7 +216,7 @@ class Room:
         else:
             self._voice.send(peer, replace(decision, waiting=True))
 
-    def _on_beat(self, peer: Peer, beat: Beat) -> None:
+    def _on_beat(self, peer: Peer, beat: Heartbeat) -> None:
         live, seat = self._live, self._seats.get(beat.replica_id)
         if seat is None:
             if beat.replica_id not in self._claims:
@@ -466,7 +466,7 @@ class Room:
         return status_of(self.key, self._live, self._seats, self._history, self._voice.reason)
 
 
-def _is_plausible(vote: Vote, live: Ballot, seat: Seat) -> bool:
+def _is_plausible(vote: Vote, live: Ballot, seat: MemberState) -> bool:
     """A yes must come from the quorum's own state; a no tells where its sender really stands."""
     if vote.lineage == live.position.lineage:
         return True

@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.machine.job import Effect, Note, Peer, Remember, Room, Send
+from lighthouse.machine.job import Effect, JobState, Note, Peer, Remember, Send
 from lighthouse.wire.messages import (
+    DeathNotice,
+    JobKey,
     Join,
-    Obituary,
     Refused,
     Request,
-    RoomKey,
     Status,
     StatusRequest,
 )
@@ -40,21 +40,21 @@ class Lighthouse:
         self,
         config: LighthouseConfig,
         first_id: int,
-        remembered: Mapping[RoomKey, tuple[int, tuple[str, ...]]] | None = None,
+        remembered: Mapping[JobKey, tuple[int, tuple[str, ...]]] | None = None,
     ) -> None:
         self.config = config
         self._first_id = first_id
-        self._rooms: dict[RoomKey, Room] = {}
+        self._rooms: dict[JobKey, JobState] = {}
         for key, (quorum_id, members) in (remembered or {}).items():
             first = max(first_id, quorum_id + 1)
-            self._rooms[key] = Room(key, config, first, remembered=members)
+            self._rooms[key] = JobState(key, config, first, remembered=members)
 
     def handle(self, peer: Peer, message: Request, now: float) -> list[Effect]:
         """A decoded request from `peer` at `now` (seconds, monotonic)."""
         if isinstance(message, StatusRequest):
             return [Send((peer,), Status(json.dumps(self.status())))]
         room = self._rooms.get(message.room)
-        if isinstance(message, Obituary):
+        if isinstance(message, DeathNotice):
             if room is None:
                 return []
             return room.lost(message.replica_id, message.cause or "process died", now)
@@ -62,7 +62,7 @@ class Lighthouse:
             if isinstance(message, Join) and not self._make_room():
                 reason = f"this lighthouse is full ({len(self._rooms)} rooms)"
                 return [Send((peer,), Refused(message.room, reason))]
-            room = Room(message.room, self.config, self._first_id)
+            room = JobState(message.room, self.config, self._first_id)
             if isinstance(message, Join):  # others are answered, but leave nothing behind
                 self._rooms[message.room] = room
         return room.handle(peer, message, now)

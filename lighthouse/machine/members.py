@@ -15,7 +15,7 @@ from lighthouse.wire.messages import NO_QUORUM, InDoubt, Join
 
 
 @dataclass(slots=True)
-class Seat:
+class MemberState:
     """A replica group that is connected and has joined.
 
     `doubt`: its step in doubt, until it votes again; `settle`, `control`: what became of that.
@@ -44,7 +44,7 @@ class Seat:
 
 
 @dataclass(slots=True)
-class Claim:
+class NameConflict:
     """A newcomer whose name is still in use, and until when its holder may turn out dead."""
 
     join: Join
@@ -52,11 +52,11 @@ class Claim:
     expires: float
 
 
-class Seats:
+class Members:
     """All seats of a room by replica_id, by name and by connection."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Seat] = {}
+        self._by_id: dict[str, MemberState] = {}
         self._by_name: dict[str, str] = {}
         self._by_peer: dict[Peer, set[str]] = {}
         self._arrivals = 0
@@ -66,32 +66,32 @@ class Seats:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __iter__(self) -> Iterator[Seat]:
+    def __iter__(self) -> Iterator[MemberState]:
         return iter(self._by_id.values())
 
     def __contains__(self, replica_id: object) -> bool:
         return replica_id in self._by_id
 
-    def __getitem__(self, replica_id: str) -> Seat:
+    def __getitem__(self, replica_id: str) -> MemberState:
         return self._by_id[replica_id]
 
-    def get(self, replica_id: str) -> Seat | None:
+    def get(self, replica_id: str) -> MemberState | None:
         return self._by_id.get(replica_id)
 
-    def any(self) -> Seat | None:
+    def any(self) -> MemberState | None:
         """Some seat, if there is one (all match each other)."""
         return next(iter(self._by_id.values()), None)
 
     def ids(self) -> set[str]:
         return set(self._by_id)
 
-    def put(self, join: Join, peer: Peer) -> Seat:
+    def put(self, join: Join, peer: Peer) -> MemberState:
         """A replica group sits down, or says anew who it is (it keeps its place in the line)."""
         old = self.take(join.replica_id)
         if old is None:
             self._arrivals += 1
         arrival = self._arrivals if old is None else old.arrival
-        seat = Seat(join, peer, Position(join.step, join.lineage), arrival, join.in_doubt)
+        seat = MemberState(join, peer, Position(join.step, join.lineage), arrival, join.in_doubt)
         assert join.name not in self._by_name, "two seats of one name"
         self._by_id[join.replica_id] = seat
         self._by_name[join.name] = join.replica_id
@@ -100,12 +100,12 @@ class Seats:
             self.promote(seat)
         return seat
 
-    def promote(self, seat: Seat) -> None:
+    def promote(self, seat: MemberState) -> None:
         """`seat` has been in a quorum."""
         self.veterans += not seat.veteran
         seat.veteran = True
 
-    def take(self, replica_id: str) -> Seat | None:
+    def take(self, replica_id: str) -> MemberState | None:
         """Remove a seat and return it."""
         seat = self._by_id.pop(replica_id, None)
         if seat is not None:
@@ -114,7 +114,7 @@ class Seats:
             self.veterans -= seat.veteran
         return seat
 
-    def move(self, seat: Seat, peer: Peer) -> None:
+    def move(self, seat: MemberState, peer: Peer) -> None:
         """`seat` speaks through `peer` from now on."""
         if seat.peer != peer:
             self._forget_peer(seat)
@@ -129,7 +129,7 @@ class Seats:
         """Whether another replica group than `replica_id` holds `name`."""
         return self._by_name.get(name, replica_id) != replica_id
 
-    def _forget_peer(self, seat: Seat) -> None:
+    def _forget_peer(self, seat: MemberState) -> None:
         ids = self._by_peer[seat.peer]
         ids.discard(seat.replica_id)
         if not ids:

@@ -28,9 +28,9 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 _TAGS: dict[str, type] = {
     "join": messages.Join,
     "vote": messages.Vote,
-    "beat": messages.Beat,
+    "beat": messages.Heartbeat,
     "leave": messages.Leave,
-    "obit": messages.Obituary,
+    "obit": messages.DeathNotice,
     "stat?": messages.StatusRequest,
     "quorum": messages.Quorum,
     "decide": messages.Decision,
@@ -163,7 +163,7 @@ def _decoder_of(kind: type) -> Decoder:
         for i, name in enumerate(names)
         if hints[name] not in _SCALARS
     )
-    build = lru_cache(4_096)(kind) if kind is messages.RoomKey else kind
+    build = lru_cache(4_096)(kind) if kind is messages.JobKey else kind
 
     def decode_fields(raw: Any) -> Any:
         if type(raw) is not list or len(raw) != count:

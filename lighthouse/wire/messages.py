@@ -1,7 +1,7 @@
 """Wire types of the step protocol: frozen, slotted, validated when built, never subclassed.
 
-Two directions. A replica group (its leader rank) sends `Join`, `Vote`, `Beat`, `Leave`; a watcher
-process sends `Obituary`; anyone may send `StatusRequest`. The lighthouse answers with `Waiting`,
+Two directions. A replica group (its leader rank) sends `Join`, `Vote`, `Heartbeat`, `Leave`; a watcher
+process sends `DeathNotice`; anyone may send `StatusRequest`. The lighthouse answers with `Waiting`,
 `Decision` (which carries the next `Quorum` when the quorum changes), `Quorum`, `Revoke`,
 `Expelled`, `Refused` and `Status`.
 
@@ -60,7 +60,7 @@ def _check_control(value: bytes) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomKey:
+class JobKey:
     """Which quorum is meant: jobs never meet; a job may hold several rooms."""
 
     job_id: str = "default"
@@ -117,7 +117,7 @@ class Join:
     I am behind. `group_commit`: see docs/protocol.md, "per-group commit".
     """
 
-    room: RoomKey
+    room: JobKey
     name: str
     replica_id: str
     step: int
@@ -165,7 +165,7 @@ class Vote:
     that all members get back with the decision, the lowest-ranked member's (see `Decision`).
     """
 
-    room: RoomKey
+    room: JobKey
     replica_id: str
     quorum_id: int
     step: int
@@ -185,10 +185,10 @@ class Vote:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """Says where a member believes it is, after a silence; answered only if it is wrong."""
 
-    room: RoomKey
+    room: JobKey
     replica_id: str
     quorum_id: int
     step: int
@@ -204,7 +204,7 @@ GAVE_UP = "gave up its state: "
 class Leave:
     """A graceful goodbye: the replica group stops taking part now."""
 
-    room: RoomKey
+    room: JobKey
     replica_id: str
     reason: str = ""
 
@@ -213,10 +213,10 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Obituary:
+class DeathNotice:
     """A watcher saw the process behind `replica_id` die (before its sockets closed)."""
 
-    room: RoomKey
+    room: JobKey
     replica_id: str
     cause: str = ""
 
@@ -245,7 +245,7 @@ class Quorum:
     that of the step's `Decision`, where it is still known.
     """
 
-    room: RoomKey
+    room: JobKey
     quorum_id: int
     step: int
     lineage: str
@@ -270,7 +270,7 @@ class Decision:
     `control`: that of the lowest-ranked member that voted yes; all members get the same bytes.
     """
 
-    room: RoomKey
+    room: JobKey
     quorum_id: int
     step: int
     committed: bool
@@ -284,7 +284,7 @@ class Decision:
 class Revoke:
     """Stop the collectives of (quorum_id, step) now and vote on what you have."""
 
-    room: RoomKey
+    room: JobKey
     quorum_id: int
     step: int
     reason: str
@@ -294,7 +294,7 @@ class Revoke:
 class Waiting:
     """No quorum yet, and why; sent when the reason changes."""
 
-    room: RoomKey
+    room: JobKey
     reason: str
 
 
@@ -305,7 +305,7 @@ class Expelled:
     `hung`: your training loop did not make progress; join when it does, not before.
     """
 
-    room: RoomKey
+    room: JobKey
     quorum_id: int
     reason: str
     hung: bool = False
@@ -315,7 +315,7 @@ class Expelled:
 class Refused:
     """Joining will not help; `reason` is a sentence for a person."""
 
-    room: RoomKey
+    room: JobKey
     reason: str
 
 
@@ -326,7 +326,7 @@ class Status:
     text: str
 
 
-Request = Join | Vote | Beat | Leave | Obituary | StatusRequest
+Request = Join | Vote | Heartbeat | Leave | DeathNotice | StatusRequest
 Reply = Quorum | Decision | Revoke | Waiting | Expelled | Refused | Status
 Message = Request | Reply
 

@@ -1,4 +1,4 @@
-"""Functions of up to 70 lines, files of up to 400. What is over is listed, and may only shrink."""
+"""Functions of up to 70 lines, files of up to 700. What is over is listed, and may only shrink."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.architecture.source import REPO, modules
 
 FUNCTION_LINES = 70
-FILE_LINES = 400
+FILE_LINES = 700
 LIST = Path(__file__).with_name("sizes.toml")
 
 

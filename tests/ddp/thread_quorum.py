@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.collectives.allreduce import Started, work_of
+from ft_core.collectives.allreduce import AsyncReduce, work_of
 from ft_core.state import State
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 
@@ -148,9 +148,9 @@ class ThreadManager:
         reduce_op: ReduceOp | ReduceOp.RedOpType = ReduceOp.AVG,
         *,
         divided_by: int = 1,
-    ) -> Started:
+    ) -> AsyncReduce:
         future = self.allreduce(tensor, reduce_op, divided_by=divided_by)
-        return Started(tensor, work_of(future))
+        return AsyncReduce(tensor, work_of(future))
 
     def should_commit(self) -> bool:
         self._run_vote_checks()

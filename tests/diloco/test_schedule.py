@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_core.diloco.schedule import Event, Schedule, trace
+from ft_core.diloco.schedule import Schedule, ScheduleEvent, trace
 
-LAUNCH, APPLY = Event.LAUNCH, Event.APPLY
+LAUNCH, APPLY = ScheduleEvent.LAUNCH, ScheduleEvent.APPLY
 
 
 @st.composite
@@ -42,7 +42,7 @@ def test_a_discarded_outer_step_is_tried_again_in_the_next_slot() -> None:
 def test_every_fragment_exactly_once_a_window(schedule: Schedule, start: int, windows: int) -> None:
     """From any outer step on: `windows` windows are `windows` outer steps of each fragment."""
     found = list(trace(schedule, windows * schedule.sync_every, start=start))
-    for event in Event:
+    for event in ScheduleEvent:
         fragments = [f for _, e, f in found if e is event]
         assert sorted(fragments) == sorted(list(range(schedule.fragments)) * windows)
         first = schedule.fragment_of(start)

@@ -19,7 +19,7 @@ MESSAGES = [
     wire.ChunkReply(5, b"s" * 16),
     wire.ValidReply((5, 6), (7,)),
     wire.Gone("why"),
-    wire.Refused("why"),
+    wire.HealRefused("why"),
 ]
 
 
@@ -28,7 +28,7 @@ def test_round_trip(message: wire.Request | wire.Reply) -> None:
     decoders: list[Callable[[bytes], object]] = [wire.decode_request, wire.decode_reply]
     good, bad = decoders if isinstance(message, wire.Request) else decoders[::-1]
     assert good(wire.encode(message)) == message
-    with pytest.raises(wire.WireError, match="unknown kind"):
+    with pytest.raises(wire.HealProtocolError, match="unknown kind"):
         bad(wire.encode(message))
 
 
@@ -36,7 +36,7 @@ def test_round_trip(message: wire.Request | wire.Reply) -> None:
 @settings(max_examples=300, deadline=None)
 def test_junk_is_a_wire_error(data: bytes) -> None:
     for decode in (wire.decode_request, wire.decode_reply):
-        with pytest.raises(wire.WireError):
+        with pytest.raises(wire.HealProtocolError):
             decode(data)
 
 
@@ -51,7 +51,7 @@ def test_damage_is_a_wire_error_or_a_message(
     for decode in (wire.decode_request, wire.decode_reply):
         try:
             decode(bytes(data))
-        except wire.WireError:
+        except wire.HealProtocolError:
             pass
 
 
@@ -72,10 +72,10 @@ def test_damage_is_a_wire_error_or_a_message(
     ],
 )
 def test_values_out_of_bounds(fields: list[object]) -> None:
-    with pytest.raises(wire.WireError):
+    with pytest.raises(wire.HealProtocolError):
         wire.decode_request(msgpack.packb([wire.MAGIC, wire.VERSION, *fields]))
 
 
 def test_another_version_is_named() -> None:
-    with pytest.raises(wire.WireError, match="version 99; this side speaks 2"):
+    with pytest.raises(wire.HealProtocolError, match="version 99; this side speaks 2"):
         wire.decode_request(msgpack.packb([wire.MAGIC, 99, "done"]))

@@ -14,7 +14,7 @@ import zmq
 
 from lighthouse.config import LighthouseConfig
 from lighthouse.server import LighthouseServer
-from lighthouse.wire.messages import RoomKey
+from lighthouse.wire.messages import JobKey
 from tests.lighthouse.support import FAST, ROOM, Player
 
 # How long an example takes says nothing on a machine that does other things too.
@@ -66,7 +66,7 @@ def player(server: LighthouseServer, context: zmq.Context[Any]) -> Iterator[Play
     """Makes players that are closed at the end."""
     made: list[Player] = []
 
-    def make(name: str, room: RoomKey = ROOM, address: str | None = None) -> Player:
+    def make(name: str, room: JobKey = ROOM, address: str | None = None) -> Player:
         made.append(Player(address or server.address(), name, context, room))
         return made[-1]
 

@@ -14,11 +14,11 @@ from lighthouse.client import Connection
 from lighthouse.config import Timeouts
 from lighthouse.wire.messages import (
     Decision,
+    JobKey,
     Join,
     Message,
     Quorum,
     Request,
-    RoomKey,
     Vote,
     next_lineage,
 )
@@ -27,7 +27,7 @@ FAST = Timeouts.derive(
     10.0, join_timeout_s=5.0, heartbeat_timeout_s=2.0, resend_s=0.2, revoke_timeout_s=5.0
 )
 PATIENCE_S = 10.0
-ROOM = RoomKey("job", "room")
+ROOM = JobKey("job", "room")
 
 M = TypeVar("M", bound=Message)
 _serial = itertools.count(1)
@@ -37,7 +37,7 @@ class Player:
     """A replica group as the lighthouse sees it: says what it is told to, remembers what it hears."""
 
     def __init__(
-        self, address: str, name: str, context: zmq.Context[Any], room: RoomKey = ROOM
+        self, address: str, name: str, context: zmq.Context[Any], room: JobKey = ROOM
     ) -> None:
         self.name = name
         self.replica_id = f"{name}-{os.getpid()}-{next(_serial)}"
@@ -128,7 +128,7 @@ def main() -> None:
     player = Player(address, name, zmq.Context())
     watch = ProcessWatch(address, FAST)
     if how == "watch":
-        assert watch.start([Report(RoomKey("somebody", "else"), "x")])
+        assert watch.start([Report(JobKey("somebody", "else"), "x")])
         watch.update([Report(player.room, player.replica_id)])
         assert watch.wait_ready(PATIENCE_S)
     player.join(expected_replicas=int(expected))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.wire import codec, messages
-from lighthouse.wire.messages import Decision, Member, Quorum, Refused, RoomKey, Status, Vote
+from lighthouse.wire.messages import Decision, JobKey, Member, Quorum, Refused, Status, Vote
 
 KINDS: tuple[type, ...] = typing.get_args(messages.Message)
 
@@ -22,7 +22,7 @@ numbers = st.integers(0, 2**63 - 1)
 ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 words = st.text(st.characters(codec="utf-8"), max_size=40)
 blobs = st.binary(max_size=100)
-rooms = st.builds(RoomKey, ids, ids)
+rooms = st.builds(JobKey, ids, ids)
 
 
 @st.composite
@@ -48,9 +48,9 @@ anything = st.one_of(
         Vote, rooms, ids, numbers, numbers, ids, st.booleans(), words,
         st.sampled_from(messages.PHASES), st.booleans(), st.booleans(), blobs,
     ),
-    st.builds(messages.Beat, rooms, ids, numbers, numbers),
+    st.builds(messages.Heartbeat, rooms, ids, numbers, numbers),
     st.builds(messages.Leave, rooms, ids, words),
-    st.builds(messages.Obituary, rooms, ids, words),
+    st.builds(messages.DeathNotice, rooms, ids, words),
     st.just(messages.StatusRequest()),
     quorums,
     st.builds(
@@ -109,10 +109,10 @@ def test_member_list_is_packed_once_a_batch() -> None:
 
     packer, encoder._packer = encoder._packer, Counting()
     for step in range(10):
-        encoder.encode(Quorum(RoomKey(), 1, step, "x", 0, (), shared))
+        encoder.encode(Quorum(JobKey(), 1, step, "x", 0, (), shared))
     assert sum(value is shared for value in counted) == 1
     encoder.begin()
-    encoder.encode(Quorum(RoomKey(), 1, 0, "x", 0, (), shared))
+    encoder.encode(Quorum(JobKey(), 1, 0, "x", 0, (), shared))
     assert sum(value is shared for value in counted) == 2
 
 
@@ -199,7 +199,7 @@ def test_a_list_that_promises_too_much_is_refused() -> None:
 
 def test_steady_messages_are_small() -> None:
     """The cost of a step must not grow with the number of replica groups."""
-    vote = Vote(RoomKey("job", "room"), "replica_12-0123456789abcdef", 2**60, 10**6, "f" * 16, True)
-    decision = Decision(RoomKey("job", "room"), 2**60, 10**6, True, "ok")
+    vote = Vote(JobKey("job", "room"), "replica_12-0123456789abcdef", 2**60, 10**6, "f" * 16, True)
+    decision = Decision(JobKey("job", "room"), 2**60, 10**6, True, "ok")
     assert len(codec.encode(vote)) < 100
     assert len(codec.encode(decision)) < 50

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lighthouse.journal import Journal, read
-from lighthouse.wire.messages import RoomKey
+from lighthouse.wire.messages import JobKey
 
-ROOM, OTHER = RoomKey("job", "room"), RoomKey("job", "other")
+ROOM, OTHER = JobKey("job", "room"), JobKey("job", "other")
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
 def test_the_rooms_that_changed_longest_ago_make_room(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "state.json", max_rooms=2)
     for quorum_id, name in enumerate(["x", "y", "x", "z"]):
-        journal.save(RoomKey("job", name), quorum_id, ())
+        journal.save(JobKey("job", name), quorum_id, ())
     journal.close()
     assert sorted(key.room_id for key in read(journal.path)) == ["x", "z"]
 

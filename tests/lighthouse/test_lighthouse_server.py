@@ -20,15 +20,15 @@ from lighthouse.server import LighthouseServer
 from lighthouse.sockets import open_router
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
-    Beat,
+    DeathNotice,
     Decision,
     Expelled,
+    Heartbeat,
+    JobKey,
     Leave,
-    Obituary,
     Quorum,
     Refused,
     Revoke,
-    RoomKey,
     StatusRequest,
     Waiting,
 )
@@ -118,12 +118,12 @@ def test_what_was_said_before_the_end_counts(player: PlayerFactory) -> None:
 
 def test_obituary_counts_as_a_closed_connection(player: PlayerFactory) -> None:
     a, b = _pair(player)
-    b.say(Obituary(b.room, a.replica_id, "seen to die"))
+    b.say(DeathNotice(b.room, a.replica_id, "seen to die"))
     assert "seen to die" in b.await_message(Revoke).reason
 
 
 def test_jobs_and_rooms_are_apart(player: PlayerFactory) -> None:
-    rooms = [RoomKey("job-1", "x"), RoomKey("job-2", "x"), RoomKey("job-2", "y")]
+    rooms = [JobKey("job-1", "x"), JobKey("job-2", "x"), JobKey("job-2", "y")]
     alone = [player("same name", room) for room in rooms]
     for one in alone:
         one.join(expected_replicas=1)
@@ -162,7 +162,7 @@ def test_restarted_process_takes_over_its_name(player: PlayerFactory) -> None:
         [b"\xc1 no msgpack"],
         [msgpack.packb([codec.VERSION, "vote", 1, 2])],
         [msgpack.packb([codec.VERSION, "no such tag"])],
-        [codec.encode(Waiting(RoomKey(), "only a lighthouse says this"))],
+        [codec.encode(Waiting(JobKey(), "only a lighthouse says this"))],
         [codec.encode(StatusRequest()), b"one part too many", b"and another"],
         [b"", codec.encode(StatusRequest())],
     ],
@@ -263,7 +263,7 @@ def test_lighthouse_is_restarted_on_the_same_port(
         with LighthouseServer(first.address(), config=config):
             for one in (a, b):
                 one.await_event("connected")
-                one.say(Beat(one.room, one.replica_id, 1, one.step))
+                one.say(Heartbeat(one.room, one.replica_id, 1, one.step))
                 assert "not known" in one.await_message(Expelled).reason
                 assert one.quorum is not None
                 ids = tuple(m.replica_id for m in one.quorum.changed)
@@ -377,7 +377,7 @@ def test_many_processes_worth_of_connections_come_and_go(
     """Descriptors are reused all the time, and nobody is taken for somebody else."""
     for wave in range(5):
         players = [
-            Player(server.address(), f"p{n}", context, RoomKey("job", str(wave))) for n in range(20)
+            Player(server.address(), f"p{n}", context, JobKey("job", str(wave))) for n in range(20)
         ]
         for one in players:
             one.join(expected_replicas=20)

@@ -19,23 +19,23 @@ from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.jobs import Lighthouse, Note, Remember, Send
 from lighthouse.wire.messages import (
-    Beat,
+    DeathNotice,
     Decision,
     Expelled,
+    Heartbeat,
     InDoubt,
+    JobKey,
     Join,
     Leave,
     Member,
-    Obituary,
     Quorum,
     Refused,
     Revoke,
-    RoomKey,
     Vote,
     Waiting,
 )
 
-ROOM = RoomKey("job", "room")
+ROOM = JobKey("job", "room")
 HIDDEN = ("room", "addresses", "schema_text", "name", "group_world_size")
 
 
@@ -112,7 +112,7 @@ class RoomStage:
             expected_replicas=words.number("expected"),
             timeouts=Timeouts.derive(float(words.given.get("timeout_s", "6"))),
         )
-        self.journal: dict[RoomKey, tuple[int, tuple[str, ...]]] = {}
+        self.journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
         self.machine = Lighthouse(self.config, 1)
 
     def do(self, words: Words) -> list[str]:
@@ -129,7 +129,7 @@ class RoomStage:
         elif words.name == "lost":
             effects = machine.disconnected(peer, self.now)
         elif words.name == "obituary":
-            effects = machine.handle(b"watcher", Obituary(ROOM, who, "killed"), self.now)
+            effects = machine.handle(b"watcher", DeathNotice(ROOM, who, "killed"), self.now)
         elif words.name == "deadline":
             return [f"deadline {machine.deadline()}"]
         else:
@@ -182,8 +182,8 @@ class RoomStage:
             words.flag("leaving"), given.get("control", "").encode(),
         )  # fmt: skip
 
-    def _beat(self, who: str, words: Words) -> Beat:
-        return Beat(ROOM, who, words.number("quorum"), words.number("step"))
+    def _beat(self, who: str, words: Words) -> Heartbeat:
+        return Heartbeat(ROOM, who, words.number("quorum"), words.number("step"))
 
     def _leave(self, who: str, words: Words) -> Leave:
         return Leave(ROOM, who, words.given.get("reason", ""))

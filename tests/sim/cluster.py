@@ -10,7 +10,7 @@ from ft_core.replica.machine import Replica
 from ft_core.replica.status import Stage
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine.jobs import Effect, Lighthouse, Note, Remember, Send, first_quorum_id
-from lighthouse.wire.messages import Join, Obituary, Request, RoomKey
+from lighthouse.wire.messages import DeathNotice, JobKey, Join, Request
 from tests.sim.checker import Checker
 from tests.sim.clock import Clock
 from tests.sim.network import UP, Network
@@ -35,7 +35,7 @@ class Cluster:
         self.network = Network(self.clock, self.net_rng, profile.network)
         self.network.to_lighthouse = self._request
         self.network.lighthouse_lost = self._lost
-        self.rooms = [RoomKey("job", f"room{i}") for i in range(profile.rooms)]
+        self.rooms = [JobKey("job", f"room{i}") for i in range(profile.rooms)]
         self.checkers = {room: self._make_checker(room) for room in self.rooms}
         self.planes = {
             room: Plane(self.clock, self.work_rng, self.checkers[room]) for room in self.rooms
@@ -46,11 +46,11 @@ class Cluster:
         self.lighthouse: Lighthouse | None = None
         self._lives: dict[str, int] = {}
         self._wake: float | None = None
-        self._journal: dict[RoomKey, tuple[int, tuple[str, ...]]] = {}
+        self._journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
         self._cut_until: dict[str, float] = {}
         self._habits: dict[str, Habits] = {}
 
-    def _make_checker(self, room: RoomKey) -> Checker:
+    def _make_checker(self, room: JobKey) -> Checker:
         profile = self.profile
         return Checker(
             now=lambda: self.clock.now,
@@ -66,7 +66,7 @@ class Cluster:
 
     # ------------------------------------------------------------------ processes
 
-    def room_of(self, slot: str) -> RoomKey:
+    def room_of(self, slot: str) -> JobKey:
         return self.rooms[self.profile.slots.index(slot) % len(self.rooms)]
 
     def spawn(self, slot: str) -> None:
@@ -123,7 +123,7 @@ class Cluster:
         known = self._cut_until.get(process.replica_id, 0.0)
         self._cut_until[process.replica_id] = max(known, until + grace)
 
-    def _unreachable(self, room: RoomKey) -> frozenset[str]:
+    def _unreachable(self, room: JobKey) -> frozenset[str]:
         now = self.clock.now
         return frozenset(
             r for r, p in self.running.items()
@@ -155,15 +155,15 @@ class Cluster:
             self.lighthouse = None
             self.network.lighthouse_down()
 
-    def obituary(self, room: RoomKey, replica_id: str) -> None:
+    def obituary(self, room: JobKey, replica_id: str) -> None:
         if self.lighthouse is not None:
-            self._request(WATCHER, Obituary(room, replica_id, "watched it die"))
+            self._request(WATCHER, DeathNotice(room, replica_id, "watched it die"))
 
     def make_lighthouse(
         self,
         config: LighthouseConfig,
         first_id: int,
-        remembered: dict[RoomKey, tuple[int, tuple[str, ...]]],
+        remembered: dict[JobKey, tuple[int, tuple[str, ...]]],
     ) -> Lighthouse:
         return Lighthouse(config, first_id, remembered)
 

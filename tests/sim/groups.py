@@ -20,7 +20,7 @@ from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Effect, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
-from lighthouse.wire.messages import Join, Refused, Reply, Request, RoomKey, Vote
+from lighthouse.wire.messages import JobKey, Join, Refused, Reply, Request, Vote
 from tests.sim.checker import Checker, Position, Violation
 from tests.sim.clock import Clock
 from tests.sim.cluster import START, Cluster
@@ -29,7 +29,7 @@ from tests.sim.plane import Plane
 from tests.sim.process import Habits, Process
 from tests.sim.profile import Profile
 
-ROOM = RoomKey("job", "room0")
+ROOM = JobKey("job", "room0")
 LOCAL_S = (0.0002, 0.01)
 """How far a rank is from its leader, at least and at most; it stays so, since its link keeps order."""
 RESTART_S = 0.3
@@ -223,7 +223,7 @@ class Groups:
         self.worlds = [World(self, rank) for rank in range(self.size)]
         self.lighthouse: Lighthouse | None = None
         self._lives = dict.fromkeys(self.slots, 0)
-        self._journal: dict[RoomKey, tuple[int, tuple[str, ...]]] = {}
+        self._journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
         self._wake: float | None = None
 
     # ------------------------------------------------------------------ groups

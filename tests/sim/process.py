@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Told, Transmit
+from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Remark, Transmit
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
-from lighthouse.wire.messages import Join, Reply, RoomKey, Vote
+from lighthouse.wire.messages import JobKey, Join, Reply, Vote
 from tests.sim.checker import state_after
 from tests.sim.network import Link
 from tests.sim.plane import Contribution, Sum
@@ -53,7 +53,7 @@ class Process:
         self,
         cluster: Cluster,
         slot: str,
-        room: RoomKey,
+        room: JobKey,
         life: int,
         habits: Habits,
         start: tuple[Position, int],
@@ -215,7 +215,7 @@ class Process:
                 give_up = self.clock.now + cluster.profile.timeouts.heal_timeout_s
                 self.clock.after(0.002, self._fetch, effect, self.fetches, give_up)
             else:
-                assert isinstance(effect, Told)
+                assert isinstance(effect, Remark)
 
     def _configure(self, effect: Configure) -> None:
         members = tuple(m.replica_id for m in effect.members)

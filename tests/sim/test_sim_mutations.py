@@ -19,7 +19,7 @@ from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Outcome
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.history import History
-from lighthouse.machine.job import Room
+from lighthouse.machine.job import JobState
 from lighthouse.wire.messages import Join, Member, Quorum, Vote, next_lineage
 from tests.sim.cluster import Cluster
 from tests.sim.profile import Profile, profile_of
@@ -29,9 +29,9 @@ Patch = pytest.MonkeyPatch
 
 
 def counts_votes_of_old_quorums(patch: Patch) -> None:
-    original = Room._on_vote
+    original = JobState._on_vote
 
-    def on_vote(self: Room, peer: bytes, vote: Vote, now: float) -> None:
+    def on_vote(self: JobState, peer: bytes, vote: Vote, now: float) -> None:
         live = self._live
         if live is not None and vote.quorum_id < live.quorum_id and live.has(vote.replica_id):
             position = live.position
@@ -40,16 +40,16 @@ def counts_votes_of_old_quorums(patch: Patch) -> None:
             )
         original(self, peer, vote, now)
 
-    patch.setattr(Room, "_on_vote", on_vote)
+    patch.setattr(JobState, "_on_vote", on_vote)
 
 
 def reuses_ids_after_restart(patch: Patch) -> None:
-    original = Room._on_join
+    original = JobState._on_join
 
-    def on_join(self: Room, peer: bytes, join: Join, now: float) -> None:
+    def on_join(self: JobState, peer: bytes, join: Join, now: float) -> None:
         original(self, peer, replace(join, quorum_id=0), now)
 
-    patch.setattr(Room, "_on_join", on_join)
+    patch.setattr(JobState, "_on_join", on_join)
     patch.setattr("tests.sim.cluster.first_quorum_id", lambda wall_clock_ms: 1)
     patch.setattr(
         Cluster, "make_lighthouse",
@@ -139,10 +139,10 @@ def _advance_without_healing(self: Replica, view: replica_module.View) -> None:
 
 
 def never_evicts(patch: Patch) -> None:
-    def evict_laggards(self: Room, live: Ballot, now: float) -> None:
+    def evict_laggards(self: JobState, live: Ballot, now: float) -> None:
         live.deadline = now + 1e9
 
-    patch.setattr(Room, "_evict_laggards", evict_laggards)
+    patch.setattr(JobState, "_evict_laggards", evict_laggards)
 
 
 def never_repeats(patch: Patch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lighthouse.wire.messages import Beat, Decision, Reply, Request, RoomKey
+from lighthouse.wire.messages import Decision, Heartbeat, JobKey, Reply, Request
 from tests.sim.checker import Checker, Violation
 from tests.sim.clock import Clock
 from tests.sim.cluster import Cluster
@@ -17,7 +17,7 @@ from tests.sim.process import Process
 from tests.sim.profile import FAULTS, Fault, Profile, profile_of
 from tests.sim.run import run
 
-ROOM = RoomKey("job", "room")
+ROOM = JobKey("job", "room")
 
 
 class Ear:
@@ -51,8 +51,8 @@ def make(profile: NetworkProfile) -> tuple[Clock, Network, Link, Ear, list[Reque
     return clock, network, link, ear, said, lost
 
 
-def beat(step: int) -> Beat:
-    return Beat(ROOM, "a", 1, step)
+def beat(step: int) -> Heartbeat:
+    return Heartbeat(ROOM, "a", 1, step)
 
 
 def test_the_clock_runs_calls_in_order_of_time_then_of_scheduling() -> None:
@@ -79,7 +79,7 @@ def test_harsh_mode_loses_repeats_and_reorders() -> None:
     for step in range(200):
         network.send_up(link, beat(step))
     clock.run_until(10.0)
-    steps = [m.step for m in said if isinstance(m, Beat)]
+    steps = [m.step for m in said if isinstance(m, Heartbeat)]
     assert set(steps) < set(range(200))
     assert len(steps) > len(set(steps))
     assert steps != sorted(steps)

@@ -56,9 +56,9 @@ def test_its_moments_arrive_in_memory_made_before(
 ) -> None:
     monkeypatch.setattr(moments, "WORTH_BYTES", 1)
     made: list[list[int]] = []
-    prepare = moments.Moments.prepare
+    prepare = moments.PreallocatedState.prepare
 
-    def watched(self: moments.Moments) -> None:
+    def watched(self: moments.PreallocatedState) -> None:
         prepare(self)
         (values,) = self._spare.values()
         made.append([values[key].data_ptr() for key in ("exp_avg", "exp_avg_sq")])
@@ -67,7 +67,7 @@ def test_its_moments_arrive_in_memory_made_before(
         old = Trainer(server.address(), "old", asynchronous=asynchronous)
         for _ in range(3):
             old.step()
-        monkeypatch.setattr(moments.Moments, "prepare", watched)
+        monkeypatch.setattr(moments.PreallocatedState, "prepare", watched)
         new = Trainer(server.address(), "new", asynchronous=asynchronous)
         healed = threading.Event()
 

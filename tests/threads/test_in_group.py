@@ -15,16 +15,16 @@ import torch
 
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import free_port
-from ft_core.shell.intra_group import InGroup
+from ft_core.shell.intra_group import IntraGroup
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @contextmanager
-def ranks(size: int) -> Iterator[list[InGroup]]:
+def ranks(size: int) -> Iterator[list[IntraGroup]]:
     port = free_port()
     groups = [
-        InGroup(rank, size, store_addr="127.0.0.1", store_port=port, timeout_s=20.0)
+        IntraGroup(rank, size, store_addr="127.0.0.1", store_port=port, timeout_s=20.0)
         for rank in range(size)
     ]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lighthouse.machine.effects import Effect, Send
-from lighthouse.machine.job import Room
+from lighthouse.machine.job import JobState
 from lighthouse.wire.messages import FINISHED, Leave, Quorum, Refused, Waiting, next_lineage
 from tests.unit.test_room import KEY, LIMITS, full_room, join, vote_all
 
@@ -16,7 +16,7 @@ def told(effects: list[Effect], kind: type[Any]) -> list[Any]:
     return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
 
 
-def finished_room(*reasons: str) -> Room:
+def finished_room(*reasons: str) -> JobState:
     room, names = full_room(3)
     vote_all(room, names, 1, 0, "root")
     for name, reason in zip(names, reasons, strict=True):

@@ -13,6 +13,7 @@ from lighthouse.wire.messages import (
     TORN,
     Decision,
     Expelled,
+    JobKey,
     Join,
     Leave,
     Member,
@@ -20,11 +21,10 @@ from lighthouse.wire.messages import (
     Quorum,
     Refused,
     Revoke,
-    RoomKey,
     Vote,
 )
 
-ROOM = RoomKey("job", "default")
+ROOM = JobKey("job", "default")
 GROUP = "g:1"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ft_core import moments
-from ft_core.moments import Moments
+from ft_core.moments import PreallocatedState
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_it_is_what_the_first_step_makes(
     before = [p.detach().clone() for p in net.parameters()]
     optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.1, **options)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which puts a step of its own into the optimizer
-    room = Moments(optimizer)
+    room = PreallocatedState(optimizer)
     room.prepare()
     with room.shown():
         foreseen = form(optimizer.state_dict())
@@ -71,7 +71,7 @@ def test_frozen_parameters_and_groups_of_their_own_options() -> None:
     frozen.requires_grad_(False)
     groups = [{"params": [frozen, others[0]]}, {"params": others[1:], "amsgrad": True}]
     optimizer = torch.optim.Adam(groups)
-    room = Moments(optimizer)
+    room = PreallocatedState(optimizer)
     room.prepare()
     with room.shown():
         assert frozen not in optimizer.state
@@ -84,10 +84,10 @@ def test_a_state_that_is_there_is_left_alone() -> None:
     optimizer = torch.optim.Adam(net.parameters())
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    early = Moments(optimizer)
+    early = PreallocatedState(optimizer)
     early.prepare()
     optimizer.step()
-    late = Moments(optimizer)
+    late = PreallocatedState(optimizer)
     late.prepare()
     mine = {p: dict(values) for p, values in optimizer.state.items()}
     for room in (early, late):
@@ -98,7 +98,7 @@ def test_a_state_that_is_there_is_left_alone() -> None:
 
 def test_after_drop_there_is_nothing_to_show() -> None:
     optimizer = torch.optim.Adam(network().parameters())
-    room = Moments(optimizer)
+    room = PreallocatedState(optimizer)
     room.prepare()
     room.drop()
     with room.shown():
@@ -117,7 +117,7 @@ class Own(torch.optim.Adam):
 @pytest.mark.parametrize("kind", [Own, torch.optim.ASGD, torch.optim.Adafactor])
 def test_what_cannot_be_foreseen_is_left_to_the_heal(kind: Any) -> None:
     optimizer = kind(network().parameters(), lr=0.1)
-    room = Moments(optimizer)
+    room = PreallocatedState(optimizer)
     room.prepare()
     with room.shown():
         assert not optimizer.state
@@ -127,7 +127,7 @@ def test_what_cannot_be_foreseen_is_left_to_the_heal(kind: Any) -> None:
 def test_little_memory_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moments, "WORTH_BYTES", 1 << 20)
     optimizer = torch.optim.Adam(network().parameters())
-    room = Moments(optimizer)
+    room = PreallocatedState(optimizer)
     room.prepare()
     with room.shown():
         assert not optimizer.state

@@ -13,19 +13,19 @@ from ft_core.replica.status import Attempt, Stage
 from lighthouse.wire.messages import (
     Decision,
     Expelled,
+    JobKey,
     Join,
     Member,
     Quorum,
     Refused,
     Reply,
     Revoke,
-    RoomKey,
     Vote,
     Waiting,
     next_lineage,
 )
 
-KEY = RoomKey("job", "room")
+KEY = JobKey("job", "room")
 
 
 def member(name: str, healing: bool = False) -> Member:

@@ -12,31 +12,31 @@ from hypothesis import strategies as st
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.effects import Effect, Send
 from lighthouse.machine.history import MAX_DOUBLINGS, REMEMBERED_DECISIONS, History, Patience
-from lighthouse.machine.job import Room
+from lighthouse.machine.job import JobState
 from lighthouse.machine.jobs import Lighthouse, first_quorum_id
-from lighthouse.machine.members import Seats
+from lighthouse.machine.members import Members
 from lighthouse.machine.rules import Position
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
     PHASES,
     TORN,
-    Beat,
+    DeathNotice,
     Decision,
+    Heartbeat,
     InDoubt,
+    JobKey,
     Join,
     Leave,
     Member,
-    Obituary,
     Quorum,
     Request,
-    RoomKey,
     Vote,
     apply_delta,
     member_delta,
     next_lineage,
 )
 
-KEY = RoomKey("job", "room")
+KEY = JobKey("job", "room")
 LIMITS = Timeouts.derive(6.0)
 
 
@@ -44,15 +44,15 @@ def join(who: str, **given: object) -> Join:
     return replace(Join(KEY, who, who, 0, "root", (who.encode(),)), **given)  # type: ignore[arg-type]
 
 
-def full_room(count: int) -> tuple[Room, list[str]]:
-    room = Room(KEY, LighthouseConfig(expected_replicas=count, timeouts=LIMITS), 1)
+def full_room(count: int) -> tuple[JobState, list[str]]:
+    room = JobState(KEY, LighthouseConfig(expected_replicas=count, timeouts=LIMITS), 1)
     names = [f"r{i}" for i in range(count)]
     for name in names:
         room.handle(name.encode(), join(name), 0.0)
     return room, names
 
 
-def vote_all(room: Room, names: list[str], quorum_id: int, step: int, lineage: str) -> list[Effect]:
+def vote_all(room: JobState, names: list[str], quorum_id: int, step: int, lineage: str) -> list[Effect]:
     effects: list[Effect] = []
     for name in names:
         vote = Vote(KEY, name, quorum_id, step, lineage, True)
@@ -99,7 +99,7 @@ def test_ids_of_a_later_start_are_higher() -> None:
 def test_a_full_lighthouse_refuses_but_reuses_rooms_that_all_have_left() -> None:
     machine = Lighthouse(LighthouseConfig(max_rooms=1, timeouts=LIMITS), 1)
     machine.handle(b"a", join("a"), 0.0)
-    other = join("b", room=RoomKey("job", "other"))
+    other = join("b", room=JobKey("job", "other"))
     assert "full" in str(machine.handle(b"b", other, 0.0))
     machine.disconnected(b"a", 1.0)
     machine.handle(b"b", other, 1.0)
@@ -168,7 +168,7 @@ def test_history_is_bounded() -> None:
 
 
 def test_a_seat_keeps_its_place_and_moves_with_its_connection() -> None:
-    seats = Seats()
+    seats = Members()
     seats.put(join("a"), b"one")
     first = seats["a"].arrival
     seats.put(join("b"), b"two")
@@ -205,8 +205,8 @@ def any_request(rng: random.Random, ids: list[int], lineages: list[str]) -> Requ
             rng.random() < 0.1, rng.random() < 0.1,
         )  # fmt: skip
     if kind == 8:
-        return Beat(KEY, who, quorum_id, step)
-    return Leave(KEY, who) if rng.random() < 0.5 else Obituary(KEY, who)
+        return Heartbeat(KEY, who, quorum_id, step)
+    return Leave(KEY, who) if rng.random() < 0.5 else DeathNotice(KEY, who)
 
 
 @pytest.mark.parametrize("block", range(4))

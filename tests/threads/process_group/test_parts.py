@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ft_core.process_group import ProcessGroupError, choose_address, outgoing_address, wire
 from ft_core.process_group.gloo_sockets import DeviceSockets, pair_sequences
 from ft_core.process_group.interfaces import interface_address
-from ft_core.process_group.rendezvous import Doorbell, Meeting
+from ft_core.process_group.rendezvous import Listener, Rendezvous
 
 
 def test_addresses_travel_and_are_small() -> None:
@@ -44,25 +44,25 @@ def test_frames_arrive_in_any_pieces() -> None:
 
 
 def test_what_no_member_sends_is_refused() -> None:
-    with pytest.raises(wire.WireError):
+    with pytest.raises(wire.FrameError):
         wire.take_frame(bytearray(b"\xff\xff\xff\xff\x01"))
-    with pytest.raises(wire.WireError):
+    with pytest.raises(wire.FrameError):
         wire.Hello.decode(b"short")
-    with pytest.raises(wire.WireError):
+    with pytest.raises(wire.FrameError):
         wire.Hello.decode(b"other" + b"\0" * 100)
-    with pytest.raises(wire.WireError):
+    with pytest.raises(wire.FrameError):
         wire.parse_key(b"\0\0\0\x09abc")
 
 
 @pytest.fixture
-def doorbells() -> Iterator[list[Doorbell]]:
-    bells = [Doorbell("127.0.0.1"), Doorbell("127.0.0.1")]
+def doorbells() -> Iterator[list[Listener]]:
+    bells = [Listener("127.0.0.1"), Listener("127.0.0.1")]
     yield bells
     for bell in bells:
         bell.close()
 
 
-def test_strangers_do_not_disturb_a_meeting(doorbells: list[Doorbell]) -> None:
+def test_strangers_do_not_disturb_a_meeting(doorbells: list[Listener]) -> None:
     addresses = [bell.address.encode() for bell in doorbells]
     where = ("127.0.0.1", doorbells[1].address.port)
     with (
@@ -74,7 +74,7 @@ def test_strangers_do_not_disturb_a_meeting(doorbells: list[Doorbell]) -> None:
         silent.sendall(b"\0\0")
         digest = wire.members_digest(addresses)
         misled.sendall(wire.Hello(1, digest, 0, 2, b"another!", b"").encode())
-        meetings = [Meeting(doorbells[rank], 1, rank, addresses, b"h%d" % rank) for rank in (0, 1)]
+        meetings = [Rendezvous(doorbells[rank], 1, rank, addresses, b"h%d" % rank) for rank in (0, 1)]
         other = threading.Thread(target=meetings[0].gather, args=(time.monotonic() + 10,))
         other.start()
         meetings[1].gather(time.monotonic() + 10)
@@ -86,9 +86,9 @@ def test_strangers_do_not_disturb_a_meeting(doorbells: list[Doorbell]) -> None:
             meeting.finish()
 
 
-def test_a_key_reaches_the_other_member(doorbells: list[Doorbell]) -> None:
+def test_a_key_reaches_the_other_member(doorbells: list[Listener]) -> None:
     addresses = [bell.address.encode() for bell in doorbells]
-    meetings = [Meeting(doorbells[rank], 1, rank, addresses, b"h") for rank in (0, 1)]
+    meetings = [Rendezvous(doorbells[rank], 1, rank, addresses, b"h") for rank in (0, 1)]
     deadline = time.monotonic() + 10
     known = threading.Event()
 
@@ -197,11 +197,11 @@ def test_choosing_an_address() -> None:
         choose_address("no.such.host.invalid", None)
 
 
-def test_descriptors_are_given_back(doorbells: list[Doorbell]) -> None:
+def test_descriptors_are_given_back(doorbells: list[Listener]) -> None:
     before = len(os.listdir("/proc/self/fd"))
     addresses = [bell.address.encode() for bell in doorbells]
     for quorum_id in range(5):
-        meeting = Meeting(doorbells[1], quorum_id, 1, addresses, b"")
+        meeting = Rendezvous(doorbells[1], quorum_id, 1, addresses, b"")
         with pytest.raises(ProcessGroupError, match="never came"):
             meeting.gather(time.monotonic() + 0.01)
         meeting.close()
