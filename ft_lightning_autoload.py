@@ -22,7 +22,7 @@ def autoload() -> None:
         import os
 
         if os.environ.get(ENV_AUTOLOAD, "").lower() not in OFF:
-            from ft_lightning.registration import install
+            from ft_lightning.shared.registration import install
 
             install()
     except Exception as error:

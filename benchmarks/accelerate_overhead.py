@@ -75,7 +75,7 @@ def script(size: str, pace_s: float) -> None:
     say("ready")
     run = steps()
     if pace_s:
-        from ft_accelerate import processes
+        from ft_accelerate.runtime import process as processes
 
         for _ in run:
             live = processes.current().live

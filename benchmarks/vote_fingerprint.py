@@ -1,7 +1,7 @@
 """python benchmarks/vote_fingerprint.py [--json FILE]
 
 What a replica group's vote costs before it is sent: microseconds for the fingerprint of
-hyperparameters and place in the run that travels with it (`ft_lightning/decisions.py`), by number
+hyperparameters and place in the run that travels with it (`ft_lightning/trainer/decisions.py`), by number
 of optimizers and parameter groups, with hyperparameters that stay and with a learning rate that a
 scheduler changes in each step. Bar: at most 50 us for one optimizer with one group.
 """
@@ -55,7 +55,7 @@ def fitted(optimizers: int, groups: int) -> Any:
 
 def measure(trainer: Any, *, changing: bool) -> float:
     """Microseconds a vote: the best block's mean."""
-    from ft_lightning.decisions import Decisions
+    from ft_lightning.trainer.decisions import Decisions
 
     decisions = Decisions(trainer)
     decisions.begin()

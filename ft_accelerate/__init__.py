@@ -16,15 +16,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ft_accelerate.handler import FaultToleranceKwargs
-    from ft_accelerate.local_sgd import DiLoCo, LocalSGD
-    from ft_accelerate.options import FaultTolerancePlugin
+    from ft_accelerate.plugin.handler import FaultToleranceKwargs
+    from ft_accelerate.plugin.options import FaultTolerancePlugin
+    from ft_accelerate.runtime.periodic import DiLoCo, LocalSGD
 
 _HOMES = {
-    "DiLoCo": "ft_accelerate.local_sgd",
-    "FaultToleranceKwargs": "ft_accelerate.handler",
-    "FaultTolerancePlugin": "ft_accelerate.options",
-    "LocalSGD": "ft_accelerate.local_sgd",
+    "DiLoCo": "ft_accelerate.runtime.periodic",
+    "FaultToleranceKwargs": "ft_accelerate.plugin.handler",
+    "FaultTolerancePlugin": "ft_accelerate.plugin.options",
+    "LocalSGD": "ft_accelerate.runtime.periodic",
 }
 
 __all__ = ["DiLoCo", "FaultToleranceKwargs", "FaultTolerancePlugin", "LocalSGD"]
@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ft_accelerate' has no attribute {name!r}")
     import importlib
 
-    if home != "ft_accelerate.options":
+    if home != "ft_accelerate.plugin.options":
         # First, and alone: the package's entry point acts at the end of this import.
         importlib.import_module("accelerate")
     value = getattr(importlib.import_module(home), name)

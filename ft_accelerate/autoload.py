@@ -22,11 +22,11 @@ log = logging.getLogger("ft_accelerate")
 def autoload() -> None:
     """Wait for Accelerate's modules. Never raises."""
     try:
-        from ft_accelerate.options import may_autoload
+        from ft_accelerate.plugin.options import may_autoload
 
         if not may_autoload():
             return
-        from ft_accelerate import launch_hooks
+        from ft_accelerate.launch import launch_hooks
 
         launch_hooks.watch()
         _protect_this_process()
@@ -39,7 +39,7 @@ def _protect_this_process() -> None:
 
     Failures must be loud here: an unprotected replica group would train alone.
     """
-    from ft_accelerate.options import is_enabled
+    from ft_accelerate.plugin.options import is_enabled
 
     try:
         if not is_enabled():
@@ -60,7 +60,7 @@ def _install(accelerate: ModuleType) -> None:
         when_imported(under_way, lambda module: _install(accelerate))
         return
     try:
-        from ft_accelerate.install import install
+        from ft_accelerate.runtime.install import install
 
         install()
     except (ValueError, RuntimeError) as error:

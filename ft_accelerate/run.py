@@ -12,7 +12,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from ft_accelerate.options import switch_on
+from ft_accelerate.plugin.options import switch_on
 
 USAGE = "usage: python -m ft_accelerate.run [-m] SCRIPT_OR_MODULE [ARGUMENTS ...]"
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
     # First, and alone: the package's entry point acts at the end of this import, if it is there.
     import accelerate  # noqa: F401
 
-    from ft_accelerate.install import install
+    from ft_accelerate.runtime.install import install
 
     try:
         install()

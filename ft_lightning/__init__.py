@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ft_lightning.registration import install
+from ft_lightning.shared.registration import install
 
 if TYPE_CHECKING:
     from ft_lightning.pytorch import (
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib
 
-        from ft_lightning.registration import preferred_module
+        from ft_lightning.shared.registration import preferred_module
 
         return getattr(importlib.import_module(preferred_module()), name)
     raise AttributeError(f"module 'ft_lightning' has no attribute {name!r}")

@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 
-from ft_lightning import launcher
+from ft_lightning.shared import launcher
 
 USAGE = "usage: python -m ft_lightning (script.py | -m module) [arguments]"
 

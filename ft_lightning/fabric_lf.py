@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning_fabric.strategies import DDPStrategy
 
-from ft_lightning.diloco_fabric import FTFabricDiLoCoMixin, FTFabricLocalSGDMixin
-from ft_lightning.fabric_strategy import FTFabricMixin
+from ft_lightning.diloco.fabric_strategies import FTFabricDiLoCoMixin, FTFabricLocalSGDMixin
+from ft_lightning.fabric.fabric_strategy import FTFabricMixin
 
 __all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTLocalSGDStrategy"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy
 
-from ft_lightning.diloco import FTDiLoCoMixin, FTLocalSGDMixin
-from ft_lightning.reporting import MetricsMixin, TimelineMixin
-from ft_lightning.strategy import FTDDPMixin
+from ft_lightning.diloco.trainer_strategies import FTDiLoCoMixin, FTLocalSGDMixin
+from ft_lightning.trainer.reporting import MetricsMixin, TimelineMixin
+from ft_lightning.trainer.strategy import FTDDPMixin
 
 __all__ = [
     "FTDDPStrategy",

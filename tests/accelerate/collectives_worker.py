@@ -133,7 +133,7 @@ def run(options: dict[str, Any]) -> None:
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
-    from ft_accelerate import processes
+    from ft_accelerate.runtime import process as processes
 
     folder = Path(options["log"])
     events = folder / f"{options['group']}.events"
@@ -192,7 +192,7 @@ def run(options: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    from ft_accelerate.install import install
+    from ft_accelerate.runtime.install import install
 
     install()
     run(json.loads(sys.argv[1]))

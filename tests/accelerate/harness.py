@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ft_accelerate.options import ENV_SUPERVISOR
+from ft_accelerate.plugin.options import ENV_SUPERVISOR
 from ft_core.launch.rank_group import group_command
 from tests import runs
 from tests.runs import WAIT_S, Line, compare_steps, ended

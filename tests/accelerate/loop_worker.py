@@ -109,14 +109,14 @@ class Log:
 
     @property
     def live(self) -> bool:
-        from ft_accelerate import processes
+        from ft_accelerate.runtime import process as processes
 
         runtime = processes.active()
         return runtime is None or runtime.live
 
     @property
     def leads_another(self) -> bool:
-        from ft_accelerate import processes
+        from ft_accelerate.runtime import process as processes
 
         runtime = processes.active()
         return runtime is not None and runtime.leader and runtime.participants == 2
@@ -129,7 +129,7 @@ class Log:
                 time.sleep(0.02)
 
     def inject(self, step: int) -> None:
-        from ft_accelerate import processes
+        from ft_accelerate.runtime import process as processes
 
         runtime = processes.active()
         if self.options["inject"].get(str(step)) == int(self.name) and self.live:
@@ -275,8 +275,10 @@ if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
     given = {**OPTIONS, **json.loads(sys.argv[1])}
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
-        from ft_accelerate import membership
-        from ft_accelerate.install import install  # what the installed package does by itself
+        from ft_accelerate.runtime import membership
+        from ft_accelerate.runtime.install import (
+            install,  # what the installed package does by itself
+        )
 
         membership.FAR_BATCHES = given["far"] or membership.FAR_BATCHES
         install()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ft_accelerate.checkpoints import FOLDER, publish
+from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
 
 
 @pytest.mark.parametrize("is_main", [True, False])

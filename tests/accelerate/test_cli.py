@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ft_accelerate import cli
+from ft_accelerate.launch import command as cli
 from tests.accelerate.installed import installed
 
-FT = [sys.executable, "-m", "ft_accelerate.cli"]
+FT = [sys.executable, "-m", "ft_accelerate.launch.command"]
 ON_CPU = {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}
 
 

@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from ft_accelerate import FaultTolerancePlugin
-from ft_accelerate.config import (
+from ft_accelerate.plugin.config import (
     Layout,
     layout,
     lighthouse_plan,
     read_section,
 )
-from ft_accelerate.options import GroupPlace, Supervision, field_names, is_enabled
+from ft_accelerate.plugin.options import GroupPlace, Supervision, field_names, is_enabled
 from ft_core.launch.rank_group import rank_environment
 
 
@@ -245,8 +245,8 @@ def test_every_option_is_explained() -> None:
 
 def test_neither_torch_nor_accelerate_is_loaded() -> None:
     code = (
-        "import sys, ft_accelerate.autoload, ft_accelerate.cli, ft_accelerate.launch, "
-        "ft_core.launch.rank_group, ft_accelerate.run, ft_accelerate.questions\n"
+        "import sys, ft_accelerate.autoload, ft_accelerate.launch.command, ft_accelerate.launch.groups, "
+        "ft_core.launch.rank_group, ft_accelerate.run, ft_accelerate.plugin.questions\n"
         "assert not {'torch', 'accelerate', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

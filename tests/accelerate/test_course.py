@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ft_accelerate.course import Course, Iteration, Phase, Target
+from ft_accelerate.runtime.script_position import Iteration, Phase, ScriptPosition, Target
 
 
 def peers(**changes: object) -> Target:
@@ -17,7 +17,7 @@ def peers(**changes: object) -> Target:
     return dataclasses.replace(target, **changes)  # type: ignore[arg-type]
 
 
-def run_to(course: Course, passes: list[int]) -> Iteration:
+def run_to(course: ScriptPosition, passes: list[int]) -> Iteration:
     """Passes of so many batches; the last one is left open."""
     for number, batches in enumerate(passes):
         iteration = course.begin(None)
@@ -30,7 +30,7 @@ def run_to(course: Course, passes: list[int]) -> Iteration:
 
 
 def test_ghost_arrives_at_the_window_and_goes_live() -> None:
-    course = Course()
+    course = ScriptPosition()
     course.relocate(peers())
     assert course.phase is Phase.GHOST
     assert course.work_is_ghost
@@ -46,7 +46,7 @@ def test_ghost_arrives_at_the_window_and_goes_live() -> None:
 
 
 def test_operations_before_the_gradient_step_are_replayed_with_real_work() -> None:
-    course = Course()
+    course = ScriptPosition()
     course.relocate(peers(ops=("a", "b"), at="op"))
     assert course.arrive(run_to(course, [3, 2]))
     assert not course.work_is_ghost
@@ -58,7 +58,7 @@ def test_operations_before_the_gradient_step_are_replayed_with_real_work() -> No
 
 
 def test_a_gradient_step_of_the_peers_is_not_done_again() -> None:
-    course = Course()
+    course = ScriptPosition()
     course.relocate(peers(ops=("a",), grads=1, at="op"))
     assert course.arrive(run_to(course, [3, 2]))
     assert not course.work_is_ghost  # what comes after may lean on what is computed here
@@ -69,7 +69,7 @@ def test_a_gradient_step_of_the_peers_is_not_done_again() -> None:
 
 
 def test_in_the_same_window_what_was_done_here_is_not_replayed() -> None:
-    course = Course()
+    course = ScriptPosition()
     iteration = course.begin(None)
     course.open_window(iteration)
     course.fresh = False
@@ -82,7 +82,7 @@ def test_in_the_same_window_what_was_done_here_is_not_replayed() -> None:
 
 
 def test_another_course_is_refused() -> None:
-    course = Course()
+    course = ScriptPosition()
     course.relocate(peers())
     first = course.begin(None)
     course.finish(first, has_length=True)
@@ -94,7 +94,7 @@ def test_another_course_is_refused() -> None:
 
 
 def test_windows_begin_where_an_optimizer_has_stepped() -> None:
-    course = Course()
+    course = ScriptPosition()
     iteration = course.begin(None)
     course.open_window(iteration)
     iteration.yielded = 1
@@ -110,7 +110,7 @@ def test_windows_begin_where_an_optimizer_has_stepped() -> None:
 
 
 def test_large_results_are_not_kept() -> None:
-    course = Course()
+    course = ScriptPosition()
     course.open_window(course.begin(None))
     course.log("small", 10)
     course.log("large", 1 << 40)

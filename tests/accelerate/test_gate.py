@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ft_accelerate.exchange import Diverged, Exchange, Kind
-from ft_accelerate.gate import Gate
-from ft_accelerate.models import FaultTolerantModel
+from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Diverged, Kind
+from ft_accelerate.runtime.models import FaultTolerantModel
+from ft_core.collectives.retry import RetryableReducer
 from tests.threads.cluster import Replica, lighthouse, replicas
 
 INPUT = torch.arange(12.0).reshape(4, 3)
@@ -31,7 +31,7 @@ class Net(nn.Module):
         return self.second(y) if both else y
 
 
-def make(gate: Gate, net: Net, **kwargs: Any) -> FaultTolerantModel:
+def make(gate: RetryableReducer, net: Net, **kwargs: Any) -> FaultTolerantModel:
     return FaultTolerantModel(
         gate, net, is_ghost=lambda: False, is_replay=lambda: False,
         on_ghost_backward=lambda: None, **kwargs,
@@ -62,7 +62,7 @@ def test_a_discarded_attempt_is_repeated_from_the_kept_gradients() -> None:
         replica = Replica(server, "0")
         manager = replica.manager
         for start, unused in itertools.product(("none", "zero", "accumulated"), (False, True)):
-            gate = Gate(lambda: True, never)
+            gate = RetryableReducer(lambda: True, never)
             gate.attach(manager)
             net, both = Net(), not unused
             model = make(gate, net, find_unused_parameters=unused)
@@ -143,7 +143,7 @@ def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_st
         replicas(*[member.step for member in members])
 
         def train(index: int) -> Parts:
-            manager, gate, net = members[index].manager, Gate(lambda: True, never), Parts()
+            manager, gate, net = members[index].manager, RetryableReducer(lambda: True, never), Parts()
             gate.attach(manager)
             optimizer, model = steps(net), make(gate, net, find_unused_parameters=True)
             manager.start_quorum()
@@ -176,7 +176,7 @@ def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_st
 
 def test_gradients_without_an_end_are_let_go_of() -> None:
     """Forward inside `no_sync`, backward outside: nothing is sent, so no step ends."""
-    gate = Gate(lambda: True, never)
+    gate = RetryableReducer(lambda: True, never)
     model = make(gate, Net())
     for _ in range(3):
         with model.no_sync():
@@ -192,7 +192,7 @@ def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray(
     with lighthouse(min_replicas=2) as server:
         pair = [Replica(server, str(index), expected_replicas=2) for index in (0, 1)]
         managers = [replica.manager for replica in pair]
-        exchanges = [Exchange(m, slot, 2, torch.device("cpu")) for slot, m in enumerate(managers)]
+        exchanges = [CheckedCollectives(m, slot, 2, torch.device("cpu")) for slot, m in enumerate(managers)]
         sent, told = threading.Event(), threading.Event()
         report = managers[0].report_error
 

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ft_accelerate import launch_hooks
-from ft_accelerate.config import Layout
-from ft_accelerate.launch import environment, in_our_hands, plan, wanted
-from ft_accelerate.options import FaultTolerancePlugin
+from ft_accelerate.launch import launch_hooks
+from ft_accelerate.launch.groups import environment, in_our_hands, plan, wanted
+from ft_accelerate.plugin.config import Layout
+from ft_accelerate.plugin.options import FaultTolerancePlugin
 from ft_core.launch.rank_group import group_command
 from tests.accelerate.installed import accelerate, installed
 
@@ -315,7 +315,7 @@ def test_two_machines_train_together(tmp_path: Path) -> None:
 
     Each machine is a replica group of two processes.
     """
-    from ft_accelerate.cli_test import SCRIPT
+    from ft_accelerate.launch.cli_test import SCRIPT
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -431,10 +431,10 @@ def converse(command: list[str], env: dict[str, str], answers: list[tuple[str, s
     return said
 
 
-@pytest.mark.parametrize("first", ["ft_accelerate.install", "ft_accelerate.runtime", "torch"])
+@pytest.mark.parametrize("first", ["ft_accelerate.runtime.install", "ft_accelerate.runtime.runtime", "torch"])
 def test_whatever_is_imported_first_the_process_is_protected(first: str, tmp_path: Path) -> None:
     """The entry point acts in the midst of the import that brings Accelerate in."""
-    code = f"import {first}, accelerate, ft_accelerate.install as i; assert i._undo"
+    code = f"import {first}, accelerate, ft_accelerate.runtime.install as i; assert i._undo"
     env = installed(
         tmp_path,
         ACCELERATE_USE_FAULT_TOLERANCE="true",

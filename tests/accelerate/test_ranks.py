@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ft_accelerate.cli_test import SCRIPT
+from ft_accelerate.launch.cli_test import SCRIPT
 from tests.accelerate.harness import compare, running
 from tests.accelerate.installed import accelerate, installed
 

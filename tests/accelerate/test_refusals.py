@@ -14,9 +14,10 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 
-from ft_accelerate import DiLoCo, FaultToleranceKwargs, processes
-from ft_accelerate.install import check_seams, install, uninstall
-from ft_accelerate.options import ENV_USE
+from ft_accelerate import DiLoCo, FaultToleranceKwargs
+from ft_accelerate.plugin.options import ENV_USE
+from ft_accelerate.runtime import process as processes
+from ft_accelerate.runtime.install import check_seams, install, uninstall
 
 
 @pytest.fixture(autouse=True)

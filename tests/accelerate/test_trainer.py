@@ -79,7 +79,7 @@ def protected(
     config = out / "ft.yaml"
     config.write_text(yaml.safe_dump(given))
     command = [
-        sys.executable, "-m", "ft_accelerate.cli", "launch", "--config_file", str(config),
+        sys.executable, "-m", "ft_accelerate.launch.command", "launch", "--config_file", str(config),
         str(script), "--out", str(out), *argv,
     ]  # fmt: skip
     env = installed(out / "site", TRAINER_KILLS=kills, TRAINER_HOLD=str(hold or ""))

@@ -41,7 +41,7 @@ PURE = [
     "ft_core.heal.transfer_plan",
     "ft_core.heal.protocol",
     "ft_core.replica.machine",
-    "ft_lightning.scope",
+    "ft_lightning.shared.topology",
     "lighthouse.wire.address",
     "lighthouse.wire.codec",
     "lighthouse.config",

@@ -14,7 +14,7 @@ from torch import nn
 
 import ft_lightning
 from ft_core.diloco.diloco import DiLoCo
-from ft_lightning import diloco_state
+from ft_lightning.diloco import equal_state as diloco_state
 
 YAML = """
 trainer:

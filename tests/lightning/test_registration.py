@@ -216,7 +216,7 @@ import sys
 from lightning.pytorch import Trainer
 import helper
 assert "ft_ddp" in sys.modules["lightning.pytorch.strategies"].StrategyRegistry
-from ft_lightning.launcher import script_command
+from ft_lightning.shared.launcher import script_command
 print(sys.argv[1:], __name__, script_command(2)[1:])
 """
 

@@ -16,7 +16,8 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, PearsonCorrCoef, SumMetr
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from torchmetrics.retrieval import RetrievalMAP
 
-from ft_lightning import metric_states, shares
+from ft_lightning.trainer import metric_states
+from ft_lightning.trainer import validation_split as shares
 
 
 @given(

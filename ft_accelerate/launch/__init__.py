@@ -1,0 +1,1 @@
+"""Accelerate's commands with fault tolerance, and ft-accelerate's own."""

@@ -1,0 +1,278 @@
+"""Start this machine's replica groups and look after them: what `accelerate launch` becomes.
+
+Accelerate's own launcher has read its YAML and flags and prepared a command and an environment;
+from there on it would start one process, or torchrun. We start a process (or a group of them) for
+each replica group under `ft_core.launch.supervisor`, which starts the dead again, and run the lighthouse
+if nobody else does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ft_accelerate.plugin.config import (
+    Layout,
+    LighthousePlan,
+    argument_name,
+    layout,
+    lighthouse_plan,
+)
+from ft_accelerate.plugin.options import (
+    ENV_SUPERVISOR,
+    FaultTolerancePlugin,
+    Supervision,
+    field_names,
+    given_in,
+    is_enabled,
+    switched_off,
+)
+from ft_core.launch import rank_group
+from ft_core.launch.supervisor import supervise
+
+SPEAKER = "ft_accelerate"
+JOIN_TIMEOUT_S = 60.0
+"""How long the first quorum waits for groups that all start now, whatever `timeout_s` is."""
+LINGER_S = 3.0
+"""The lighthouse of several machines stays until nobody has used it for so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """All that is decided before anything starts."""
+
+    plugin: FaultTolerancePlugin
+    place: Layout
+    lighthouse: LighthousePlan
+
+
+def wanted(args: argparse.Namespace, env: Mapping[str, str]) -> bool:
+    """Whether `args` (with the YAML's values in them) or `env` ask for fault tolerance.
+
+    ACCELERATE_USE_FAULT_TOLERANCE=false switches a section off for one run; a flag beats that.
+    """
+    ours = ["use_fault_tolerance", *map(argument_name, field_names())]
+    by_flag: set[str] = getattr(args, "nondefault", set())
+    if any(name in by_flag and getattr(args, name, None) is not None for name in ours):
+        return True
+    if switched_off(env):
+        return False
+    if is_enabled(env):
+        return True
+    switch = getattr(args, "use_fault_tolerance", None)
+    if switch is not None:
+        return bool(switch)
+    return any(getattr(args, name, None) is not None for name in ours)
+
+
+def switch(args: argparse.Namespace) -> None:
+    """Ask for fault tolerance unless the config file or the environment says no: for those who
+    called a launcher of ours."""
+    if getattr(args, "use_fault_tolerance", None) is None:
+        args.use_fault_tolerance = True
+
+
+def plan(args: argparse.Namespace, env: Mapping[str, str]) -> Launch:
+    """What `args` and `env` ask for. Raises ValueError, in one sentence, for what cannot be."""
+    refuse(args)
+    given = given_in(env)
+    for name in field_names():
+        value = getattr(args, argument_name(name), None)
+        if value is not None:
+            given[name] = value
+    machines = int(getattr(args, "num_machines", None) or 1)
+    rank = int(getattr(args, "machine_rank", None) or 0)
+    place = layout(
+        num_processes=_num_processes(args),
+        num_machines=machines,
+        machine_rank=rank,
+        group_size=given.pop("group_size", 0),
+        num_replica_groups=given.pop("num_replica_groups", None),
+        replica_group_id=given.pop("replica_group_id", None),
+    )
+    where = lighthouse_plan(
+        place,
+        lighthouse=given.pop("lighthouse", ""),
+        num_machines=machines,
+        machine_rank=rank,
+        main_process_ip=getattr(args, "main_process_ip", None),
+        main_process_port=getattr(args, "main_process_port", None),
+    )
+    if "max_restarts" not in given and "max_restarts" in getattr(args, "nondefault", ()):
+        given["max_restarts"] = args.max_restarts  # torchrun's flag means the same
+    plugin = FaultTolerancePlugin(
+        num_replica_groups=place.num_replica_groups,
+        replica_group_id=place.first,
+        group_size=place.group_size,
+        lighthouse=where.address,
+        **given,
+    )
+    return Launch(plugin=plugin, place=place, lighthouse=where)
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Raise ValueError for what cannot be trained fault-tolerantly."""
+    for attribute, name in (
+        ("use_deepspeed", "DeepSpeed"),
+        ("use_megatron_lm", "Megatron-LM"),
+        ("use_fsdp", "FSDP"),
+        ("use_parallelism_config", "ParallelismConfig"),
+        ("tpu", "a TPU"),
+        ("mpirun_hostfile", "mpirun"),
+    ):
+        if getattr(args, attribute, None):
+            raise ValueError(
+                f"fault tolerance cannot be combined with {name}, which spreads one model over "
+                "processes or starts them itself: take one of the two out of the configuration"
+            )
+    if getattr(args, "no_python", None):
+        raise ValueError(
+            "fault tolerance trains Python scripts: --no_python leaves us nothing to protect"
+        )
+
+
+def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run this machine's replica groups to their end; returns the exit code. Main thread only.
+
+    `command`: the script's, without a launcher. `env`: as Accelerate's launcher prepared it.
+    Raises ValueError before anything starts.
+    """
+    made = plan(args, env)
+    on_cpu = env.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1") or bool(
+        getattr(args, "use_cpu", False)
+    )
+    devices = [] if on_cpu else visible_devices(env)
+    if getattr(args, argument_name("lighthouse"), None) or given_in(env).get("lighthouse"):
+        _await_lighthouse(made.plugin)
+    server = _serve(made)
+    address = made.plugin.lighthouse or server.address()
+    describe(made, address)
+    try:
+        return supervise(
+            rank_group.group_command(
+                in_our_hands(command), made.place.group_size, parent_env=ENV_SUPERVISOR
+            ),
+            environment(made, env, address=address, devices=devices),
+            count=made.place.groups,
+            first=made.place.first,
+            elsewhere=not made.place.alone,
+            min_alive=made.plugin.min_replicas if made.place.alone else 1,
+            max_restarts=made.plugin.max_restarts,
+            speaker=SPEAKER,
+        )
+    finally:
+        if server is not None:
+            if not made.place.alone:
+                _linger(server)
+            server.shutdown()
+
+
+def in_our_hands(command: Sequence[str]) -> list[str]:
+    """The script's command with us in front."""
+    assert command[0] == sys.executable, command
+    return [sys.executable, "-m", "ft_accelerate.run", *command[1:]]
+
+
+def environment(
+    made: Launch, env: Mapping[str, str], *, address: str, devices: Sequence[str]
+) -> Callable[[int, int], dict[str, str]]:
+    """The environment of each replica group, by its number here and its restarts."""
+    size = made.place.group_size
+
+    def of_group(index: int, restarts: int) -> dict[str, str]:
+        plugin = dataclasses.replace(
+            made.plugin, lighthouse=address, replica_group_id=made.place.first + index
+        )
+        told = {**env, **plugin.to_env()}
+        if len(devices) >= made.place.groups * size:
+            told["CUDA_VISIBLE_DEVICES"] = ",".join(devices[index * size : (index + 1) * size])
+        told |= Supervision(
+            pid=os.getpid(), restarts=restarts, child=index, children=made.place.groups
+        ).to_env()
+        if size > 1:
+            return told  # `rank_group` tells its ranks where they are
+        return rank_group.rank_environment(told, rank=0, size=1, port=rank_group.free_port())
+
+    return of_group
+
+
+def visible_devices(env: Mapping[str, str]) -> list[str]:
+    """Names of the GPUs that the processes started here may share out; [] without any."""
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [name for name in listed.split(",") if name.strip()]
+    import torch
+
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def describe(made: Launch, address: str) -> None:
+    """Say what is about to start, in one line."""
+    place = made.place
+    first, last = place.first, place.first + place.groups - 1
+    which = f"replica group {first}" if first == last else f"replica groups {first} to {last}"
+    each = "1 process" if place.group_size == 1 else f"{place.group_size} processes"
+    print(
+        f"{SPEAKER}: starting {which} of {place.num_replica_groups}, {each} each, "
+        f"lighthouse {address}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _num_processes(args: argparse.Namespace) -> int:
+    given = getattr(args, "num_processes", None)
+    return max(1, int(given or 1))  # 0: Accelerate counted the GPUs, and found none
+
+
+def _await_lighthouse(plugin: FaultTolerancePlugin) -> None:
+    """Raise ValueError if nobody answers at the address that the user has named."""
+    from lighthouse.client import LighthouseClient
+    from lighthouse.errors import LighthouseError, LighthouseUnavailable
+
+    try:
+        with LighthouseClient(plugin.lighthouse) as client:
+            client.wait_until_up(plugin.timeout_s)
+    except LighthouseUnavailable:
+        raise ValueError(
+            f"no lighthouse answers at {plugin.lighthouse} within {plugin.timeout_s:g} s: start one "
+            f"there with `lighthouse`, or correct {argument_name('lighthouse')}"
+        ) from None
+    except LighthouseError as error:
+        raise ValueError(str(error)) from None
+
+
+def _serve(made: Launch) -> Any:
+    """The embedded lighthouse, or None. Raises ValueError if its port is taken."""
+    if not made.lighthouse.bind:
+        return None
+    from lighthouse import LighthouseConfig, LighthouseServer
+    from lighthouse.config import Timeouts
+
+    config = LighthouseConfig(
+        min_replicas=made.plugin.min_replicas,
+        expected_replicas=made.plugin.num_replica_groups,
+        timeouts=Timeouts.derive(
+            made.plugin.timeout_s, join_timeout_s=max(made.plugin.timeout_s, JOIN_TIMEOUT_S)
+        ),
+    )
+    try:
+        return LighthouseServer(made.lighthouse.bind, config=config)
+    except OSError as error:
+        raise ValueError(
+            f"the lighthouse cannot listen at {made.lighthouse.bind} ({error}): set another "
+            "main_process_port, the same on all machines"
+        ) from error
+
+
+def _linger(server: Any) -> None:
+    """Stay for other machines that are at their last step still."""
+    from lighthouse.standby import serve_until_idle
+
+    serve_until_idle(server, LINGER_S, threading.Event())

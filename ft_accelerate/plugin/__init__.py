@@ -1,0 +1,1 @@
+"""What can be set, where, and what a configuration means."""

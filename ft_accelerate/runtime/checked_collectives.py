@@ -1,0 +1,166 @@
+"""Operations over the quorum, each checked before data moves. One attempt a call.
+
+First every member says in a header of fixed size what it is about to do, at which event, with how
+many bytes. Only if all say the same does the data plane see tensors of other sizes: Gloo ends the
+process when collectives don't match. Payloads travel in sums to which each member adds its own rows
+and zeros elsewhere, which is exact for bytes.
+
+Gradients go without a header once a gradient step was committed under the same quorum, which all of
+its members know alike. A member whose script is elsewhere waits at its header then, which Gloo keeps
+apart from the others' gradients; its patience ends the attempt, a new quorum follows, and in that
+all begin with headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from ft_core.collectives.rows import gather_rows
+from ft_core.manager import Manager
+
+
+class Kind(IntEnum):
+    """What an event is."""
+
+    GRADIENTS = 1
+    GATHER = 2
+    SUM = 3
+    MAX = 4
+    BROADCAST = 5
+    OBJECTS = 6
+    BARRIER = 7
+    PARAMETERS = 8
+
+
+NAMES = {
+    Kind.GRADIENTS: "a gradient step",
+    Kind.GATHER: "gather",
+    Kind.SUM: "reduce",
+    Kind.MAX: "reduce with max",
+    Kind.BROADCAST: "broadcast",
+    Kind.OBJECTS: "an exchange of objects",
+    Kind.BARRIER: "wait_for_everyone",
+    Kind.PARAMETERS: "an average of parameters",
+}
+JUST_BACK_EVENTS = 1
+
+
+class Diverged(RuntimeError):
+    """This replica group's script is at another place than the others'."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedCollectives:
+    """How one process talks to the others in an open attempt of `manager`.
+
+    `slot`: its number among `slots` processes of the whole job; `device`: of the data plane.
+    """
+
+    manager: Manager
+    slot: int
+    slots: int
+    device: torch.device
+
+    def agree(
+        self,
+        kind: Kind,
+        event: int,
+        agreed: int,
+        nbytes: int = 0,
+        shape: Sequence[int] = (),
+        *,
+        patience_s: float | None = None,
+    ) -> list[tuple[int, int, int, int] | None] | None:
+        """The header: (kind, event, bytes, shape's hash) of each process; None where one is away.
+
+        Returns None if the attempt has failed, as it does when the others have not come within
+        `patience_s`. Raises Diverged if this process is the odd one, and ValueError if all do the
+        same on tensors that don't fit together.
+        """
+        mine = (kind.value, event, nbytes, hash(tuple(shape)) % (1 << 31))
+        header = torch.tensor([[1, self.slot, *mine, agreed]], device=self.device)
+        table = gather_rows(self.manager, header, patience_s)
+        if table is None:
+            return None
+        rows: list[list[int]] = [[0] * header.shape[1] for _ in range(self.slots)]
+        for row in table.tolist():
+            if row[0] == 1:  # who does not take part sends zeros
+                rows[row[1]] = row
+        said = [tuple(row[2:6]) if row[0] == 1 else None for row in rows]
+        ages = [(row[6], -slot) for slot, row in enumerate(rows) if row[0] == 1]
+        if not ages:
+            return None
+        reference = said[-max(ages)[1]]  # those who have done most together are right
+        assert reference is not None
+        if reference[:2] != mine[:2]:
+            raise Diverged(
+                f"this replica group is at {NAMES[kind]} (event {event} of its script), the others "
+                f"are at {NAMES[Kind(reference[0])]} (event {reference[1]}): all must run the same "
+                "script with the same options, and register objects that decide about its course "
+                "with accelerator.register_for_checkpointing"
+            )
+        if any(s is not None and s[:2] != reference[:2] for s in said):
+            self.manager.report_error(RuntimeError("another replica group's script has diverged"))
+            return None
+        # One that has just come back may bring a tensor that was made (padded, say) when it did not
+        # count yet: it does not count in this either.
+        counted = [
+            None if s is not None and s[3] != reference[3] and row[6] <= JUST_BACK_EVENTS else s
+            for s, row in zip(said, rows, strict=True)
+        ]
+        return counted  # type: ignore[return-value]
+
+    def rows(self, payload: Tensor, nbytes: int) -> Tensor:
+        """`payload` (bytes, up to `nbytes` of them) of every process: shape (slots, nbytes)."""
+        table = torch.zeros(self.slots, nbytes, dtype=torch.uint8, device=self.device)
+        mine = payload[:nbytes]
+        table[self.slot, : mine.numel()] = mine.to(self.device)
+        self.manager.allreduce(table, reduce_op=ReduceOp.SUM).wait()
+        return table
+
+    def from_one(self, payload: Tensor, nbytes: int, source: int) -> Tensor:
+        """`payload` of process `source`, `nbytes` bytes of it."""
+        wire = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        if self.slot == source:
+            wire.copy_(payload[:nbytes])
+        self.manager.allreduce(wire, reduce_op=ReduceOp.SUM).wait()
+        return wire
+
+    def reduce(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Tensor:
+        """A reduced copy of `tensor`."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.manager.allreduce(result, reduce_op=op).wait()
+        return result
+
+
+def check_alike(said: Sequence[tuple[int, int, int, int] | None], what: str) -> None:
+    """Raise ValueError unless all processes bring the same shape."""
+    here = {s[2:] for s in said if s is not None}
+    if len(here) > 1:
+        raise ValueError(
+            f"{what} needs a tensor of the same shape and type from every process: use "
+            "accelerator.pad_across_processes before it"
+        )
+
+
+def present(said: Sequence[object | None]) -> list[int]:
+    """Numbers of the processes that take part."""
+    return [slot for slot, row in enumerate(said) if row is not None]
+
+
+def fill(rows: list[Tensor], here: Sequence[int]) -> list[Tensor]:
+    """`rows` with those of processes that are away replaced by copies of others'.
+
+    So shapes stay what the script expects, and means and (scaled) sums unbiased.
+    """
+    if not here:
+        return rows
+    return [
+        row if slot in set(here) else rows[here[slot % len(here)]] for slot, row in enumerate(rows)
+    ]

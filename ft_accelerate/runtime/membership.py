@@ -1,0 +1,350 @@
+"""One process among its peers: its manager, whom it meets, the state that it gives and takes."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ft_accelerate.plugin.options import FaultTolerancePlugin, GroupPlace, Supervision
+from ft_accelerate.runtime import peer_state as states
+from ft_accelerate.runtime.group_ranks import GroupRanks, ended_with_its_group
+from ft_accelerate.runtime.script_position import Phase, ScriptPosition
+from ft_accelerate.runtime.startup_collectives import StartupCollectives
+from ft_core.collectives.retry import RetryableReducer
+from ft_core.errors import QuorumUnavailable
+from ft_core.launch.sigterm import Sigterm
+from ft_core.launch.supervisor import die_with
+from ft_core.manager import Manager
+from ft_core.telemetry import JsonlSink
+from lighthouse.errors import JoinRefused
+
+log = logging.getLogger("ft_accelerate")
+
+FAR_BATCHES = 5000
+"""A script that has more to catch up leaves the quorum meanwhile, so that nobody waits for it. Less
+is run through in the quorum (some thousand batches a second): one that leaves while it heals is
+let in again only after a pause that the lighthouse makes (lighthouse.machine.history)."""
+UNREACHABLE_PAUSE_S = 0.05
+FINISHED = "the training has finished"
+"""How the lighthouse's refusal begins when the others are done (lighthouse.machine.rules, R8)."""
+
+
+class Membership:
+    """Joining, voting, healing and leaving. The loop's thread, but where said otherwise.
+
+    `slot` of `slots`: this process's number among all processes of all replica groups.
+    """
+
+    def __init__(
+        self,
+        options: FaultTolerancePlugin,
+        place: GroupPlace,
+        supervision: Supervision,
+        gate: RetryableReducer,
+    ) -> None:
+        self.options, self._supervision = options, supervision
+        self.peers = GroupRanks(options, place, supervision.restarts)
+        self.slots, self.slot = self.peers.slots, self.peers.slot
+        self.course = ScriptPosition()
+        self.gate = gate
+        self.manager: Manager | None = None
+        self.attempts_discarded = 0
+        self.contributes = True
+        """Whether this process's values count in the current step: it is not only healing."""
+        self._accelerators: list[weakref.ref[Any]] = []
+        self._open = False
+        self._at = "fetch"
+        self._joined = False
+        self._aside = False
+        self._closed = False
+        only = options.num_replica_groups == 1
+        self._leader = self.slot == 0 and (supervision.restarts == 0 or only)
+        self._healed: dict[str, Any] | None = None
+        self.serve_copies = False
+        """Whether the state changes between the steps that are voted on (LocalSGD)."""
+        self.on_live: list[Callable[[], None]] = []
+        """Called when the script stands where its peers' stood when they sent their state."""
+        self.prelude = StartupCollectives(options, supervision, self.peers)
+        self._has_turn = False
+        self._starting = 0
+        self._owes_report = True
+        self._sigterm = Sigterm(self._is_waiting)
+        self._sink: JsonlSink | None = None
+        if place.event_log:
+            self._sink = JsonlSink(Path(place.event_log), name=str(self.slot))
+        if self._sink is not None:
+            self.gate.telemetry.add_sink(self._sink)
+        if supervision.pid:
+            die_with(supervision.pid)
+        atexit.register(self._at_exit)
+
+    # ------------------------------------------------------------------ who is there
+
+    @property
+    def leader(self) -> bool:
+        """Whether this process is the main one: the first of those that take part."""
+        return self._leader and self.course.phase is Phase.LIVE
+
+    @property
+    def local_leader(self) -> bool:
+        """Whether this process is the main one of its machine.
+
+        On a machine of several: the first one that the launcher has started there, since each
+        machine has files of its own. On the only one: the main one, so that one speaks.
+        """
+        told = self._supervision
+        if 0 < told.children < self.options.num_replica_groups:
+            first = told.child == 0 and self.peers.place.local_rank == 0
+            return first and self.course.phase is Phase.LIVE
+        return self.leader
+
+    @property
+    def live(self) -> bool:
+        """Whether the script's work counts."""
+        return self.course.phase is Phase.LIVE
+
+    @property
+    def participants(self) -> int:
+        """Processes that contribute to the current (or last) step; 0 before the first."""
+        if self.manager is None or not self._joined:
+            return 0
+        try:
+            return self.manager.num_participants()
+        except QuorumUnavailable:
+            return 0
+
+    def adopt(self, accelerator: Any) -> None:
+        """Heal this accelerator's objects; the last one made is it."""
+        self._accelerators.append(weakref.ref(accelerator))
+
+    @property
+    def accelerator(self) -> Any:
+        for ref in reversed(self._accelerators):
+            found = ref()
+            if found is not None:
+                return found
+        raise RuntimeError("no Accelerator was created")
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """Before training nobody is joined to anybody: let one process of this machine in.
+
+        It may be entered again from within.
+        """
+        if self._has_turn:
+            yield
+            return
+        job = hashlib.blake2b(self.options.job_id.encode(), digest_size=6).hexdigest()
+        path = Path(tempfile.gettempdir()) / f"ft_accelerate-{os.getuid()}-{job}.lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._has_turn = True
+            yield
+        finally:
+            self._has_turn = False
+            os.close(descriptor)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.accelerator.device
+        return device
+
+    # ------------------------------------------------------------------ the attempt
+
+    def _begin(self, at: str) -> None:
+        """Open an attempt, unless one is open: be in a quorum, heal, serve."""
+        self._end_if_told()
+        if self.manager is None or self._aside:
+            self._join(at)
+            return
+        if self._open:
+            return
+        self._start(at)
+
+    def _vote(self) -> bool:
+        if self._sigterm.noted:
+            self._manager.leave_after_step()
+        with ended_with_its_group():
+            committed = self._manager.should_commit()
+        self._open = False
+        self.attempts_discarded += not committed
+        return committed
+
+    def _start(self, at: str) -> None:
+        self._at = at
+        manager, self._starting = self._manager, threading.get_ident()
+        try:
+            with ended_with_its_group():
+                manager.start_quorum()
+        finally:
+            self._starting = 0
+        self._open = self._joined = True
+        try:
+            rank = manager.participating_rank()
+            self._leader, self.contributes = rank == 0, rank is not None
+        except QuorumUnavailable:
+            return  # the attempt has failed already; its vote tells
+        if self._owes_report:
+            self._owes_report = False
+            self._supervision.tell_joined()
+
+    def _join(self, at: str) -> None:
+        """Join (again) and learn where the others are; stay if that place is near.
+
+        The processes of one group get the same state, and so decide alike.
+        """
+        while True:
+            self._end_if_told()
+            if self.manager is None:
+                self._watch_sigterm()
+                self._connect()
+            self._aside = False
+            try:
+                self._start(at)
+            except JoinRefused as error:
+                if FINISHED not in str(error):
+                    raise
+                # Nothing is left to do, and nothing has failed.
+                log.warning("this process came back too late: %s", error)
+                self._leave_for_good()
+                raise SystemExit(0) from None
+            target = self.course.target
+            if target is None or self.course.phase is Phase.LIVE:
+                return
+            if not target.reachable:
+                self._leave("the others are where this process cannot join them")
+                time.sleep(UNREACHABLE_PAUSE_S)
+                continue
+            if self.course.distance > FAR_BATCHES:
+                log.info("about %s batches behind: catching up first", self.course.distance)
+                self._leave(f"about {self.course.distance} batches behind", keep_state=True)
+            return
+
+    def _watch_sigterm(self) -> None:
+        """A script that has a handler of its own knows what it wants, and keeps it."""
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._sigterm.watch()
+
+    def _is_waiting(self) -> bool:
+        """Whether the script waits for peers. In a signal handler of its thread: takes no lock."""
+        if self.manager is None:
+            return True
+        return self._starting != 0 and not self.manager.in_quorum()
+
+    def _end_if_told(self) -> None:
+        """The process was told to end, and no step is under way that could be its last: end."""
+        if self._sigterm.noted and not self._open:
+            log.warning("ended by SIGTERM; the other replica groups go on")
+            self._sigterm.end()
+
+    def _connect(self) -> None:
+        self.prelude.close()
+        allow_objects = self.options.heal_allow_objects
+        manager = self.peers.manager(self._device)
+        manager.set_state_dict_fns(self._load, self._dump)
+        manager.state.expect(*(o.optimizer for o in self.accelerator._optimizers))
+        self.gate.attach(manager)
+        lineage = self.peers.begin_alike(
+            lambda: states.lineage_of_start(self.accelerator, allow_objects=allow_objects),
+            give=lambda: states.dump(self.accelerator, None),
+            take=self._take_start,
+            into=lambda: states.places(self.accelerator),
+        )
+        manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
+        self.manager = manager
+
+    def _take_start(self, state: dict[str, Any]) -> None:
+        """Begin with the state of another process of this group, as with DistributedDataParallel.
+
+        A pass over data that has begun goes on with that process's shuffling, too.
+        """
+        generators = states.generators(self.accelerator)
+        before = [generator.get_state() for generator in generators]
+        states.restore(self.accelerator, state, models=True)
+        for iteration in self.course.active:
+            for generator, mine in zip(generators, before, strict=True):
+                known = iteration.generator_state
+                if known is not None and torch.equal(known, mine):
+                    iteration.generator_state = generator.get_state()
+
+    def _leave(
+        self, reason: str = "this process has left for a while", *, keep_state: bool = False
+    ) -> None:
+        """Leave the quorum, to join it again and heal; the whole group leaves. `keep_state`: what it
+        has healed is as new as any if all others die meanwhile."""
+        self._open, self._aside = False, True
+        self._manager.forget_state(reason, keep_state=keep_state)
+
+    def _at_exit(self) -> None:
+        """The script has ended without `end_training`: in a pass over data, or by an error?"""
+        ended = not self.course.active and not hasattr(sys, "last_value")
+        self.close(finished=ended and not self._sigterm.noted)
+
+    def _leave_for_good(self, *, finished: bool = False) -> None:
+        manager, self.manager, self._open = self.manager, None, False
+        self.gate.detach()
+        if manager is not None:
+            manager.shutdown(finished=finished and self.live)
+
+    @property
+    def _manager(self) -> Manager:
+        if self.manager is None:
+            raise RuntimeError("this process has left its quorum")
+        return self.manager
+
+    def close(self, *, finished: bool = False) -> None:
+        """Leave for good; the others go on at once. Twice is once.
+
+        `finished`: the training is at its end; a process that comes later does not begin it anew.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._sigterm.unwatch()
+        self.prelude.close()
+        self.peers.close()
+        self._leave_for_good(finished=finished)
+        if self._sink is not None:
+            self._sink.close()
+
+    # ------------------------------------------------------------------ heal
+
+    def _dump(self) -> dict[str, Any]:
+        if threading.get_ident() != self._starting:  # the heal's thread asks where to receive
+            return states.places(self.accelerator)
+        if self.course.target is not None and self._healed is not None:
+            return self._healed  # this script is on its way there, and so are parts of its state
+        state = states.dump(self.accelerator, self.course.describe(self._at))
+        return tree_map(_copied, state) if self.serve_copies else state
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Take a peer's state, and set out for its place. Called inside `start_quorum`."""
+        self._healed = state
+        states.restore(self.accelerator, state, models=True)
+        target = states.target_in(state)
+        self.course.relocate(target)
+        log.info(
+            "healed; the others are in pass %s over the loaders, batch %s", *(target.window or (0, 0))
+        )
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

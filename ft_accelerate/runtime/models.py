@@ -1,0 +1,155 @@
+"""A model as `Accelerator.prepare` returns it: averages its gradients, and can be a ghost."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from ft_core.collectives.retry import OptionalParameters, RetryableReducer
+from ft_core.ddp import DistributedDataParallel, never_compile
+
+
+class FaultTolerantModel(DistributedDataParallel):
+    """`ft_core`'s DistributedDataParallel whose forward can be answered from memory.
+
+    As a ghost (`is_ghost()`) the first call with inputs of some shapes computes; later ones return
+    copies of that output, whose backward ends at the output and calls `on_ghost_backward`, once a
+    pass. Neither this nor a forward that is done over (`is_replay()`) leaves a trace in running
+    statistics: those came with the peers' state.
+    """
+
+    _optional: OptionalParameters | None = None
+
+    def __init__(
+        self,
+        gate: RetryableReducer,
+        module: nn.Module,
+        *,
+        is_ghost: Callable[[], bool],
+        is_replay: Callable[[], bool],
+        on_ghost_backward: Callable[[], None],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(gate, module, **kwargs)  # type: ignore[arg-type]
+        never_compile(__package__)
+        self._gate = gate
+        self._is_ghost, self._on_ghost_backward = is_ghost, on_ghost_backward
+        self._is_replay = is_replay
+        self._remembered: dict[Any, Any] = {}
+        self._ghost_queued = False
+        if self._shared:
+            gate.is_wire(self._shared._wire.bytes)
+            send = weakref.WeakMethod(self._shared.send)
+
+            def before_send() -> bool:
+                again = send()
+                return again is not None and gate.sends_buffers(again)
+
+            self._shared.before_send = before_send
+        if self.find_unused_parameters:
+            parameters, _ = self._build_params_for_reducer()
+            self._optional = OptionalParameters(parameters)
+            optional = weakref.ref(self._optional)
+            self._reduction.reduce_used = lambda counts: gate.reduce_used(optional(), counts)
+        self._keep_gradients(gate)
+
+    def _keep_gradients(self, gate: RetryableReducer) -> None:
+        """Let the gate see each gradient when it is complete, before the reducer does."""
+        me = weakref.ref(self)
+
+        def ready(parameter: Tensor) -> None:
+            model = me()
+            if model is not None and model.require_backward_grad_sync:
+                if model._optional is not None:
+                    gate.keep_accumulated(model._optional)
+                gate.keep(parameter)
+
+        ignored = set(self.parameters_to_ignore)
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and name not in ignored:
+                parameter.register_post_accumulate_grad_hook(ready)
+                if parameter.grad is not None:
+                    gate.is_bucket(parameter.grad)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._is_ghost():
+            return self._ghost_forward(inputs, kwargs)
+        self._remembered.clear()
+        if not self._gate.busy:
+            self._gate.over()  # a backward whose forward was in no_sync has left gradients there
+        if not self._is_replay():
+            return super().forward(*inputs, **kwargs)
+        with _without_trace(self.module):
+            return super().forward(*inputs, **kwargs)
+
+    def _ghost_forward(self, inputs: Any, kwargs: Any) -> Any:
+        key = (self.training, _shapes((inputs, kwargs)))
+        if key not in self._remembered:
+            with torch.no_grad(), _without_trace(self.module):
+                self._remembered[key] = self.module(*inputs, **kwargs)
+        wants_grad = self.training and torch.is_grad_enabled()
+        counts = wants_grad and self.require_backward_grad_sync
+
+        def copy(tensor: Tensor) -> Tensor:
+            fresh = tensor.detach().clone()
+            if wants_grad and fresh.is_floating_point():
+                fresh.requires_grad_()
+                if counts:
+                    fresh.register_hook(self._ghost_gradient)
+                return fresh.clone()  # no leaf: scripts scale their losses in place
+            return fresh
+
+        return recursively_apply(copy, self._remembered[key])
+
+    def _ghost_gradient(self, gradient: Tensor) -> None:
+        if not self._ghost_queued:
+            self._ghost_queued = True
+            Variable._execution_engine.queue_callback(self._ghost_backward_over)
+
+    def _ghost_backward_over(self) -> None:
+        self._ghost_queued = False
+        self._on_ghost_backward()
+
+    # ------------------------------------------------------------------ a step tried again
+
+    def unfinished(self) -> bool:
+        """Whether a backward pass left out parameters, so that some gradients are not averaged."""
+        return self._reduction._unsent > 0
+
+    def keep_buffers(self) -> list[Tensor]:
+        """This replica's running statistics after its forward, which a discard undoes."""
+        return [b.detach().clone() for b in self._shared._buffers()]
+
+    def put_buffers(self, kept: list[Tensor]) -> None:
+        """Before the gate repeats an attempt that was discarded."""
+        for buffer, value in zip(self._shared._buffers(), kept, strict=True):
+            buffer.data.copy_(value)  # see `_without_trace`
+
+
+@contextmanager
+def _without_trace(module: nn.Module) -> Iterator[None]:
+    """Buffers are afterwards what they were before; a graph made inside may still run backward."""
+    buffers = list(module.buffers())
+    before = [b.clone() for b in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)
+
+
+def _shapes(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return (tuple(tree.shape), tree.dtype)
+    if isinstance(tree, dict):
+        return tuple((str(k), _shapes(v)) for k, v in tree.items())
+    if isinstance(tree, (list, tuple)):
+        return tuple(_shapes(v) for v in tree)
+    return repr(tree) if isinstance(tree, (int, float, str, bool, type(None))) else None

@@ -1,0 +1,165 @@
+"""What a process that comes back takes from its peers: all that `save_state` would save, and more.
+
+Models, optimizers, schedulers, scaler, registered objects, generators and seeds of the data loaders'
+samplers, states of stateful loaders, the number of the next checkpoint. Random number generators are
+not copied: equal dropout masks on two replicas would correlate their gradients; they are seeded anew
+(`reseed`).
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch import Tensor
+
+from ft_accelerate.runtime.script_position import Target
+from ft_core.heal import digest
+
+
+def dump(accelerator: Any, target: Target | None) -> dict[str, Any]:
+    """The state as it is, and the place it belongs to. Tensors are the live ones."""
+    state: dict[str, Any] = {
+        **places(accelerator),
+        "schedulers": [s.state_dict() for s in accelerator._schedulers],
+        "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        "custom": [o.state_dict() for o in accelerator._custom_objects],
+        "save_iteration": accelerator.project_configuration.iteration,
+        "generators": [g.get_state() for g in generators(accelerator)],
+        "seeds": [s.initial_seed for s in _seeded(accelerator)],
+        "loaders": [loader.dl_state_dict for loader in _stateful(accelerator)],
+    }
+    if target is not None:
+        state["place"] = {
+            "window": target.window,
+            "ops": target.ops,
+            "grads": target.grads,
+            "active": target.active,
+            "iterations": target.iterations,
+            "lengths": target.lengths,
+            "events": target.events,
+            "at": target.at,
+            "pending": target.pending,
+        }
+    return state
+
+
+def places(accelerator: Any) -> dict[str, Any]:
+    """The tensors into which a state may be received. Any thread, while the loop waits."""
+    return {
+        "models": [_unwrapped(m).state_dict() for m in accelerator._models],
+        "optimizers": [o.optimizer.state_dict() for o in accelerator._optimizers],
+    }
+
+
+def target_in(state: dict[str, Any]) -> Target:
+    """The place that came with a state."""
+    place = dict(state["place"])
+    for name in ("window", "ops", "active"):
+        if place[name] is not None:
+            place[name] = tuple(place[name])
+    place["active"] = tuple((seq, done, generator) for seq, done, generator in place["active"])
+    return Target(**place)
+
+
+def restore(accelerator: Any, state: dict[str, Any], *, models: bool) -> None:
+    """Put a dumped state in place; it stays usable for another call.
+
+    `models` False: not models and optimizers, which a graph under way may refer to. Raises
+    RuntimeError if the script has prepared other things than its peers' scripts.
+    """
+    for name, mine in (
+        ("models", accelerator._models),
+        ("optimizers", accelerator._optimizers),
+        ("schedulers", accelerator._schedulers),
+        ("custom", accelerator._custom_objects),
+    ):
+        if len(mine) != len(state[name]):
+            what = "objects registered for checkpointing" if name == "custom" else name
+            raise RuntimeError(
+                f"this process has {len(mine)} {what}, its peers have {len(state[name])}: prepare "
+                "and register everything before the first training batch is asked for"
+            )
+    if models:
+        for model, values in zip(accelerator._models, state["models"], strict=True):
+            _copy_into(_unwrapped(model), values)
+        for optimizer, values in zip(accelerator._optimizers, state["optimizers"], strict=True):
+            optimizer.optimizer.load_state_dict(values)
+    for scheduler, values in zip(accelerator._schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(copy.deepcopy(values))
+    if accelerator.scaler is not None and state["scaler"] is not None:
+        accelerator.scaler.load_state_dict(copy.deepcopy(state["scaler"]))
+    for thing, values in zip(accelerator._custom_objects, state["custom"], strict=True):
+        thing.load_state_dict(copy.deepcopy(values))
+    accelerator.project_configuration.iteration = state["save_iteration"]
+    for generator, value in zip(generators(accelerator), state["generators"], strict=False):
+        generator.set_state(value)
+    for sampler, seed in zip(_seeded(accelerator), state["seeds"], strict=False):
+        sampler.initial_seed = seed
+    for loader, values in zip(_stateful(accelerator), state["loaders"], strict=False):
+        loader.dl_state_dict = values  # what `save_state` writes; the place itself is in `course`
+
+
+def lineage_of_start(accelerator: Any, *, allow_objects: bool) -> str:
+    """Name of the state in which a run starts; equal for replica groups that start alike."""
+    state = dump(accelerator, None)
+    state.pop("custom")  # may rightly differ (paths, clocks), and may hold anything
+    return f"start-{digest(state, allow_objects=allow_objects)}"
+
+
+def reseed(*numbers: int) -> None:
+    """Seed the global generators of this process, from what tells it and this moment apart."""
+    seed = np.random.SeedSequence([n % (1 << 63) for n in numbers]).generate_state(1, np.uint64)[0]
+    random.seed(int(seed))
+    np.random.seed(int(seed) % (1 << 32))
+    torch.manual_seed(int(seed) % (1 << 63))
+
+
+def generators(accelerator: Any) -> list[torch.Generator]:
+    """The generators of the prepared loaders' samplers, each once, in the order of preparation."""
+    found: list[torch.Generator] = []
+    for loader in accelerator._dataloaders:
+        generator = generator_of(loader)
+        if generator is not None and all(generator is not g for g in found):
+            found.append(generator)
+    return found
+
+
+def generator_of(loader: Any) -> torch.Generator | None:
+    """The one that shuffles this loader's data, where all replica groups must draw alike."""
+    generator = getattr(loader, "synchronized_generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
+def _seeded(accelerator: Any) -> list[SeedableRandomSampler]:
+    samplers = [getattr(loader, "get_sampler", lambda: None)() for loader in accelerator._dataloaders]
+    return [s for s in samplers if isinstance(s, SeedableRandomSampler)]
+
+
+def _stateful(accelerator: Any) -> list[Any]:
+    return [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]
+
+
+def _unwrapped(model: Any) -> Any:
+    """Without torch.compile's and DistributedDataParallel's wrappers, which prefix names."""
+    model = getattr(model, "_orig_mod", model)
+    return getattr(model, "module", model) if hasattr(model, "reducer") else model
+
+
+@torch.no_grad()
+def _copy_into(module: Any, values: dict[str, Any]) -> None:
+    """As `load_state_dict`, but a graph that was built before may still run backward."""
+    mine = module.state_dict()
+    if mine.keys() != values.keys():
+        module.load_state_dict(values)  # its own words for what is missing
+    for name, value in values.items():
+        held = mine[name]
+        if isinstance(held, Tensor):
+            if held.data_ptr() != value.data_ptr() or held.device != value.device:
+                held.data.copy_(value)
+        else:
+            module.load_state_dict({name: value}, strict=False)

@@ -1,0 +1,73 @@
+"""The one runtime of this process, made when Accelerate first asks who is there."""
+
+from __future__ import annotations
+
+from ft_accelerate.plugin.options import (
+    FaultTolerancePlugin,
+    GroupPlace,
+    Supervision,
+    as_one_process,
+    is_enabled,
+    switch_on,
+    uses,
+)
+from ft_accelerate.runtime.runtime import Runtime
+
+_runtime: Runtime | None = None
+
+
+def current() -> Runtime:
+    """Raises RuntimeError where fault tolerance is off."""
+    if _runtime is None:
+        raise RuntimeError("fault tolerance is not switched on in this process")
+    return _runtime
+
+
+def active() -> Runtime | None:
+    """The runtime, or None where fault tolerance is off."""
+    return _runtime
+
+
+def activate() -> Runtime | None:
+    """Make the runtime if the environment says so; the same one ever after."""
+    global _runtime
+    if _runtime is None and is_enabled():
+        _runtime = _make(FaultTolerancePlugin.from_env())
+    return _runtime
+
+
+def activate_with(plugin: FaultTolerancePlugin, *, state_exists: bool) -> Runtime:
+    """Make the runtime with these options. Raises ValueError if it is too late for that."""
+    global _runtime
+    if _runtime is not None:
+        if _runtime.options.to_env() != plugin.to_env():
+            raise ValueError(
+                "fault tolerance runs with other options than this FaultToleranceKwargs: pass the "
+                "same to each Accelerator, or use the environment"
+            )
+        return _runtime
+    if state_exists:
+        raise ValueError(
+            "PartialState was used before Accelerator(kwargs_handlers=[FaultToleranceKwargs()]): "
+            "create the Accelerator first, or switch fault tolerance on in the configuration"
+        )
+    switch_on()
+    _runtime = _make(plugin)
+    return _runtime
+
+
+def forget() -> None:
+    """Leave the quorum; the next Accelerator starts anew (tests)."""
+    global _runtime
+    if _runtime is not None:
+        _runtime.close()
+        _runtime = None
+
+
+def _make(plugin: FaultTolerancePlugin) -> Runtime:
+    return Runtime(plugin, GroupPlace.from_env(plugin.group_size), Supervision.from_env())
+
+
+__all__ = [
+    "activate", "activate_with", "active", "as_one_process", "current", "forget", "uses",
+]  # fmt: skip

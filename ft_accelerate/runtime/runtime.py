@@ -1,0 +1,316 @@
+"""One training process: its manager, its place, its steps and operations.
+
+    loader asks for a batch   `at_fetch`: a window begins; join, heal, serve others
+    backward                  `gate`: gradients are averaged while backward goes on; when it has
+                              ended the step is voted on, and tried again until it is committed
+    gather, reduce, ...       `operation`: a step of its own, voted on and tried again like those
+    optimizer.step            local: its gradients are committed already
+
+So when the optimizer steps nothing can go wrong any more: a raw loop never sees a discarded step.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from ft_accelerate.plugin.options import FaultTolerancePlugin, GroupPlace, Supervision
+from ft_accelerate.runtime import peer_state as states
+from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Diverged, Kind
+from ft_accelerate.runtime.membership import Membership
+from ft_accelerate.runtime.models import FaultTolerantModel
+from ft_accelerate.runtime.script_position import Iteration, Phase
+from ft_core.collectives.retry import RetryableReducer
+
+log = logging.getLogger("ft_accelerate")
+
+PATIENCE = 0.25
+"""Of the timeout: how long a header waits for those who may be at a gradient step (without one)."""
+NO_QUORUM = -1
+
+
+class Runtime(Membership):
+    """Fault tolerance of one process. The loop's thread, but where said otherwise."""
+
+    def __init__(
+        self, options: FaultTolerancePlugin, place: GroupPlace, supervision: Supervision
+    ) -> None:
+        super().__init__(options, place, supervision, RetryableReducer(self._begin_gradients, self._fail))
+        self._models: list[weakref.ref[FaultTolerantModel]] = []
+        self._failure: BaseException | None = None
+        self._skipping = False
+        self._graded_in = NO_QUORUM
+        """The quorum that has committed a gradient step, while later ones go without a header."""
+        self.unfinished: Callable[[], None] | None = None
+        """Ends what `begin_early` has begun: called before any other event."""
+
+    # ------------------------------------------------------------------ models
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to train: from then on operations reach over the quorum."""
+        # Models that were let go of don't end what their processes do together.
+        met = bool(self._models) and self.manager is not None
+        return (met or any(ref() is not None for ref in self._models)) and not self._closed
+
+    @property
+    def beginning(self) -> bool:
+        """Whether nothing to train was prepared yet (`ft_accelerate.runtime.startup_collectives`)."""
+        return not self._models and not self._closed
+
+    def wrap(self, module: Any, **kwargs: Any) -> FaultTolerantModel:
+        """What `prepare_model` uses in place of DistributedDataParallel."""
+        model = FaultTolerantModel(
+            self.gate,
+            module,
+            is_ghost=lambda: self.course.work_is_ghost,
+            is_replay=lambda: self.course.phase is Phase.REPLAY,
+            on_ghost_backward=self._ghost_backward,
+            **kwargs,
+        )
+        self._models.append(weakref.ref(model))
+        return model
+
+    def models(self) -> list[FaultTolerantModel]:
+        return [model for ref in self._models if (model := ref()) is not None]
+
+    def training(self) -> bool:
+        """Whether the script is about to train: a prepared model is in training mode."""
+        return any(model.training for model in self.models())
+
+    # ------------------------------------------------------------------ a batch is asked for
+
+    def at_fetch(self, loader: Any, iteration: Iteration) -> None:
+        """Before the next batch: where windows begin, and where one that is behind arrives."""
+        course = self.course
+        while True:
+            if course.phase is Phase.GHOST:
+                if not course.arrive(iteration):
+                    self._end_if_told()
+                    return
+                self._arrived(iteration)
+                if self._aside:
+                    self._join("fetch")
+                    continue
+            self._settle()
+            exhausted = iteration.yielded and loader.end_of_dataloader
+            if course.phase is not Phase.LIVE or exhausted or not self.ready:
+                return
+            if not self.training():
+                return
+            course.open_window(iteration)
+            if self._open:
+                return
+            self._begin("fetch")
+            if course.phase is Phase.LIVE:
+                return
+
+    def _arrived(self, iteration: Iteration) -> None:
+        """The script stands where its peers' window began: forget what it did as a ghost."""
+        self._restore(models=True)
+        for optimizer in self.accelerator._optimizers:
+            optimizer.optimizer.zero_grad()
+
+    def _settle(self) -> None:
+        """Go live if it is time."""
+        models = self.course.work_is_ghost
+        target = self.course.target
+        if self.course.settle():
+            assert target is not None
+            self._restore(models=models or target.at == "fetch")
+            self._healed = None
+            for arrived in self.on_live:
+                arrived()
+            states.reseed(torch.initial_seed(), self.slot, target.events)
+            log.info("live at event %s of the script", target.events)
+
+    def _restore(self, *, models: bool) -> None:
+        if self._healed is not None:
+            states.restore(self.accelerator, self._healed, models=models)
+
+    # ------------------------------------------------------------------ gradients
+
+    def _begin_gradients(self) -> bool:
+        """First bucket of a backward pass (autograd's thread): whether to reduce."""
+        Variable._execution_engine.queue_callback(self._queue_finish)
+        self._settle()
+        self._skipping = True
+        if self.course.grad_is_done:
+            return False
+        if self.unfinished is not None:
+            raise RuntimeError(
+                "gradients are to be averaged while a fragment of DiLoCo is on its way: use "
+                "fragment_sync_delay=0 in a script that does both"
+            )
+        self._skipping = False
+        self._begin("grad")
+        if self.course.grad_is_done:
+            self._skipping = True
+            return False
+        self._agree_on_gradients()
+        return True
+
+    def _agree_on_gradients(self) -> bool:
+        """Be sure that all are at this step; False: the attempt has failed.
+
+        Under a quorum that has committed one before it is taken for granted, which all know alike:
+        see `ft_accelerate.runtime.checked_collectives`. NCCL does not keep a header apart from gradients, and with
+        several models the others may be at another one's.
+        """
+        manager = self._manager
+        if not manager.bind():
+            return False
+        if self._graded_in == manager.quorum_id() and len(self._models) == 1:
+            return True
+        return self._agree(Kind.GRADIENTS) is not None
+
+    def _queue_finish(self) -> None:
+        # The reducer's own callback, which copies averages to the gradients, stands before it.
+        Variable._execution_engine.queue_callback(self._finish_gradients)
+
+    def _finish_gradients(self) -> None:
+        """Backward is over: vote, and try again until the step is committed."""
+        try:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+            if self._skipping:
+                if self.course.phase is Phase.REPLAY:
+                    self.course.replay_grad()
+                return
+            self._check_complete()
+            kept = [(model, model.keep_buffers()) for model in self.models()]
+            while not self._vote():
+                self._begin("grad")
+                if self.course.grad_is_done:
+                    if self.course.phase is Phase.REPLAY:
+                        self.course.replay_grad()
+                    return
+                if self._agree_on_gradients():
+                    for model, buffers in kept:
+                        model.put_buffers(buffers)
+                    self.gate.again()
+            self._graded()
+        finally:
+            self._skipping = False
+            self.gate.over()
+
+    def _graded(self) -> None:
+        """A gradient step is committed."""
+        self.gate.committed()
+        self.course.graded()
+        alike = self.options.commit == "quorum" and len(self._models) == 1
+        alike = alike and self._device.type == "cpu"
+        self._graded_in = self._manager.quorum_id() if alike else NO_QUORUM
+
+    def _check_complete(self) -> None:
+        if any(model.unfinished() for model in self.models()):
+            raise RuntimeError(
+                "backward did not reach all parameters, so that gradients are missing: pass "
+                "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] to "
+                "Accelerator"
+            )
+
+    def check_gradients(self) -> None:
+        """Before an optimizer steps: backward has left nothing half done."""
+        if self.gate.busy:
+            self._check_complete()
+
+    def _ghost_backward(self) -> None:
+        if self.course.phase is Phase.REPLAY and self.course.grad_is_done:
+            self.course.replay_grad()
+
+    def _fail(self, error: BaseException) -> None:
+        """Told when backward returns: raised in the reducer's hook it would end the process."""
+        if self._failure is None:
+            self._failure = error
+
+    # ------------------------------------------------------------------ operations
+
+    def operation(
+        self,
+        kind: Kind,
+        attempt: Callable[[CheckedCollectives, Callable[..., Any]], Any],
+        alone: Callable[[], Any],
+        size: Callable[[Any], int] = lambda result: 0,
+        *,
+        keep: bool = True,
+    ) -> Any:
+        """One operation over the quorum, tried again until it is committed.
+
+        `attempt(exchange, agree)` does it in an open attempt; what it returns counts if the
+        attempt commits. `alone()` answers where this process has nobody to ask. `size(result)`
+        in bytes; `keep` False: those who come back get `alone()`, since it is in their state.
+        """
+        course = self.course
+        if self.unfinished is not None:
+            finish, self.unfinished = self.unfinished, None
+            finish()
+        if self.beginning:
+            return self.prelude.operation(kind, attempt, alone)
+        if not self.ready:
+            return alone()
+        while True:
+            self._settle()
+            if course.op_is_done:
+                if course.phase is Phase.GHOST:
+                    return alone()
+                result = course.replay_op()
+                return alone() if result is None else result
+            self._begin("op")
+            self._settle()
+            if course.op_is_done:
+                continue
+            result = self._attempt(kind, attempt)
+            if self._vote():
+                course.log(result if keep else None, size(result) if keep else 0)
+                return result
+
+    def begin_early(
+        self, kind: Kind, attempt: Callable[[CheckedCollectives, Callable[..., Any]], Any]
+    ) -> Any:
+        """Begin what a later `operation` of this kind ends; `unfinished` must say how.
+
+        What `attempt` returns belongs to the attempt that is open now: it is worth nothing once
+        `attempts_discarded` has grown. None where this process has nothing to begin.
+        """
+        if self.beginning or not self.ready:
+            return None
+        self._settle()
+        if self.course.op_is_done:
+            return None
+        self._begin("op")
+        self._settle()
+        return None if self.course.op_is_done else self._attempt(kind, attempt)
+
+    def _attempt(self, kind: Kind, attempt: Callable[..., Any]) -> Any:
+        def agree(nbytes: int = 0, shape: Any = ()) -> Any:
+            return self._agree(kind, nbytes, shape)
+
+        manager = self._manager
+        if manager.errored() is not None:
+            return None
+        try:
+            return attempt(CheckedCollectives(manager, self.slot, self.slots, self._device), agree)
+        except ValueError:
+            self.close()
+            raise
+
+    def _agree(self, kind: Kind, nbytes: int = 0, shape: Any = ()) -> Any:
+        manager = self._manager
+        exchange = CheckedCollectives(manager, self.slot, self.slots, self._device)
+        patience_s = None
+        if manager.bind() and manager.quorum_id() == self._graded_in:
+            patience_s = PATIENCE * self.options.timeout_s
+        try:
+            return exchange.agree(
+                kind, self.course.events, self.course.agreed, nbytes, shape, patience_s=patience_s
+            )
+        except Diverged:
+            self.close()  # the others go on without this process
+            raise

@@ -1,0 +1,250 @@
+"""Where the script is, and how a process that comes back gets there. PURE: no torch, no IO.
+
+All replica groups run the same script, so they issue the same *events* in the same order: gradient
+steps (a backward pass that synchronizes) and operations (gather, reduce, broadcast, barriers). The
+script's own variables can't be healed. What can be done is to let the script of a process that is
+behind run through its past quickly, with the work taken out, until it stands where its peers are:
+
+    ghost    loaders yield one and the same batch again and again, as often as the peers' did,
+             models return a remembered output, optimizers and schedulers do nothing, operations
+             answer at once. Loop indices, step counters and epochs come out right.
+    replay   the script is in the same *window* as its peers: it computes on its own data, operations
+             that they have done since the window began are answered with what they got, and
+             gradients that they have stepped on are dropped.
+    live     it takes part: from the event on at which its peers stood.
+
+A window begins where a training batch is asked for after an optimizer has stepped, and spans all
+batches over which gradients are accumulated. A place is (number of the loader iteration in order of
+beginning, batches that it had yielded before).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+MAX_LOGGED_BYTES = 256 * 1024 * 1024
+"""Results of operations of one window that are kept for those who come back in it."""
+
+Place = tuple[int, int]
+
+
+class Phase(Enum):
+    """What the script's work counts for."""
+
+    LIVE = "live"
+    GHOST = "ghost"
+    REPLAY = "replay"
+
+
+@dataclass(slots=True)
+class Iteration:
+    """One pass over a loader."""
+
+    seq: int
+    yielded: int = 0
+    generator_state: Any = None
+    """Of the loader's generator when this pass began; None: it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a peer's script is.
+
+    Attributes:
+        window: place at which its window began; None: before the first training batch.
+        ops: results of the operations since then, in order; None: not kept.
+        grads: gradient steps committed since then.
+        active: (seq, yielded, generator state) of the loader iterations under way.
+        iterations: loader iterations begun.
+        lengths: batches of finished iterations whose loader has no length.
+        events: events since the beginning.
+        at: what it is about to do: "fetch", "op" or "grad".
+        pending: gradients are averaged, but no optimizer has stepped on them yet.
+    """
+
+    window: Place | None
+    ops: tuple[Any, ...]
+    grads: int
+    active: tuple[tuple[int, int, Any], ...]
+    iterations: int
+    lengths: dict[int, int]
+    events: int
+    at: str
+    pending: bool = False
+
+    @property
+    def reachable(self) -> bool:
+        """Whether a process without the peers' gradients can stand here."""
+        return not self.pending
+
+
+@dataclass(slots=True)
+class ScriptPosition:
+    """The place of one process's script. The loop's thread only."""
+
+    phase: Phase = Phase.LIVE
+    iterations: int = 0
+    active: list[Iteration] = field(default_factory=list)
+    lengths: dict[int, int] = field(default_factory=dict)
+    events: int = 0
+    agreed: int = 0
+    """Events that this process has done together with others since it came (back)."""
+    window: Place | None = None
+    stepped: bool = True
+    ops: list[Any] = field(default_factory=list)
+    grads: int = 0
+    target: Target | None = None
+    pending: bool = False
+    generator_states: dict[int, Any] = field(default_factory=dict)
+    """Of passes that peers have under way, at their beginning."""
+    fresh: bool = False
+    """Nothing was done in this window yet."""
+    work_is_ghost: bool = False
+    """Batches and models are remembered ones: until the window of the peers. There they are real,
+    since what comes after may lean on them (a GAN's fake batch on its way to both updates)."""
+    _logged_bytes: int = 0
+
+    # ------------------------------------------------------------------ loaders
+
+    def begin(self, generator_state: Any) -> Iteration:
+        """A loader iteration begins."""
+        iteration = Iteration(self.iterations, 0, generator_state)
+        self.iterations += 1
+        self.active.append(iteration)
+        return iteration
+
+    def finish(self, iteration: Iteration, *, has_length: bool) -> None:
+        """It is over, or was abandoned."""
+        if iteration in self.active:
+            self.active.remove(iteration)
+        if not has_length:
+            self.lengths[iteration.seq] = iteration.yielded
+
+    def open_window(self, iteration: Iteration) -> None:
+        """A training batch is asked for: a new window begins if an optimizer has stepped."""
+        if self.stepped:
+            self.window, self.fresh = (iteration.seq, iteration.yielded), True
+            self.ops, self.grads, self.stepped, self._logged_bytes = [], 0, False, 0
+
+    # ------------------------------------------------------------------ events
+
+    def log(self, result: Any, nbytes: int) -> None:
+        """An operation is done: keep its result for those who come back in this window."""
+        self.events += 1
+        self.agreed += 1
+        self._logged_bytes += nbytes
+        self.ops.append(result if self._logged_bytes <= MAX_LOGGED_BYTES else None)
+
+    def graded(self) -> None:
+        """A gradient step is committed."""
+        self.events += 1
+        self.agreed += 1
+        self.grads += 1
+        self.pending = True
+
+    def step_taken(self) -> None:
+        """An optimizer has stepped, or would have."""
+        self.stepped, self.pending = True, False
+
+    def describe(self, at: str) -> Target:
+        """For a peer that must come here."""
+        active = tuple((i.seq, i.yielded, i.generator_state) for i in self.active)
+        return Target(
+            self.window, tuple(self.ops), self.grads, active, self.iterations,
+            dict(self.lengths), self.events, at, self.pending,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ coming back
+
+    def relocate(self, target: Target) -> None:
+        """The state is now that of a peer at `target`: get the script there."""
+        self.target, self.agreed = target, 0
+        self.lengths = {**target.lengths, **self.lengths}
+        self.generator_states = {seq: state for seq, _, state in target.active}
+        if target.window == self.window:
+            self.phase, self.work_is_ghost = Phase.REPLAY, False
+        else:
+            self.phase, self.work_is_ghost = Phase.GHOST, True
+
+    @property
+    def distance(self) -> int:
+        """About how many batches are still to be run through; 0: at the place."""
+        target = self.target
+        if self.phase is not Phase.GHOST or target is None or target.window is None:
+            return 0
+        here = self.active[-1] if self.active else Iteration(0)
+        between = target.window[0] - here.seq
+        return max(1, between * 50 + target.window[1] - (here.yielded if between <= 0 else 0))
+
+    def arrive(self, iteration: Iteration) -> bool:
+        """A ghost asks for a batch; True: this is where the peers' window began.
+
+        Raises RuntimeError if the script can't get there any more.
+        """
+        target = self.target
+        if self.phase is not Phase.GHOST or target is None or target.window is None:
+            return False
+        seq, batch = target.window
+        if (iteration.seq, iteration.yielded) != (seq, batch):
+            if iteration.seq > seq and all(i.seq != seq for i in self.active):
+                raise RuntimeError(
+                    "this process came back, but its script took another course than its peers' "
+                    f"(it begins pass {iteration.seq} over its data loaders, they are in pass "
+                    f"{seq}): let the same values decide about loops everywhere, and register "
+                    "objects that hold such values with accelerator.register_for_checkpointing"
+                )
+            return False
+        self.window, self.fresh = target.window, True
+        self.ops, self.grads, self.stepped, self._logged_bytes = [], 0, False, 0
+        self.events = target.events - len(target.ops) - target.grads
+        self.phase, self.work_is_ghost = Phase.REPLAY, False
+        self.pending = False
+        return True
+
+    def replay_op(self) -> Any:
+        """The result that the peers got at this place, or None if it was not kept."""
+        target = self.target
+        assert self.phase is Phase.REPLAY and target is not None
+        result = None
+        if len(self.ops) < len(target.ops):
+            result = target.ops[len(self.ops)]
+        self.events += 1
+        self.ops.append(result)
+        return result
+
+    def replay_grad(self) -> None:
+        """The peers have done this gradient step."""
+        self.events += 1
+        self.grads += 1
+
+    @property
+    def grad_is_done(self) -> bool:
+        """Whether the gradient step that the script is about to do was done by the peers."""
+        target = self.target
+        if self.phase is Phase.GHOST:
+            return True
+        return self.phase is Phase.REPLAY and target is not None and self.grads < target.grads
+
+    @property
+    def op_is_done(self) -> bool:
+        """The same for an operation."""
+        target = self.target
+        if self.phase is Phase.GHOST:
+            return True
+        return self.phase is Phase.REPLAY and target is not None and len(self.ops) < len(target.ops)
+
+    def settle(self) -> bool:
+        """Before an event or a batch: go live if the peers have done no more than this script.
+
+        True: it has gone live just now.
+        """
+        target = self.target
+        if self.phase is not Phase.REPLAY or target is None:
+            return False
+        if len(self.ops) < len(target.ops) or self.grads < target.grads:
+            return False
+        self.phase, self.target = Phase.LIVE, None
+        self.work_is_ghost, self.events = False, target.events
+        return True

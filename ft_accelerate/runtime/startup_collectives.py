@@ -1,0 +1,132 @@
+"""Operations before there is anything to train: a run's name that is broadcast, a barrier after the
+main process has made a folder, a look at the processes that are there.
+
+Processes that start together do them together, in a quorum of its own which ends when a model is
+prepared: nothing can be healed yet. A process that comes back to others that have passed this place
+answers for itself; what it broadcasts, it has to find out by itself. Those of the only replica
+group do them together also when it was started again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ft_accelerate.plugin.options import FaultTolerancePlugin, Supervision
+from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Diverged, Kind
+from ft_accelerate.runtime.group_ranks import GroupRanks, ended_with_its_group
+from ft_core.manager import Manager
+from ft_core.shell.local_lighthouse import DEFAULT_PORT
+from lighthouse.client import LighthouseClient
+from lighthouse.errors import LighthouseError
+
+log = logging.getLogger("ft_accelerate")
+
+ASK_TIMEOUT_S = 5.0
+SUFFIX = "/before"
+"""Of the job's name on the lighthouse."""
+
+
+class StartupCollectives:
+    """The loop's thread only."""
+
+    def __init__(
+        self, options: FaultTolerancePlugin, supervision: Supervision, peers: GroupRanks
+    ) -> None:
+        self._peers = peers
+        self._manager: Manager | None = None
+        self._events = 0
+        self._only_group = options.num_replica_groups == 1
+        self._over = peers.slots == 1 or (supervision.restarts > 0 and not self._only_group)
+
+    def together(self) -> bool:
+        """Whether this process has started together with the others, as far as is known."""
+        if not self._over and self._manager is None:
+            self._over = not self._only_group and others_train(self._peers)
+        return not self._over
+
+    def operation(
+        self, kind: Kind, attempt: Callable[[CheckedCollectives, Callable[..., Any]], Any], alone: Any
+    ) -> Any:
+        """As `Runtime.operation`."""
+        if not self.together():
+            return alone()
+        if self._manager is None:
+            self._manager = self._connect()
+        manager = self._manager
+        while True:
+            with ended_with_its_group():
+                manager.start_quorum()
+            if self._over:  # the others have done more than this process: it is late
+                self.close()
+                return alone()
+            exchange = CheckedCollectives(manager, self._peers.slot, self._peers.slots, _device())
+            result = None
+            if manager.errored() is None:
+                try:
+                    result = attempt(exchange, self._agree(exchange, kind))
+                except Diverged:
+                    self.close()
+                    raise
+            with ended_with_its_group():
+                committed = manager.should_commit()
+            if committed:
+                self._events += 1
+                return result
+
+    def close(self) -> None:
+        """Leave the quorum, if there is one. Twice is once."""
+        manager, self._manager, self._over = self._manager, None, True
+        if manager is not None:
+            manager.shutdown()
+
+    def _agree(self, exchange: CheckedCollectives, kind: Kind) -> Callable[..., Any]:
+        def agree(nbytes: int = 0, shape: Any = ()) -> Any:
+            return exchange.agree(kind, self._events, self._events, nbytes, shape)
+
+        return agree
+
+    def _connect(self) -> Manager:
+        return self._peers.manager(
+            _device(),
+            suffix=SUFFIX,
+            load_state_dict=self._late,
+            state_dict=lambda: {"events": self._events},
+            commit="quorum",
+            init_sync=False,  # there is no state that could differ, and nobody to sit out a step
+        )
+
+    def _late(self, state: dict[str, Any]) -> None:
+        if state["events"] != self._events:
+            self._over = True
+
+
+def others_train(peers: GroupRanks) -> bool:
+    """Whether somebody is there who has committed steps of this job, be it that he waits.
+
+    All processes of a group hear the same answer, and must ask alike.
+    """
+    return bool(peers.settle(lambda: _others_train(peers.options)))
+
+
+def _others_train(options: FaultTolerancePlugin) -> bool:
+    address = options.lighthouse or f"tcp://127.0.0.1:{DEFAULT_PORT}"
+    try:
+        with LighthouseClient(address, timeout_s=ASK_TIMEOUT_S) as client:
+            rooms = client.status()["rooms"]
+    except (LighthouseError, OSError):
+        return False  # nobody is there yet, and what is wrong is told when this process joins
+    # What a room remembers does not count: all of its members may be gone.
+    return any(
+        room["job_id"] == options.job_id and room.get("seated_step", 0) > 0 for room in rooms
+    )
+
+
+def _device() -> torch.device:
+    from accelerate.state import PartialState
+
+    device: torch.device = PartialState().device
+    return device

@@ -1,0 +1,1 @@
+"""What transformers' Trainer needs besides Accelerate."""

@@ -1,0 +1,1 @@
+"""LocalSGD and DiLoCo as strategies of Trainer and Fabric."""

@@ -1,0 +1,229 @@
+"""LocalSGD and DiLoCo for Lightning Fabric, written once for both of its namespaces.
+
+The loop is the user's. An inner step is counted where the next batch is fetched (or at the next
+forward, with data that Fabric does not know): all that the loop does after `optimizer.step()`
+belongs to it then. There an outer step is launched and applied, and a replica group heals. What
+Fabric does collectively (`all_reduce`, `all_gather`) stays in the replica group.
+
+    for epoch in fabric.strategy.epochs(10):        # agrees on the rest at its end
+        for batch in loader: ...
+        with fabric.strategy.global_parameters():   # those that all groups have in common
+            validate(); fabric.save(path, {"model": model, "outer": fabric.strategy.outer, ...})
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ft_lightning.diloco import equal_state as diloco_state
+from ft_lightning.diloco.arguments import DiLoCoArguments, LocalSGDArguments
+from ft_lightning.diloco.inner_driver import InnerSteps
+from ft_lightning.fabric.fabric_step import FabricStepMixin
+from ft_lightning.fabric.fabric_strategy import FTFabricMixin
+
+
+class Outer:  # no dataclass: Fabric takes those for collections, and copies them
+    """What a checkpoint needs beside the global parameters; give it to `fabric.save` and `load`."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = weakref.ref(strategy)
+        self.loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of outer steps, and the outer optimizer's state."""
+        strategy = self._strategy()
+        if strategy is None or strategy.algorithm is None:
+            return dict(self.loaded)
+        state = strategy.algorithm.state_dict()
+        return {"step": strategy.outer_step, "outer_optimizer": state["outer_optimizer"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before the first batch."""
+        self.loaded = dict(state)
+
+
+class _NothingToHoldBack:
+    """What `fabric.no_backward_sync` asks."""
+
+    def no_backward_sync(self, module: Any, enabled: bool = True) -> Any:
+        return contextlib.nullcontext()
+
+
+class FabricPeriodicMixin(FTFabricMixin):
+    """What both strategies share. Not used alone."""
+
+    _ranks_may_share_a_group = False
+    _steps: InnerSteps | None = None
+    _entered = _stepped = False
+    _votes_each_step = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._backward_sync_control: Any = _NothingToHoldBack()
+        self.algorithm: Any = None
+        """ft_core's LocalSGD or DiLoCo; None before the first batch."""
+        self.outer = Outer(self)
+
+    def _make_algorithm(self, module: nn.Module, steps: Any) -> Any:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ what users call
+
+    @property
+    def num_participants(self) -> int:
+        """How many replica groups were in the last outer step; 0 before the first."""
+        outcome = self._manager.last_outcome() if self._manager is not None else None
+        return outcome.participants if outcome is not None else 0
+
+    @property
+    def outer_step(self) -> int:
+        """Committed outer steps. (`current_step`: inner steps.)"""
+        return self._manager.current_step() if self._manager is not None else 0
+
+    @contextlib.contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Within, the models hold the global parameters: for validation and checkpoints."""
+        if not self._entered:
+            yield
+            return
+        before = diloco_state.show_global(self._whole(), self.algorithm)
+        try:
+            yield
+        finally:
+            diloco_state.put_back(self._whole(), before)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """As FTDDPStrategy's; after the last one, `finish`."""
+        yield from super().epochs(total)
+        self.finish()
+
+    def finish(self) -> None:
+        """The training is over: agree on what came after the last outer step. Twice is once.
+
+        The models hold the global parameters afterwards.
+        """
+        if self._entered:
+            self._count()
+            if self.algorithm.local_step:
+                self.algorithm.sync()
+            self._exit(None)
+
+    def leave(self) -> None:
+        self._exit(RuntimeError("the training was broken off"))
+        super().leave()
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Called by `fabric.setup` and `setup_module`: nothing happens in its backward."""
+        if self._started:
+            raise RuntimeError("set up all models before the first batch: peers heal them as one")
+        self._models.append(module)
+        if any(p.requires_grad for p in module.parameters()):
+            self._ensure_manager()
+            strategy = weakref.ref(self)
+
+            def before_forward(module: nn.Module, args: Any) -> None:
+                me = strategy()
+                if me is not None and module.training and torch.is_grad_enabled():
+                    me._begin(by_loader=False)
+
+            module.register_forward_pre_hook(before_forward)
+        return module
+
+    def _start(self) -> None:
+        super()._start()
+        assert self._manager is not None
+        known = self._manager.state_dict()
+        self._manager.load_state_dict({**known, "step": self.outer.loaded.get("step", 0)})
+        self._steps = InnerSteps(self._optimizers)
+        self.algorithm = self._make_algorithm(self._whole(), self._steps)
+        if "outer_optimizer" in self.outer.loaded:
+            state = self.algorithm.state_dict()
+            state["outer_optimizer"] = self.outer.loaded["outer_optimizer"]
+            self.algorithm.load_state_dict(state)
+
+    def _whole(self) -> nn.Module:
+        return self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
+
+    # ------------------------------------------------------------------ inner steps
+
+    def _begin(self, *, by_loader: bool) -> None:
+        """Between two inner steps: join, or count the one that is done."""
+        if self._starting or self._manager is None or not self._optimizers:
+            return
+        if not self._started:
+            self._start()
+        self._starting = True
+        try:
+            if not self._entered:
+                self.algorithm.__enter__()
+                self._entered = True
+                self._follow_leader()
+            elif self._stepped:
+                before = self._manager.last_outcome()
+                self._count()
+                if self._manager.last_outcome() is not before:
+                    self._follow_leader()
+        finally:
+            self._starting = False
+
+    def _count(self) -> None:
+        if self._stepped:
+            assert self._steps is not None
+            self._stepped = False
+            self.progress.step += 1
+            self._steps.done()
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Called by `optimizer.step()`: an inner step, once a batch however many optimizers."""
+        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
+        result = None if closure is None else closure()
+        output = super(FabricStepMixin, self).optimizer_step(optimizer, **kwargs)
+        self._stepped = True
+        return output if closure is None else result
+
+    def _exit(self, error: Exception | None) -> None:
+        if self._entered:
+            self._entered = self._stepped = False
+            self.algorithm.__exit__(None if error is None else type(error), error, None)
+            diloco_state.show_global(self._whole(), self.algorithm)
+
+    # ------------------------------------------------------------------ heal
+
+    def _state(self) -> dict[str, Any]:
+        """What a healing peer needs besides the algorithm's own state."""
+        if threading.get_ident() != self._thread:
+            return {}
+        state = super()._state()
+        del state["models"]
+        state["optimizers"] = [o.state_dict()["param_groups"] for o in self._optimizers]
+        state["local_step"] = self.algorithm.local_step
+        packed: dict[str, Any] = diloco_state.pack(state)
+        return packed
+
+    def _load(self, packed: dict[str, Any]) -> None:
+        state = diloco_state.unpack(packed)
+        groups = zip(state["optimizers"], self._optimizers, strict=True)
+        # A peer's learning rates, but the own moments; the models are the algorithm's.
+        state["optimizers"] = [
+            {"state": mine.state_dict()["state"], "param_groups": theirs} for theirs, mine in groups
+        ]
+        state["models"] = [model.state_dict() for model in self._models]
+        super()._load(state)
+        self.algorithm.local_step = state["local_step"]
+
+
+class FTFabricLocalSGDMixin(LocalSGDArguments, FabricPeriodicMixin):  # type: ignore[misc]
+    __doc__ = LocalSGDArguments.__doc__
+
+
+class FTFabricDiLoCoMixin(DiLoCoArguments, FabricPeriodicMixin):  # type: ignore[misc]
+    __doc__ = DiLoCoArguments.__doc__

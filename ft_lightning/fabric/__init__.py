@@ -1,0 +1,26 @@
+"""Fault tolerance for Lightning Fabric; the strategies for `lightning.fabric` by name.
+
+The names are loaded when they are used: `lightning_fabric` without `lightning` has its own
+(`ft_lightning.fabric_lf`), and shares the folder's modules.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ft_lightning.fabric.strategies import (
+        FTDDPStrategy,
+        FTDiLoCoStrategy,
+        FTLocalSGDStrategy,
+    )
+
+__all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTLocalSGDStrategy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from ft_lightning.fabric import strategies
+
+        return getattr(strategies, name)
+    raise AttributeError(f"module 'ft_lightning.fabric' has no attribute {name!r}")

@@ -1,0 +1,228 @@
+"""`all_reduce`, `all_gather` and `barrier` of a Fabric: within a step, and in rounds of their own.
+
+From a batch's fetch to `optimizer.step()` they are part of the step, and what comes back of a step
+that is discarded is thrown away with it. Elsewhere in a training under way (after the step, in a
+validation, at an epoch's end) each call is a *round*: a step of the manager's without an update,
+repeated until it is committed, so that all have the result or none has. Members run the same
+script, so they come to the same calls in the same order; a round says which one it is, and raises
+in all of them if they differ.
+
+A replica group that comes back in the meantime adds nothing to a round and goes on waiting for its
+batch. One that finds that the others went on without it has its own value from there to its next
+batch, where it heals. Before the first batch, and where members need not be at the same place (data
+that Fabric does not know, iterables, per-group commit), there are no rounds: this process's value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from ft_core.collectives.rows import gather_rows
+from ft_lightning.fabric.fabric_window import Where, Window
+from ft_lightning.fabric.fabric_world import FabricScopedMixin
+from ft_lightning.shared.step_collectives import gather_in_step, reduce_in_step
+
+log = logging.getLogger("ft_lightning")
+
+_PATIENCE = 4
+"""Timeouts that a peer may be late at a round: the lighthouse evicts who hangs before."""
+
+Call = tuple[str, str, list[int], str]
+"""What is called: its name, dtype, shape, and how it reduces. Plain values: it travels."""
+
+
+class FabricRoundsMixin(FabricScopedMixin):
+    """The part of the strategy that reduces."""
+
+    _window: Window
+    _open = _lost = False
+    _votes_each_step = True
+    """Not those strategies that meet every so many steps: their collectives stay at home."""
+    _rounds = 0
+    _where: Where | None = None
+    """Where a quorum is asked for; None: nowhere."""
+    _round_of: Call | None = None
+    _visit: Call | None = None
+    _warned = False
+    participants = 0
+    """How many took part when this group last looked."""
+
+    # ------------------------------------------------------------------ what Fabric calls
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over all who take part in the step, or in a round of its own. In place."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with torch.no_grad():
+            if self._open:
+                if self._window.local:
+                    return tensor
+                target = tensor.clone() if tensor.requires_grad else tensor
+                return reduce_in_step(self._known_manager, target, reduce_op)
+            result = self._round("all_reduce", tensor, _name_of(reduce_op))
+            if result is None:
+                return tensor
+            return result if tensor.requires_grad else tensor.copy_(result)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """As `all_reduce`: `(participants, *shape)`; a row where it reaches nobody, and no further
+        dimension if there is but one replica group."""
+        within = self._open and not self._window.local
+        if sync_grads and tensor.requires_grad and (within or self._meets()):
+            raise ValueError(
+                "ft_ddp cannot send gradients back through all_gather: the replica groups that "
+                "a loss was made of may be gone by then; gather detached tensors"
+            )
+        with torch.no_grad():
+            if within:
+                return gather_in_step(self._known_manager, tensor)
+            result = None if self._open else self._round("all_gather", tensor, "")
+        if result is not None:
+            return result
+        # In a batch that comes again others' rows are expected, and thrown away.
+        rows = max(self.participants, 1) if self._window.local else 1
+        return tensor.expand(rows, *tensor.shape) if self.world_size > 1 else tensor
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """A round between steps; within a step, and before the first batch, only the ranks of
+        this replica group wait for each other.
+
+        Who does not come within a few timeouts is left behind.
+        """
+        met = None if self._open else self._round("barrier", torch.zeros(1), "sum")
+        if met is None and self._scope is not None:
+            self._in_group.barrier()
+
+    # ------------------------------------------------------------------ rounds
+
+    @property
+    def _known_manager(self) -> Any:
+        assert self._manager is not None
+        return self._manager
+
+    def _aligned(self) -> bool:
+        """Whether members are at the same place of their scripts."""
+        raise NotImplementedError
+
+    def _attempt(self, where: Where) -> None:
+        """Be in a quorum. For a round: sets `_lost` if this group is behind."""
+        raise NotImplementedError
+
+    def _meets(self) -> bool:
+        """Whether a round is possible here."""
+        manager = self._manager
+        if manager is None or not self._votes_each_step or self.world_size == 1:
+            return False
+        if manager.last_outcome() is None:
+            return False  # peers train perhaps, and this group has just come back
+        if self._window.local or self._lost or manager.left():
+            return False
+        return self._options.commit == "quorum" and self._aligned()
+
+    def _round(self, name: str, tensor: Tensor, op: str) -> Tensor | None:
+        """What all have together; None: nothing is sent, this process's value counts."""
+        self._rounds += 1
+        if not self._meets():
+            self._warn(name)
+            return None
+        manager = self._known_manager
+        self._round_of = (name, str(tensor.dtype).partition(".")[2], list(tensor.shape), op)
+        patience = timedelta(seconds=_PATIENCE * self._options.timeout_s)
+        try:
+            self._lost = manager.is_healing()  # evicted, and let in again
+            while not self._lost:
+                result, committed = None, False
+                self._attempt(Where.ROUND)
+                if not self._lost:
+                    result = self._exchange(self._round_of, tensor)
+                    committed = manager.should_commit(patience, no_update=True)
+                self._where = None  # until here: who joins before the vote is told so, too
+                if self._lost:
+                    manager.forget_state("fell behind between steps")
+                elif committed:
+                    return self._agreed(name, result)
+        finally:
+            self._where = self._round_of = None
+        return None
+
+    def _exchange(self, call: Call, tensor: Tensor) -> Tensor | None:
+        """The collectives of a round; None: members have called different things."""
+        manager = self._known_manager
+        name, _, _, op = call
+        header = torch.tensor([[1, _number(repr(call)), self._rounds]], device=tensor.device)
+        said = gather_rows(manager, header)
+        if said is None:
+            return None  # the round has failed, and is repeated
+        said = said[said[:, 0] == 1]  # who takes no part sends zeros
+        if (said != said[:1]).any():
+            return None
+        if name == "barrier":
+            return tensor
+        if name == "all_gather":
+            return gather_in_step(manager, tensor)
+        return reduce_in_step(manager, tensor.clone(), op)
+
+    def _agreed(self, name: str, result: Tensor | None) -> Tensor:
+        if result is None:
+            raise RuntimeError(
+                f"fabric.{name} was called outside of a step, and other replica groups called "
+                "something else, or with a tensor of another shape or type: call the same "
+                "collectives in the same order in all of them"
+            )
+        return result
+
+    def _sit_in(self, call: Call) -> None:
+        """Peers are in a round: add nothing to it, and join again."""
+        self._visit = None
+        _, dtype, shape, _ = call
+        empty = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.root_device)
+        manager = self._known_manager
+        self._exchange(call, empty)
+        manager.should_commit(no_update=True)
+        self._visit = None  # again, if the quorum has changed meanwhile
+        manager.forget_state("joined while its peers were between steps")
+
+    def _warn(self, name: str) -> None:
+        """Once, if a stock user would get something else than what he asked for."""
+        manager = self._manager
+        if self._warned or name == "barrier" or self.world_size == 1 or not self._votes_each_step:
+            return
+        trained = manager is not None and manager.last_outcome() is not None
+        if trained and (self._window.local or self._lost or self._known_manager.left()):
+            return  # it comes again, or this group has no peers at this place
+        self._warned = True
+        why = (
+            "before the first batch"
+            if not trained
+            else "where replica groups need not be at the same place"
+        )
+        log.warning(
+            "fabric.%s was called outside of a step, %s: it gives this replica group's own value. "
+            "Call it between fetching a batch and optimizer.step(), or set up all data with "
+            "fabric.setup_dataloaders (and use_distributed_sampler=False for validation data, "
+            "which each group then sees as a whole)",
+            name,
+            why,
+        )
+
+
+def _name_of(op: Any) -> str:
+    """How `reduce_in_step` calls it."""
+    if op is None:
+        return "mean"
+    if isinstance(op, str):
+        return op.lower()
+    known = {ReduceOp.AVG: "mean", ReduceOp.SUM: "sum", ReduceOp.MAX: "max", ReduceOp.MIN: "min"}
+    return next((name for each, name in known.items() if op == each), "product")
+
+
+def _number(text: str) -> int:
+    """A text as a number of 56 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

@@ -1,0 +1,172 @@
+"""Where a Fabric loop is in its data: a place for each loader, and a loader that goes where its
+place says.
+
+A user's loop cannot be sent somewhere else; what it iterates over can. A training loader asks for
+a boundary before it fetches a batch: there a step begins and a replica group heals. If that moves
+the loader's place (a heal, or a discarded step whose batches come again), the loop gets its next
+batch from there, in the same `for`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ft_lightning.trainer.batches import adopt
+
+log = logging.getLogger("ft_lightning")
+
+
+@dataclass(slots=True)
+class Place:
+    """Of one loader.
+
+    Attributes:
+        epoch: how often the loader was iterated before, which samplers are seeded with.
+        batch: how many batches of this epoch were given out.
+        active: an iteration is under way.
+        moved: the iteration under way must go on from elsewhere.
+        resumed: the next iteration goes on with this epoch instead of beginning the next.
+        placeable: the loader can go to a place, and its epochs are as long in all processes.
+    """
+
+    epoch: int = -1
+    batch: int = 0
+    active: bool = False
+    moved: bool = False
+    resumed: bool = False
+    placeable: bool = True
+
+    def go_to(self, epoch: int, batch: int, active: bool) -> None:
+        """Stand where another process's (or an earlier) iteration stands."""
+        if self.active:
+            self.moved = self.moved or (epoch, batch) != (self.epoch, self.batch)
+        else:
+            self.resumed = active
+        self.epoch, self.batch = epoch, batch
+
+
+class Progress:  # no dataclass: Fabric takes those for collections, and copies them
+    """How far a Fabric loop is; heals with the model. Save it with every checkpoint:
+    `fabric.save(path, {"model": model, "optimizer": optimizer, "progress": strategy.progress})`.
+
+    Attributes:
+        epoch: epochs that `strategy.epochs` has completed.
+        step: committed optimizer steps.
+        places: of the loaders, in the order in which they were set up.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = self.step = 0
+        self.places: list[Place] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        places = [[p.epoch, p.batch, int(p.active)] for p in self.places]
+        return {"epoch": self.epoch, "step": self.step, "places": places}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there. Loaders must be set up by then, as many as there were."""
+        if len(state["places"]) != len(self.places):
+            raise ValueError(
+                f"the state knows {len(state['places'])} data loaders, and {len(self.places)} are "
+                "set up: call fabric.setup_dataloaders before fabric.load, with the same loaders"
+            )
+        self.epoch, self.step = state["epoch"], state["step"]
+        for place, (epoch, batch, active) in zip(self.places, state["places"], strict=True):
+            place.go_to(epoch, batch, bool(active))
+
+
+class _SkippingSampler:
+    """A (batch) sampler whose next iteration leaves out the first items: index arithmetic only."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler, self.skip = sampler, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self.skip = self.skip, 0
+        return islice(iter(self._sampler), skip, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def is_placeable(loader: Any) -> bool:
+    """Whether the loader can begin with another batch than its first."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def follow(
+    loader: Any,
+    place: Place,
+    *,
+    boundary: Callable[[], None],
+    set_epoch: Callable[[Any, int], None],
+) -> None:
+    """Make iterations of `loader` follow `place`; `boundary` is called before a batch is fetched.
+
+    Map-style data is placed by its sampler, which must give the same order for the same epoch. An
+    iterable has no place to go to: it starts over, which is said in the log.
+    """
+    sampler = _SkippingSampler(loader._index_sampler) if is_placeable(loader) else None
+
+    def methods(cls: Any) -> dict[str, Any]:
+        def __iter__(self: Any) -> Iterator[Any]:
+            return _batches(self, cls, place, sampler, boundary, set_epoch)
+
+        return {
+            "__iter__": __iter__,
+            **({"_index_sampler": property(lambda self: sampler)} if sampler is not None else {}),
+        }
+
+    adopt(loader, methods)
+
+
+def _batches(
+    loader: Any,
+    cls: Any,
+    place: Place,
+    sampler: _SkippingSampler | None,
+    boundary: Callable[[], None],
+    set_epoch: Callable[[Any, int], None],
+) -> Iterator[Any]:
+    if place.resumed:
+        place.resumed, place.moved = False, place.batch > 0
+    else:
+        place.epoch, place.batch, place.moved = place.epoch + 1, 0, False
+    place.active = True
+    length = len(loader) if sampler is not None else None
+    batches: Iterator[Any] | None = None
+    try:
+        while True:
+            if length is None or place.batch < length:
+                boundary()
+            if length is not None and place.batch >= length:
+                return
+            if batches is None or place.moved:
+                batches = None  # ends the workers of the old one
+                set_epoch(loader, place.epoch)
+                if sampler is not None:
+                    sampler.skip = place.batch
+                elif place.moved:
+                    log.warning(
+                        "the data of %s starts over: an iterable has no position to go to, so some "
+                        "samples are seen twice or not at all in this epoch",
+                        cls.__name__,
+                    )
+                place.moved = False
+                batches = cls.__iter__(loader)
+            assert batches is not None
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            place.batch += 1
+            yield batch
+    finally:
+        place.active = False

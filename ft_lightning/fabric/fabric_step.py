@@ -1,0 +1,301 @@
+"""Optimizer steps of a Fabric loop under a quorum: begin, vote, and what follows a discard.
+
+    a training loader fetches a batch   a step begins: start_quorum; heal if behind, serve who is
+    forward, backward                   DDP averages gradients over the participants
+    optimizer.step()                    vote, and step only if committed
+    backward (of the same batch)        another step begins; optimizer.step() ends it
+
+The loop is the user's: it cannot be rewound, as a Trainer's can. So what was discarded is repeated
+by the loader, which gives the batches of the window again (`fabric_window.py`). With data that
+Fabric does not know a step begins at the forward, and a discarded one is lost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ft_core.errors import GroupLeft, QuorumUnavailable
+from ft_core.launch.sigterm import Sigterm
+from ft_core.launch.supervisor import report_joined
+from ft_lightning.fabric.fabric_agreements import FabricRoundsMixin
+from ft_lightning.fabric.fabric_data import Place, Progress
+from ft_lightning.fabric.fabric_window import Where, Window
+from ft_lightning.trainer.world_view import act_as_leader
+
+
+class FabricStepMixin(FabricRoundsMixin):
+    """The part of the strategy that begins and ends steps. The loop's thread."""
+
+    progress: Progress
+    last_step_committed: bool | None
+    _models: list[nn.Module]
+    _wrapped: list[Any]
+    """Those of the models that are trained, in ft_core's wrapper."""
+    _optimizers: list[Any]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._window = Window()
+        self._sigterm = Sigterm(self._is_waiting)
+        self._starting = self._started = self._healed = False
+        self._fed_by_loader = False
+        self._fetching: Place | None = None
+        self._lead: Place | None = None
+        """Of the loader whose batches windows begin with."""
+        self._before: list[tuple[int, int, bool]] = []
+        """Places of the loaders when the window began."""
+        self._alone: Any = None
+        """The optimizer that steps, where no loader says where a batch begins."""
+        self._kept: list[Tensor] | None = None
+        """Buffers to put back when this pass of the loop has left out what it must."""
+
+    # ------------------------------------------------------------------ begin
+
+    def _before_batch(self, place: Place) -> None:
+        """A loader is about to fetch: for training, if models train and gradients are recorded."""
+        training = torch.is_grad_enabled() and any(model.training for model in self._models)
+        self._end_if_told(training)
+        if training:
+            self._fetching = place
+            self._begin(by_loader=True)
+
+    def _begin(self, *, by_loader: bool) -> None:
+        """At a loader's fetch, or at a forward: a window begins or comes again, perhaps."""
+        if self._starting or self._manager is None or not self._optimizers:
+            return
+        window = self._window
+        if not by_loader:
+            if self._fed_by_loader or self._open:
+                return  # the second step of one batch begins with its backward
+            self._end_if_told(True)
+        elif not self._leads(self._fetching) or (self._open and not window.void):
+            return
+        self._fed_by_loader = by_loader
+        if not self._started:
+            self._start()
+        if window.void:
+            self._forget_gradients()
+            self._put_back()
+        if window.void and not self._abandoned():
+            self._go_to_window()
+        else:
+            window.done, self._before = 0, self._places()
+        if not self._open:
+            self._attempt(Where.BOUNDARY)
+        self._before = self._places()
+        self._lost, self._rounds = False, 0
+        window.begin()
+        self._kept = self._copies() if window.muted else None
+        for model in self._wrapped:
+            model.forget_forward()
+        self._mute()
+
+    def _abandoned(self) -> bool:
+        """Whether the loop began a new epoch in place of the batches that were to come again."""
+        lead = self._lead
+        if self._open or lead is None:
+            return False
+        known = dict(zip(map(id, self.progress.places), self._before, strict=False))
+        return id(lead) not in known or lead.epoch != known[id(lead)][0]
+
+    def _leads(self, place: Place | None) -> bool:
+        """Whether windows begin with this loader's batches: with those of the first one that was
+        read, as long as it is; others are read within."""
+        lead = self._lead
+        if lead is None or not lead.active or lead is place:
+            self._lead = place
+        return self._lead is place
+
+    def _start(self) -> None:
+        """The first step of all."""
+        raise NotImplementedError
+
+    def _attempt(self, where: Where) -> None:
+        """Be in a quorum. Raises as `Manager.start_quorum`. Who asks for a round ends it, too."""
+        manager = self._known_manager
+        self._starting, self._where, self._healed = True, where, False
+        try:
+            manager.start_quorum()
+            while self._visit is not None:
+                self._sit_in(self._visit)
+                manager.start_quorum()
+        except GroupLeft:  # another rank of this group was told to end: so was this one
+            self._sigterm.end()
+        finally:
+            self._starting = False
+            self._where = where if where is Where.ROUND else None
+        self._open = where is not Where.ROUND
+        self._follow_leader()
+
+    def _aligned(self) -> bool:
+        return self._fed_by_loader and self._lead is not None and self._lead.placeable
+
+    def _follow_leader(self) -> None:
+        """Membership may have changed: so may the leader."""
+        manager = self._known_manager
+        try:
+            self.participants = manager.num_participants()
+            self._leader = manager.participating_rank() == 0
+        except QuorumUnavailable:
+            return  # the attempt has failed already; the next one tells
+        act_as_leader(self._leader, self.scope)
+        report_joined(os.environ, self.scope.number)
+
+    def _before_backward(self) -> bool:
+        """Gradients are about to be computed; whether they are to be.
+
+        Not in a pass that is void: parameters or running statistics may have changed under what
+        it has computed. Its gradients are zeros.
+        """
+        window = self._window
+        ready = self._manager is not None and self._started and self._fed_by_loader
+        if ready and not self._open and not window.muted and self._votes_each_step:
+            self._attempt(Where.BATCH)
+            if self._healed:
+                # Away from this batch: the step is open, and has what the loader gives next.
+                self._break_off()
+        window.gradients()
+        if window.void:
+            for parameter in self._parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return not window.void
+
+    # ------------------------------------------------------------------ end
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Called by `optimizer.step()`: vote, and step if all agreed.
+
+        A discarded step leaves the parameters alone, clears the gradients, and has the loader give
+        out its batches again; `last_step_committed` tells. Several optimizers that step on the
+        gradients of one backward are one step.
+        """
+        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
+        result = None if closure is None else closure()
+        self.last_step_committed = self._decide(optimizer)
+        if self.last_step_committed:
+            output = super().optimizer_step(optimizer, **kwargs)
+            return output if closure is None else result
+        self._forget_scaling(optimizer)
+        return result
+
+    def _decide(self, optimizer: Any) -> bool:
+        """Whether the gradients at hand are to be applied."""
+        window, manager = self._window, self._manager
+        if window.void:
+            return False
+        if window.settled and manager is not None and manager.errored() is None:
+            return window.fate
+        if window.muted:
+            window.skip()
+            if not window.muted:
+                self._put_back()
+                self._mute()
+            return False
+        if manager is None or not self._open:
+            raise RuntimeError(
+                "the optimizer was stepped without a step under way: fetch a batch (in train mode, "
+                "with gradients enabled) before, and compute the gradients of a further update of "
+                "that batch with fabric.backward(loss), in place of loss.backward()"
+            )
+        if self._fed_by_loader or self._alone is None or self.world_size == 1:
+            self._alone = optimizer
+        if self._alone is not optimizer:
+            raise RuntimeError(
+                "optimizers that take turns need data from fabric.setup_dataloaders: else a "
+                "replica group that comes back cannot know whose turn it is"
+            )
+        return self._vote()
+
+    def _vote(self) -> bool:
+        manager, window = self._known_manager, self._window
+        leaving = self._sigterm.noted
+        if leaving:
+            # The vote says goodbye: the next quorum is formed without this group at once.
+            manager.leave_after_step()
+        committed: bool = manager.should_commit()
+        self._open = False
+        if committed:
+            window.committed()
+            self.progress.step += 1
+            self._rounds = 0
+        else:
+            self._discard()
+        if leaving:
+            self._break_off()
+        return committed
+
+    def _discard(self) -> None:
+        self._forget_gradients()
+        self._window.discarded(comes_again=self._fed_by_loader)
+        self._go_to_window()
+        self._kept = self._copies()
+        self._mute()
+
+    def _forget_gradients(self) -> None:
+        for each in self._optimizers:
+            each.zero_grad()
+            self._forget_scaling(each)
+
+    def _parameters(self) -> list[Tensor]:
+        groups = (group for each in self._optimizers for group in each.param_groups)
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
+    def _forget_scaling(self, optimizer: Any) -> None:
+        """If the user has unscaled these gradients, the next ones may be unscaled again."""
+        scaler = getattr(self.precision, "scaler", None)
+        if scaler is not None:
+            scaler._per_optimizer_states.pop(id(optimizer), None)
+
+    # ------------------------------------------------------------------ a pass that is void
+
+    def _break_off(self) -> None:
+        """What the loop does until it asks for a batch counts for nothing."""
+        self._window.break_off()
+        self._before = self._places()
+        self._kept = self._copies()
+        self._mute()
+
+    def _places(self) -> list[tuple[int, int, bool]]:
+        return [(p.epoch, p.batch, p.active) for p in self.progress.places]
+
+    def _go_to_window(self) -> None:
+        for place, before in zip(self.progress.places, self._before, strict=False):
+            place.go_to(*before)
+
+    def _mute(self) -> None:
+        for model in self._wrapped:
+            model.mute(self._window.muted)
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for model in self._models for buffer in model.buffers()]
+
+    def _copies(self) -> list[Tensor]:
+        """Forward passes change running statistics, also those that count for nothing."""
+        return [buffer.detach().clone() for buffer in self._buffers()]
+
+    def _put_back(self) -> None:
+        kept, self._kept = self._kept, None
+        for buffer, value in zip(self._buffers(), kept or (), strict=False):
+            # Past autograd: batch norm saves its statistics for a backward that does not read them.
+            buffer.data.copy_(value)
+
+    # ------------------------------------------------------------------ SIGTERM
+
+    def _is_waiting(self) -> bool:
+        """Whether the loop waits for a quorum."""
+        return self._starting
+
+    def _end_if_told(self, training: bool) -> None:
+        """The process was told to end, and no step is under way that could be its last: end."""
+        if not self._sigterm.noted:
+            return
+        manager = self._manager
+        finishes = manager is not None and self._votes_each_step and not manager.left()
+        if not self._open and not (training and finishes):
+            self._sigterm.end()

@@ -1,0 +1,28 @@
+"""The strategies for `lightning.fabric`."""
+
+from __future__ import annotations
+
+from lightning.fabric.strategies import DDPStrategy
+
+from ft_lightning.diloco.fabric_strategies import FTFabricDiLoCoMixin, FTFabricLocalSGDMixin
+from ft_lightning.fabric.fabric_strategy import FTFabricMixin
+
+__all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTLocalSGDStrategy"]
+
+
+class FTDDPStrategy(FTFabricMixin, DDPStrategy):
+    __doc__ = FTFabricMixin.__doc__
+    strategy_name = "ft_ddp"
+    _namespace = "lightning.fabric"
+
+
+class FTLocalSGDStrategy(FTFabricLocalSGDMixin, DDPStrategy):
+    __doc__ = FTFabricLocalSGDMixin.__doc__
+    strategy_name = "ft_local_sgd"
+    _namespace = "lightning.fabric"
+
+
+class FTDiLoCoStrategy(FTFabricDiLoCoMixin, DDPStrategy):
+    __doc__ = FTFabricDiLoCoMixin.__doc__
+    strategy_name = "ft_diloco"
+    _namespace = "lightning.fabric"

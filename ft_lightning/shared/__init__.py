@@ -1,0 +1,1 @@
+"""What the strategies of Trainer and Fabric have in common."""

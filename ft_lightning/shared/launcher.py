@@ -1,0 +1,150 @@
+"""Lightning's side of `devices=N`: replica groups on this machine under one supervisor.
+
+Each process of a replica group runs the user's script from its first line, as under `torchrun`; code that
+follows `fit` runs in each of them, and not in the supervisor, which ends when they have ended.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ft_core.errors import GroupBroken
+from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
+from ft_core.launch.supervisor import die_with, supervise
+from ft_lightning.shared.strategy_options import Options
+from ft_lightning.shared.topology import ENV_SUPERVISOR, Scope, child_environment
+
+through_main = False
+"""Whether this process was started by `python -m ft_lightning`: then children are, too."""
+
+
+class SupervisorLauncher:
+    """What the Trainer calls instead of its run. Quacks like Lightning's `_Launcher`.
+
+    The lighthouse is the one of the options, else TORCHFT_LIGHTHOUSE, else one is embedded here.
+    """
+
+    is_interactive_compatible = True
+    """So that `launch` says in its own words why there is nothing to start in a notebook."""
+
+    def __init__(self, scope: Scope, options: Options) -> None:
+        self._scope, self._options = scope, options
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run the script's replica groups to their end, then end this process. Never returns.
+
+        Raises RuntimeError if there is no script to run.
+        """
+        scope = self._scope
+        script = script_command(scope.supervised * scope.group_size)
+        command = group_command(script, scope.group_size, parent_env=ENV_SUPERVISOR)
+        server = None
+        address = self._options.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
+        if not address:
+            server = self._serve()
+            address = server.address()
+
+        def environment(number: int, restarts: int) -> dict[str, str]:
+            return child_environment(
+                os.environ,
+                scope,
+                number=number,
+                lighthouse=address,
+                supervisor_pid=os.getpid(),
+                restarts=restarts,
+            )
+
+        elsewhere = scope.num_groups - scope.supervised
+        try:
+            code = supervise(
+                command,
+                environment,
+                count=scope.supervised,
+                first=scope.index,
+                elsewhere=elsewhere > 0,
+                min_alive=max(1, self._options.min_replicas - elsewhere),
+                max_restarts=self._options.max_restarts,
+                speaker="ft_lightning",
+            )
+        finally:
+            if server is not None:
+                server.shutdown()
+        # SystemExit would run the Trainer's exception hooks, which may save what was not trained.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def kill(self, signum: int) -> None:
+        """Called by Lightning when it is told to end; the supervisor passes signals on itself."""
+
+    def _serve(self) -> Any:
+        from lighthouse import LighthouseConfig, LighthouseServer
+        from lighthouse.config import Timeouts
+
+        timeout_s = self._options.timeout_s
+        return LighthouseServer(
+            config=LighthouseConfig(
+                min_replicas=self._options.min_replicas,
+                expected_replicas=self._scope.num_groups,
+                # All start now; how long that takes says nothing about communication.
+                timeouts=Timeouts.derive(timeout_s, join_timeout_s=max(timeout_s, 60.0)),
+            )
+        )
+
+
+def script_command(processes: int) -> list[str]:
+    """The command that runs this script again. Raises RuntimeError if there is no script."""
+    import __main__
+
+    spec = getattr(__main__, "__spec__", None)
+    path = os.path.abspath(sys.argv[0]) if sys.argv else ""
+    program = spec.name.partition(".")[0] if spec is not None else os.path.basename(path)
+    test_runner = program in ("pytest", "py.test", "unittest")
+    runnable = hasattr(__main__, "__file__") and (spec is not None or os.path.isfile(path))
+    if test_runner or not runnable:
+        raise RuntimeError(
+            f"devices={processes} starts {processes} processes that run your script again, and "
+            "there is none to run (a notebook, a test runner or `python -c`): put the training "
+            "into a script, or start the processes yourself with REPLICA_GROUP_ID, "
+            "NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE set"
+        )
+    python = [sys.executable, *(["-m", "ft_lightning"] if through_main else [])]
+    if spec is None:
+        return [*python, path, *sys.argv[1:]]
+    name = spec.name.removesuffix(".__main__")
+    assert importlib.util.find_spec(name) is not None
+    return [*python, "-m", name, *sys.argv[1:]]
+
+
+def live_with_group(scope: Scope) -> None:
+    """For a process that trains: end with its supervisor, if it has one, and with its group.
+
+    What another rank's end makes of this one is no error of the script: said in a line, and by
+    the exit code. Whoever has started the group starts it again as a whole.
+    """
+    if scope.supervisor_pid:
+        die_with(scope.supervisor_pid)
+    if scope.group_size > 1 and not hasattr(sys.excepthook, "ft_lightning"):
+        sys.excepthook = _ending_with_group(sys.excepthook)
+
+
+def _ending_with_group(otherwise: Any) -> Any:
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not issubclass(kind, GroupBroken):
+            otherwise(kind, error, trace)
+            return
+        print(f"ft_lightning: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(BROKEN_EXIT_CODE)
+
+    hook.ft_lightning = True  # type: ignore[attr-defined]
+    return hook

@@ -1,0 +1,324 @@
+"""Who this process is among the replica groups, and what it is here for. PURE.
+
+The ways to start, told apart by the environment; the first that fits:
+
+| environment | devices, group_size | this process is |
+|---|---|---|
+| RANK, WORLD_SIZE > 1 | any | a rank of one replica group of WORLD_SIZE (torchrun, or our own) |
+| REPLICA_GROUP_ID, several SLURM tasks | any, M > 1 | a rank of that group, whose M tasks they are |
+| REPLICA_GROUP_ID | any | one replica group of NUM_REPLICA_GROUPS (started by a person or by us) |
+| several SLURM tasks | any, M (default 1) | a rank of replica group number SLURM_PROCID // M |
+| NODE_RANK, num_nodes=K | 1 | one replica group: number NODE_RANK of K |
+| NODE_RANK, num_nodes=K | N, M (default N) | the supervisor of this machine's N / M groups |
+| | 1 | the only replica group |
+| | N, M (default 1) | the supervisor of N / M replica groups on this machine |
+
+The shard of the training data is chosen by the rank among all ranks of all *configured* groups.
+It does not change when groups die or return, so that positions in the data mean the same to
+everybody at all times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from ft_core.config import ENV_NUM_GROUPS, ENV_REPLICA_GROUP, ReplicaEnv
+from ft_lightning.shared import slurm
+
+ENV_DEVICE = "FT_LIGHTNING_DEVICE"
+ENV_NODE = "NODE_RANK"
+ENV_RESTARTS = "FT_LIGHTNING_RESTARTS"
+ENV_SUPERVISOR = "FT_LIGHTNING_SUPERVISOR"
+
+
+class Role(Enum):
+    """What a process does when `Trainer.fit` is called."""
+
+    MEMBER = "member"
+    SUPERVISOR = "supervisor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """One process's place.
+
+    Attributes:
+        role: trains, or looks after processes that train.
+        name: what the replica group is called; stable over restarts.
+        index: number of the replica group; of a supervisor: number of its first group.
+        num_groups: configured number of replica groups.
+        supervised: of a supervisor: how many groups it looks after.
+        group_rank, group_size: of this process in its replica group.
+        local_rank: among the processes of its replica group on this machine.
+        node: number of this machine among those of the replica group.
+        device: which of the Trainer's devices is this process's.
+        restarts: how often the replica group was started again, or its SLURM job requeued.
+        supervisor_pid: of the process that started this one; 0: none of ours.
+        store_addr, store_port: where the ranks of the replica group meet; "" and 0: it has one.
+        event_log: file for telemetry events; "": none.
+    """
+
+    role: Role
+    name: str
+    index: int
+    num_groups: int
+    supervised: int = 0
+    group_rank: int = 0
+    group_size: int = 1
+    local_rank: int = 0
+    node: int = 0
+    device: int = 0
+    restarts: int = 0
+    supervisor_pid: int = 0
+    store_addr: str = ""
+    store_port: int = 0
+    event_log: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Nominal: among all ranks of all configured groups."""
+        return self.index * self.group_size + self.group_rank
+
+    @property
+    def world_size(self) -> int:
+        """Nominal: ranks of all configured groups."""
+        return self.num_groups * self.group_size
+
+    @property
+    def number(self) -> int:
+        """Of the replica group among those of its supervisor."""
+        return (self.device - self.local_rank) // self.group_size
+
+
+def resolve(
+    env: Mapping[str, str],
+    *,
+    devices: int,
+    num_nodes: int = 1,
+    group_size: int | None = None,
+    num_replica_groups: int | None = None,
+    replica_name: str | None = None,
+    lighthouse: str | None = None,
+) -> Scope:
+    """The scope of a process. Arguments beat the environment. Raises ValueError."""
+    known = ReplicaEnv.read(env)
+    ranked = _is_rank(env, known)
+    named = replica_name or known.name
+    if not ranked and _is_slurm_task(env) and (not named or (group_size or 1) > 1):
+        groups = num_replica_groups or known.num_groups
+        return _slurm_task(env, known, devices, group_size or 1, lighthouse, named, groups)
+    if not (ranked or named):
+        if num_nodes > 1:
+            return _on_node(env, known, devices, num_nodes, group_size, lighthouse)
+        if devices > 1 or (group_size or 1) > 1:
+            return _supervisor(known, devices, group_size or 1, num_replica_groups)
+    alone = 1 if ranked else max(devices, 1) * num_nodes
+    groups = num_replica_groups or known.num_groups or alone
+    return _member(env, known, ranked, groups, replica_name, group_size)
+
+
+def child_environment(
+    env: Mapping[str, str],
+    scope: Scope,
+    *,
+    number: int,
+    lighthouse: str,
+    supervisor_pid: int,
+    restarts: int,
+) -> dict[str, str]:
+    """The environment of a supervised replica group: `env` with its place in it.
+
+    `scope`: the supervisor's; `number`: of the group on this machine, from 0. What starts the
+    ranks of a group adds RANK and the like for each.
+    """
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    child = {k: v for k, v in env.items() if k not in ranks}
+    child[ENV_REPLICA_GROUP] = str(scope.index + number)
+    child[ENV_NUM_GROUPS] = str(scope.num_groups)
+    child["TORCHFT_LIGHTHOUSE"] = lighthouse
+    child[ENV_DEVICE] = str(number * scope.group_size)
+    child[ENV_RESTARTS] = str(restarts)
+    child[ENV_SUPERVISOR] = str(supervisor_pid)
+    return child
+
+
+def _is_rank(env: Mapping[str, str], known: ReplicaEnv) -> bool:
+    """Whether this is one of several processes of a replica group."""
+    if known.group_world_size == 1:
+        return False
+    if not env.get("RANK"):
+        if _is_slurm_task(env):  # set for all tasks alike: it says nothing about a group
+            return False
+        raise ValueError(
+            f"WORLD_SIZE is {known.group_world_size}, but RANK does not say which of the replica "
+            "group's processes this is: start them with torchrun, or leave WORLD_SIZE out"
+        )
+    return True
+
+
+def _member(
+    env: Mapping[str, str],
+    known: ReplicaEnv,
+    ranked: bool,
+    groups: int,
+    replica_name: str | None,
+    group_size: int | None,
+) -> Scope:
+    size = known.group_world_size if ranked else 1
+    if group_size not in (None, size):
+        raise ValueError(
+            f"group_size={group_size}, but this replica group has {size} process(es) by its "
+            "WORLD_SIZE: start all processes of a group with RANK, LOCAL_RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT (`torchrun --nproc-per-node` does), as many as group_size"
+        )
+    label = replica_name or known.name
+    if not label and groups > 1:
+        start = (
+            f"start one torchrun for each, with {ENV_REPLICA_GROUP} from 0 to {groups - 1}"
+            if ranked
+            else f"set it to a number from 0 to {groups - 1}, or use devices={groups} to start "
+            "all of them here"
+        )
+        raise ValueError(
+            f"there are to be {groups} replica groups, but {ENV_REPLICA_GROUP} does not say which "
+            f"one this process is in: {start}"
+        )
+    local_rank = _number(env, "LOCAL_RANK") if ranked else 0
+    return Scope(
+        role=Role.MEMBER,
+        name=label or "0",
+        index=_index(known.name or replica_name or "0", groups),
+        num_groups=groups,
+        group_rank=known.group_rank if ranked else 0,
+        group_size=size,
+        local_rank=local_rank,
+        node=known.group_rank // (_number(env, "LOCAL_WORLD_SIZE") or size) if ranked else 0,
+        device=_number(env, ENV_DEVICE) + local_rank,
+        restarts=(_number(env, ENV_RESTARTS) or _number(env, "TORCHELASTIC_RESTART_COUNT"))
+        + _number(env, "SLURM_RESTART_COUNT"),
+        supervisor_pid=_number(env, ENV_SUPERVISOR),
+        store_addr=known.master_addr if ranked else "",
+        store_port=known.master_port if ranked else 0,
+        event_log=known.event_log,
+    )
+
+
+def _supervisor(
+    known: ReplicaEnv, devices: int, group_size: int, num_replica_groups: int | None
+) -> Scope:
+    here = _groups_of(devices, group_size)
+    wanted = num_replica_groups or known.num_groups or here
+    if wanted != here:
+        raise ValueError(
+            f"devices={devices} starts {here} replica groups of {group_size} on this machine, but "
+            f"the number of groups is said to be {wanted}: make them equal, or start the processes "
+            f"yourself with {ENV_REPLICA_GROUP} set"
+        )
+    return Scope(
+        role=Role.SUPERVISOR, name="supervisor", index=0, num_groups=here, supervised=here,
+        group_size=group_size,
+    )  # fmt: skip
+
+
+def _groups_of(devices: int, group_size: int) -> int:
+    if devices % group_size:
+        raise ValueError(
+            f"devices={devices} cannot be divided into replica groups of group_size={group_size}: "
+            "make devices a multiple of group_size"
+        )
+    return devices // group_size
+
+
+def _is_slurm_task(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several. As Lightning sees it: jobs that are
+    called "bash" or "interactive" are shells in which people start what they like."""
+    shell = env.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    return not shell and "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS") > 1
+
+
+def _slurm_task(
+    env: Mapping[str, str],
+    known: ReplicaEnv,
+    devices: int,
+    group_size: int,
+    lighthouse: str | None,
+    named: str | None,
+    groups: int,
+) -> Scope:
+    """`named`: the whole job step is the group of that name, of `groups`."""
+    if _number(env, "SLURM_NNODES") > 1:
+        _need_lighthouse(known, lighthouse, f"{_number(env, 'SLURM_NNODES')} SLURM nodes")
+    if named:
+        groups = groups or 1
+        place = slurm.place(env, group_size, _index(known.name or named, groups))
+    else:
+        groups, place = _number(env, "SLURM_NTASKS") // group_size, slurm.place(env, group_size)
+    return Scope(
+        role=Role.MEMBER,
+        name=named or str(place.index),
+        index=place.index,
+        num_groups=groups,
+        group_rank=place.group_rank,
+        group_size=group_size,
+        local_rank=place.local_rank,
+        node=place.node,
+        device=_number(env, "SLURM_LOCALID") % max(devices, 1),
+        restarts=_number(env, "SLURM_RESTART_COUNT"),
+        store_addr=place.store_addr,
+        store_port=place.store_port,
+        event_log=known.event_log,
+    )
+
+
+def _on_node(
+    env: Mapping[str, str],
+    known: ReplicaEnv,
+    devices: int,
+    num_nodes: int,
+    group_size: int | None,
+    lighthouse: str | None,
+) -> Scope:
+    if not env.get(ENV_NODE):
+        raise ValueError(
+            f"num_nodes={num_nodes}, but {ENV_NODE} does not say which of the machines this is: "
+            f"start the script once on each, with {ENV_NODE} from 0 to {num_nodes - 1} and "
+            "TORCHFT_LIGHTHOUSE set"
+        )
+    node, count = _number(env, ENV_NODE), max(devices, 1)
+    if node >= num_nodes:
+        raise ValueError(f"{ENV_NODE} is {node}, but there are num_nodes={num_nodes} machines")
+    _need_lighthouse(known, lighthouse, f"num_nodes={num_nodes}")
+    size = group_size or count
+    here, alone = _groups_of(count, size), count == 1
+    return Scope(
+        role=Role.MEMBER if alone else Role.SUPERVISOR,
+        name=str(node) if alone else "supervisor",
+        index=node * here,
+        num_groups=num_nodes * here,
+        supervised=0 if alone else here,
+        group_size=size,
+        event_log=known.event_log,
+    )
+
+
+def _need_lighthouse(known: ReplicaEnv, lighthouse: str | None, what: str) -> None:
+    if not (lighthouse or known.lighthouse):
+        raise ValueError(
+            f"{what}: replica groups on several machines need a lighthouse that all can reach; "
+            "start one (`lighthouse --bind tcp://0.0.0.0:29510`) and set TORCHFT_LIGHTHOUSE to its "
+            'address, "tcp://host:29510"'
+        )
+
+
+def _index(text: str, groups: int) -> int:
+    if not text.isdecimal() or int(text) >= groups:
+        raise ValueError(
+            f"{ENV_REPLICA_GROUP} must be a number from 0 to {groups - 1} (there are {groups} "
+            f"replica groups; it chooses the shard of the data), got {text!r}"
+        )
+    return int(text)
+
+
+_number = slurm.number

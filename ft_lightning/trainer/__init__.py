@@ -1,0 +1,1 @@
+"""Fault tolerance for Lightning's Trainer."""

@@ -1,0 +1,214 @@
+"""The training data at the right place: the boundary before each batch, and jumps within an epoch.
+
+Two objects of Lightning get a subclass of their own class while a fit lasts (both are undone by
+`Batches.release`):
+
+- the data fetcher calls `at_boundary` before it fetches. There a step begins and a replica group
+  heals: counters are whole, and batch, batch index and "last batch" that Lightning computes next
+  are already those of the healed position. (At `on_train_batch_start` they would be stale.)
+- the sampler of batches can be told to leave out the first n, which costs index arithmetic only,
+  whatever sampler or batch sampler the user chose; or which batches to give (`validation.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, zip_longest
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ft_core.heal import UnsupportedObjectError, pack
+from ft_lightning.trainer import loop_counters as position
+
+log = logging.getLogger("ft_lightning")
+
+
+def adopt(instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
+    """Give `instance` a subclass of its class with `methods(class)` in it.
+
+    One base and no slots: Python lets an instance change its class only if the layout stays.
+    """
+    cls = type(instance)
+    namespace = {"__module__": cls.__module__, "__slots__": (), "_ft_original": cls}
+    instance.__class__ = type(cls.__name__, (cls,), {**namespace, **methods(cls)})
+
+
+def adopted(instance: Any) -> bool:
+    return "_ft_original" in vars(type(instance))
+
+
+def release(instance: Any, *attributes: str) -> None:
+    if adopted(instance):
+        instance.__class__ = type(instance)._ft_original
+        for name in attributes:
+            vars(instance).pop(name, None)
+
+
+def _placing(cls: Any) -> dict[str, Any]:
+    """A (batch) sampler whose next iteration leaves out `_ft_skip` items, or gives `_ft_chosen`."""
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        if self._ft_chosen is not None:
+            return iter(self._ft_chosen)
+        skip, self._ft_skip = self._ft_skip, 0
+        # Read now, skipped at the first `next`: loaders make an iterator long before they use it.
+        return islice(cls.__iter__(self), skip, None)
+
+    return {"__iter__": __iter__, "_ft_skip": 0, "_ft_chosen": None}
+
+
+def _announcing(at_boundary: Callable[[], None]) -> Callable[[Any], dict[str, Any]]:
+    """A data fetcher that calls `at_boundary` before it fetches."""
+
+    def methods(cls: Any) -> dict[str, Any]:
+        def __next__(self: Any) -> Any:
+            try:
+                at_boundary()
+            except StopIteration as error:
+                # Lightning would take it for the end of the epoch and go on in silence.
+                raise RuntimeError("StopIteration at a step's boundary") from error
+            return cls.__next__(self)
+
+        return {"__next__": __next__}
+
+    return methods
+
+
+class Batches:
+    """The training data of one fit. `set_sampler_epoch(loader, epoch)` is Lightning's own."""
+
+    def __init__(
+        self, at_boundary: Callable[[], None], set_sampler_epoch: Callable[[Any, int], None]
+    ) -> None:
+        self._at_boundary = at_boundary
+        self._set_sampler_epoch = set_sampler_epoch
+        self._samplers: list[Any] = []
+        self._adopted: list[Any] = []
+        self._marked: list[Any] = []
+        self._warned = False
+
+    def adopt_loader(self, loader: object) -> None:
+        """Make a training data loader's position choosable."""
+        sampler = self.index_sampler(loader)
+        if sampler is not None and not adopted(sampler):
+            adopt(sampler, _placing)
+            self._samplers.append(sampler)
+
+    def adopt_fetcher(self, fetcher: Any) -> None:
+        """Have `at_boundary` called before each of its batches."""
+        if hasattr(fetcher, "iterator_wrapper"):
+            raise ValueError(
+                "ft_ddp does not support training_step(self, dataloader_iter): a discarded step "
+                "is tried again with the same batch; take (self, batch, batch_idx)"
+            )
+        if not adopted(fetcher):
+            self.adopt(fetcher, _announcing(self._at_boundary))
+
+    def adopt(self, instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
+        """Give `instance` a subclass of its own class, until `release`."""
+        adopt(instance, methods)
+        self._adopted.append(instance)
+
+    def mark(self, trainer: Any) -> None:
+        """A step (or window of batches) begins here: note how far the streams are.
+
+        Only streams that have a state: other loaders are placed by index, or not at all.
+        """
+        fit_loop = trainer.fit_loop
+        self._marked = []
+        if getattr(fit_loop._data_fetcher, "batches", ()):
+            return  # of unknown length: Lightning has fetched a batch in advance
+        for loader in fit_loop._combined_loader.flattened:
+            owner = self._stateful(loader)
+            self._marked.append(None if owner is None else copy.deepcopy(owner.state_dict()))
+
+    def states(self, trainer: Any | None) -> list[Any]:
+        """For each loader, what a peer's needs to go on from the mark; None: nothing there is.
+
+        `trainer`: the mark is to be here.
+        """
+        if trainer is not None:
+            self.mark(trainer)
+        for index, state in enumerate(self._marked):
+            try:
+                pack(state)
+            except UnsupportedObjectError as error:
+                log.warning("the state of a training data loader cannot travel: %s", error)
+                self._marked[index] = None
+        return self._marked
+
+    def jump(self, trainer: Any, states: Sequence[Any] = ()) -> None:
+        """Make the next batch that is fetched the one at which the loops' counters stand.
+
+        `states`: of a peer that is there, or empty.
+        """
+        fit_loop = trainer.fit_loop
+        done = position.batches_done(trainer)
+        loaders = fit_loop._combined_loader.flattened
+        self._marked = list(states)
+        for loader, state in zip_longest(loaders, states[: len(loaders)]):
+            self._set_sampler_epoch(loader, position.epoch(trainer))
+            sampler, owner = self.index_sampler(loader), self._stateful(loader)
+            if sampler is not None:
+                # A shorter loader may have started over within the epoch.
+                sampler._ft_skip = done % len(loader) if len(loader) else 0
+            elif owner is not None and state is not None:
+                owner.load_state_dict(state)
+            else:
+                self._warn_unplaceable(loader)
+        fetcher = fit_loop._data_fetcher
+        iter(fetcher)
+        fetcher.fetched += done
+        if fetcher.length is not None:
+            fetcher.done = fetcher.fetched >= fetcher.length
+
+    def fetch(self, trainer: Any) -> Any:
+        """The next batch, made ready as the training loop does it."""
+        batch, _, _ = next(trainer.fit_loop._data_fetcher)
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def release(self) -> None:
+        """Give all that was adopted its own class back."""
+        for sampler in self._samplers:
+            release(sampler, "_ft_skip", "_ft_chosen")
+        for instance in self._adopted:
+            release(instance)
+        self._samplers.clear()
+        self._adopted.clear()
+
+    def set_epoch(self, loader: object, epoch: int) -> None:
+        """Let samplers shuffle for this epoch."""
+        self._set_sampler_epoch(loader, epoch)
+
+    @staticmethod
+    def index_sampler(loader: object) -> Any | None:
+        """What chooses the (batches of) samples of `loader`; None: nothing that we could ask."""
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return None
+        return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+    def _stateful(self, loader: Any) -> Any | None:
+        """Who keeps the place in a stream: its loader, or a dataset that is read in this process.
+
+        As in Lightning's checkpoints the state is one for all shards: how far, not of what.
+        """
+        owners = [loader] if self.index_sampler(loader) is None else []
+        if owners and not getattr(loader, "num_workers", 0):
+            owners.append(getattr(loader, "dataset", None))
+        both = ("state_dict", "load_state_dict")
+        return next((o for o in owners if all(hasattr(o, name) for name in both)), None)
+
+    def _warn_unplaceable(self, loader: object) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "after a heal the data of %s goes on from where this process's own iterator "
+                "starts: an iterable has no position to restore, so some samples are seen twice "
+                "or not at all in this epoch",
+                type(loader).__name__,
+            )

@@ -1,0 +1,130 @@
+"""A Trainer's whole state as a checkpoint that travels, and its restoration in a running fit.
+
+"Healed" is to mean "resumed from a checkpoint", with all the hooks that Lightning promises for
+that: what a LightningModule, data module or callback keeps through a checkpoint, it keeps through
+a heal. The difference is only that the fit goes on from where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from ft_core.heal import digest
+from ft_core.shell.intra_group import IntraGroup
+from ft_lightning.shared.strategy_options import Options
+from ft_lightning.trainer import leader
+from ft_lightning.trainer import loop_counters as position
+
+log = logging.getLogger("ft_lightning")
+
+
+def lineage_of_start(trainer: Any, *, allow_objects: bool) -> str:
+    """Name of the state in which a run starts; equal for replica groups that start alike.
+
+    It covers what decides the training's course, not what may rightly differ between groups (such
+    as a callback's paths). Unlike states heal at the first quorum.
+    """
+    state = {
+        "state_dict": trainer.strategy.lightning_module_state_dict(),
+        "optimizer_states": [o.state_dict() for o in trainer.strategy.optimizers],
+        "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+        "epoch": trainer.current_epoch,
+        "step": trainer.global_step,
+    }
+    return f"start-{digest(state, allow_objects=allow_objects)}"
+
+
+def begin(trainer: Any, in_group: IntraGroup, options: Options) -> str:
+    """Make the ranks of this replica group begin alike; returns `lineage_of_start`, after that."""
+    strategy, allow_objects = trainer.strategy, options.heal_allow_objects
+    return in_group.begin_alike(
+        lambda: lineage_of_start(trainer, allow_objects=allow_objects),
+        strategy.lightning_module_state_dict,
+        lambda state: strategy.load_model_state_dict({"state_dict": state}, strict=True),
+        into=strategy.lightning_module_state_dict,
+        allow_objects=allow_objects,
+        token=options.token,
+    )
+
+
+def dump(trainer: Any, *, batches: int, updates: int = 0) -> dict[str, Any]:
+    """The state as of the boundary at which the current step began. The loop's thread only.
+
+    Tensors are the live ones: the caller copies. `batches`, `updates`: as in `position.capture`.
+    """
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    for owner in (trainer.lightning_module, trainer.datamodule):
+        if owner is not None:
+            # The target has its own; they may hold anything, and restoring does not read them.
+            for key in ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_TYPE"):
+                checkpoint.pop(getattr(owner, key, key), None)
+    checkpoint["loops"] = {"fit_loop": position.capture(trainer, batches=batches, updates=updates)}
+    metrics = {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in trainer.callback_metrics.items()
+    }
+    return {
+        "checkpoint": checkpoint,
+        "should_stop": trainer.should_stop,
+        "metrics": metrics,
+        "logs": leader.directories(trainer),
+    }
+
+
+def places(trainer: Any) -> dict[str, Any]:
+    """The target's own tensors, shaped like `dump`'s tree: where tensors may be received.
+
+    Any thread, while the loop waits: no hook of the user is called.
+    """
+    strategy = trainer.strategy
+    return {
+        "checkpoint": {
+            "state_dict": strategy.lightning_module_state_dict(),
+            "optimizer_states": [o.state_dict() for o in strategy.optimizers],
+        }
+    }
+
+
+def restore(trainer: Any, state: dict[str, Any]) -> int:
+    """Put a dumped state in place; the loop's thread. Counters are those of the boundary then.
+
+    Returns the epoch that the Trainer was in before. Does not touch the data: see `Batches.jump`.
+    """
+    epoch_before = position.epoch(trainer)
+    checkpoint = state["checkpoint"]
+    _adopt_directories(trainer, checkpoint.get("callbacks", {}))
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    try:
+        connector.restore_datamodule()
+        connector.restore_model()
+        connector.restore_callbacks()
+        connector.restore_training_state()
+    finally:
+        connector._loaded_checkpoint = {}
+    position.settle(trainer)
+    trainer.should_stop = state["should_stop"]
+    leader.adopt_directories(trainer, state["logs"])
+    trainer.callback_metrics.update(state["metrics"])
+    log.info(
+        "healed: epoch %s, batch %s, global step %s",
+        trainer.current_epoch,
+        position.batches_done(trainer),
+        trainer.global_step,
+    )
+    return epoch_before
+
+
+def _adopt_directories(trainer: Any, states: dict[str, Any]) -> None:
+    """Checkpoint callbacks of all groups save into one directory.
+
+    A process that was started later has resolved a directory of its own, and Lightning drops a
+    checkpoint callback's state if the directories differ.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        directory = states.get(callback.state_key, {}).get("dirpath")
+        if directory and getattr(callback, "dirpath", None):
+            callback.dirpath = directory

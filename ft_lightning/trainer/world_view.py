@@ -1,0 +1,170 @@
+"""What a Trainer is told about ranks and the world, and how far its collectives reach.
+
+Barriers, broadcasts and boolean decisions stay inside the replica group (`in_group.py`), which lives
+and dies as a whole: nothing of it can hang on a group that died. Over the quorum go gradients, what is reduced or
+gathered inside `training_step` (`collectives.py`), the votes (`decisions.py`), and agreements at
+the ends of validations and epochs (`rounds.py`). `trainer.world_size` and
+`trainer.global_rank` are nominal: the processes of all configured groups, and this one's number. How
+many take part right now is `trainer.strategy.num_participants`. Training data is sharded over the
+nominal world; validation, test and prediction data is not sharded: each group computes the same
+metrics, so that early stopping and plateau schedulers decide alike everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from ft_core.config import ENV_JOB
+from ft_lightning.shared.ranks import NominalRanks
+from ft_lightning.shared.step_collectives import gather_in_step, reduce_in_step
+from ft_lightning.shared.topology import Scope
+from ft_lightning.trainer.ending import EndingMixin
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class ScopedMixin(NominalRanks, EndingMixin, _Base):
+    """The part of the strategy that answers questions about ranks."""
+
+    _prepare_lock: int | None = None
+    _prepared = False
+    _driver: Any
+    _manager: Any
+
+    @property
+    def local_rank(self) -> int:
+        """Among the processes of this replica group on this machine."""
+        return self._scope.local_rank if self._scope else 0
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process is the leader: the first of those that take part in the step.
+
+        Before the first quorum of a fit nobody is; outside of a fit, rank 0 of a fresh start.
+        """
+        return self._leader
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is not None and trainer.training:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": 1, "rank": 0}
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over all who take part in the step, inside `training_step`; else as it is."""
+        if not isinstance(tensor, torch.Tensor) or not self._reaches_peers():
+            return tensor
+        return reduce_in_step(self._manager, tensor, reduce_op)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Inside `training_step`: a row for each who takes part in the step; else, just this."""
+        if sync_grads and tensor.requires_grad and self._reaches_peers():
+            raise ValueError(
+                "ft_ddp cannot send gradients back through all_gather: the replica groups that "
+                "a loss was made of may be gone by then; gather detached tensors"
+            )
+        if not self._reaches_peers():
+            return tensor.unsqueeze(0)
+        return gather_in_step(self._manager, tensor)
+
+    def _reaches_peers(self) -> bool:
+        """Whether this call belongs to an open step, which all repeat if it fails."""
+        driver = self._driver
+        if not getattr(driver, "computing", False) or driver.replaying:
+            return False
+        driver.ensure_open(to_reduce=True)
+        return True
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Of the replica group."""
+        with self._where_ranks_meet():
+            return self._in_group.decide(decision, all_of_them=all)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Within the replica group: from its rank number `src`."""
+        if self._scope is None:
+            return obj
+        with self._where_ranks_meet():
+            return self._in_group.broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Of the replica group. The first one after `prepare_data` lets the next process in."""
+        first, self._prepared = not self._prepared, True
+        self.release_machine()
+        if self._scope is not None:
+            with self._where_ranks_meet():
+                self._in_group.barrier(limited=not first)
+
+    def _where_ranks_meet(self) -> Any:
+        """Ranks that end with an error do so alone."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.interrupted:
+            return self._in_group.alone()
+        return contextlib.nullcontext()
+
+    def set_world_ranks(self) -> None:
+        """Called by Lightning when the Trainer is made, and before a run."""
+        if self._scope is None:
+            scope = self._find_scope(self.num_nodes)
+            self._leader = scope.rank == 0 and scope.restarts == 0
+            act_as_leader(self._leader, scope)
+
+    def release_machine(self) -> None:
+        """Let the next process of this machine prepare its data."""
+        if self._prepare_lock is not None:
+            os.close(self._prepare_lock)
+            self._prepare_lock = None
+
+
+def schema(trainer: Any, scope: Scope) -> dict[str, str]:
+    """What replica groups must have in common; one that differs is refused when it joins."""
+    module = trainer.lightning_module
+    return {
+        "replica groups": str(scope.num_groups),
+        "processes a replica group": str(scope.group_size),
+        "batches an epoch": str(trainer.num_training_batches),
+        "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
+        "precision": str(trainer.precision),
+        "gradient clipping": f"{trainer.gradient_clip_val} {trainer.gradient_clip_algorithm}",
+        "optimizers": ", ".join(type(o).__name__ for o in trainer.optimizers),
+        "schedulers": ", ".join(
+            f"{type(c.scheduler).__name__} each {c.frequency} {c.interval}"
+            for c in trainer.lr_scheduler_configs
+        ),
+        "optimization": "automatic" if module.automatic_optimization else "manual",
+    }
+
+
+def act_as_leader(leader: bool, scope: Scope) -> None:
+    """Set the rank that Lightning's loggers and messages go by: 0 is who speaks."""
+    rank: Any = rank_zero_only
+    # Others must differ from each other, too: seeds of data loader workers follow from it.
+    rank.rank = 0 if leader else scope.rank or scope.world_size
+
+
+def lock_machine(job_id: str) -> int:
+    """Let one process of this script and user at a time prepare data on this machine.
+
+    Returns a file descriptor that holds the lock; closing it (or dying) lets the next one in.
+    """
+    job = f"{os.path.abspath(sys.argv[0])} {job_id} {os.environ.get(ENV_JOB, '')}"
+    digest = hashlib.blake2b(job.encode(), digest_size=6).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"ft_lightning-{os.getuid()}-{digest}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
