@@ -645,7 +645,7 @@ class Manager:
             return  # the boundary of the step is still to be crossed (`_enter`)
         assert replica.view is not None
         replica.pin()
-        self._pg.pin(replica.view.quorum_id)
+        self._pg.bind(replica.view.quorum_id)
         self.step.part = self._participation(replica)
         self.step.bound_at = now
 

@@ -86,15 +86,15 @@ class ProcessGroup(dist.ProcessGroup):
     def advertise(self, host: str) -> None:
         """Use the address `host` unless the constructor was given one; before `address`."""
 
-    pinned_quorum: int | None = None
+    bound_quorum: int | None = None
 
-    def pin(self, quorum_id: int | None) -> None:
+    def bind(self, quorum_id: int | None) -> None:
         """Refuse collectives under any other quorum, until the next call (None: allow all).
 
         The members may change between two collectives of one step; one that belongs to the old
         quorum must not meet those of the new one (Gloo aborts the process on a mismatch).
         """
-        self.pinned_quorum = quorum_id
+        self.bound_quorum = quorum_id
 
     @property
     def quorum_id(self) -> int:

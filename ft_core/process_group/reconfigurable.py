@@ -173,7 +173,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         with self._issue_lock:
             # Inside the lock: configure() waits for it before it gives the communicator other
             # members, so a collective that saw an open group can't run under the next quorum.
-            if not self._open or self.pinned_quorum not in (None, self._quorum_id):
+            if not self._open or self.bound_quorum not in (None, self._quorum_id):
                 return FailedWork(self._refusal(operation))
             assert self._communicator is not None
             quorum_id = self._quorum_id
@@ -231,7 +231,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
             return ProcessGroupError(f"{operation} before the first configure()")
         if self._open:
             return ProcessGroupError(
-                f"{operation} belongs to quorum {self.pinned_quorum}, but the members are those of "
+                f"{operation} belongs to quorum {self.bound_quorum}, but the members are those of "
                 f"quorum {self._quorum_id} now"
             )
         return ProcessGroupError(

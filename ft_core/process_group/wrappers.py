@@ -37,8 +37,8 @@ class ProcessGroupWrapper(ProcessGroup):
     def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:
         self.group.revoke(reason, quorum_id=quorum_id)
 
-    def pin(self, quorum_id: int | None) -> None:
-        self.group.pin(quorum_id)
+    def bind(self, quorum_id: int | None) -> None:
+        self.group.bind(quorum_id)
 
     @property
     def quorum_id(self) -> int:

@@ -184,13 +184,13 @@ def test_collectives_without_a_quorum_fail_in_the_work(four: list[ProcessGroupGl
         late.get_future().wait()
 
 
-def test_a_pinned_step_can_not_use_the_next_quorum(four: list[ProcessGroupGloo]) -> None:
+def test_a_bound_step_cannot_use_the_next_quorum(four: list[ProcessGroupGloo]) -> None:
     configure(four[:2], 1)
-    four[0].pin(1)
+    four[0].bind(1)
     configure(four[:2], 2)
     with pytest.raises(ProcessGroupError, match="belongs to quorum 1"):
         four[0].allreduce([torch.ones(1)]).wait()
-    four[0].pin(2)
+    four[0].bind(2)
     assert sums(four[:2]) == right_sum(2)
 
 
