@@ -21,6 +21,9 @@ def main(argv: Sequence[str]) -> None:
     """Install, then become the script. Raises SystemExit for a wrong call."""
     as_module = bool(argv) and argv[0] == "-m"
     rest = list(argv[1:] if as_module else argv)
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return
     if not rest or rest[0].startswith("-"):
         raise SystemExit(USAGE)
     if not as_module and not os.path.exists(rest[0]):
