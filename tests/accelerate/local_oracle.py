@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_core.diloco.schedule import Event, Schedule, trace
+from ft_core.diloco.schedule import Schedule, ScheduleEvent, trace
 from tests.accelerate.loop_worker import OPTIONS, Net, loaders
 
 Lines = list[dict[str, Any]]
@@ -34,7 +34,7 @@ def trained(
     last = [p.detach().clone() for p in first.parameters()]
     outer = torch.optim.SGD(last, lr=0.7, momentum=0.9, nesterov=True)
     every = options["local_steps"]
-    due: dict[int, list[tuple[Event, int]]] = {}
+    due: dict[int, list[tuple[ScheduleEvent, int]]] = {}
     for step, event, index in trace(Schedule(every, len(parts), delay), every):
         due.setdefault(step, []).append((event, index))
     sent: tuple[int, dict[int, Tensor]] | None = None
@@ -74,7 +74,7 @@ def trained(
             nn.utils.clip_grad_norm_(net.parameters(), options["clip"])
             optimizer.step()
         for event, index in due.get((count - 1) % every + 1, ()):
-            launch(index) if event is Event.LAUNCH else apply(count)
+            launch(index) if event is ScheduleEvent.LAUNCH else apply(count)
         ends = count == len(logs[0]) or logs[0][count]["epoch"] != logs[0][count - 1]["epoch"]
         if ends:
             apply(count)

@@ -15,9 +15,8 @@ from torch import nn
 from ft_core.diloco.diloco import DiLoCo
 from ft_core.diloco.fragments import split
 from ft_core.diloco.local_sgd import LocalSGD
-from ft_core.diloco.schedule import Event, Schedule
-from ft_core.telemetry import QUORUM, WAITING
-from ft_core.telemetry import Event as Event_
+from ft_core.diloco.schedule import Schedule, ScheduleEvent
+from ft_core.telemetry import QUORUM, WAITING, Event
 from lighthouse.errors import JoinRefused
 from tests.diloco import reference
 from tests.diloco.faults import failing
@@ -51,7 +50,7 @@ class Script:
             self.local_step += 1
             for event in self.schedule.due(self.step, self.local_step):
                 fragment = self.schedule.fragment_of(self.step)
-                if event is Event.LAUNCH:
+                if event is ScheduleEvent.LAUNCH:
                     self.run.launch(fragment)
                     continue
                 self.step += at_apply(self.attempt, fragment) if at_apply else self.commit(fragment)
@@ -221,7 +220,7 @@ class RetryableReducer:
 def tell_without_1(trainer: Trainer, event: threading.Event) -> None:
     """Set `event` once this member has a quorum without member 1."""
 
-    def sink(e: Event_) -> None:
+    def sink(e: Event) -> None:
         if e.kind == QUORUM and not any(m.startswith("r1:") for m in e.data["members"]):
             event.set()
 

@@ -10,7 +10,7 @@ import torch
 from ft_core.diloco.diloco import DiLoCo
 from ft_core.diloco.fragments import split
 from ft_core.diloco.local_sgd import LocalSGD
-from ft_core.diloco.schedule import Event, Schedule, trace
+from ft_core.diloco.schedule import Schedule, ScheduleEvent, trace
 from tests.diloco.members import Trainer
 from tests.diloco.reference import Reference, network
 from tests.threads.cluster import lighthouse, replicas
@@ -32,7 +32,7 @@ def expected(
         for member in run.members.values():
             run.inner_step(member)
         for event, fragment in events.get(inner, []):
-            run.launch(fragment) if event is Event.LAUNCH else run.apply(fragment)
+            run.launch(fragment) if event is ScheduleEvent.LAUNCH else run.apply(fragment)
     return run
 
 
