@@ -29,6 +29,7 @@ _HOMES = {
 
 __all__ = ["DiLoCo", "FaultToleranceKwargs", "FaultTolerancePlugin", "LocalSGD"]
 
+
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:

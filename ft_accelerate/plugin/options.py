@@ -303,11 +303,11 @@ class GroupPlace:
             interface=core.interface,
         )
 
-    def slots(self, plugin: FaultTolerancePlugin) -> int:
+    def num_processes(self, plugin: FaultTolerancePlugin) -> int:
         """Processes of the whole job: Accelerate's `num_processes`."""
         return plugin.num_replica_groups * self.size
 
-    def slot(self, plugin: FaultTolerancePlugin) -> int:
+    def process_index(self, plugin: FaultTolerancePlugin) -> int:
         """This process's number among them: Accelerate's `process_index`."""
         return plugin.replica_group_id * self.size + self.rank
 

@@ -59,12 +59,12 @@ class Diverged(RuntimeError):
 class CheckedCollectives:
     """How one process talks to the others in an open attempt of `manager`.
 
-    `slot`: its number among `slots` processes of the whole job; `device`: of the data plane.
+    `process_index`: its number among `num_processes` processes of the whole job; `device`: of the data plane.
     """
 
     manager: Manager
-    slot: int
-    slots: int
+    process_index: int
+    num_processes: int
     device: torch.device
 
     def agree(
@@ -84,16 +84,16 @@ class CheckedCollectives:
         same on tensors that don't fit together.
         """
         mine = (kind.value, event, nbytes, hash(tuple(shape)) % (1 << 31))
-        header = torch.tensor([[1, self.slot, *mine, agreed]], device=self.device)
+        header = torch.tensor([[1, self.process_index, *mine, agreed]], device=self.device)
         table = gather_rows(self.manager, header, patience_s)
         if table is None:
             return None
-        rows: list[list[int]] = [[0] * header.shape[1] for _ in range(self.slots)]
+        rows: list[list[int]] = [[0] * header.shape[1] for _ in range(self.num_processes)]
         for row in table.tolist():
             if row[0] == 1:  # who does not take part sends zeros
                 rows[row[1]] = row
         said = [tuple(row[2:6]) if row[0] == 1 else None for row in rows]
-        ages = [(row[6], -slot) for slot, row in enumerate(rows) if row[0] == 1]
+        ages = [(row[6], -index) for index, row in enumerate(rows) if row[0] == 1]
         if not ages:
             return None
         reference = said[-max(ages)[1]]  # those who have done most together are right
@@ -102,7 +102,7 @@ class CheckedCollectives:
             raise Diverged(
                 f"this replica group is at {NAMES[kind]} (event {event} of its script), the others "
                 f"are at {NAMES[Kind(reference[0])]} (event {reference[1]}): all must run the same "
-                "script with the same options, and register objects that decide about its course "
+                "script with the same options, and register objects that decide about its path "
                 "with accelerator.register_for_checkpointing"
             )
         if any(s is not None and s[:2] != reference[:2] for s in said):
@@ -117,17 +117,17 @@ class CheckedCollectives:
         return counted  # type: ignore[return-value]
 
     def rows(self, payload: Tensor, nbytes: int) -> Tensor:
-        """`payload` (bytes, up to `nbytes` of them) of every process: shape (slots, nbytes)."""
-        table = torch.zeros(self.slots, nbytes, dtype=torch.uint8, device=self.device)
+        """`payload` (bytes, up to `nbytes` of them) of every process: shape (num_processes, nbytes)."""
+        table = torch.zeros(self.num_processes, nbytes, dtype=torch.uint8, device=self.device)
         mine = payload[:nbytes]
-        table[self.slot, : mine.numel()] = mine.to(self.device)
+        table[self.process_index, : mine.numel()] = mine.to(self.device)
         self.manager.allreduce(table, reduce_op=ReduceOp.SUM).wait()
         return table
 
     def from_one(self, payload: Tensor, nbytes: int, source: int) -> Tensor:
         """`payload` of process `source`, `nbytes` bytes of it."""
         wire = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        if self.slot == source:
+        if self.process_index == source:
             wire.copy_(payload[:nbytes])
         self.manager.allreduce(wire, reduce_op=ReduceOp.SUM).wait()
         return wire
@@ -151,7 +151,7 @@ def check_alike(said: Sequence[tuple[int, int, int, int] | None], what: str) -> 
 
 def present(said: Sequence[object | None]) -> list[int]:
     """Numbers of the processes that take part."""
-    return [slot for slot, row in enumerate(said) if row is not None]
+    return [index for index, row in enumerate(said) if row is not None]
 
 
 def fill(rows: list[Tensor], here: Sequence[int]) -> list[Tensor]:
@@ -162,5 +162,6 @@ def fill(rows: list[Tensor], here: Sequence[int]) -> list[Tensor]:
     if not here:
         return rows
     return [
-        row if slot in set(here) else rows[here[slot % len(here)]] for slot, row in enumerate(rows)
+        row if index in set(here) else rows[here[index % len(here)]]
+        for index, row in enumerate(rows)
     ]

@@ -42,14 +42,14 @@ def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         runtime = processes.active()
-        if runtime is not None and runtime.slots > 1:
+        if runtime is not None and runtime.num_processes > 1:
             group = kwargs.get("group")
             groups = [group] if group is not None else [a for a in args if _is_group(a)]
             caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
             if not any(g is not dist.group.WORLD for g in groups) and caller not in _LIBRARIES:
                 raise RuntimeError(
                     f"torch.distributed.{name} reaches this process only, not the "
-                    f"{runtime.slots} processes that train together: use {INSTEAD[name]}, or pass "
+                    f"{runtime.num_processes} processes that train together: use {INSTEAD[name]}, or pass "
                     "the group that you mean"
                 )
         return original(*args, **kwargs)

@@ -34,7 +34,10 @@ class GroupRanks:
 
     def __init__(self, options: FaultTolerancePlugin, place: GroupPlace, life: int) -> None:
         self.options, self.place = options, place
-        self.slots, self.slot = place.slots(options), place.slot(options)
+        self.num_processes, self.process_index = (
+            place.num_processes(options),
+            place.process_index(options),
+        )
         self._in_group = IntraGroup(
             place.rank,
             place.size,

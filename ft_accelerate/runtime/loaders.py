@@ -1,4 +1,4 @@
-"""Passes over prepared data loaders: real, or a ghost's, and from one to the other within a pass."""
+"""Passes over prepared data loaders: real or fast-forwarded, and from one to the other within a pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POSITIONS_OF_OTHERS = (
 """Of torchdata's states: where all of these are None, counts are all there is to a place."""
 
 EVALUATION_BATCHES = 1
-"""What a ghost sees of an evaluation: enough for the script's variables to exist."""
+"""How many batches of an evaluation a script that fast-forwards sees: enough for the script's variables to exist."""
 
 
 class Passes:
@@ -36,9 +36,9 @@ class Passes:
     def iterate(self, loader: Any) -> Iterator[Any]:
         """One pass. Each request for a batch may begin a window, heal, or arrive."""
         runtime = self._current()
-        course = runtime.course
+        position = runtime.position
         generator = generator_of(loader)
-        iteration = course.begin(generator.get_state() if generator is not None else None)
+        iteration = position.begin(generator.get_state() if generator is not None else None)
         resumed = _take_resumed(loader)
         length = _length(loader)
         if length is not None:
@@ -47,11 +47,11 @@ class Passes:
         try:
             while True:
                 runtime.at_fetch(loader, iteration)
-                if course.work_is_ghost:
+                if position.fast_forwarding:
                     if real is not None:
                         real.close()  # type: ignore[attr-defined]
                         real = None
-                    if self._ghost_is_over(runtime, loader, iteration, length):
+                    if self._fast_forward_is_over(runtime, loader, iteration, length):
                         break
                     batch = self._remembered(loader)
                 else:
@@ -65,19 +65,19 @@ class Passes:
                     except StopIteration:
                         break
                 iteration.yielded += 1
-                course.fresh = False
+                position.fresh = False
                 yield batch
         finally:
             if real is not None:
                 real.close()  # type: ignore[attr-defined]
-            course.finish(iteration, has_length=length is not None)
+            position.finish(iteration, has_length=length is not None)
 
     def _start(
         self, runtime: Runtime, loader: Any, iteration: Iteration, resumed: _LoaderState
     ) -> Iterator[Any]:
         """The real batches, from where this pass stands."""
         generator = generator_of(loader)
-        state = runtime.course.generator_states.pop(iteration.seq, None)
+        state = runtime.position.generator_states.pop(iteration.seq, None)
         if generator is not None and state is not None:
             generator.set_state(state)
             iteration.generator_state = state
@@ -102,16 +102,16 @@ class Passes:
         batches = self._original(loader)
         return _later(batches, skip) if skip else batches
 
-    def _ghost_is_over(
+    def _fast_forward_is_over(
         self, runtime: Runtime, loader: Any, iteration: Iteration, length: int | None
     ) -> bool:
-        """Whether a ghost's pass has no more batches; keeps what Accelerate knows of the pass."""
-        course = runtime.course
+        """Whether a fast-forwarded pass has no more batches; keeps what Accelerate knows of the pass."""
+        position = runtime.position
         if not iteration.yielded:
             loader.begin()
         if length is None:
-            length = course.lengths.get(iteration.seq)
-        if course.phase is Phase.GHOST and not runtime.training():
+            length = position.lengths.get(iteration.seq)
+        if position.phase is Phase.FAST_FORWARD and not runtime.training():
             length = min(EVALUATION_BATCHES, length or EVALUATION_BATCHES)
         if length is not None and iteration.yielded >= length:
             _end(loader)

@@ -73,14 +73,16 @@ class Meeting:
         left = [job.next_residual for job in jobs if job.next_residual is not None]
         return left if left and len(left) == len(jobs) else None
 
-    def _attempt(self, exchange: CheckedCollectives, agree: Callable[..., Any]) -> list[Tensor] | None:
+    def _attempt(
+        self, collectives: CheckedCollectives, agree: Callable[..., Any]
+    ) -> list[Tensor] | None:
         sent, self._sent = self._sent, None
         if sent is None or self._sent_in != self._runtime.attempts_discarded:
-            sent = self._send(exchange, agree)
+            sent = self._send(collectives, agree)
         self._last = sent
         return None if sent is None else sent.wait()
 
-    def _send(self, exchange: CheckedCollectives, agree: Callable[..., Any]) -> _Sent | None:
+    def _send(self, collectives: CheckedCollectives, agree: Callable[..., Any]) -> _Sent | None:
         said = agree(self._fingerprint())
         if said is None:
             return None
@@ -90,7 +92,7 @@ class Meeting:
                 f"{self._settings}: start all of them with the same script and options"
             )
         return _Sent(
-            exchange, self._values, self._exact, self._codec, self._first_residuals,
+            collectives, self._values, self._exact, self._codec, self._first_residuals,
             self._bucket_bytes,
         )  # fmt: skip
 
@@ -111,14 +113,14 @@ class _Sent:
 
     def __init__(
         self,
-        exchange: CheckedCollectives,
+        collectives: CheckedCollectives,
         values: Sequence[Tensor],
         exact: Sequence[Tensor],
         codec: Codec | None,
         residuals: Callable[[Sequence[Tensor]], list[Tensor | None]],
         bucket_bytes: int,
     ) -> None:
-        manager = exchange.manager
+        manager = collectives.manager
         part = participation_of(manager)
         self._coded = codec is not None
         self._participants = part.participants

@@ -48,7 +48,7 @@ FINISHED = "the training has finished"
 class Membership:
     """Joining, voting, healing and leaving. The loop's thread, but where said otherwise.
 
-    `slot` of `slots`: this process's number among all processes of all replica groups.
+    `process_index` of `num_processes`: this process's number among all processes of all replica groups.
     """
 
     def __init__(
@@ -56,13 +56,16 @@ class Membership:
         options: FaultTolerancePlugin,
         place: GroupPlace,
         supervision: Supervision,
-        gate: RetryableReducer,
+        reducer: RetryableReducer,
     ) -> None:
         self.options, self._supervision = options, supervision
-        self.peers = GroupRanks(options, place, supervision.restarts)
-        self.slots, self.slot = self.peers.slots, self.peers.slot
-        self.course = ScriptPosition()
-        self.gate = gate
+        self.group_ranks = GroupRanks(options, place, supervision.restarts)
+        self.num_processes, self.process_index = (
+            self.group_ranks.num_processes,
+            self.group_ranks.process_index,
+        )
+        self.position = ScriptPosition()
+        self.reducer = reducer
         self.manager: Manager | None = None
         self.attempts_discarded = 0
         self.contributes = True
@@ -74,22 +77,22 @@ class Membership:
         self._aside = False
         self._closed = False
         only = options.num_replica_groups == 1
-        self._leader = self.slot == 0 and (supervision.restarts == 0 or only)
+        self._leader = self.process_index == 0 and (supervision.restarts == 0 or only)
         self._healed: dict[str, Any] | None = None
         self.serve_copies = False
         """Whether the state changes between the steps that are voted on (LocalSGD)."""
         self.on_live: list[Callable[[], None]] = []
         """Called when the script stands where its peers' stood when they sent their state."""
-        self.prelude = StartupCollectives(options, supervision, self.peers)
+        self.startup = StartupCollectives(options, supervision, self.group_ranks)
         self._has_turn = False
         self._starting = 0
         self._owes_report = True
         self._sigterm = Sigterm(self._is_waiting)
         self._sink: JsonlSink | None = None
         if place.event_log:
-            self._sink = JsonlSink(Path(place.event_log), name=str(self.slot))
+            self._sink = JsonlSink(Path(place.event_log), name=str(self.process_index))
         if self._sink is not None:
-            self.gate.telemetry.add_sink(self._sink)
+            self.reducer.telemetry.add_sink(self._sink)
         if supervision.pid:
             die_with(supervision.pid)
         atexit.register(self._at_exit)
@@ -99,7 +102,7 @@ class Membership:
     @property
     def leader(self) -> bool:
         """Whether this process is the main one: the first of those that take part."""
-        return self._leader and self.course.phase is Phase.LIVE
+        return self._leader and self.position.phase is Phase.LIVE
 
     @property
     def local_leader(self) -> bool:
@@ -110,14 +113,14 @@ class Membership:
         """
         told = self._supervision
         if 0 < told.children < self.options.num_replica_groups:
-            first = told.child == 0 and self.peers.place.local_rank == 0
-            return first and self.course.phase is Phase.LIVE
+            first = told.child == 0 and self.group_ranks.place.local_rank == 0
+            return first and self.position.phase is Phase.LIVE
         return self.leader
 
     @property
     def live(self) -> bool:
         """Whether the script's work counts."""
-        return self.course.phase is Phase.LIVE
+        return self.position.phase is Phase.LIVE
 
     @property
     def participants(self) -> int:
@@ -225,16 +228,16 @@ class Membership:
                 log.warning("this process came back too late: %s", error)
                 self._leave_for_good()
                 raise SystemExit(0) from None
-            target = self.course.target
-            if target is None or self.course.phase is Phase.LIVE:
+            target = self.position.target
+            if target is None or self.position.phase is Phase.LIVE:
                 return
             if not target.reachable:
                 self._leave("the others are where this process cannot join them")
                 time.sleep(UNREACHABLE_PAUSE_S)
                 continue
-            if self.course.distance > FAR_BATCHES:
-                log.info("about %s batches behind: catching up first", self.course.distance)
-                self._leave(f"about {self.course.distance} batches behind", keep_state=True)
+            if self.position.distance > FAR_BATCHES:
+                log.info("about %s batches behind: catching up first", self.position.distance)
+                self._leave(f"about {self.position.distance} batches behind", keep_state=True)
             return
 
     def _watch_sigterm(self) -> None:
@@ -255,13 +258,13 @@ class Membership:
             self._sigterm.end()
 
     def _connect(self) -> None:
-        self.prelude.close()
+        self.startup.close()
         allow_objects = self.options.heal_allow_objects
-        manager = self.peers.manager(self._device)
+        manager = self.group_ranks.manager(self._device)
         manager.set_state_dict_fns(self._load, self._dump)
         manager.state.expect(*(o.optimizer for o in self.accelerator._optimizers))
-        self.gate.attach(manager)
-        lineage = self.peers.begin_alike(
+        self.reducer.attach(manager)
+        lineage = self.group_ranks.begin_alike(
             lambda: states.lineage_of_start(self.accelerator, allow_objects=allow_objects),
             give=lambda: states.dump(self.accelerator, None),
             take=self._take_start,
@@ -278,7 +281,7 @@ class Membership:
         generators = states.generators(self.accelerator)
         before = [generator.get_state() for generator in generators]
         states.restore(self.accelerator, state, models=True)
-        for iteration in self.course.active:
+        for iteration in self.position.active:
             for generator, mine in zip(generators, before, strict=True):
                 known = iteration.generator_state
                 if known is not None and torch.equal(known, mine):
@@ -294,12 +297,12 @@ class Membership:
 
     def _at_exit(self) -> None:
         """The script has ended without `end_training`: in a pass over data, or by an error?"""
-        ended = not self.course.active and not hasattr(sys, "last_value")
+        ended = not self.position.active and not hasattr(sys, "last_value")
         self.close(finished=ended and not self._sigterm.noted)
 
     def _leave_for_good(self, *, finished: bool = False) -> None:
         manager, self.manager, self._open = self.manager, None, False
-        self.gate.detach()
+        self.reducer.detach()
         if manager is not None:
             manager.shutdown(finished=finished and self.live)
 
@@ -319,8 +322,8 @@ class Membership:
         self._closed = True
         atexit.unregister(self._at_exit)
         self._sigterm.unwatch()
-        self.prelude.close()
-        self.peers.close()
+        self.startup.close()
+        self.group_ranks.close()
         self._leave_for_good(finished=finished)
         if self._sink is not None:
             self._sink.close()
@@ -330,9 +333,9 @@ class Membership:
     def _dump(self) -> dict[str, Any]:
         if threading.get_ident() != self._starting:  # the heal's thread asks where to receive
             return states.places(self.accelerator)
-        if self.course.target is not None and self._healed is not None:
+        if self.position.target is not None and self._healed is not None:
             return self._healed  # this script is on its way there, and so are parts of its state
-        state = states.dump(self.accelerator, self.course.describe(self._at))
+        state = states.dump(self.accelerator, self.position.describe(self._at))
         return tree_map(_copied, state) if self.serve_copies else state
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -340,9 +343,10 @@ class Membership:
         self._healed = state
         states.restore(self.accelerator, state, models=True)
         target = states.target_in(state)
-        self.course.relocate(target)
+        self.position.relocate(target)
         log.info(
-            "healed; the others are in pass %s over the loaders, batch %s", *(target.window or (0, 0))
+            "healed; the others are in pass %s over the loaders, batch %s",
+            *(target.window or (0, 0)),
         )
 
 

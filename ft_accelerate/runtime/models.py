@@ -1,4 +1,4 @@
-"""A model as `Accelerator.prepare` returns it: averages its gradients, and can be a ghost."""
+"""A model as `Accelerator.prepare` returns it: averages its gradients, and can be fast-forwarded."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ft_core.ddp import DistributedDataParallel, never_compile
 class FaultTolerantModel(DistributedDataParallel):
     """`ft_core`'s DistributedDataParallel whose forward can be answered from memory.
 
-    As a ghost (`is_ghost()`) the first call with inputs of some shapes computes; later ones return
-    copies of that output, whose backward ends at the output and calls `on_ghost_backward`, once a
+    While `is_fast_forward()` the first call with inputs of some shapes computes; later ones return
+    copies of that output, whose backward ends at the output and calls `on_skipped_backward`, once a
     pass. Neither this nor a forward that is done over (`is_replay()`) leaves a trace in running
     statistics: those came with the peers' state.
     """
@@ -29,67 +29,67 @@ class FaultTolerantModel(DistributedDataParallel):
 
     def __init__(
         self,
-        gate: RetryableReducer,
+        reducer: RetryableReducer,
         module: nn.Module,
         *,
-        is_ghost: Callable[[], bool],
+        is_fast_forward: Callable[[], bool],
         is_replay: Callable[[], bool],
-        on_ghost_backward: Callable[[], None],
+        on_skipped_backward: Callable[[], None],
         **kwargs: Any,
     ) -> None:
-        super().__init__(gate, module, **kwargs)  # type: ignore[arg-type]
+        super().__init__(reducer, module, **kwargs)  # type: ignore[arg-type]
         never_compile(__package__)
-        self._gate = gate
-        self._is_ghost, self._on_ghost_backward = is_ghost, on_ghost_backward
+        self._retryable = reducer
+        self._is_fast_forward, self._on_skipped_backward = is_fast_forward, on_skipped_backward
         self._is_replay = is_replay
         self._remembered: dict[Any, Any] = {}
-        self._ghost_queued = False
+        self._skip_queued = False
         if self._shared:
-            gate.is_wire(self._shared._wire.bytes)
+            reducer.is_wire(self._shared._wire.bytes)
             send = weakref.WeakMethod(self._shared.send)
 
             def before_send() -> bool:
                 again = send()
-                return again is not None and gate.sends_buffers(again)
+                return again is not None and reducer.sends_buffers(again)
 
             self._shared.before_send = before_send
         if self.find_unused_parameters:
             parameters, _ = self._build_params_for_reducer()
             self._optional = OptionalParameters(parameters)
             optional = weakref.ref(self._optional)
-            self._reduction.reduce_used = lambda counts: gate.reduce_used(optional(), counts)
-        self._keep_gradients(gate)
+            self._reduction.reduce_used = lambda counts: reducer.reduce_used(optional(), counts)
+        self._keep_gradients(reducer)
 
-    def _keep_gradients(self, gate: RetryableReducer) -> None:
-        """Let the gate see each gradient when it is complete, before the reducer does."""
+    def _keep_gradients(self, reducer: RetryableReducer) -> None:
+        """Let `reducer` see each gradient when it is complete, before torch's reducer does."""
         me = weakref.ref(self)
 
         def ready(parameter: Tensor) -> None:
             model = me()
             if model is not None and model.require_backward_grad_sync:
                 if model._optional is not None:
-                    gate.keep_accumulated(model._optional)
-                gate.keep(parameter)
+                    reducer.keep_accumulated(model._optional)
+                reducer.keep(parameter)
 
         ignored = set(self.parameters_to_ignore)
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and name not in ignored:
                 parameter.register_post_accumulate_grad_hook(ready)
                 if parameter.grad is not None:
-                    gate.is_bucket(parameter.grad)
+                    reducer.is_bucket(parameter.grad)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._is_ghost():
-            return self._ghost_forward(inputs, kwargs)
+        if self._is_fast_forward():
+            return self._remembered_forward(inputs, kwargs)
         self._remembered.clear()
-        if not self._gate.busy:
-            self._gate.over()  # a backward whose forward was in no_sync has left gradients there
+        if not self._retryable.busy:
+            self._retryable.over()  # a backward whose forward was in no_sync has left gradients there
         if not self._is_replay():
             return super().forward(*inputs, **kwargs)
         with _without_trace(self.module):
             return super().forward(*inputs, **kwargs)
 
-    def _ghost_forward(self, inputs: Any, kwargs: Any) -> Any:
+    def _remembered_forward(self, inputs: Any, kwargs: Any) -> Any:
         key = (self.training, _shapes((inputs, kwargs)))
         if key not in self._remembered:
             with torch.no_grad(), _without_trace(self.module):
@@ -102,20 +102,20 @@ class FaultTolerantModel(DistributedDataParallel):
             if wants_grad and fresh.is_floating_point():
                 fresh.requires_grad_()
                 if counts:
-                    fresh.register_hook(self._ghost_gradient)
+                    fresh.register_hook(self._skipped_gradient)
                 return fresh.clone()  # no leaf: scripts scale their losses in place
             return fresh
 
         return recursively_apply(copy, self._remembered[key])
 
-    def _ghost_gradient(self, gradient: Tensor) -> None:
-        if not self._ghost_queued:
-            self._ghost_queued = True
-            Variable._execution_engine.queue_callback(self._ghost_backward_over)
+    def _skipped_gradient(self, gradient: Tensor) -> None:
+        if not self._skip_queued:
+            self._skip_queued = True
+            Variable._execution_engine.queue_callback(self._skipped_backward_over)
 
-    def _ghost_backward_over(self) -> None:
-        self._ghost_queued = False
-        self._on_ghost_backward()
+    def _skipped_backward_over(self) -> None:
+        self._skip_queued = False
+        self._on_skipped_backward()
 
     # ------------------------------------------------------------------ a step tried again
 
@@ -128,7 +128,7 @@ class FaultTolerantModel(DistributedDataParallel):
         return [b.detach().clone() for b in self._shared._buffers()]
 
     def put_buffers(self, kept: list[Tensor]) -> None:
-        """Before the gate repeats an attempt that was discarded."""
+        """Before the reducer repeats an attempt that was discarded."""
         for buffer, value in zip(self._shared._buffers(), kept, strict=True):
             buffer.data.copy_(value)  # see `_without_trace`
 

@@ -135,7 +135,7 @@ def _states() -> list[Replacement]:
     def first(original: Any) -> Any:
         def main_process_first(self: Any) -> Any:
             runtime = processes.active()
-            if runtime is None or runtime.ready or runtime.prelude.together():
+            if runtime is None or runtime.ready or runtime.startup.together():
                 return original(self)
             return runtime.one_at_a_time()
 
@@ -185,8 +185,8 @@ def _accelerator() -> list[Replacement]:
         _wrapped(owner, "join_uneven_inputs", _join_uneven_inputs),
         _wrapped(owner, "pad_across_processes", _pad_across_processes),
         _wrapped(owner, "save_state", _save_state),
-        _wrapped(owner, "save_model", _unless_ghost),
-        _wrapped(owner, "save", _unless_ghost),
+        _wrapped(owner, "save_model", _unless_catching_up),
+        _wrapped(owner, "save", _unless_catching_up),
         _wrapped(owner, "init_trackers", _init_trackers),
         _wrapped(owner, "log", _log),
         _wrapped(owner, "end_training", _end_training),
@@ -210,10 +210,10 @@ def _refuse_others(given: dict[str, Any]) -> None:
 
 
 def _refuse_unspread(accelerator: Any, runtime: Any) -> None:
-    if accelerator.num_processes != runtime.slots:
+    if accelerator.num_processes != runtime.num_processes:
         raise ValueError(
             f"Accelerate sees {accelerator.num_processes} processes where there are "
-            f"{runtime.slots} in all replica groups ({accelerator.distributed_type}): fault "
+            f"{runtime.num_processes} in all replica groups ({accelerator.distributed_type}): fault "
             "tolerance trains on CPUs and CUDA devices"
         )
 
@@ -276,7 +276,7 @@ def _save_state(original: Any) -> Any:
     return save_state
 
 
-def _unless_ghost(original: Any) -> Any:
+def _unless_catching_up(original: Any) -> Any:
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         runtime = processes.active()
         if runtime is not None and not runtime.live:
@@ -350,9 +350,7 @@ def _local_sgd() -> list[Replacement]:
         return lambda self: local_sgd.enter(self, functools.partial(original, self))
 
     def leave(original: Any) -> Any:
-        return lambda self, *error: local_sgd.leave(
-            self, functools.partial(original, self), *error
-        )
+        return lambda self, *error: local_sgd.leave(self, functools.partial(original, self), *error)
 
     def average(original: Any) -> Any:
         return lambda self: local_sgd.average(self, functools.partial(original, self))
@@ -370,7 +368,7 @@ def _optimizer_step(original: Any) -> Any:
         if runtime is None or not self.gradient_state.sync_gradients:
             return original(self, closure)
         if not runtime.live:
-            runtime.course.step_taken()
+            runtime.position.step_taken()
             self._is_overflow = False
             if self.scaler is not None:
                 self.scaler.update(self.scaler.get_scale())  # forgets what was unscaled
@@ -382,7 +380,7 @@ def _optimizer_step(original: Any) -> Any:
             )
         runtime.check_gradients()
         original(self, closure)
-        runtime.course.step_taken()
+        runtime.position.step_taken()
         return None
 
     return step
@@ -396,5 +394,3 @@ def _scheduler_step(original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return step
-
-

@@ -101,7 +101,7 @@ def restore(accelerator: Any, state: dict[str, Any], *, models: bool) -> None:
     for sampler, seed in zip(_seeded(accelerator), state["seeds"], strict=False):
         sampler.initial_seed = seed
     for loader, values in zip(_stateful(accelerator), state["loaders"], strict=False):
-        loader.dl_state_dict = values  # what `save_state` writes; the place itself is in `course`
+        loader.dl_state_dict = values  # what `save_state` writes; the place itself is in `position`
 
 
 def lineage_of_start(accelerator: Any, *, allow_objects: bool) -> str:
@@ -136,7 +136,9 @@ def generator_of(loader: Any) -> torch.Generator | None:
 
 
 def _seeded(accelerator: Any) -> list[SeedableRandomSampler]:
-    samplers = [getattr(loader, "get_sampler", lambda: None)() for loader in accelerator._dataloaders]
+    samplers = [
+        getattr(loader, "get_sampler", lambda: None)() for loader in accelerator._dataloaders
+    ]
     return [s for s in samplers if isinstance(s, SeedableRandomSampler)]
 
 

@@ -155,10 +155,10 @@ class DiLoCo(LocalSGD):
     def _register(self, runtime: Any) -> None:
         """Heal from now on; one that is made by a process that catches up continues its
         predecessor, which has its peers' state."""
-        before = None if runtime.live else runtime.gate.registered("diloco")
+        before = None if runtime.live else runtime.reducer.registered("diloco")
         if before is not None:
             self._load(before())
-        runtime.gate.register_state_dict_fn("diloco", self._load, self._save)
+        runtime.reducer.register_state_dict_fn("diloco", self._load, self._save)
 
     def step(self) -> None:
         self.num_steps += 1
@@ -274,7 +274,7 @@ def enter(local: Any, stock: Callable[[], Any]) -> Any:
     if runtime is not None and local.enabled:
         runtime.serve_copies = True
         if runtime.manager is None:  # who differs is refused when it joins
-            runtime.gate.register_schema("meetings", settings_of(local))
+            runtime.reducer.register_schema("meetings", settings_of(local))
     return stock()
 
 

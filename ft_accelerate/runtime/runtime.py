@@ -1,7 +1,7 @@
 """One training process: its manager, its place, its steps and operations.
 
     loader asks for a batch   `at_fetch`: a window begins; join, heal, serve others
-    backward                  `gate`: gradients are averaged while backward goes on; when it has
+    backward                  `reducer`: gradients are averaged while backward goes on; when it has
                               ended the step is voted on, and tried again until it is committed
     gather, reduce, ...       `operation`: a step of its own, voted on and tried again like those
     optimizer.step            local: its gradients are committed already
@@ -40,7 +40,9 @@ class Runtime(Membership):
     def __init__(
         self, options: FaultTolerancePlugin, place: GroupPlace, supervision: Supervision
     ) -> None:
-        super().__init__(options, place, supervision, RetryableReducer(self._begin_gradients, self._fail))
+        super().__init__(
+            options, place, supervision, RetryableReducer(self._begin_gradients, self._fail)
+        )
         self._models: list[weakref.ref[FaultTolerantModel]] = []
         self._failure: BaseException | None = None
         self._skipping = False
@@ -66,11 +68,11 @@ class Runtime(Membership):
     def wrap(self, module: Any, **kwargs: Any) -> FaultTolerantModel:
         """What `prepare_model` uses in place of DistributedDataParallel."""
         model = FaultTolerantModel(
-            self.gate,
+            self.reducer,
             module,
-            is_ghost=lambda: self.course.work_is_ghost,
-            is_replay=lambda: self.course.phase is Phase.REPLAY,
-            on_ghost_backward=self._ghost_backward,
+            is_fast_forward=lambda: self.position.fast_forwarding,
+            is_replay=lambda: self.position.phase is Phase.REPLAY,
+            on_skipped_backward=self._skipped_backward,
             **kwargs,
         )
         self._models.append(weakref.ref(model))
@@ -87,10 +89,10 @@ class Runtime(Membership):
 
     def at_fetch(self, loader: Any, iteration: Iteration) -> None:
         """Before the next batch: where windows begin, and where one that is behind arrives."""
-        course = self.course
+        position = self.position
         while True:
-            if course.phase is Phase.GHOST:
-                if not course.arrive(iteration):
+            if position.phase is Phase.FAST_FORWARD:
+                if not position.arrive(iteration):
                     self._end_if_told()
                     return
                 self._arrived(iteration)
@@ -99,34 +101,34 @@ class Runtime(Membership):
                     continue
             self._settle()
             exhausted = iteration.yielded and loader.end_of_dataloader
-            if course.phase is not Phase.LIVE or exhausted or not self.ready:
+            if position.phase is not Phase.LIVE or exhausted or not self.ready:
                 return
             if not self.training():
                 return
-            course.open_window(iteration)
+            position.open_window(iteration)
             if self._open:
                 return
             self._begin("fetch")
-            if course.phase is Phase.LIVE:
+            if position.phase is Phase.LIVE:
                 return
 
     def _arrived(self, iteration: Iteration) -> None:
-        """The script stands where its peers' window began: forget what it did as a ghost."""
+        """The script stands where its peers' window began: forget what it did while it fast-forwarded."""
         self._restore(models=True)
         for optimizer in self.accelerator._optimizers:
             optimizer.optimizer.zero_grad()
 
     def _settle(self) -> None:
         """Go live if it is time."""
-        models = self.course.work_is_ghost
-        target = self.course.target
-        if self.course.settle():
+        models = self.position.fast_forwarding
+        target = self.position.target
+        if self.position.settle():
             assert target is not None
             self._restore(models=models or target.at == "fetch")
             self._healed = None
             for arrived in self.on_live:
                 arrived()
-            states.reseed(torch.initial_seed(), self.slot, target.events)
+            states.reseed(torch.initial_seed(), self.process_index, target.events)
             log.info("live at event %s of the script", target.events)
 
     def _restore(self, *, models: bool) -> None:
@@ -140,7 +142,7 @@ class Runtime(Membership):
         Variable._execution_engine.queue_callback(self._queue_finish)
         self._settle()
         self._skipping = True
-        if self.course.grad_is_done:
+        if self.position.grad_is_done:
             return False
         if self.unfinished is not None:
             raise RuntimeError(
@@ -149,7 +151,7 @@ class Runtime(Membership):
             )
         self._skipping = False
         self._begin("grad")
-        if self.course.grad_is_done:
+        if self.position.grad_is_done:
             self._skipping = True
             return False
         self._agree_on_gradients()
@@ -180,30 +182,30 @@ class Runtime(Membership):
                 failure, self._failure = self._failure, None
                 raise failure
             if self._skipping:
-                if self.course.phase is Phase.REPLAY:
-                    self.course.replay_grad()
+                if self.position.phase is Phase.REPLAY:
+                    self.position.replay_grad()
                 return
             self._check_complete()
             kept = [(model, model.keep_buffers()) for model in self.models()]
             while not self._vote():
                 self._begin("grad")
-                if self.course.grad_is_done:
-                    if self.course.phase is Phase.REPLAY:
-                        self.course.replay_grad()
+                if self.position.grad_is_done:
+                    if self.position.phase is Phase.REPLAY:
+                        self.position.replay_grad()
                     return
                 if self._agree_on_gradients():
                     for model, buffers in kept:
                         model.put_buffers(buffers)
-                    self.gate.again()
+                    self.reducer.again()
             self._graded()
         finally:
             self._skipping = False
-            self.gate.over()
+            self.reducer.over()
 
     def _graded(self) -> None:
         """A gradient step is committed."""
-        self.gate.committed()
-        self.course.graded()
+        self.reducer.committed()
+        self.position.graded()
         alike = self.options.commit == "quorum" and len(self._models) == 1
         alike = alike and self._device.type == "cpu"
         self._graded_in = self._manager.quorum_id() if alike else NO_QUORUM
@@ -218,12 +220,12 @@ class Runtime(Membership):
 
     def check_gradients(self) -> None:
         """Before an optimizer steps: backward has left nothing half done."""
-        if self.gate.busy:
+        if self.reducer.busy:
             self._check_complete()
 
-    def _ghost_backward(self) -> None:
-        if self.course.phase is Phase.REPLAY and self.course.grad_is_done:
-            self.course.replay_grad()
+    def _skipped_backward(self) -> None:
+        if self.position.phase is Phase.REPLAY and self.position.grad_is_done:
+            self.position.replay_grad()
 
     def _fail(self, error: BaseException) -> None:
         """Told when backward returns: raised in the reducer's hook it would end the process."""
@@ -243,32 +245,32 @@ class Runtime(Membership):
     ) -> Any:
         """One operation over the quorum, tried again until it is committed.
 
-        `attempt(exchange, agree)` does it in an open attempt; what it returns counts if the
+        `attempt(collectives, agree)` does it in an open attempt; what it returns counts if the
         attempt commits. `alone()` answers where this process has nobody to ask. `size(result)`
         in bytes; `keep` False: those who come back get `alone()`, since it is in their state.
         """
-        course = self.course
+        position = self.position
         if self.unfinished is not None:
             finish, self.unfinished = self.unfinished, None
             finish()
         if self.beginning:
-            return self.prelude.operation(kind, attempt, alone)
+            return self.startup.operation(kind, attempt, alone)
         if not self.ready:
             return alone()
         while True:
             self._settle()
-            if course.op_is_done:
-                if course.phase is Phase.GHOST:
+            if position.op_is_done:
+                if position.phase is Phase.FAST_FORWARD:
                     return alone()
-                result = course.replay_op()
+                result = position.replay_op()
                 return alone() if result is None else result
             self._begin("op")
             self._settle()
-            if course.op_is_done:
+            if position.op_is_done:
                 continue
             result = self._attempt(kind, attempt)
             if self._vote():
-                course.log(result if keep else None, size(result) if keep else 0)
+                position.log(result if keep else None, size(result) if keep else 0)
                 return result
 
     def begin_early(
@@ -282,11 +284,11 @@ class Runtime(Membership):
         if self.beginning or not self.ready:
             return None
         self._settle()
-        if self.course.op_is_done:
+        if self.position.op_is_done:
             return None
         self._begin("op")
         self._settle()
-        return None if self.course.op_is_done else self._attempt(kind, attempt)
+        return None if self.position.op_is_done else self._attempt(kind, attempt)
 
     def _attempt(self, kind: Kind, attempt: Callable[..., Any]) -> Any:
         def agree(nbytes: int = 0, shape: Any = ()) -> Any:
@@ -296,20 +298,30 @@ class Runtime(Membership):
         if manager.errored() is not None:
             return None
         try:
-            return attempt(CheckedCollectives(manager, self.slot, self.slots, self._device), agree)
+            return attempt(
+                CheckedCollectives(manager, self.process_index, self.num_processes, self._device),
+                agree,
+            )
         except ValueError:
             self.close()
             raise
 
     def _agree(self, kind: Kind, nbytes: int = 0, shape: Any = ()) -> Any:
         manager = self._manager
-        exchange = CheckedCollectives(manager, self.slot, self.slots, self._device)
+        collectives = CheckedCollectives(
+            manager, self.process_index, self.num_processes, self._device
+        )
         patience_s = None
         if manager.bind() and manager.quorum_id() == self._graded_in:
             patience_s = PATIENCE * self.options.timeout_s
         try:
-            return exchange.agree(
-                kind, self.course.events, self.course.agreed, nbytes, shape, patience_s=patience_s
+            return collectives.agree(
+                kind,
+                self.position.events,
+                self.position.agreed,
+                nbytes,
+                shape,
+                patience_s=patience_s,
             )
         except Diverged:
             self.close()  # the others go on without this process

@@ -5,7 +5,8 @@ steps (a backward pass that synchronizes) and operations (gather, reduce, broadc
 script's own variables can't be healed. What can be done is to let the script of a process that is
 behind run through its past quickly, with the work taken out, until it stands where its peers are:
 
-    ghost    loaders yield one and the same batch again and again, as often as the peers' did,
+    fast-forward
+             loaders yield one and the same batch again and again, as often as the peers' did,
              models return a remembered output, optimizers and schedulers do nothing, operations
              answer at once. Loop indices, step counters and epochs come out right.
     replay   the script is in the same *window* as its peers: it computes on its own data, operations
@@ -34,7 +35,7 @@ class Phase(Enum):
     """What the script's work counts for."""
 
     LIVE = "live"
-    GHOST = "ghost"
+    FAST_FORWARD = "fast-forward"
     REPLAY = "replay"
 
 
@@ -101,7 +102,7 @@ class ScriptPosition:
     """Of passes that peers have under way, at their beginning."""
     fresh: bool = False
     """Nothing was done in this window yet."""
-    work_is_ghost: bool = False
+    fast_forwarding: bool = False
     """Batches and models are remembered ones: until the window of the peers. There they are real,
     since what comes after may lean on them (a GAN's fake batch on its way to both updates)."""
     _logged_bytes: int = 0
@@ -164,33 +165,33 @@ class ScriptPosition:
         self.lengths = {**target.lengths, **self.lengths}
         self.generator_states = {seq: state for seq, _, state in target.active}
         if target.window == self.window:
-            self.phase, self.work_is_ghost = Phase.REPLAY, False
+            self.phase, self.fast_forwarding = Phase.REPLAY, False
         else:
-            self.phase, self.work_is_ghost = Phase.GHOST, True
+            self.phase, self.fast_forwarding = Phase.FAST_FORWARD, True
 
     @property
     def distance(self) -> int:
         """About how many batches are still to be run through; 0: at the place."""
         target = self.target
-        if self.phase is not Phase.GHOST or target is None or target.window is None:
+        if self.phase is not Phase.FAST_FORWARD or target is None or target.window is None:
             return 0
         here = self.active[-1] if self.active else Iteration(0)
         between = target.window[0] - here.seq
         return max(1, between * 50 + target.window[1] - (here.yielded if between <= 0 else 0))
 
     def arrive(self, iteration: Iteration) -> bool:
-        """A ghost asks for a batch; True: this is where the peers' window began.
+        """A script that fast-forwards asks for a batch; True: this is where the peers' window began.
 
         Raises RuntimeError if the script can't get there any more.
         """
         target = self.target
-        if self.phase is not Phase.GHOST or target is None or target.window is None:
+        if self.phase is not Phase.FAST_FORWARD or target is None or target.window is None:
             return False
         seq, batch = target.window
         if (iteration.seq, iteration.yielded) != (seq, batch):
             if iteration.seq > seq and all(i.seq != seq for i in self.active):
                 raise RuntimeError(
-                    "this process came back, but its script took another course than its peers' "
+                    "this process came back, but its script took another path than its peers' "
                     f"(it begins pass {iteration.seq} over its data loaders, they are in pass "
                     f"{seq}): let the same values decide about loops everywhere, and register "
                     "objects that hold such values with accelerator.register_for_checkpointing"
@@ -199,7 +200,7 @@ class ScriptPosition:
         self.window, self.fresh = target.window, True
         self.ops, self.grads, self.stepped, self._logged_bytes = [], 0, False, 0
         self.events = target.events - len(target.ops) - target.grads
-        self.phase, self.work_is_ghost = Phase.REPLAY, False
+        self.phase, self.fast_forwarding = Phase.REPLAY, False
         self.pending = False
         return True
 
@@ -223,7 +224,7 @@ class ScriptPosition:
     def grad_is_done(self) -> bool:
         """Whether the gradient step that the script is about to do was done by the peers."""
         target = self.target
-        if self.phase is Phase.GHOST:
+        if self.phase is Phase.FAST_FORWARD:
             return True
         return self.phase is Phase.REPLAY and target is not None and self.grads < target.grads
 
@@ -231,7 +232,7 @@ class ScriptPosition:
     def op_is_done(self) -> bool:
         """The same for an operation."""
         target = self.target
-        if self.phase is Phase.GHOST:
+        if self.phase is Phase.FAST_FORWARD:
             return True
         return self.phase is Phase.REPLAY and target is not None and len(self.ops) < len(target.ops)
 
@@ -246,5 +247,5 @@ class ScriptPosition:
         if len(self.ops) < len(target.ops) or self.grads < target.grads:
             return False
         self.phase, self.target = Phase.LIVE, None
-        self.work_is_ghost, self.events = False, target.events
+        self.fast_forwarding, self.events = False, target.events
         return True

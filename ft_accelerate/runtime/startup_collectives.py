@@ -34,22 +34,27 @@ class StartupCollectives:
     """The loop's thread only."""
 
     def __init__(
-        self, options: FaultTolerancePlugin, supervision: Supervision, peers: GroupRanks
+        self, options: FaultTolerancePlugin, supervision: Supervision, group_ranks: GroupRanks
     ) -> None:
-        self._peers = peers
+        self._group_ranks = group_ranks
         self._manager: Manager | None = None
         self._events = 0
         self._only_group = options.num_replica_groups == 1
-        self._over = peers.slots == 1 or (supervision.restarts > 0 and not self._only_group)
+        self._over = group_ranks.num_processes == 1 or (
+            supervision.restarts > 0 and not self._only_group
+        )
 
     def together(self) -> bool:
         """Whether this process has started together with the others, as far as is known."""
         if not self._over and self._manager is None:
-            self._over = not self._only_group and others_train(self._peers)
+            self._over = not self._only_group and others_train(self._group_ranks)
         return not self._over
 
     def operation(
-        self, kind: Kind, attempt: Callable[[CheckedCollectives, Callable[..., Any]], Any], alone: Any
+        self,
+        kind: Kind,
+        attempt: Callable[[CheckedCollectives, Callable[..., Any]], Any],
+        alone: Any,
     ) -> Any:
         """As `Runtime.operation`."""
         if not self.together():
@@ -63,11 +68,13 @@ class StartupCollectives:
             if self._over:  # the others have done more than this process: it is late
                 self.close()
                 return alone()
-            exchange = CheckedCollectives(manager, self._peers.slot, self._peers.slots, _device())
+            collectives = CheckedCollectives(
+                manager, self._group_ranks.process_index, self._group_ranks.num_processes, _device()
+            )
             result = None
             if manager.errored() is None:
                 try:
-                    result = attempt(exchange, self._agree(exchange, kind))
+                    result = attempt(collectives, self._agree(collectives, kind))
                 except Diverged:
                     self.close()
                     raise
@@ -83,14 +90,14 @@ class StartupCollectives:
         if manager is not None:
             manager.shutdown()
 
-    def _agree(self, exchange: CheckedCollectives, kind: Kind) -> Callable[..., Any]:
+    def _agree(self, collectives: CheckedCollectives, kind: Kind) -> Callable[..., Any]:
         def agree(nbytes: int = 0, shape: Any = ()) -> Any:
-            return exchange.agree(kind, self._events, self._events, nbytes, shape)
+            return collectives.agree(kind, self._events, self._events, nbytes, shape)
 
         return agree
 
     def _connect(self) -> Manager:
-        return self._peers.manager(
+        return self._group_ranks.manager(
             _device(),
             suffix=SUFFIX,
             load_state_dict=self._late,
@@ -104,12 +111,12 @@ class StartupCollectives:
             self._over = True
 
 
-def others_train(peers: GroupRanks) -> bool:
+def others_train(group_ranks: GroupRanks) -> bool:
     """Whether somebody is there who has committed steps of this job, be it that he waits.
 
     All processes of a group hear the same answer, and must ask alike.
     """
-    return bool(peers.settle(lambda: _others_train(peers.options)))
+    return bool(group_ranks.settle(lambda: _others_train(group_ranks.options)))
 
 
 def _others_train(options: FaultTolerancePlugin) -> bool:

@@ -39,10 +39,10 @@ class Collectives:
         self._current = current
 
     def get_world_size(self, group: Any = None) -> int:
-        return dist.get_world_size(group) if group is not None else self._current().slots
+        return dist.get_world_size(group) if group is not None else self._current().num_processes
 
     def get_rank(self, group: Any = None) -> int:
-        return dist.get_rank(group) if group is not None else self._current().slot
+        return dist.get_rank(group) if group is not None else self._current().process_index
 
     def init_process_group(self, backend: Any = None, **kwargs: Any) -> None:
         """A world of this process alone, which no other's end can break; it needs no port."""
@@ -74,18 +74,20 @@ class Collectives:
         runtime = self._current()
         payload = _bytes(tensor)
 
-        def attempt(exchange: CheckedCollectives, agree: Callable[..., Any]) -> list[Tensor] | None:
+        def attempt(
+            collectives: CheckedCollectives, agree: Callable[..., Any]
+        ) -> list[Tensor] | None:
             said = agree(payload.numel(), _signature(tensor))
             if said is None:
                 return None
             check_alike(said, "gather")
             here = present(said)
             nbytes = said[here[0]][2]
-            table = exchange.rows(payload, nbytes)
+            table = collectives.rows(payload, nbytes)
             return fill([_typed(row, tensor) for row in table.unbind()], here)
 
         def alone() -> list[Tensor]:
-            return [tensor.detach().clone() for _ in range(runtime.slots)]
+            return [tensor.detach().clone() for _ in range(runtime.num_processes)]
 
         rows: list[Tensor] = runtime.operation(
             Kind.GATHER, attempt, alone, lambda r: sum(x.nbytes for x in r)
@@ -98,11 +100,13 @@ class Collectives:
         if group is not None:
             return dist.all_reduce(tensor, op, group, async_op)
         if op not in (ReduceOp.SUM, ReduceOp.MAX):
-            raise ValueError(f"accelerator.reduce over replica groups takes sum, mean and max: {op}")
+            raise ValueError(
+                f"accelerator.reduce over replica groups takes sum, mean and max: {op}"
+            )
         runtime = self._current()
         kind = Kind.SUM if op == ReduceOp.SUM else Kind.MAX
 
-        def attempt(exchange: CheckedCollectives, agree: Callable[..., Any]) -> Tensor | None:
+        def attempt(collectives: CheckedCollectives, agree: Callable[..., Any]) -> Tensor | None:
             said = agree(tensor.nbytes, _signature(tensor))
             if said is None:
                 return None
@@ -110,15 +114,15 @@ class Collectives:
             here = len(present(said))
             nbytes = said[present(said)[0]][2]
             mine = tensor if tensor.nbytes == nbytes else _typed(_bytes(tensor), tensor, nbytes)
-            if said[runtime.slot] is None:
+            if said[runtime.process_index] is None:
                 mine = mine.clone()
                 fill_neutral(mine, "max" if kind is Kind.MAX else "sum")
-            total = exchange.reduce(mine, op)
-            return total if kind is Kind.MAX else _scaled(total, runtime.slots, here)
+            total = collectives.reduce(mine, op)
+            return total if kind is Kind.MAX else _scaled(total, runtime.num_processes, here)
 
         def alone() -> Tensor:
             mine = tensor.detach().clone()
-            return mine if kind is Kind.MAX else mine * runtime.slots
+            return mine if kind is Kind.MAX else mine * runtime.num_processes
 
         _put(tensor, runtime.operation(kind, attempt, alone, lambda r: int(r.nbytes)))
         return None
@@ -130,14 +134,14 @@ class Collectives:
             return dist.broadcast(tensor, src, group, async_op)
         payload = _bytes(tensor)
 
-        def attempt(exchange: CheckedCollectives, agree: Callable[..., Any]) -> Tensor | None:
+        def attempt(collectives: CheckedCollectives, agree: Callable[..., Any]) -> Tensor | None:
             said = agree(payload.numel(), _signature(tensor))
             if said is None:
                 return None
             check_alike(said, "broadcast")
             here = present(said)
             source = src if src in here else here[0]
-            return _typed(exchange.from_one(payload, said[source][2], source), tensor)
+            return _typed(collectives.from_one(payload, said[source][2], source), tensor)
 
         result = self._current().operation(
             Kind.BROADCAST, attempt, lambda: tensor.detach().clone(), lambda r: int(r.nbytes)
@@ -152,10 +156,10 @@ class Collectives:
         if group is not None:
             dist.all_gather_object(object_list, obj, group)
             return
-        slots = self._current().slots
+        num_processes = self._current().num_processes
         texts = self._objects(pickle.dumps(obj))
-        for slot in range(slots):
-            object_list[slot] = pickle.loads(texts[slot]) if texts[slot] else []
+        for index in range(num_processes):
+            object_list[index] = pickle.loads(texts[index]) if texts[index] else []
 
     def broadcast_object_list(
         self, object_list: list[Any], src: int = 0, group: Any = None, device: Any = None
@@ -172,19 +176,24 @@ class Collectives:
         runtime = self._current()
         payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
 
-        def attempt(exchange: CheckedCollectives, agree: Callable[..., Any]) -> list[bytes] | None:
+        def attempt(
+            collectives: CheckedCollectives, agree: Callable[..., Any]
+        ) -> list[bytes] | None:
             said = agree(len(mine))
             if said is None:
                 return None
             longest = max(row[2] for row in said if row is not None)
-            table = exchange.rows(payload, longest).cpu()
+            table = collectives.rows(payload, longest).cpu()
             return [
-                bytes(table[slot, : row[2]].numpy().tobytes()) if row is not None else b""
-                for slot, row in enumerate(said)
+                bytes(table[index, : row[2]].numpy().tobytes()) if row is not None else b""
+                for index, row in enumerate(said)
             ]
 
         def alone() -> list[bytes]:
-            return [mine if slot == runtime.slot else b"" for slot in range(runtime.slots)]
+            return [
+                mine if index == runtime.process_index else b""
+                for index in range(runtime.num_processes)
+            ]
 
         texts: list[bytes] = runtime.operation(
             Kind.OBJECTS, attempt, alone, lambda r: sum(map(len, r))
@@ -195,7 +204,7 @@ class Collectives:
         if group is not None:
             dist.barrier(group, **kwargs)
             return
-        self._current().operation(Kind.BARRIER, lambda exchange, agree: agree(), lambda: True)
+        self._current().operation(Kind.BARRIER, lambda collectives, agree: agree(), lambda: True)
 
 
 def nothing_to_synchronize(tensor: Tensor, src: int = 0, group: Any = None) -> None:
@@ -234,10 +243,10 @@ def _signature(tensor: Tensor) -> tuple[int, ...]:
     return (kind, *tensor.shape)
 
 
-def _scaled(total: Tensor, slots: int, here: int) -> Tensor:
+def _scaled(total: Tensor, num_processes: int, here: int) -> Tensor:
     """A sum over those who are there, as if those who are away had brought the others' mean."""
-    if here == slots:
+    if here == num_processes:
         return total
     if total.is_floating_point() or total.is_complex():
-        return total * (slots / here)
-    return (total * slots + here // 2).div(here, rounding_mode="floor").to(total.dtype)
+        return total * (num_processes / here)
+    return (total * num_processes + here // 2).div(here, rounding_mode="floor").to(total.dtype)

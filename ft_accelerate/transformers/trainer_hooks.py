@@ -258,12 +258,16 @@ class TrainerPlace:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer: weakref.ref[Any] = weakref.ref(trainer)
-        self._peers: dict[str, Any] | None = None
+        self._peers_state: dict[str, Any] | None = None
 
     @property
     def best_step(self) -> int | None:
         """Of the peers', until this process stands where they stood."""
-        return json.loads(self._peers["state"])["best_global_step"] if self._peers else None
+        return (
+            json.loads(self._peers_state["state"])["best_global_step"]
+            if self._peers_state
+            else None
+        )
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer()
@@ -282,11 +286,11 @@ class TrainerPlace:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._peers = state
+        self._peers_state = state
 
     def arrive(self) -> None:
         """This process stands where its peer stood."""
-        trainer, found, self._peers = self._trainer(), self._peers, None
+        trainer, found, self._peers_state = self._trainer(), self._peers_state, None
         if trainer is None or not found:
             return
         mine = trainer.state

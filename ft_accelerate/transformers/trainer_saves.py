@@ -84,9 +84,11 @@ def _elsewhere(trainer: Any, folder: str) -> Iterator[None]:
 def _anybody(published: bool) -> bool:
     """Whether one of those who are there has; in a past that is run through, somebody had."""
     runtime = processes.current()
-    answers: list[Any] = [None] * runtime.slots
+    answers: list[Any] = [None] * runtime.num_processes
     Collectives(processes.current).all_gather_object(answers, published)
-    others = [said for slot, said in enumerate(answers) if slot != runtime.slot and said != []]
+    others = [
+        said for index, said in enumerate(answers) if index != runtime.process_index and said != []
+    ]
     if not runtime.live and not others:
         return True  # what they said then is not known
     return any(said is True for said in answers)

@@ -33,7 +33,7 @@ def started_from(output_dir: str, given: str | None, runtime: Any) -> str | None
     number = _calls[runtime] = _calls.get(runtime, 0) + 1
     path = Path(output_dir) / NOTE
     first = number == 1
-    comes_back = others_train(runtime.peers) if first else not runtime.live
+    comes_back = others_train(runtime.group_ranks) if first else not runtime.live
     starts = [] if first and not comes_back else _read(path)
     if comes_back:
         if len(starts) < number:

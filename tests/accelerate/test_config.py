@@ -101,10 +101,14 @@ def test_a_process_finds_its_place_among_all() -> None:
     plugin = FaultTolerancePlugin(num_replica_groups=3, replica_group_id=1)
     for group_size in (0, 4):
         found = GroupPlace.from_env(group_size, env)
-        assert (found.slots(plugin), found.slot(plugin), found.local_rank) == (12, 6, 2)
+        assert (found.num_processes(plugin), found.process_index(plugin), found.local_rank) == (
+            12,
+            6,
+            2,
+        )
         assert (found.store_addr, found.store_port) == ("127.0.0.1", 29500)
     alone = GroupPlace.from_env(0, {})
-    assert (alone.slots(plugin), alone.slot(plugin), alone.local_rank) == (3, 1, 0)
+    assert (alone.num_processes(plugin), alone.process_index(plugin), alone.local_rank) == (3, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ class Net(nn.Module):
         return self.second(y) if both else y
 
 
-def make(gate: RetryableReducer, net: Net, **kwargs: Any) -> FaultTolerantModel:
+def make(reducer: RetryableReducer, net: Net, **kwargs: Any) -> FaultTolerantModel:
     return FaultTolerantModel(
-        gate, net, is_ghost=lambda: False, is_replay=lambda: False,
-        on_ghost_backward=lambda: None, **kwargs,
+        reducer, net, is_fast_forward=lambda: False, is_replay=lambda: False,
+        on_skipped_backward=lambda: None, **kwargs,
     )  # fmt: skip
 
 
@@ -62,16 +62,16 @@ def test_a_discarded_attempt_is_repeated_from_the_kept_gradients() -> None:
         replica = Replica(server, "0")
         manager = replica.manager
         for start, unused in itertools.product(("none", "zero", "accumulated"), (False, True)):
-            gate = RetryableReducer(lambda: True, never)
-            gate.attach(manager)
+            reducer = RetryableReducer(lambda: True, never)
+            reducer.attach(manager)
             net, both = Net(), not unused
-            model = make(gate, net, find_unused_parameters=unused)
+            model = make(reducer, net, find_unused_parameters=unused)
             passes = [(INPUT, both)]
             if start == "zero":
                 manager.start_quorum()
                 model(INPUT + 1, both).square().mean().backward()
                 assert manager.should_commit()
-                gate.over()
+                reducer.over()
                 model.zero_grad(set_to_none=False)
             elif start == "accumulated":
                 passes.append((INPUT + 2, True))  # the second layer in this pass only, if unused
@@ -85,17 +85,17 @@ def test_a_discarded_attempt_is_repeated_from_the_kept_gradients() -> None:
             manager.report_error(RuntimeError("injected"))
             assert not manager.should_commit()
             manager.start_quorum()
-            gate.again()
+            reducer.again()
             assert manager.should_commit()
-            gate.committed()
-            gate.over()
+            reducer.committed()
+            reducer.over()
             for mine, right in zip(gradients(net), expected(net, passes), strict=True):
                 if right is not None:
                     assert mine is not None
                     torch.testing.assert_close(mine, right, msg=lambda m, s=start: f"{s}: {m}")
                 elif start == "none":
                     assert mine is None
-            assert not gate.busy and not gate._gradients
+            assert not reducer.busy and not reducer._gradients
         replica.close()
 
 
@@ -143,9 +143,13 @@ def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_st
         replicas(*[member.step for member in members])
 
         def train(index: int) -> Parts:
-            manager, gate, net = members[index].manager, RetryableReducer(lambda: True, never), Parts()
-            gate.attach(manager)
-            optimizer, model = steps(net), make(gate, net, find_unused_parameters=True)
+            manager, reducer, net = (
+                members[index].manager,
+                RetryableReducer(lambda: True, never),
+                Parts(),
+            )
+            reducer.attach(manager)
+            optimizer, model = steps(net), make(reducer, net, find_unused_parameters=True)
             manager.start_quorum()
             assert manager.bind() and begun.wait(20) >= 0
             if index == 1:
@@ -156,12 +160,12 @@ def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_st
                 return net
             assert not manager.should_commit()
             manager.start_quorum()
-            gate.again()
+            reducer.again()
             while not manager.should_commit():  # the third was in that quorum, too
                 manager.start_quorum()
-                gate.again()
-            gate.committed()
-            gate.over()
+                reducer.again()
+            reducer.committed()
+            reducer.over()
             optimizer.step()
             return net
 
@@ -176,13 +180,13 @@ def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_st
 
 def test_gradients_without_an_end_are_let_go_of() -> None:
     """Forward inside `no_sync`, backward outside: nothing is sent, so no step ends."""
-    gate = RetryableReducer(lambda: True, never)
-    model = make(gate, Net())
+    reducer = RetryableReducer(lambda: True, never)
+    model = make(reducer, Net())
     for _ in range(3):
         with model.no_sync():
             loss = model(INPUT).square().mean()
         loss.backward()
-    assert len(gate._gradients) == 4
+    assert len(reducer._gradients) == 4
 
 
 def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray(
@@ -192,7 +196,9 @@ def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray(
     with lighthouse(min_replicas=2) as server:
         pair = [Replica(server, str(index), expected_replicas=2) for index in (0, 1)]
         managers = [replica.manager for replica in pair]
-        exchanges = [CheckedCollectives(m, slot, 2, torch.device("cpu")) for slot, m in enumerate(managers)]
+        exchanges = [
+            CheckedCollectives(m, index, 2, torch.device("cpu")) for index, m in enumerate(managers)
+        ]
         sent, told = threading.Event(), threading.Event()
         report = managers[0].report_error
 

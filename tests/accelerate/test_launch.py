@@ -431,7 +431,9 @@ def converse(command: list[str], env: dict[str, str], answers: list[tuple[str, s
     return said
 
 
-@pytest.mark.parametrize("first", ["ft_accelerate.runtime.install", "ft_accelerate.runtime.runtime", "torch"])
+@pytest.mark.parametrize(
+    "first", ["ft_accelerate.runtime.install", "ft_accelerate.runtime.runtime", "torch"]
+)
 def test_whatever_is_imported_first_the_process_is_protected(first: str, tmp_path: Path) -> None:
     """The entry point acts in the midst of the import that brings Accelerate in."""
     code = f"import {first}, accelerate, ft_accelerate.runtime.install as i; assert i._undo"

@@ -1,0 +1,124 @@
+"""The pure part: how a script that is behind gets to where its peers are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ft_accelerate.runtime.script_position import Iteration, Phase, ScriptPosition, Target
+
+
+def peers(**changes: object) -> Target:
+    target = Target(
+        window=(1, 2), ops=(), grads=0, active=((1, 2, None),), iterations=2, lengths={}, events=7,
+        at="fetch",
+    )  # fmt: skip
+    return dataclasses.replace(target, **changes)  # type: ignore[arg-type]
+
+
+def run_to(position: ScriptPosition, passes: list[int]) -> Iteration:
+    """Passes of so many batches; the last one is left open."""
+    for number, batches in enumerate(passes):
+        iteration = position.begin(None)
+        for _ in range(batches):
+            assert not position.arrive(iteration)
+            iteration.yielded += 1
+        if number < len(passes) - 1:
+            position.finish(iteration, has_length=True)
+    return iteration
+
+
+def test_a_fast_forward_arrives_at_the_window_and_goes_live() -> None:
+    position = ScriptPosition()
+    position.relocate(peers())
+    assert position.phase is Phase.FAST_FORWARD
+    assert position.fast_forwarding
+    assert position.grad_is_done
+    assert position.op_is_done
+    iteration = run_to(position, [3, 2])
+    assert position.arrive(iteration)
+    assert position.phase is Phase.REPLAY
+    assert position.settle()
+    assert position.phase is Phase.LIVE
+    assert (position.events, position.window) == (7, (1, 2))
+    assert not position.fast_forwarding
+
+
+def test_operations_before_the_gradient_step_are_replayed_with_real_work() -> None:
+    position = ScriptPosition()
+    position.relocate(peers(ops=("a", "b"), at="op"))
+    assert position.arrive(run_to(position, [3, 2]))
+    assert not position.fast_forwarding
+    assert not position.grad_is_done
+    assert not position.settle()
+    assert [position.replay_op(), position.replay_op()] == ["a", "b"]
+    assert position.settle()
+    assert position.phase is Phase.LIVE
+
+
+def test_a_gradient_step_of_the_peers_is_not_done_again() -> None:
+    position = ScriptPosition()
+    position.relocate(peers(ops=("a",), grads=1, at="op"))
+    assert position.arrive(run_to(position, [3, 2]))
+    assert not position.fast_forwarding  # what comes after may lean on what is computed here
+    position.replay_op()
+    assert position.grad_is_done
+    position.replay_grad()
+    assert position.settle()
+
+
+def test_in_the_same_window_what_was_done_here_is_not_replayed() -> None:
+    position = ScriptPosition()
+    iteration = position.begin(None)
+    position.open_window(iteration)
+    position.fresh = False
+    position.log("a", 0)
+    position.relocate(peers(window=(0, 0), ops=("a", "b"), grads=1, at="op"))
+    assert position.phase is Phase.REPLAY
+    assert not position.fast_forwarding
+    assert position.replay_op() == "b"
+    assert position.grad_is_done
+
+
+def test_another_path_is_refused() -> None:
+    position = ScriptPosition()
+    position.relocate(peers())
+    first = position.begin(None)
+    position.finish(first, has_length=True)
+    second = position.begin(None)  # the pass in which the peers are, but it ends too early
+    position.finish(second, has_length=True)
+    third = position.begin(None)
+    with pytest.raises(RuntimeError, match="took another path"):
+        position.arrive(third)
+
+
+def test_windows_begin_where_an_optimizer_has_stepped() -> None:
+    position = ScriptPosition()
+    iteration = position.begin(None)
+    position.open_window(iteration)
+    iteration.yielded = 1
+    position.log("a", 1)
+    position.open_window(iteration)  # accumulation goes on
+    assert position.describe("op").ops == ("a",)
+    position.graded()
+    assert position.describe("op").pending
+    assert not position.describe("op").reachable
+    position.step_taken()
+    position.open_window(iteration)
+    assert position.describe("fetch") == Target((0, 1), (), 0, ((0, 1, None),), 1, {}, 2, "fetch")
+
+
+def test_large_results_are_not_kept() -> None:
+    position = ScriptPosition()
+    position.open_window(position.begin(None))
+    position.log("small", 10)
+    position.log("large", 1 << 40)
+    assert position.ops == ["small", None]
+
+
+def test_places_without_the_peers_gradients() -> None:
+    assert peers(at="grad").reachable
+    assert peers(at="grad", grads=1).reachable  # a GAN's second update: the first has stepped
+    assert not peers(at="grad", grads=1, pending=True).reachable
+    assert peers(at="op", grads=1).reachable
