@@ -26,7 +26,7 @@ from lighthouse.server import LighthouseServer
 from lighthouse.watcher import ProcessWatch, Report
 from lighthouse.wire.messages import JobKey, Join, Quorum
 
-ROOM = JobKey("bench", "death")
+JOB = JobKey("bench", "death")
 # Silence of a host must not be what is measured.
 TIMEOUTS = Timeouts.derive(60.0, heartbeat_timeout_s=5.0)
 
@@ -41,9 +41,9 @@ def victim(address: str, gib: float, watched: bool) -> None:
     connection = Connection(address, identity=name.encode(), timeouts=TIMEOUTS, context=context)
     watch = ProcessWatch(connection.address, TIMEOUTS)
     if watched:
-        assert watch.start([Report(ROOM, name)])
+        assert watch.start([Report(JOB, name)])
         assert watch.wait_ready(10.0)
-    connection.send(Join(ROOM, name, name, 0, "init", (b"",), expected_replicas=1))
+    connection.send(Join(JOB, name, name, 0, "init", (b"",), expected_replicas=1))
     while not any(isinstance(m, Quorum) for m in connection.receive()):
         connection.sockets[0].poll(1000)
     print("ready", flush=True)

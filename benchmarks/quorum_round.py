@@ -46,7 +46,7 @@ from lighthouse.wire.messages import (
     next_lineage,
 )
 
-ROOM = JobKey("bench", "round")
+JOB = JobKey("bench", "round")
 PATIENCE_MS = 120_000
 
 
@@ -102,7 +102,7 @@ class Crowd:
         """Seconds for all to join and have the member list."""
         joins = [
             codec.encode(
-                Join(ROOM, replica_id.split("-")[0], replica_id, 0, "init", (address(n),),
+                Join(JOB, replica_id.split("-")[0], replica_id, 0, "init", (address(n),),
                      expected_replicas=len(self.ids))
             )
             for n, replica_id in enumerate(self.ids)
@@ -147,7 +147,7 @@ class Crowd:
 
     def _votes(self) -> list[bytes]:
         return [
-            codec.encode(Vote(ROOM, replica_id, self.quorum_id, self.step, self.lineage, True))
+            codec.encode(Vote(JOB, replica_id, self.quorum_id, self.step, self.lineage, True))
             for replica_id in self.ids
         ]
 

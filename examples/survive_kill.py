@@ -51,7 +51,7 @@ def main() -> int:
         expected_replicas=options.replicas, timeouts=Timeouts.derive(options.timeout)
     )
     with LighthouseServer(config=config, on_note=notes) as lighthouse:
-        view.say(f"lighthouse listening on {lighthouse.wire.address()}")
+        view.say(f"lighthouse listening on {lighthouse.address()}")
         demo = Demo(options, run, view, lighthouse.address())
         try:
             in_time = demo.execute()

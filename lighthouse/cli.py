@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BIND = "tcp://0.0.0.0:29510"
 DEFAULT_ADDRESS = "tcp://127.0.0.1:29510"
-_DEFAULT_ROOM = JobKey()
+_DEFAULT_JOB = JobKey()
 
 _TIMEOUT_HELP = {
     "heartbeat_timeout_s": ("timeout / 100, 0.3 to 5", "A host silent for this long is gone."),
@@ -150,8 +150,8 @@ class _Lines:
         if self._quiet and not note.quorum:
             return
         self._started.wait()
-        room = note.room
-        where = "" if room == _DEFAULT_ROOM else f"[{room.job_id}/{room.room_id}] "
+        job = note.job
+        where = "" if job == _DEFAULT_JOB else f"[{job.job_id}/{job.room_id}] "
         self.say(f"{where}{note.text}")
 
 
@@ -161,7 +161,7 @@ class _Lines:
               help="How long to wait for its answer.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def status(address: str, timeout_s: float, as_json: bool) -> None:
-    """Show the rooms of a running lighthouse, who is in, and what is waited for."""
+    """Show the jobs of a running lighthouse, who is in, and what is waited for."""
     try:
         with LighthouseClient(address, timeout_s=timeout_s) as client:
             answer = client.status()
@@ -182,28 +182,28 @@ def _show(answer: dict[str, Any]) -> None:
     server = answer["server"]
     console.print(
         f"lighthouse {server['address']}: {server['connections']} connections,"
-        f" {len(answer['rooms'])} rooms",
+        f" {len(answer['jobs'])} jobs",
         highlight=False,
     )
-    for room in answer["rooms"]:
-        console.print(_table_of(room))
+    for job in answer["jobs"]:
+        console.print(_table_of(job))
 
 
-def _table_of(room: dict[str, Any]) -> Table:
+def _table_of(job: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"{room['job_id']}/{room['room_id']}: {room['state']}, step {room['step']}",
-        caption=f"{room['reason']}; {room['commits']} committed, {room['discards']} discarded",
+        title=f"{job['job_id']}/{job['room_id']}: {job['state']}, step {job['step']}",
+        caption=f"{job['reason']}; {job['commits']} committed, {job['discards']} discarded",
     )
     for column in ("rank", "replica group", "replica_id", "state"):
         table.add_column(column)
-    for rank, member in enumerate(room["members"]):
+    for rank, member in enumerate(job["members"]):
         state = member["gone"] and f"gone: {member['gone']}"
         state = state or ("healing" if member["healing"] else "")
         state = state or ("voted" if member["voted"] else "training")
         table.add_row(str(rank), member["name"], member["replica_id"], state)
-    for name in room["waiting"]:
+    for name in job["waiting"]:
         table.add_row("-", name, "", "waiting")
     return table
 

@@ -137,7 +137,7 @@ class LighthouseClient(Closing):
             self._poller.register(socket, zmq.POLLIN)
 
     def status(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """All rooms and the server's counters, as plain JSON types.
+        """All jobs and the server's counters, as plain JSON types.
 
         Raises LighthouseUnavailable after `timeout_s`, VersionMismatch for another release.
         """

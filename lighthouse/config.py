@@ -99,15 +99,15 @@ class LighthouseConfig:
         expected_replicas: the first quorum waits for this many (up to `join_timeout_s`); 0: not
             known, wait out the join timeout.
         timeouts: see `Timeouts`.
-        max_rooms: more are refused.
-        max_replicas_per_room: more are refused.
+        max_jobs: more are refused.
+        max_replicas_per_job: more are refused.
     """
 
     min_replicas: int = 1
     expected_replicas: int = 0
     timeouts: Timeouts = Timeouts()
-    max_rooms: int = 1_024
-    max_replicas_per_room: int = 16_384
+    max_jobs: int = 1_024
+    max_replicas_per_job: int = 16_384
 
     def __post_init__(self) -> None:
         if self.min_replicas < 1:

@@ -14,11 +14,11 @@ from typing import Any
 
 from lighthouse.wire.messages import JobKey
 
-FORMAT = 1
+FORMAT = 2
 MAX_FILE_BYTES = 256 * 1024 * 1024
 
 Remembered = dict[JobKey, tuple[int, tuple[str, ...]]]
-"""Room -> (quorum_id, members of that quorum)."""
+"""Job -> (quorum_id, members of that quorum)."""
 
 
 def read(path: Path) -> Remembered:
@@ -44,27 +44,27 @@ def _parse(raw: Any) -> Remembered:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ValueError(f"not a lighthouse state file of format {FORMAT}")
     remembered: Remembered = {}
-    for room in raw["rooms"]:
-        quorum_id, members = room["quorum_id"], room["members"]
+    for job in raw["jobs"]:
+        quorum_id, members = job["quorum_id"], job["members"]
         if type(quorum_id) is not int or not isinstance(members, list):
-            raise ValueError("a room without quorum_id or members")
+            raise ValueError("a job without quorum_id or members")
         if not all(isinstance(member, str) for member in members):
             raise ValueError("members must be texts")
-        key = JobKey(room["job_id"], room["room_id"])
+        key = JobKey(job["job_id"], job["room_id"])
         remembered[key] = (quorum_id, tuple(members))
     return remembered
 
 
 def _write(path: Path, remembered: Remembered) -> None:
     """Replace `path`: a reader, or a crash at any moment, sees the old file or the new one."""
-    rooms = [
+    jobs = [
         {"job_id": key.job_id, "room_id": key.room_id, "quorum_id": quorum_id, "members": members}
         for key, (quorum_id, members) in remembered.items()
     ]
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, "rooms": rooms}, file)
+            json.dump({"format": FORMAT, "jobs": jobs}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
@@ -73,7 +73,7 @@ def _write(path: Path, remembered: Remembered) -> None:
 
 
 class Journal:
-    """Keeps the newest (quorum_id, members) of each room in `path`.
+    """Keeps the newest (quorum_id, members) of each job in `path`.
 
     `save` only hands over; a thread of its own writes, since a disk may be slow and a quorum
     must not wait for it. Of several saves in quick succession only the last need reach the file.
@@ -81,12 +81,12 @@ class Journal:
     Raises ValueError if the file is corrupt or can't be written.
     """
 
-    def __init__(self, path: Path, *, max_rooms: int) -> None:
+    def __init__(self, path: Path, *, max_jobs: int) -> None:
         self.path = path
         self.remembered = read(path)
         self.error: OSError | None = None
         """The last write's failure, or None."""
-        self._max_rooms = max_rooms
+        self._max_jobs = max_jobs
         self._pending: Remembered | None = None
         self._closing = False
         self._changed = threading.Condition()
@@ -100,12 +100,12 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name="lighthouse-journal", daemon=True)
         self._thread.start()
 
-    def save(self, room: JobKey, quorum_id: int, members: tuple[str, ...]) -> None:
-        """Remember one room's quorum. One thread; returns at once."""
-        self.remembered.pop(room, None)
-        self.remembered[room] = (quorum_id, members)
-        while len(self.remembered) > self._max_rooms:
-            del self.remembered[next(iter(self.remembered))]  # the room that changed longest ago
+    def save(self, job: JobKey, quorum_id: int, members: tuple[str, ...]) -> None:
+        """Remember one job's quorum. One thread; returns at once."""
+        self.remembered.pop(job, None)
+        self.remembered[job] = (quorum_id, members)
+        while len(self.remembered) > self._max_jobs:
+            del self.remembered[next(iter(self.remembered))]  # the job that changed longest ago
         with self._changed:
             self._pending = dict(self.remembered)
             self._changed.notify()

@@ -101,7 +101,7 @@ class LighthouseServer(Closing):
         self._on_note = on_note or _log_note
         self._journal = None
         if state_file is not None:
-            self._journal = Journal(Path(state_file), max_rooms=self.config.max_rooms)
+            self._journal = Journal(Path(state_file), max_jobs=self.config.max_jobs)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._router, self._monitor = sockets.open_router(
@@ -136,7 +136,7 @@ class LighthouseServer(Closing):
         return self._address
 
     def status(self) -> dict[str, Any]:
-        """All rooms and the server's counters, as plain JSON types."""
+        """All jobs and the server's counters, as plain JSON types."""
         answer: Future[str] = Future()
         if not self._command(answer):
             raise RuntimeError("this lighthouse has been shut down")
@@ -327,7 +327,7 @@ class LighthouseServer(Closing):
             if isinstance(effect, Note):
                 self._on_note(effect)
             elif self._journal is not None:
-                self._journal.save(effect.room, effect.quorum_id, effect.members)
+                self._journal.save(effect.job, effect.quorum_id, effect.members)
 
     def _send(self, peers: Iterable[Peer], data: bytes) -> None:
         send, stats = self._router.send, self.stats
@@ -381,4 +381,4 @@ def _config(
 
 
 def _log_note(note: Note) -> None:
-    log.info("%s/%s: %s", note.room.job_id, note.room.room_id, note.text)
+    log.info("%s/%s: %s", note.job.job_id, note.job.room_id, note.text)

@@ -4,7 +4,7 @@ The kernel frees the memory of a killed process before it closes its sockets: fo
 many GiB that takes long enough to be worth avoiding. What it does first of all is to mark the
 robust futexes that the process' threads hold. So the training process holds a robust mutex in a
 page that it shares with a small process of its own (`python -m lighthouse.watcher`), which blocks
-in locking it; waking up with EOWNERDEAD is the news, and an `DeathNotice` is on its way at once over
+in locking it; waking up with EOWNERDEAD is the news, and a `DeathNotice` is on its way at once over
 a connection that has been open since the start.
 
 Second lines of defence: the watcher also polls the parent's pidfd, and the lighthouse notices
@@ -37,7 +37,7 @@ log = logging.getLogger("lighthouse.watcher")
 
 CAUSE = "process died"
 FLUSH_MS = 2_000
-"""How long the obituary may take to leave a host whose lighthouse does not answer."""
+"""How long the death notice may take to leave a host whose lighthouse does not answer."""
 CLOSE_TIMEOUT_S = 2.0
 MAX_LINE_BYTES = 1024 * 1024
 
@@ -52,7 +52,7 @@ _ATTRIBUTE_BYTES = 64  # generous: glibc and musl need 4
 class Report:
     """Whom the lighthouse shall believe dead when this process is."""
 
-    room: JobKey
+    job: JobKey
     replica_id: str
 
 
@@ -60,9 +60,9 @@ class ProcessWatch:
     """Training side: has this process watched by a small one.
 
         watch = ProcessWatch("tcp://host:29510", timeouts)
-        watch.start([Report(room, replica_id)])   # in a thread that lives as long as the process
+        watch.start([Report(job, replica_id)])   # in a thread that lives as long as the process
         ...
-        watch.close()                             # a graceful end: no obituary
+        watch.close()                             # a graceful end: no death notice
 
     Args:
         address: the lighthouse's, normalized.
@@ -130,7 +130,7 @@ class ProcessWatch:
         return bool(readable) and child.stdout.read(1) == b"r"
 
     def close(self) -> None:
-        """End the watcher, without an obituary, and reap it. Idempotent; never raises."""
+        """End the watcher, without a death notice, and reap it. Idempotent; never raises."""
         child, self._child = self._child, None
         if child is not None:
             assert child.stdin is not None
@@ -172,7 +172,7 @@ class ProcessWatch:
 
 
 def _as_json(reports: Iterable[Report]) -> list[tuple[str, str, str]]:
-    return [(r.room.job_id, r.room.room_id, r.replica_id) for r in reports]
+    return [(r.job.job_id, r.job.room_id, r.replica_id) for r in reports]
 
 
 class _RobustMutex:
@@ -264,7 +264,7 @@ class _Watcher:
         self._told_ready = False
 
     def run(self) -> None:
-        """Until the parent is dead (then with obituaries) or says to go (then without)."""
+        """Until the parent is dead (then with death notices) or says to go (then without)."""
         if not self._read_lines():
             return  # not even an address came
         waiter = threading.Thread(target=self._wait_for_death, daemon=True)
@@ -279,7 +279,7 @@ class _Watcher:
         while True:
             ready = dict(poller.poll())
             if any(fd in ready for fd in self._ends):
-                self._obituaries()
+                self._death_notices()
                 return
             if monitor in ready:
                 self._look_at_connection()
@@ -291,7 +291,7 @@ class _Watcher:
             os.write(self._news_write, b"!")
 
     def _read_lines(self) -> bool:
-        """Take in what the parent says; False: go, without an obituary."""
+        """Take in what the parent says; False: go, without a death notice."""
         while True:
             data = os.read(sys.stdin.fileno(), 65_536)
             self._lines += data
@@ -318,13 +318,13 @@ class _Watcher:
 
         from lighthouse.client import Connection
 
-        beat = Timeouts.derive(
+        heartbeat = Timeouts.derive(
             heartbeat_s=said["heartbeat_s"], heartbeat_timeout_s=said["heartbeat_timeout_s"]
         )
         identity = b"watch-" + os.urandom(12).hex().encode()
         self._context: zmq.Context[Any] = zmq.Context()
         self._connection = Connection(
-            said["address"], identity=identity, timeouts=beat, context=self._context
+            said["address"], identity=identity, timeouts=heartbeat, context=self._context
         )
 
     def _look_at_connection(self) -> None:
@@ -333,7 +333,7 @@ class _Watcher:
             with contextlib.suppress(OSError):
                 os.write(sys.stdout.fileno(), b"r")
 
-    def _obituaries(self) -> None:
+    def _death_notices(self) -> None:
         for job_id, room_id, replica_id in self._reports:
             self._connection.send(DeathNotice(JobKey(job_id, room_id), replica_id, CAUSE))
         self._connection.close(linger_s=FLUSH_MS / 1000)

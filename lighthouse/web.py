@@ -36,15 +36,15 @@ function row(table, cells, kind) {
   for (const cell of cells) tr.append(make("td", cell));
   table.append(tr);
 }
-function show(room) {
+function show(job) {
   const part = document.createElement("section"), table = document.createElement("table");
-  part.append(make("h2", `${room.job_id}/${room.room_id}: ${room.state}, step ${room.step}`),
-    make("p", `${room.reason}; ${room.commits} committed, ${room.discards} discarded`), table);
-  room.members.forEach((m, rank) => {
+  part.append(make("h2", `${job.job_id}/${job.room_id}: ${job.state}, step ${job.step}`),
+    make("p", `${job.reason}; ${job.commits} committed, ${job.discards} discarded`), table);
+  job.members.forEach((m, rank) => {
     const kind = m.gone ? "gone" : m.healing ? "healing" : m.voted ? "voted" : "training";
     row(table, [rank, m.name, m.replica_id, m.gone ? "gone: " + m.gone : kind], kind);
   });
-  for (const name of room.waiting) row(table, ["-", name, "", "waiting"], "waiting");
+  for (const name of job.waiting) row(table, ["-", name, "", "waiting"], "waiting");
   return part;
 }
 async function refresh() {
@@ -53,7 +53,7 @@ async function refresh() {
     const s = await (await fetch("status")).json();
     line.textContent = `${s.server.address}: ${s.server.connections} connections, ` +
       `${s.server.received} requests, ${s.server.lost_peers} connections lost`;
-    document.querySelector("main").replaceChildren(...s.rooms.map(show));
+    document.querySelector("main").replaceChildren(...s.jobs.map(show));
   } catch { line.textContent = "no answer from the lighthouse"; }
 }
 refresh(); setInterval(refresh, 1000);

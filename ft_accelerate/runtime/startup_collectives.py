@@ -123,13 +123,11 @@ def _others_train(options: FaultTolerancePlugin) -> bool:
     address = options.lighthouse or f"tcp://127.0.0.1:{DEFAULT_PORT}"
     try:
         with LighthouseClient(address, timeout_s=ASK_TIMEOUT_S) as client:
-            rooms = client.status()["rooms"]
+            jobs = client.status()["jobs"]
     except (LighthouseError, OSError):
         return False  # nobody is there yet, and what is wrong is told when this process joins
-    # What a room remembers does not count: all of its members may be gone.
-    return any(
-        room["job_id"] == options.job_id and room.get("seated_step", 0) > 0 for room in rooms
-    )
+    # What a job's state remembers does not count: all of its members may be gone.
+    return any(job["job_id"] == options.job_id and job["highest_step"] > 0 for job in jobs)
 
 
 def _device() -> torch.device:

@@ -99,7 +99,7 @@ class GroupLeader:
         if rank is None or rank >= self._size:
             return []
         if self._broken:
-            self._send([rank], Refused(_room(message), self._broken))
+            self._send([rank], Refused(_job(message), self._broken))
         elif isinstance(message, Join):
             self._on_join(rank, message)
         elif isinstance(message, Vote):
@@ -120,7 +120,7 @@ class GroupLeader:
         elif isinstance(message, Decision):
             if self._last_vote == (message.quorum_id, message.step):
                 self._send(range(self._size), message)
-                self._dismiss(message.room)
+                self._dismiss(message.job)
                 return self._drain()
             self._votes.clear()
             if message.committed:
@@ -142,11 +142,11 @@ class GroupLeader:
             self._break(rank)
         return self._drain()
 
-    def _dismiss(self, room: JobKey) -> None:
+    def _dismiss(self, job: JobKey) -> None:
         """The group has left with its last vote: ranks that were not told to end hear it now."""
         self._broken = _left(min(self._leavers))
         stay = [r for r in range(self._size) if r not in self._gone | self._leavers]
-        self._send(stay, Refused(room, self._broken))
+        self._send(stay, Refused(job, self._broken))
 
     @property
     def _rejoining(self) -> bool:
@@ -160,11 +160,11 @@ class GroupLeader:
         )
         if rank in self._leavers:
             self._broken = _left(rank)
-        room, last = JobKey(), self._last_join
+        job, last = JobKey(), self._last_join
         if last is not None:
-            room = last.room
-            self._effects.append(SendUp(Leave(room, last.replica_id, f"rank {rank} is gone")))
-        self._send((r for r in range(self._size) if r not in self._gone), Refused(room, self._broken))
+            job = last.job
+            self._effects.append(SendUp(Leave(job, last.replica_id, f"rank {rank} is gone")))
+        self._send((r for r in range(self._size) if r not in self._gone), Refused(job, self._broken))
 
     def expire(self, now: float) -> list[GroupEffect]:
         """No timers: the ranks repeat what is not answered."""
@@ -194,7 +194,7 @@ class GroupLeader:
         if rank in self._left:
             self._left.discard(rank)
             others = [r for r in range(self._size) if r not in self._joins]
-            self._send(others, Expelled(join.room, NO_QUORUM, f"rank {rank} has given up its state"))
+            self._send(others, Expelled(join.job, NO_QUORUM, f"rank {rank} has given up its state"))
         if len(self._joins) < self._size:
             return
         joins = [self._joins[r] for r in range(self._size)]
@@ -246,7 +246,7 @@ class GroupLeader:
         if self._said_no != key:
             self._said_no = key
             others = [r for r in range(self._size) if r not in self._votes]
-            self._send(others, Revoke(vote.room, vote.quorum_id, vote.step, vote.reason or "no"))
+            self._send(others, Revoke(vote.job, vote.quorum_id, vote.step, vote.reason or "no"))
         if self._healing:
             if any(v.phase == PHASE_HEALING for v in self._votes.values()):
                 vote = replace(vote, phase=PHASE_HEALING)
@@ -298,5 +298,5 @@ def _left(rank: int) -> str:
     return f"{LEFT}rank {rank} was told to end, and this one ends with it"
 
 
-def _room(message: Request) -> JobKey:
-    return getattr(message, "room", JobKey())
+def _job(message: Request) -> JobKey:
+    return getattr(message, "job", JobKey())

@@ -196,7 +196,7 @@ class Replica:
         assert view is not None and self.healed and not self.healing
         self.attempt = Attempt.VOTED
         self._vote = Vote(
-            self._template.room, self.replica_id, view.quorum_id, view.step, view.lineage, True,
+            self._template.job, self.replica_id, view.quorum_id, view.step, view.lineage, True,
             control=control, leaving=self._leaving,
         )  # fmt: skip
         # Per-group commit keeps one vote on its way: the next one waits for its decision.
@@ -229,7 +229,7 @@ class Replica:
         self._resend_at = self._grace_at = None
         if self.attempt is not Attempt.CLOSED:
             self._close(Outcome(self.step, False, f"left: {reason}"))
-        return [] if was_out else [Transmit(Leave(self._template.room, self.replica_id, reason))]
+        return [] if was_out else [Transmit(Leave(self._template.job, self.replica_id, reason))]
 
     def give_up(self, reason: str, *, keep_state: bool = False) -> list[Effect]:
         """Leave, as one that holds no state (or its own); the next `begin` joins, and heals."""
@@ -356,7 +356,7 @@ class Replica:
             if not (answers_mine and vote is not None and vote.ok):
                 # Others committed a step that this rank did not vote for: it is behind now.
                 return self._on_expelled(
-                    Expelled(self._template.room, view.quorum_id, "committed without me"), now
+                    Expelled(self._template.job, view.quorum_id, "committed without me"), now
                 )
             self._advance(view)
         if self.attempt is Attempt.VOTED and answers_mine:
@@ -550,7 +550,7 @@ class Replica:
         if self.stage is not Stage.MEMBER or view is None or self._vote is not None:
             return []
         self._vote = Vote(
-            self._template.room, self.replica_id, view.quorum_id, view.step, self.lineage, False,
+            self._template.job, self.replica_id, view.quorum_id, view.step, self.lineage, False,
             reason[:500], phase, stalled, self._leaving and self.attempt is Attempt.FAILED,
         )  # fmt: skip
         effects: list[Effect] = []
@@ -572,7 +572,7 @@ class Replica:
         if self._vote is not None and self.stage is Stage.MEMBER:
             return self._send_vote(now)
         quorum_id = self.view.quorum_id if self.view else NO_QUORUM
-        return [Transmit(Heartbeat(self._template.room, self.replica_id, quorum_id, self.step))]
+        return [Transmit(Heartbeat(self._template.job, self.replica_id, quorum_id, self.step))]
 
     def _settle(self, quorum: Quorum) -> None:
         """Learn from the next quorum what became of the step in doubt."""

@@ -75,7 +75,7 @@ class GroupServer:
         )
         self._routes = Routes()
         self._last_up: Request | None = None
-        self._room = JobKey()
+        self._job = JobKey()
         self._away_since: float | None = time.monotonic()
         self._wake_read, self._wake_write = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="ft-group", daemon=True)
@@ -139,7 +139,7 @@ class GroupServer:
                 log.warning("replica group: dropped a frame that is no message: %s", error)
                 continue
             if isinstance(message, Join):
-                self._room = message.room
+                self._job = message.job
             self._apply(self._machine.handle(peer, message, now))  # type: ignore[arg-type]
 
     def _take_monitor(self, now: float) -> None:
@@ -166,7 +166,7 @@ class GroupServer:
         if self._away_since is not None and now >= self._away_since + limit_s:
             self._away_since = None
             reason = f"{BROKEN}no lighthouse at {self._lighthouse} for {limit_s:g} s"
-            self._send((peer_of(r) for r in range(self._size)), Refused(self._room, reason))
+            self._send((peer_of(r) for r in range(self._size)), Refused(self._job, reason))
 
     def _apply(self, effects: Sequence[GroupEffect]) -> None:
         for effect in effects:

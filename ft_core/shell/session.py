@@ -170,9 +170,9 @@ class Session:
             telemetry=telemetry,
             into=into,
         )
-        room = JobKey(options.job_id, room_id)
+        job = JobKey(options.job_id, room_id)
         template = Join(
-            room=room,
+            job=job,
             name=options.name,
             replica_id=replica_id,
             step=step,
@@ -191,7 +191,7 @@ class Session:
         self._watch: ProcessWatch | None = None
         if options.watch_process:
             self._watch = ProcessWatch(normalize(self.lighthouse), limits)
-            self._watch.start([Report(room, replica_id)])
+            self._watch.start([Report(job, replica_id)])
         self.control = Control(
             self.replica, link, self.plane, on_told=self._on_told, on_tick=on_tick
         )

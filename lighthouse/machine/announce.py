@@ -1,4 +1,4 @@
-"""What a room says: collects effects, and tells a new quorum in as few distinct messages as possible.
+"""What a job says: collects effects, and tells a new quorum in as few distinct messages as possible.
 
 A quorum is told as a difference where the receiver holds the last one, else in full. N members get
 few distinct messages, each built once: O(N) work a quorum change, not O(N^2). PURE.
@@ -30,11 +30,11 @@ Delta = tuple[tuple[str, ...], tuple[Member, ...]]
 
 
 class Announcer:
-    """One room's voice. `reason`: why its quorum is what it is, or why there is none."""
+    """One job's voice. `reason`: why its quorum is what it is, or why there is none."""
 
-    def __init__(self, room: JobKey) -> None:
+    def __init__(self, job: JobKey) -> None:
         self.reason = "nobody waits"
-        self._room = room
+        self._job = job
         self._base_id = NO_QUORUM
         self._base: tuple[Member, ...] = ()
         self._told_at = float("-inf")
@@ -51,7 +51,7 @@ class Announcer:
             self._effects.append(Send(targets, message))
 
     def expel(self, peer: Peer, quorum_id: int, why: str, *, hung: bool = False) -> None:
-        self.send(peer, Expelled(self._room, quorum_id, why, hung))
+        self.send(peer, Expelled(self._job, quorum_id, why, hung))
 
     def emit(self, effect: Effect) -> None:
         self._effects.append(effect)
@@ -64,19 +64,19 @@ class Announcer:
     # ------------------------------------------------------------------ why one has to wait
 
     def explain(self, reason: str, seats: Members, now: float) -> None:
-        """Tell all why there is no quorum, once a second at most: later ones learn it by beats."""
+        """Tell all why there is no quorum, once a second at most: later ones learn it by heartbeats."""
         changed, self.reason = reason != self.reason, reason
         if changed and now >= self._told_at + EXPLAIN_EVERY_S:
             self._told_at = now
-            self.emit(Note(self._room, reason))
+            self.emit(Note(self._job, reason))
             for seat in seats:
                 seat.told = reason
-            self.send_all((seat.peer for seat in seats), Waiting(self._room, reason))
+            self.send_all((seat.peer for seat in seats), Waiting(self._job, reason))
 
     def explain_to(self, seat: MemberState, live: Ballot | None) -> None:
         """Tell one that waits."""
         seat.told = self._waiting_reason(live)
-        self.send(seat.peer, Waiting(self._room, seat.told))
+        self.send(seat.peer, Waiting(self._job, seat.told))
 
     def is_news(self, seat: MemberState, live: Ballot | None) -> bool:
         """Whether `seat` waits for another reason than it has heard."""
@@ -145,7 +145,7 @@ class Announcer:
     def _build(self, live: Ballot, delta: Delta | None, settle: str, control: bytes) -> Quorum:
         removed, changed = delta if delta is not None else ((), live.members)
         return Quorum(
-            self._room,
+            self._job,
             live.quorum_id,
             live.position.step,
             live.position.lineage,

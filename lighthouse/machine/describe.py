@@ -1,4 +1,4 @@
-"""What a room shows to people: its status as JSON types, and why a replica group does not fit."""
+"""What a job shows to people: its status as JSON types, and why a replica group does not fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lighthouse.wire.messages import JobKey, Join
 def status_of(
     key: JobKey, live: Ballot | None, seats: Members, history: History, reason: str
 ) -> dict[str, object]:
-    """One room; `reason`: why it waits, or why its quorum is what it is."""
+    """One job; `reason`: why it waits, or why its quorum is what it is."""
     head = history.head
     return {
         "job_id": key.job_id,
@@ -36,7 +36,7 @@ def status_of(
         if live
         else [],
         "waiting": [s.name for s in seats if live is None or not live.has(s.replica_id)],
-        "seated_step": max((s.position.step for s in seats), default=0),
+        "highest_step": max((s.position.step for s in seats), default=0),
     }
 
 

@@ -22,7 +22,7 @@ class Send:
 class Note:
     """Effect: a line for the log; `quorum` True: the one line that a quorum change gets."""
 
-    room: JobKey
+    job: JobKey
     text: str
     quorum: bool = False
 
@@ -31,7 +31,7 @@ class Note:
 class Remember:
     """Effect: keep this over a restart of the lighthouse (optional; see docs/protocol.md)."""
 
-    room: JobKey
+    job: JobKey
     quorum_id: int
     members: tuple[str, ...]
 

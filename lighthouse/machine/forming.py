@@ -1,6 +1,6 @@
-"""When a room forms its next quorum, and out of whom: prepares what `quorum.py` decides. PURE.
+"""When a job forms its next quorum, and out of whom: prepares what `quorum.py` decides. PURE.
 
-Keeps what only matters between quorums: who was in the last one, since when the room waits, how
+Keeps what only matters between quorums: who was in the last one, since when the job waits, how
 many it wants, and who is better left out for a while.
 """
 
@@ -18,7 +18,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 8
 
 
 class Forming:
-    """One room's view on its next quorum. `since`: when waiting for it began."""
+    """One job's view on its next quorum. `since`: when waiting for it began."""
 
     def __init__(self, config: LighthouseConfig, seats: Members, history: History) -> None:
         limits = config.timeouts

@@ -1,6 +1,6 @@
-"""What a room remembers: decisions, the head, whom it misses, who keeps failing to heal. PURE.
+"""What a job remembers: decisions, the head, whom it misses, who keeps failing to heal. PURE.
 
-All of it is bounded and none of it survives the lighthouse; a room without a past learns it from
+All of it is bounded and none of it survives the lighthouse; a job without a past learns it from
 those who join (`settle`, R5 of `quorum.py`).
 """
 

@@ -1,6 +1,6 @@
-"""One room's state machine: who is here, the live quorum, its votes, what is decided. PURE.
+"""One job's state machine: who is here, the live quorum, its votes, what is decided. PURE.
 
-Theory (docs/protocol.md has the tables). A room is *forming* (no live quorum) or
+Theory (docs/protocol.md has the tables). A job is *forming* (no live quorum) or
 *live*. A live quorum works on one step: it collects one vote a member. The first no, death, leave
 or eviction *revokes* it: the others are told to stop their collectives and vote on what they have.
 As soon as every living member has voted the step is *decided*: committed if all votes are yes,
@@ -83,7 +83,7 @@ class JobState:
         elif isinstance(message, Vote):
             self._on_vote(peer, message, now)
         elif isinstance(message, Heartbeat):
-            self._on_beat(peer, message)
+            self._on_heartbeat(peer, message)
         else:
             self._on_leave(message, now)
         return self._voice.drain()
@@ -216,19 +216,19 @@ class JobState:
         else:
             self._voice.send(peer, replace(decision, waiting=True))
 
-    def _on_beat(self, peer: Peer, beat: Heartbeat) -> None:
-        live, seat = self._live, self._seats.get(beat.replica_id)
+    def _on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
+        live, seat = self._live, self._seats.get(heartbeat.replica_id)
         if seat is None:
-            if beat.replica_id not in self._claims:
-                self._voice.expel(peer, beat.quorum_id, "not known here")
+            if heartbeat.replica_id not in self._claims:
+                self._voice.expel(peer, heartbeat.quorum_id, "not known here")
             return
         self._seats.move(seat, peer)
-        if live is None or not live.has(beat.replica_id):
+        if live is None or not live.has(heartbeat.replica_id):
             if self._voice.is_news(seat, live):
                 self._voice.explain_to(seat, self._live)
-        elif beat.quorum_id != live.quorum_id:
+        elif heartbeat.quorum_id != live.quorum_id:
             self._voice.send(peer, self._voice.full(live, seat))
-        elif live.revoked and beat.replica_id in live.silent:
+        elif live.revoked and heartbeat.replica_id in live.silent:
             self._voice.send(
                 peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked)
             )
@@ -367,7 +367,7 @@ class JobState:
             self._voice.announce(self._live, (s for s in self._seats if s.replica_id not in told))
         else:
             for seat in answered:
-                seat.told = ""  # its next beat is answered with the reason
+                seat.told = ""  # its next heartbeat is answered with the reason
 
     # ------------------------------------------------------------------ forming
 
@@ -431,9 +431,9 @@ class JobState:
                 f"{known.name!r} can't become {join.name!r}: start it again under a new replica_id"
             )
         if known is None and (
-            len(self._seats) + len(self._claims) >= self._config.max_replicas_per_room
+            len(self._seats) + len(self._claims) >= self._config.max_replicas_per_job
         ):
-            return f"the room is full ({len(self._seats)} replica groups)"
+            return f"the job is full ({len(self._seats)} replica groups)"
         other = self._seats.any()
         return mismatch(join, other.join) if other is not None else ""
 

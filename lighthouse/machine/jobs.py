@@ -1,4 +1,4 @@
-"""The lighthouse's state machine: all rooms. PURE; `server.py` gives it a socket and a clock."""
+"""The lighthouse's state machine: all jobs. PURE; `server.py` gives it a socket and a clock."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def first_quorum_id(wall_clock_ms: int) -> int:
 
 
 class Lighthouse:
-    """Routes events to rooms. Four methods: `handle`, `disconnected`, `expire`, `deadline`.
+    """Routes events to jobs. Four methods: `handle`, `disconnected`, `expire`, `deadline`.
 
-    `remembered` maps rooms to the (quorum_id, members) that an earlier life left behind.
+    `remembered` maps jobs to the (quorum_id, members) that an earlier life left behind.
     Not thread-safe: one owner.
     """
 
@@ -44,37 +44,37 @@ class Lighthouse:
     ) -> None:
         self.config = config
         self._first_id = first_id
-        self._rooms: dict[JobKey, JobState] = {}
+        self._jobs: dict[JobKey, JobState] = {}
         for key, (quorum_id, members) in (remembered or {}).items():
             first = max(first_id, quorum_id + 1)
-            self._rooms[key] = JobState(key, config, first, remembered=members)
+            self._jobs[key] = JobState(key, config, first, remembered=members)
 
     def handle(self, peer: Peer, message: Request, now: float) -> list[Effect]:
         """A decoded request from `peer` at `now` (seconds, monotonic)."""
         if isinstance(message, StatusRequest):
             return [Send((peer,), Status(json.dumps(self.status())))]
-        room = self._rooms.get(message.room)
+        job = self._jobs.get(message.job)
         if isinstance(message, DeathNotice):
-            if room is None:
+            if job is None:
                 return []
-            return room.lost(message.replica_id, message.cause or "process died", now)
-        if room is None:
-            if isinstance(message, Join) and not self._make_room():
-                reason = f"this lighthouse is full ({len(self._rooms)} rooms)"
-                return [Send((peer,), Refused(message.room, reason))]
-            room = JobState(message.room, self.config, self._first_id)
+            return job.lost(message.replica_id, message.cause or "process died", now)
+        if job is None:
+            if isinstance(message, Join) and not self._has_capacity():
+                reason = f"this lighthouse is full ({len(self._jobs)} jobs)"
+                return [Send((peer,), Refused(message.job, reason))]
+            job = JobState(message.job, self.config, self._first_id)
             if isinstance(message, Join):  # others are answered, but leave nothing behind
-                self._rooms[message.room] = room
-        return room.handle(peer, message, now)
+                self._jobs[message.job] = job
+        return job.handle(peer, message, now)
 
-    def _make_room(self) -> bool:
-        """Whether one more room fits, at the price of one that everybody has left."""
-        if len(self._rooms) < self.config.max_rooms:
+    def _has_capacity(self) -> bool:
+        """Whether one more job fits, at the price of one that everybody has left."""
+        if len(self._jobs) < self.config.max_jobs:
             return True
-        left = next((key for key, room in self._rooms.items() if room.empty), None)
+        left = next((key for key, job in self._jobs.items() if job.empty), None)
         if left is None:
             return False
-        del self._rooms[left]
+        del self._jobs[left]
         return True
 
     def disconnected(
@@ -82,30 +82,30 @@ class Lighthouse:
     ) -> list[Effect]:
         """The connection of `peer` is gone: whoever spoke through it is dead or unreachable."""
         effects: list[Effect] = []
-        for room in self._rooms.values():
-            for replica_id in room.replicas_of(peer):
-                effects += room.lost(replica_id, cause, now)
+        for job in self._jobs.values():
+            for replica_id in job.replicas_of(peer):
+                effects += job.lost(replica_id, cause, now)
         return effects
 
     def expire(self, now: float) -> list[Effect]:
         """Time has reached `deadline()`."""
         effects: list[Effect] = []
-        for room in self._rooms.values():
-            wanted = room.deadline()
+        for job in self._jobs.values():
+            wanted = job.deadline()
             if wanted is not None and wanted <= now:
-                effects += room.expire(now)
+                effects += job.expire(now)
         return effects
 
     def deadline(self) -> float | None:
         """When `expire` wants to be called, or None."""
-        times = (room.deadline() for room in self._rooms.values())
+        times = (job.deadline() for job in self._jobs.values())
         return min((t for t in times if t is not None), default=None)
 
     def check(self) -> None:
-        """Assert every invariant of every room."""
-        for room in self._rooms.values():
-            room.check()
+        """Assert every invariant of every job."""
+        for job in self._jobs.values():
+            job.check()
 
     def status(self) -> dict[str, object]:
-        """All rooms, as plain JSON types."""
-        return {"rooms": [room.status() for room in self._rooms.values()]}
+        """All jobs, as plain JSON types."""
+        return {"jobs": [job.status() for job in self._jobs.values()]}

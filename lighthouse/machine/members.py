@@ -1,4 +1,4 @@
-"""Who is in a room: seats, the names and connections they hold, claims on names. PURE.
+"""Who is in a job: seats, the names and connections they hold, claims on names. PURE.
 
 A seat is a replica group that is connected and has joined, member of the live quorum or not.
 A claim is a newcomer whose name is still held by a process that may be dying.
@@ -20,7 +20,7 @@ class MemberState:
 
     `doubt`: its step in doubt, until it votes again; `settle`, `control`: what became of that.
     `base_id`: the last quorum whose member list it surely holds. `told`: why it waits, as it
-    heard it last. `veteran`: it has been in a quorum of this room.
+    heard it last. `veteran`: it has been in a quorum of this job.
     """
 
     join: Join
@@ -53,7 +53,7 @@ class NameConflict:
 
 
 class Members:
-    """All seats of a room by replica_id, by name and by connection."""
+    """All seats of a job by replica_id, by name and by connection."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, MemberState] = {}
@@ -61,7 +61,7 @@ class Members:
         self._by_peer: dict[Peer, set[str]] = {}
         self._arrivals = 0
         self.veterans = 0
-        """How many of them have been in a quorum of this room."""
+        """How many of them have been in a quorum of this job."""
 
     def __len__(self) -> int:
         return len(self._by_id)

@@ -1,26 +1,26 @@
 """The rules by which a quorum forms. Pure functions: no clock, no IO, no state.
 
-Theory. A room has at most one live quorum, and only when its step is decided does the next one
-form; so two quorums of a room never run side by side. What is left to decide is when the
+Theory. A job has at most one live quorum, and only when its step is decided does the next one
+form; so two quorums of a job never run side by side. What is left to decide is when the
 candidates suffice, and from which state they go on:
 
 R1  Fewer than `min_replicas` candidates: wait.
-R2  They go on from the newest position among them: the highest step; at equal step the room's
+R2  They go on from the newest position among them: the highest step; at equal step the job's
     own head, else the position that most candidates hold, else that of the first by order.
     All others are behind and heal (R3). A torn state (partly overwritten) is nobody's position:
     its holder heals, and where all are torn they wait for one that is whole, up to
     `torn_timeout_s`; then they are sent away to start again.
 R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
-R4  If a candidate holds the room's head, nobody of the last quorum holds anything newer: form at
+R4  If a candidate holds the job's head, nobody of the last quorum holds anything newer: form at
     once.
 R5  Members of an earlier quorum may hold a newer state than any candidate (the lighthouse was
     restarted, or all of them are away). While one of those is missing, wait, but no longer than
     the join timeout: a state that nobody brings back is lost, and the rest goes on.
-R6  Where no candidate has been in a quorum of the room yet, the next one waits for
+R6  Where no candidate has been in a quorum of the job yet, the next one waits for
     `expected_replicas`, or, where nobody said how many will come, for stragglers; in both cases
     no longer than the join timeout.
 R7  Ranks: members of the last quorum keep their order, newcomers follow in natural order of
-    their names when a room starts, in order of arrival later.
+    their names when a job starts, in order of arrival later.
 R8  Where the last members said that the training has finished, those who come with less than its
     last step start over only as many as are expected; a single one that comes back is sent away
     when the join timeout is over.
@@ -69,7 +69,7 @@ class Situation:
         since: when waiting began (the first candidate arrived, or the last quorum ended).
         join_timeout_s: see `Timeouts`.
         torn_timeout_s: how long those wait that all hold torn states.
-        has_past: some candidate has been in a quorum of this room before.
+        has_past: some candidate has been in a quorum of this job before.
     """
 
     candidates: tuple[Candidate, ...]
@@ -117,7 +117,7 @@ def too_early(
 ) -> Verdict | None:
     """R1, R5 and R6 by numbers alone, in constant time; None: ask `decide`.
 
-    Spares a room that fills up with N replica groups N looks at all of them. `first`: nobody here
+    Spares a job that fills up with N replica groups N looks at all of them. `first`: nobody here
     has been in a quorum yet. `expires`: when the join timeout ends. `missed`: members of
     an earlier quorum to wait for (R5), 0 if R4 applies.
     """

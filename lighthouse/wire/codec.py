@@ -21,16 +21,16 @@ import msgpack
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.wire import messages
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest frame that is read: a full member list of 16,384 replica groups of one rank fits."""
 
 _TAGS: dict[str, type] = {
     "join": messages.Join,
     "vote": messages.Vote,
-    "beat": messages.Heartbeat,
+    "heartbeat": messages.Heartbeat,
     "leave": messages.Leave,
-    "obit": messages.DeathNotice,
+    "death": messages.DeathNotice,
     "stat?": messages.StatusRequest,
     "quorum": messages.Quorum,
     "decide": messages.Decision,

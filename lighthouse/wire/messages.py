@@ -61,7 +61,10 @@ def _check_control(value: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class JobKey:
-    """Which quorum is meant: jobs never meet; a job may hold several rooms."""
+    """Names one sequence of quorums. Jobs are independent of each other.
+
+    `room_id` tells apart several sequences within one training (`Manager.start_quorum(room_id=)`).
+    """
 
     job_id: str = "default"
     room_id: str = "default"
@@ -107,17 +110,17 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Asks to be in the next quorum of a room.
+    """Asks to be in the next quorum of a job.
 
     `name` is what a person calls the replica group (stable over restarts); `replica_id` is new at
     every start. `quorum_id` and `last_members`: the last quorum this process was in, if any.
     `schema` names what must be equal in all members (parameter names, shapes, settings);
     `schema_text` is shown to a person when it is not. `min_replicas`, `expected_replicas`:
-    the room takes the largest asked for (0: no opinion). `can_heal` False: do not admit me if
+    the job takes the largest asked for (0: no opinion). `can_heal` False: do not admit me if
     I am behind. `group_commit`: see docs/protocol.md, "per-group commit".
     """
 
-    room: JobKey
+    job: JobKey
     name: str
     replica_id: str
     step: int
@@ -165,7 +168,7 @@ class Vote:
     that all members get back with the decision, the lowest-ranked member's (see `Decision`).
     """
 
-    room: JobKey
+    job: JobKey
     replica_id: str
     quorum_id: int
     step: int
@@ -188,7 +191,7 @@ class Vote:
 class Heartbeat:
     """Says where a member believes it is, after a silence; answered only if it is wrong."""
 
-    room: JobKey
+    job: JobKey
     replica_id: str
     quorum_id: int
     step: int
@@ -204,7 +207,7 @@ GAVE_UP = "gave up its state: "
 class Leave:
     """A graceful goodbye: the replica group stops taking part now."""
 
-    room: JobKey
+    job: JobKey
     replica_id: str
     reason: str = ""
 
@@ -216,7 +219,7 @@ class Leave:
 class DeathNotice:
     """A watcher saw the process behind `replica_id` die (before its sockets closed)."""
 
-    room: JobKey
+    job: JobKey
     replica_id: str
     cause: str = ""
 
@@ -245,7 +248,7 @@ class Quorum:
     that of the step's `Decision`, where it is still known.
     """
 
-    room: JobKey
+    job: JobKey
     quorum_id: int
     step: int
     lineage: str
@@ -270,7 +273,7 @@ class Decision:
     `control`: that of the lowest-ranked member that voted yes; all members get the same bytes.
     """
 
-    room: JobKey
+    job: JobKey
     quorum_id: int
     step: int
     committed: bool
@@ -284,7 +287,7 @@ class Decision:
 class Revoke:
     """Stop the collectives of (quorum_id, step) now and vote on what you have."""
 
-    room: JobKey
+    job: JobKey
     quorum_id: int
     step: int
     reason: str
@@ -294,7 +297,7 @@ class Revoke:
 class Waiting:
     """No quorum yet, and why; sent when the reason changes."""
 
-    room: JobKey
+    job: JobKey
     reason: str
 
 
@@ -305,7 +308,7 @@ class Expelled:
     `hung`: your training loop did not make progress; join when it does, not before.
     """
 
-    room: JobKey
+    job: JobKey
     quorum_id: int
     reason: str
     hung: bool = False
@@ -315,13 +318,13 @@ class Expelled:
 class Refused:
     """Joining will not help; `reason` is a sentence for a person."""
 
-    room: JobKey
+    job: JobKey
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """All rooms as JSON text, for people and dashboards."""
+    """All jobs as JSON text, for people and dashboards."""
 
     text: str
 

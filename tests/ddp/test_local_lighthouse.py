@@ -101,7 +101,7 @@ def test_it_outlives_the_process_that_started_it(port: int) -> None:
     )
     assert done.returncode == -signal.SIGKILL
     with LighthouseClient(f"tcp://127.0.0.1:{port}", timeout_s=10) as client:
-        assert client.status()["rooms"] == []
+        assert client.status()["jobs"] == []
 
 
 @pytest.mark.process

@@ -15,7 +15,7 @@ import zmq
 from lighthouse.config import LighthouseConfig
 from lighthouse.server import LighthouseServer
 from lighthouse.wire.messages import JobKey
-from tests.lighthouse.support import FAST, ROOM, Player
+from tests.lighthouse.support import FAST, JOB, Player
 
 # How long an example takes says nothing on a machine that does other things too.
 hypothesis.settings.register_profile("lighthouse", deadline=None)
@@ -66,8 +66,8 @@ def player(server: LighthouseServer, context: zmq.Context[Any]) -> Iterator[Play
     """Makes players that are closed at the end."""
     made: list[Player] = []
 
-    def make(name: str, room: JobKey = ROOM, address: str | None = None) -> Player:
-        made.append(Player(address or server.address(), name, context, room))
+    def make(name: str, job: JobKey = JOB, address: str | None = None) -> Player:
+        made.append(Player(address or server.address(), name, context, job))
         return made[-1]
 
     yield make

@@ -27,7 +27,7 @@ FAST = Timeouts.derive(
     10.0, join_timeout_s=5.0, heartbeat_timeout_s=2.0, resend_s=0.2, revoke_timeout_s=5.0
 )
 PATIENCE_S = 10.0
-ROOM = JobKey("job", "room")
+JOB = JobKey("job", "room")
 
 M = TypeVar("M", bound=Message)
 _serial = itertools.count(1)
@@ -37,11 +37,11 @@ class Player:
     """A replica group as the lighthouse sees it: says what it is told to, remembers what it hears."""
 
     def __init__(
-        self, address: str, name: str, context: zmq.Context[Any], room: JobKey = ROOM
+        self, address: str, name: str, context: zmq.Context[Any], job: JobKey = JOB
     ) -> None:
         self.name = name
         self.replica_id = f"{name}-{os.getpid()}-{next(_serial)}"
-        self.room = room
+        self.job = job
         self.connection = Connection(
             address, identity=self.replica_id.encode(), timeouts=FAST, context=context
         )
@@ -58,13 +58,13 @@ class Player:
 
     def join(self, **fields: Any) -> None:
         self.say(
-            Join(self.room, self.name, self.replica_id, self.step, self.lineage, (b"a",), **fields)
+            Join(self.job, self.name, self.replica_id, self.step, self.lineage, (b"a",), **fields)
         )
 
     def vote(self, ok: bool = True, **fields: Any) -> None:
         assert self.quorum is not None
         quorum_id = self.quorum.quorum_id
-        self.say(Vote(self.room, self.replica_id, quorum_id, self.step, self.lineage, ok, **fields))
+        self.say(Vote(self.job, self.replica_id, quorum_id, self.step, self.lineage, ok, **fields))
 
     def await_message(self, kind: type[M], timeout_s: float = PATIENCE_S) -> M:
         """The next message of this kind; earlier ones of other kinds are dropped."""
@@ -129,7 +129,7 @@ def main() -> None:
     watch = ProcessWatch(address, FAST)
     if how == "watch":
         assert watch.start([Report(JobKey("somebody", "else"), "x")])
-        watch.update([Report(player.room, player.replica_id)])
+        watch.update([Report(player.job, player.replica_id)])
         assert watch.wait_ready(PATIENCE_S)
     player.join(expected_replicas=int(expected))
     player.await_quorum()

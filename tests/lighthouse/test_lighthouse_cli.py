@@ -79,7 +79,7 @@ def test_status_for_people_and_for_tools(context: zmq.Context[Any]) -> None:
     assert table.returncode == answer.returncode == 0
     assert "replica_0" in table.stdout
     assert "training" in table.stdout
-    assert json.loads(answer.stdout)["rooms"][0]["members"][0]["name"] == "replica_0"
+    assert json.loads(answer.stdout)["jobs"][0]["members"][0]["name"] == "replica_0"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_status_page(server: LighthouseServer) -> None:
         with urllib.request.urlopen(page.url, timeout=PATIENCE_S) as answer:
             assert b"lighthouse" in answer.read()
         with urllib.request.urlopen(page.url + "status", timeout=PATIENCE_S) as answer:
-            assert json.load(answer)["rooms"] == []
+            assert json.load(answer)["jobs"] == []
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(page.url + "other", timeout=PATIENCE_S)
         server.shutdown()

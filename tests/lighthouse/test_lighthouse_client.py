@@ -68,7 +68,7 @@ def test_a_client_waits_for_a_lighthouse_that_comes_later() -> None:
             client.wait_until_up()
         with LighthouseServer(address):
             client.wait_until_up(timeout_s=10.0)
-            assert client.status(timeout_s=10.0)["rooms"] == []
+            assert client.status(timeout_s=10.0)["jobs"] == []
 
 
 def test_send_never_blocks_and_says_when_the_queue_is_full(context: zmq.Context[Any]) -> None:

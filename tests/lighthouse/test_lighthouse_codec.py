@@ -22,7 +22,7 @@ numbers = st.integers(0, 2**63 - 1)
 ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 words = st.text(st.characters(codec="utf-8"), max_size=40)
 blobs = st.binary(max_size=100)
-rooms = st.builds(JobKey, ids, ids)
+jobs = st.builds(JobKey, ids, ids)
 
 
 @st.composite
@@ -32,35 +32,35 @@ def members(draw: st.DrawFn) -> Member:
 
 
 quorums = st.builds(
-    Quorum, rooms, numbers, numbers, ids, numbers, st.lists(ids, max_size=3).map(tuple),
+    Quorum, jobs, numbers, numbers, ids, numbers, st.lists(ids, max_size=3).map(tuple),
     st.lists(members(), max_size=4).map(tuple), words, st.sampled_from(["", "commit", "discard"]),
 )  # fmt: skip
 
 anything = st.one_of(
     st.builds(
-        messages.Join, rooms, ids, ids, numbers, ids,
+        messages.Join, jobs, ids, ids, numbers, ids,
         st.lists(blobs, min_size=1, max_size=3).map(tuple), numbers,
         st.lists(ids, max_size=3).map(tuple),
         st.none() | st.builds(messages.InDoubt, numbers, numbers, ids), numbers, numbers,
         st.booleans(), st.booleans(), words, words,
     ),
     st.builds(
-        Vote, rooms, ids, numbers, numbers, ids, st.booleans(), words,
+        Vote, jobs, ids, numbers, numbers, ids, st.booleans(), words,
         st.sampled_from(messages.PHASES), st.booleans(), st.booleans(), blobs,
     ),
-    st.builds(messages.Heartbeat, rooms, ids, numbers, numbers),
-    st.builds(messages.Leave, rooms, ids, words),
-    st.builds(messages.DeathNotice, rooms, ids, words),
+    st.builds(messages.Heartbeat, jobs, ids, numbers, numbers),
+    st.builds(messages.Leave, jobs, ids, words),
+    st.builds(messages.DeathNotice, jobs, ids, words),
     st.just(messages.StatusRequest()),
     quorums,
     st.builds(
-        Decision, rooms, numbers, numbers, st.booleans(), words, st.none() | quorums,
+        Decision, jobs, numbers, numbers, st.booleans(), words, st.none() | quorums,
         st.booleans(), blobs,
     ),
-    st.builds(messages.Revoke, rooms, numbers, numbers, words),
-    st.builds(messages.Waiting, rooms, words),
-    st.builds(messages.Expelled, rooms, numbers, words),
-    st.builds(Refused, rooms, words),
+    st.builds(messages.Revoke, jobs, numbers, numbers, words),
+    st.builds(messages.Waiting, jobs, words),
+    st.builds(messages.Expelled, jobs, numbers, words),
+    st.builds(Refused, jobs, words),
     st.builds(Status, words),
 )  # fmt: skip
 

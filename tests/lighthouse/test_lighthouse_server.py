@@ -91,7 +91,7 @@ def test_goodbye_costs_the_others_nothing(player: PlayerFactory) -> None:
     b.vote()
     assert a.await_decision().committed
     assert b.await_decision().committed
-    a.say(Leave(a.room, a.replica_id))
+    a.say(Leave(a.job, a.replica_id))
     commit_together([b])
 
 
@@ -116,20 +116,20 @@ def test_what_was_said_before_the_end_counts(player: PlayerFactory) -> None:
     assert b.step == 1
 
 
-def test_obituary_counts_as_a_closed_connection(player: PlayerFactory) -> None:
+def test_death_notice_counts_as_a_closed_connection(player: PlayerFactory) -> None:
     a, b = _pair(player)
-    b.say(DeathNotice(b.room, a.replica_id, "seen to die"))
+    b.say(DeathNotice(b.job, a.replica_id, "seen to die"))
     assert "seen to die" in b.await_message(Revoke).reason
 
 
-def test_jobs_and_rooms_are_apart(player: PlayerFactory) -> None:
-    rooms = [JobKey("job-1", "x"), JobKey("job-2", "x"), JobKey("job-2", "y")]
-    alone = [player("same name", room) for room in rooms]
+def test_jobs_are_apart(player: PlayerFactory) -> None:
+    jobs = [JobKey("job-1", "x"), JobKey("job-2", "x"), JobKey("job-2", "y")]
+    alone = [player("same name", job) for job in jobs]
     for one in alone:
         one.join(expected_replicas=1)
     for one in alone:
         quorum = one.await_quorum()
-        assert quorum.room == one.room
+        assert quorum.job == one.job
         assert [m.replica_id for m in quorum.changed] == [one.replica_id]
     alone[0].close()
     commit_together(alone[1:])
@@ -199,7 +199,7 @@ def test_other_version_is_told_which(server: LighthouseServer, context: zmq.Cont
         old.connect(server.address())
         old.send(msgpack.packb([codec.VERSION + 1, "stat?", "whatever else that version says"]))
         assert old.poll(PATIENCE_S * 1000)
-        version, tag, _room, reason = msgpack.unpackb(old.recv())
+        version, tag, _job, reason = msgpack.unpackb(old.recv())
     assert (version, tag) == (codec.VERSION, "refuse")
     assert f"version {codec.VERSION + 1}" in reason
     assert "same release" in reason
@@ -263,7 +263,7 @@ def test_lighthouse_is_restarted_on_the_same_port(
         with LighthouseServer(first.address(), config=config):
             for one in (a, b):
                 one.await_event("connected")
-                one.say(Heartbeat(one.room, one.replica_id, 1, one.step))
+                one.say(Heartbeat(one.job, one.replica_id, 1, one.step))
                 assert "not known" in one.await_message(Expelled).reason
                 assert one.quorum is not None
                 ids = tuple(m.replica_id for m in one.quorum.changed)
@@ -325,8 +325,8 @@ def test_status_from_any_thread_and_over_the_wire(
         client.wait_until_up()
         remote = client.status()
     local = server.status()
-    assert remote["rooms"] == local["rooms"]
-    assert [m["name"] for m in local["rooms"][0]["members"]] == ["a", "b"]
+    assert remote["jobs"] == local["jobs"]
+    assert [m["name"] for m in local["jobs"][0]["members"]] == ["a", "b"]
     server.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         server.status()
@@ -390,7 +390,7 @@ def test_many_processes_worth_of_connections_come_and_go(
         players[0].vote()
         decision = players[0].await_message(Decision)
         assert decision.committed, wave
-        players[0].say(Leave(players[0].room, players[0].replica_id))
+        players[0].say(Leave(players[0].job, players[0].replica_id))
         players[0].connection.close(linger_s=PATIENCE_S)
 
 

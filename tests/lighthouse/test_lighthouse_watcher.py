@@ -19,7 +19,7 @@ from lighthouse.machine.jobs import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.sockets import open_router
 from lighthouse.watcher import CAUSE, ProcessWatch, Report
-from tests.lighthouse.support import FAST, PATIENCE_S, ROOM, Player
+from tests.lighthouse.support import FAST, JOB, PATIENCE_S, Player
 
 pytestmark = pytest.mark.process
 REPO = Path(__file__).parent.parent.parent
@@ -30,7 +30,7 @@ def lines() -> queue.SimpleQueue[Note]:
     return queue.SimpleQueue()
 
 
-def test_a_killed_process_gets_an_obituary(
+def test_a_killed_process_gets_a_death_notice(
     lines: queue.SimpleQueue[Note], context: zmq.Context[Any]
 ) -> None:
     """Not its socket is what tells: the lighthouse stands behind a relay that hides its end."""
@@ -106,7 +106,7 @@ def test_a_graceful_end_gets_none(
     with LighthouseServer(config=LighthouseConfig(timeouts=FAST), on_note=lines.put) as server:
         player = Player(server.address(), "a", context)
         watch = ProcessWatch(server.address(), FAST)
-        assert watch.start([Report(ROOM, player.replica_id)])
+        assert watch.start([Report(JOB, player.replica_id)])
         assert watch.wait_ready(PATIENCE_S)
         player.join(expected_replicas=1)
         player.await_quorum()
@@ -116,7 +116,7 @@ def test_a_graceful_end_gets_none(
         assert not watch.running
         # The watcher is reaped: all it had to say has arrived before this answer does.
         received = server.status()["server"]["received"]
-        assert received == 1, "the join, and no obituary"
+        assert received == 1, "the join, and no death notice"
         player.close()
     while lines.qsize():
         assert CAUSE not in lines.get().text
@@ -142,7 +142,7 @@ def test_the_end_of_the_holding_thread_counts_as_death(
         thread = threading.Thread(target=live_shortly)
         thread.start()
         ready.wait()
-        assert watch.start([Report(ROOM, player.replica_id)])
+        assert watch.start([Report(JOB, player.replica_id)])
         assert watch.wait_ready(PATIENCE_S)
         leave.set()
         thread.join()
@@ -156,7 +156,7 @@ def test_closing_from_another_thread_is_safe(server: LighthouseServer) -> None:
     """The mutex can't be unlocked then; its page must stay mapped, or the kernel would stumble."""
     for _ in range(3):
         watch = ProcessWatch(server.address(), FAST)
-        assert watch.start([Report(ROOM, "x")])
+        assert watch.start([Report(JOB, "x")])
         closer = threading.Thread(target=watch.close)
         closer.start()
         closer.join()
@@ -180,9 +180,9 @@ def test_closing_from_another_thread_is_safe(server: LighthouseServer) -> None:
 def test_a_watcher_whose_lighthouse_is_away_still_ends(server: LighthouseServer) -> None:
     server.shutdown()
     watch = ProcessWatch(server.address(), FAST)
-    assert watch.start([Report(ROOM, "x")])
+    assert watch.start([Report(JOB, "x")])
     assert not watch.wait_ready(0.3)
-    watch.update([Report(ROOM, "y")])
+    watch.update([Report(JOB, "y")])
     watch.close()
     assert not watch.running
 
@@ -193,7 +193,7 @@ def test_what_is_missing_costs_one_line(
     monkeypatch.setattr(sys, "platform", "plan9")
     watch = ProcessWatch(server.address(), FAST)
     with caplog.at_level(logging.INFO):
-        assert not watch.start([Report(ROOM, "x")])
+        assert not watch.start([Report(JOB, "x")])
     (record,) = caplog.records
     assert "plan9" in record.message
     assert "75 ms for each GiB" in record.message
@@ -206,5 +206,5 @@ def test_an_interpreter_that_cannot_be_started_costs_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     watch = ProcessWatch(server.address(), FAST)
-    assert not watch.start([Report(ROOM, "x")])
+    assert not watch.start([Report(JOB, "x")])
     assert len(caplog.records) == 1

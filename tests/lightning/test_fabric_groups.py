@@ -60,7 +60,7 @@ class Groups:
         """Until the lighthouse has it in its anteroom."""
         job, deadline = self.options["job_id"], time.monotonic() + 30
         while time.monotonic() < deadline:
-            rooms = [room for room in server.status()["rooms"] if room["job_id"] == job]
+            rooms = [room for room in server.status()["jobs"] if room["job_id"] == job]
             if any(name in room["waiting"] for room in rooms):
                 return
             time.sleep(0.01)

@@ -27,7 +27,7 @@ def until_waiting(run: Run, server: LighthouseServer, name: str) -> None:
     """The lighthouse has `name` in its anteroom."""
 
     def waits() -> bool:
-        rooms = [room for room in server.status()["rooms"] if room["job_id"] == str(run.log)]
+        rooms = [room for room in server.status()["jobs"] if room["job_id"] == str(run.log)]
         return any(name in room["waiting"] for room in rooms)
 
     run.until(waits, f"{name} to join")

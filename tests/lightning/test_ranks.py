@@ -223,7 +223,7 @@ def test_a_trainer_that_waits_for_a_quorum_ends_when_it_is_told_to(
     def tell() -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            rooms = coordinator.status()["rooms"]
+            rooms = coordinator.status()["jobs"]
             if any(room["job_id"] == job and room["waiting"] for room in rooms):
                 break
             time.sleep(0.01)

@@ -338,7 +338,7 @@ def await_voted(lighthouse: LighthouseServer, *names: str) -> None:
     """Until the lighthouse has these members' votes. It announces no such thing, hence the looks."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        members = [m for room in lighthouse.status()["rooms"] for m in room["members"]]
+        members = [m for room in lighthouse.status()["jobs"] for m in room["members"]]
         missing = set(names) - {m["name"] for m in members if m["voted"]}
         if not missing:
             return

@@ -1,9 +1,9 @@
 """Text scenarios: a file of commands, each followed by everything the machine answers.
 
 Lines of a file: `# comment`, empty, `command words key=value flag`, and (indented by four spaces)
-the expected answers. The first command is `room ...` or `replica ...`. Lineages are shown as the
+the expected answers. The first command is `job ...` or `replica ...`. Lineages are shown as the
 name given to them first, else as L1, L2, ... in order of appearance, so that files stay readable;
-`lineage=L1` means the same, `lineage=head` the room's newest (the default of votes). `play` returns the file as it should be: a test compares, and
+`lineage=L1` means the same, `lineage=head` the job's newest (the default of votes). `play` returns the file as it should be: a test compares, and
 `python -m tests.scenario --write` rewrites (then read the difference!).
 """
 
@@ -35,8 +35,8 @@ from lighthouse.wire.messages import (
     Waiting,
 )
 
-ROOM = JobKey("job", "room")
-HIDDEN = ("room", "addresses", "schema_text", "name", "group_world_size")
+JOB = JobKey("job", "room")
+HIDDEN = ("job", "addresses", "schema_text", "name", "group_world_size")
 
 
 @dataclass(slots=True)
@@ -102,8 +102,8 @@ def show(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(parts)})"
 
 
-class RoomStage:
-    """A lighthouse with one room. Replica groups are named by one word, which is also their id."""
+class JobStage:
+    """A lighthouse with one job. Replica groups are named by one word, which is also their id."""
 
     def __init__(self, words: Words, names: Names) -> None:
         self.now, self.names = 0.0, names
@@ -128,8 +128,8 @@ class RoomStage:
             self.machine = Lighthouse(self.config, first, self.journal if who else None)
         elif words.name == "lost":
             effects = machine.disconnected(peer, self.now)
-        elif words.name == "obituary":
-            effects = machine.handle(b"watcher", DeathNotice(ROOM, who, "killed"), self.now)
+        elif words.name == "death_notice":
+            effects = machine.handle(b"watcher", DeathNotice(JOB, who, "killed"), self.now)
         elif words.name == "deadline":
             return [f"deadline {machine.deadline()}"]
         else:
@@ -143,7 +143,7 @@ class RoomStage:
             peers = " ".join(peer.decode() for peer in effect.peers)
             return f"{peers} <- {show(effect.message)}"
         if isinstance(effect, Remember):
-            self.journal[effect.room] = (effect.quorum_id, effect.members)
+            self.journal[effect.job] = (effect.quorum_id, effect.members)
             return ""
         assert isinstance(effect, Note)
         return f"log: {effect.text}"
@@ -158,7 +158,7 @@ class RoomStage:
             doubt = InDoubt(quorum_id, step, _after(lineage, quorum_id, step))
         last = tuple(given["last"].split(",")) if "last" in given else ()
         return Join(
-            ROOM, given.get("name", who), who, words.number("step"), lineage, (who.encode(),),
+            JOB, given.get("name", who), who, words.number("step"), lineage, (who.encode(),),
             quorum_id=words.number("quorum"), last_members=last, in_doubt=doubt,
             min_replicas=words.number("min"), can_heal=not words.flag("no_heal"),
             group_commit=words.flag("group_commit"), schema=given.get("schema", ""),
@@ -166,9 +166,9 @@ class RoomStage:
         )  # fmt: skip
 
     def _head(self) -> str:
-        """Lineage of the room's head: what an up-to-date member holds."""
-        rooms: Any = self.machine.status()["rooms"]
-        return str(rooms[0]["lineage"]) if rooms else "root"
+        """Lineage of the job's head: what an up-to-date member holds."""
+        jobs: Any = self.machine.status()["jobs"]
+        return str(jobs[0]["lineage"]) if jobs else "root"
 
     def _vote(self, who: str, words: Words) -> Vote:
         quorum_id, step = (int(part) for part in words.plain[1].split("/"))
@@ -177,16 +177,16 @@ class RoomStage:
         if lineage == "head":
             lineage = self._head()
         return Vote(
-            ROOM, who, quorum_id, step, lineage, words.flag("yes"),
+            JOB, who, quorum_id, step, lineage, words.flag("yes"),
             given.get("reason", ""), given.get("phase", "reducing"), words.flag("stalled"),
             words.flag("leaving"), given.get("control", "").encode(),
         )  # fmt: skip
 
-    def _beat(self, who: str, words: Words) -> Heartbeat:
-        return Heartbeat(ROOM, who, words.number("quorum"), words.number("step"))
+    def _heartbeat(self, who: str, words: Words) -> Heartbeat:
+        return Heartbeat(JOB, who, words.number("quorum"), words.number("step"))
 
     def _leave(self, who: str, words: Words) -> Leave:
-        return Leave(ROOM, who, words.given.get("reason", ""))
+        return Leave(JOB, who, words.given.get("reason", ""))
 
 
 class ReplicaStage:
@@ -195,7 +195,7 @@ class ReplicaStage:
     def __init__(self, words: Words, names: Names) -> None:
         self.now, self.names = 0.0, names
         self.fetches: dict[tuple[int, str], FetchState] = {}  # the newest of each state
-        join = Join(ROOM, "a", "a", words.number("step"), words.given.get("lineage", "root"),
+        join = Join(JOB, "a", "a", words.number("step"), words.given.get("lineage", "root"),
                     (b"a",), group_commit=words.flag("group_commit"))  # fmt: skip
         self.machine = Replica(join, resend_s=1.0, revoke_grace_s=0.5)
 
@@ -251,7 +251,7 @@ class ReplicaStage:
             Member(n.rstrip("*"), 1, (n.rstrip("*").encode(),), n.endswith("*")) for n in names
         )
         return Quorum(
-            ROOM, int(words.plain[0]), words.number("step"),
+            JOB, int(words.plain[0]), words.number("step"),
             self.names.resolve(given.get("lineage", "root")), words.number("base"),
             tuple(given.get("removed", "").split()), changed, "test", given.get("settle", ""),
             given.get("control", "").encode(),
@@ -265,22 +265,22 @@ class ReplicaStage:
             words.given["step"] = words.given.get("next_step", str(step))
             following = self._quorum(words)
         return Decision(
-            ROOM, quorum_id, step, words.flag("commit"), "test", following,
+            JOB, quorum_id, step, words.flag("commit"), "test", following,
             words.flag("waiting"), words.given.get("control", "").encode(),
         )  # fmt: skip
 
     def _revoke(self, words: Words) -> Revoke:
         quorum_id, step = (int(part) for part in words.plain[0].split("/"))
-        return Revoke(ROOM, quorum_id, step, "a peer died")
+        return Revoke(JOB, quorum_id, step, "a peer died")
 
     def _expelled(self, words: Words) -> Expelled:
-        return Expelled(ROOM, int(words.plain[0]), "evicted", words.flag("hung"))
+        return Expelled(JOB, int(words.plain[0]), "evicted", words.flag("hung"))
 
     def _waiting(self, words: Words) -> Waiting:
-        return Waiting(ROOM, "not enough")
+        return Waiting(JOB, "not enough")
 
     def _refused(self, words: Words) -> Refused:
-        return Refused(ROOM, "wrong model")
+        return Refused(JOB, "wrong model")
 
 
 def _after(lineage: str, quorum_id: int, step: int) -> str:
@@ -292,7 +292,7 @@ def _after(lineage: str, quorum_id: int, step: int) -> str:
 def play(text: str) -> str:
     """`text` with the answers that the machine gives now."""
     names = Names()
-    stage: RoomStage | ReplicaStage | None = None
+    stage: JobStage | ReplicaStage | None = None
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith("    "):
@@ -302,7 +302,7 @@ def play(text: str) -> str:
             continue
         words = read(line)
         if stage is None:
-            stage = RoomStage(words, names) if words.name == "room" else ReplicaStage(words, names)
+            stage = JobStage(words, names) if words.name == "job" else ReplicaStage(words, names)
             continue
         lines += ["    " + names.shorten(answer) for answer in stage.do(words)]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""Watches what a room's processes do and say; knows nothing of how the machines work.
+"""Watches what a job's processes do and say; knows nothing of how the machines work.
 
 Promises (numbers of docs/protocol.md, "What is promised"):
-S1  All that configure a quorum_id see one member list; a process's and a room's ids only grow.
-S2  At most one quorum of a room is live: a step is decided before the next quorum forms, and no
+S1  All that configure a quorum_id see one member list; a process's and a job's ids only grow.
+S2  At most one quorum of a job is live: a step is decided before the next quorum forms, and no
     later decision is made under an earlier id. Of one parent state one child is committed: a second one (a fork) only by a quorum at whose
     birth every living process that holds the first child was out of the lighthouse's reach.
     So no two disjoint quorums commit a step side by side: whoever could hold the newer state was
@@ -52,7 +52,7 @@ class Birth:
 
 @dataclass(slots=True)
 class Checker:
-    """One room's watcher. `unreachable()` names the living processes that the lighthouse cannot
+    """One job's watcher. `unreachable()` names the living processes that the lighthouse cannot
     have heard of in time (partitioned, paused, disconnected lately); `living()` all that live;
     `cut_since(t)` those that were cut off at some time after t; `life()` counts the lighthouse's
     starts.

@@ -35,10 +35,10 @@ class Cluster:
         self.network = Network(self.clock, self.net_rng, profile.network)
         self.network.to_lighthouse = self._request
         self.network.lighthouse_lost = self._lost
-        self.rooms = [JobKey("job", f"room{i}") for i in range(profile.rooms)]
-        self.checkers = {room: self._make_checker(room) for room in self.rooms}
+        self.jobs = [JobKey("job", f"room{i}") for i in range(profile.jobs)]
+        self.checkers = {job: self._make_checker(job) for job in self.jobs}
         self.planes = {
-            room: Plane(self.clock, self.work_rng, self.checkers[room]) for room in self.rooms
+            job: Plane(self.clock, self.work_rng, self.checkers[job]) for job in self.jobs
         }
         self.running: dict[str, Process] = {}
         self.checkpoints: dict[str, tuple[Position, int]] = {}
@@ -50,12 +50,12 @@ class Cluster:
         self._cut_until: dict[str, float] = {}
         self._habits: dict[str, Habits] = {}
 
-    def _make_checker(self, room: JobKey) -> Checker:
+    def _make_checker(self, job: JobKey) -> Checker:
         profile = self.profile
         return Checker(
             now=lambda: self.clock.now,
-            unreachable=lambda: self._unreachable(room),
-            living=lambda: frozenset(r for r, p in self.running.items() if p.room == room),
+            unreachable=lambda: self._unreachable(job),
+            living=lambda: frozenset(r for r, p in self.running.items() if p.job == job),
             cut_since=lambda since: frozenset(
                 r for r, until in self._cut_until.items() if until >= since
             ),
@@ -66,8 +66,8 @@ class Cluster:
 
     # ------------------------------------------------------------------ processes
 
-    def room_of(self, slot: str) -> JobKey:
-        return self.rooms[self.profile.slots.index(slot) % len(self.rooms)]
+    def job_of(self, slot: str) -> JobKey:
+        return self.jobs[self.profile.slots.index(slot) % len(self.jobs)]
 
     def spawn(self, slot: str) -> None:
         """Start a process, unless the slot has one."""
@@ -82,7 +82,7 @@ class Cluster:
             checkpoint_every=profile.checkpoint_every,
         )
         start = self.checkpoints.get(slot, START)
-        process = Process(self, slot, self.room_of(slot), self._lives[slot], habits, start)
+        process = Process(self, slot, self.job_of(slot), self._lives[slot], habits, start)
         self.running[process.replica_id] = process
         self.cut(process, self.clock.now)  # nobody can have heard of it yet
         self.log(f"{process.replica_id} starts at step {start[0][0]}")
@@ -100,8 +100,8 @@ class Cluster:
         self._end(process)
         late = self.fault_rng.choice((0.002, 0.1, self.profile.timeouts.heartbeat_timeout_s))
         self.network.break_link(process.link, lighthouse_s=late, process_s=0.0)
-        if self.fault_rng.random() < self.profile.obituaries:
-            self.clock.after(0.001, self.obituary, process.room, process.replica_id)
+        if self.fault_rng.random() < self.profile.death_notices:
+            self.clock.after(0.001, self.death_notice, process.job, process.replica_id)
 
     def process_ended(self, process: Process) -> None:
         """The process has left by itself."""
@@ -115,7 +115,7 @@ class Cluster:
 
     def _end(self, process: Process) -> None:
         self.running.pop(process.replica_id, None)
-        self.checkers[process.room].ended(process.replica_id)
+        self.checkers[process.job].ended(process.replica_id)
 
     def cut(self, process: Process, until: float) -> None:
         """For the checker: the lighthouse can't rely on `process` before `until`."""
@@ -123,11 +123,11 @@ class Cluster:
         known = self._cut_until.get(process.replica_id, 0.0)
         self._cut_until[process.replica_id] = max(known, until + grace)
 
-    def _unreachable(self, room: JobKey) -> frozenset[str]:
+    def _unreachable(self, job: JobKey) -> frozenset[str]:
         now = self.clock.now
         return frozenset(
             r for r, p in self.running.items()
-            if p.room == room
+            if p.job == job
             and (p.paused or p.habits.hung or p.link.blocked or p.left
                  or self._cut_until.get(r, 0.0) > now)
         )  # fmt: skip
@@ -155,9 +155,9 @@ class Cluster:
             self.lighthouse = None
             self.network.lighthouse_down()
 
-    def obituary(self, room: JobKey, replica_id: str) -> None:
+    def death_notice(self, job: JobKey, replica_id: str) -> None:
         if self.lighthouse is not None:
-            self._request(WATCHER, DeathNotice(room, replica_id, "watched it die"))
+            self._request(WATCHER, DeathNotice(job, replica_id, "watched it die"))
 
     def make_lighthouse(
         self,
@@ -203,9 +203,9 @@ class Cluster:
                 for peer in effect.peers:
                     self.network.send_down(peer, effect.message)
             elif isinstance(effect, Remember):
-                self.checkers[effect.room].announced(effect.quorum_id, effect.members)
+                self.checkers[effect.job].announced(effect.quorum_id, effect.members)
                 if self.profile.journal:
-                    self._journal[effect.room] = (effect.quorum_id, effect.members)
+                    self._journal[effect.job] = (effect.quorum_id, effect.members)
             else:
                 assert isinstance(effect, Note)
                 self.log(f"lighthouse: {effect.text}")
@@ -228,7 +228,7 @@ class Cluster:
         shown = []
         for name in type(inner).__dataclass_fields__:
             value = getattr(inner, name)
-            if name in ("room", "addresses", "schema", "schema_text") or value in (
+            if name in ("job", "addresses", "schema", "schema_text") or value in (
                 "",
                 (),
                 None,

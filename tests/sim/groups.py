@@ -29,7 +29,7 @@ from tests.sim.plane import Plane
 from tests.sim.process import Habits, Process
 from tests.sim.profile import Profile
 
-ROOM = JobKey("job", "room0")
+JOB = JobKey("job", "room0")
 LOCAL_S = (0.0002, 0.01)
 """How far a rank is from its leader, at least and at most; it stays so, since its link keeps order."""
 RESTART_S = 0.3
@@ -73,8 +73,8 @@ class World:
             life=lambda: groups.network.lighthouse_life,
         )
         self.checker.group_yes = groups.group_yes
-        self.checkers = {ROOM: self.checker}
-        self.planes = {ROOM: Plane(self.clock, self.work_rng, self.checker)}
+        self.checkers = {JOB: self.checker}
+        self.planes = {JOB: Plane(self.clock, self.work_rng, self.checker)}
 
     def make_replica(self, template: Join, *, resend_s: float, revoke_grace_s: float) -> Replica:
         return Replica(template, resend_s=resend_s, revoke_grace_s=revoke_grace_s)
@@ -112,7 +112,7 @@ class Group:
         self.ranks = {
             world.rank: Process(
                 world,  # type: ignore[arg-type]
-                slot, ROOM, life, Habits(forward_s=groups.rng.uniform(0.04, 0.1)), START,
+                slot, JOB, life, Habits(forward_s=groups.rng.uniform(0.04, 0.1)), START,
             )
             for world in groups.worlds
         }  # fmt: skip
@@ -179,7 +179,7 @@ class Group:
         self.alive = False
         self.groups.network.break_link(self.link, lighthouse_s=0.002, process_s=0.0)
         for rank, process in self.ranks.items():
-            gone = Refused(ROOM, "replica group broken: its leader is gone")
+            gone = Refused(JOB, "replica group broken: its leader is gone")
             self.groups.clock.after(self.away_s[rank], process.hear, gone)
         self.groups.restart_if_ended(self)
 
@@ -294,7 +294,7 @@ class Groups:
                 for peer in effect.peers:
                     self.network.send_down(peer, effect.message)
             elif isinstance(effect, Remember):
-                self._journal[effect.room] = (effect.quorum_id, effect.members)
+                self._journal[effect.job] = (effect.quorum_id, effect.members)
                 for world in self.worlds:
                     world.checker.announced(effect.quorum_id, effect.members)
         assert self.lighthouse is not None

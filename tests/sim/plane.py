@@ -58,7 +58,7 @@ class Group:
 
 
 class Plane:
-    """All process groups of one room."""
+    """All process groups of one job."""
 
     def __init__(self, clock: Clock, rng: random.Random, checker: Checker) -> None:
         self._clock = clock

@@ -53,20 +53,20 @@ class Process:
         self,
         cluster: Cluster,
         slot: str,
-        room: JobKey,
+        job: JobKey,
         life: int,
         habits: Habits,
         start: tuple[Position, int],
     ) -> None:
-        self.cluster, self.clock, self.plane = cluster, cluster.clock, cluster.planes[room]
+        self.cluster, self.clock, self.plane = cluster, cluster.clock, cluster.planes[job]
         self.rng: random.Random = cluster.work_rng
-        self.checker = cluster.checkers[room]
-        self.slot, self.room, self.habits = slot, room, habits
+        self.checker = cluster.checkers[job]
+        self.slot, self.job, self.habits = slot, job, habits
         self.replica_id = f"{slot}:{life}"
         (step, lineage), self.state = start
         options = cluster.profile
         template = Join(
-            room, slot, self.replica_id, step, lineage, (self.replica_id.encode(),),
+            job, slot, self.replica_id, step, lineage, (self.replica_id.encode(),),
             group_commit=options.group_commit, min_replicas=options.min_replicas,
         )  # fmt: skip
         limits = options.timeouts

@@ -10,7 +10,7 @@ from tests.sim.network import NetworkProfile
 
 FAULTS = (
     "crash", "pause", "stall", "partition", "drop", "hang", "lighthouse", "leave",
-    "leave_after_step", "false_obituary", "bad_heal", "slow_heal", "bad_configure",
+    "leave_after_step", "false_death_notice", "bad_heal", "slow_heal", "bad_configure",
     "slow_configure", "errors", "slow",
 )  # fmt: skip
 
@@ -30,7 +30,7 @@ class Profile:
     """One run. `faulty_s`: length of the phase under faults; then they stop."""
 
     slots: tuple[str, ...] = ("a", "b", "c")
-    rooms: int = 1
+    jobs: int = 1
     min_replicas: int = 1
     expected_replicas: int = 0
     timeouts: Timeouts = field(default_factory=lambda: Timeouts.derive(6.0))
@@ -42,7 +42,7 @@ class Profile:
     asynchronous: bool = False
     group_commit: bool = False
     journal: bool = True
-    obituaries: float = 0.5
+    death_notices: float = 0.5
     checkpoint_every: int = 0
     restart_s: float = 0.5
     start_spread_s: float = 0.2
@@ -74,7 +74,7 @@ def profile_of(seed: int) -> Profile:
     faulty_s = rng.uniform(3.0, 8.0)
     profile = Profile(
         slots=slots,
-        rooms=2 if rng.random() < 0.06 else 1,
+        jobs=2 if rng.random() < 0.06 else 1,
         min_replicas=rng.choice((1, 1, 1, max(1, count // 2), max(1, count - 1))),
         expected_replicas=rng.choice((0, 0, count)),
         timeouts=timeouts,
@@ -85,7 +85,7 @@ def profile_of(seed: int) -> Profile:
         asynchronous=rng.random() < 0.4,
         group_commit=rng.random() < 0.12,
         journal=rng.random() < 0.5,
-        obituaries=rng.choice((0.0, 0.5, 1.0)),
+        death_notices=rng.choice((0.0, 0.5, 1.0)),
         checkpoint_every=rng.choice((0, 0, 0, 5)),
         heal_in_place=rng.random() < 0.5,
         restart_s=rng.choice((0.05, 0.3, 1.0, 3.0)),

@@ -64,7 +64,7 @@ def _run(cluster: Cluster, profile: Profile) -> Result:
     wanted = {p.replica_id: p.commits + COMMITS_WANTED for p in core}
     cluster.log(f"faults stop; core {sorted(wanted)}")
     done = _live(cluster, core, wanted, began + profile.recovery_s)
-    woken = not done and _wake_lost_rooms(cluster)
+    woken = not done and _wake_lost_jobs(cluster)
     if woken:
         done = _live(cluster, core, wanted, clock.now + profile.recovery_s)
     if not done:
@@ -104,7 +104,7 @@ def _live(cluster: Cluster, core: list[Process], wanted: dict[str, int], until: 
     return done() or cluster.clock.run_until(until, done)
 
 
-def _wake_lost_rooms(cluster: Cluster) -> bool:
+def _wake_lost_jobs(cluster: Cluster) -> bool:
     """Un-hang quorums all of whose members that hold the state hang; whether there was one.
 
     The bound does not cover them: nobody can tell a loop that hangs from one that computes for
@@ -112,8 +112,8 @@ def _wake_lost_rooms(cluster: Cluster) -> bool:
     """
     found = False
     assert cluster.lighthouse is not None
-    for room in cluster.lighthouse.status()["rooms"]:  # type: ignore[attr-defined]
-        living = [m["replica_id"] for m in room["members"] if not m["gone"] and not m["healing"]]
+    for job in cluster.lighthouse.status()["jobs"]:  # type: ignore[attr-defined]
+        living = [m["replica_id"] for m in job["members"] if not m["gone"] and not m["healing"]]
         processes = [cluster.running[r] for r in living if r in cluster.running]
         if processes and all(p.habits.hung for p in processes):
             found = True
@@ -123,17 +123,17 @@ def _wake_lost_rooms(cluster: Cluster) -> bool:
 
 
 def _calm(cluster: Cluster) -> list[Process]:
-    """End all faults; the core is what lives in rooms with at least `min_replicas`."""
+    """End all faults; the core is what lives in jobs with at least `min_replicas`."""
     profile = cluster.profile
     cluster.start_lighthouse()
     for process in list(cluster.running.values()):
         _recover(cluster, process)
-    crowd = dict.fromkeys(cluster.rooms, 0)
+    crowd = dict.fromkeys(cluster.jobs, 0)
     core = [p for p in cluster.running.values() if not p.left and not p.replica.leaving]
     for process in core:
-        crowd[process.room] += not process.habits.hung
+        crowd[process.job] += not process.habits.hung
     return [p for p in core
-            if crowd[p.room] >= profile.min_replicas and not p.habits.hung]  # fmt: skip
+            if crowd[p.job] >= profile.min_replicas and not p.habits.hung]  # fmt: skip
 
 
 def _recover(cluster: Cluster, process: Process) -> None:
@@ -245,9 +245,9 @@ def _leave_after_step(cluster: Cluster, process: Process, for_s: float) -> None:
     cluster.clock.after(cluster.profile.restart_s + 2.0, cluster.spawn, process.slot)
 
 
-def _false_obituary(cluster: Cluster, process: Process, for_s: float) -> None:
+def _false_death_notice(cluster: Cluster, process: Process, for_s: float) -> None:
     cluster.cut(process, cluster.clock.now)
-    cluster.obituary(process.room, process.replica_id)
+    cluster.death_notice(process.job, process.replica_id)
 
 
 def _bad_heal(cluster: Cluster, process: Process, for_s: float) -> None:
@@ -282,7 +282,7 @@ def _give_up(cluster: Cluster, process: Process, for_s: float) -> None:
 _STRIKES: dict[str, Callable[[Cluster, Process, float], None]] = {
     "crash": _crash, "pause": _pause, "stall": _stall, "partition": _partition, "drop": _drop,
     "hang": _hang, "leave": _leave, "leave_after_step": _leave_after_step,
-    "false_obituary": _false_obituary, "bad_heal": _bad_heal, "slow_heal": _slow_heal,
+    "false_death_notice": _false_death_notice, "bad_heal": _bad_heal, "slow_heal": _slow_heal,
     "bad_configure": _bad_configure, "slow_configure": _slow_configure, "errors": _errors,
     "slow": _slow, "give_up": _give_up,
 }  # fmt: skip

@@ -17,7 +17,7 @@ from tests.sim.process import Process
 from tests.sim.profile import FAULTS, Fault, Profile, profile_of
 from tests.sim.run import run
 
-ROOM = JobKey("job", "room")
+JOB = JobKey("job", "room")
 
 
 class Ear:
@@ -51,8 +51,8 @@ def make(profile: NetworkProfile) -> tuple[Clock, Network, Link, Ear, list[Reque
     return clock, network, link, ear, said, lost
 
 
-def beat(step: int) -> Heartbeat:
-    return Heartbeat(ROOM, "a", 1, step)
+def heartbeat(step: int) -> Heartbeat:
+    return Heartbeat(JOB, "a", 1, step)
 
 
 def test_the_clock_runs_calls_in_order_of_time_then_of_scheduling() -> None:
@@ -69,15 +69,15 @@ def test_the_clock_runs_calls_in_order_of_time_then_of_scheduling() -> None:
 def test_one_connection_keeps_the_order() -> None:
     clock, network, link, _, said, _ = make(NetworkProfile(jitter_s=0.5))
     for step in range(50):
-        network.send_up(link, beat(step))
+        network.send_up(link, heartbeat(step))
     clock.run_until(10.0)
-    assert said == [beat(step) for step in range(50)]
+    assert said == [heartbeat(step) for step in range(50)]
 
 
 def test_harsh_mode_loses_repeats_and_reorders() -> None:
     clock, network, link, _, said, _ = make(NetworkProfile(loss=0.2, repeat=0.2, reorder=0.2))
     for step in range(200):
-        network.send_up(link, beat(step))
+        network.send_up(link, heartbeat(step))
     clock.run_until(10.0)
     steps = [m.step for m in said if isinstance(m, Heartbeat)]
     assert set(steps) < set(range(200))
@@ -87,13 +87,13 @@ def test_harsh_mode_loses_repeats_and_reorders() -> None:
 
 def test_a_broken_connection_takes_what_is_on_its_way_and_keeps_what_is_sent_later() -> None:
     clock, network, link, ear, said, lost = make(NetworkProfile())
-    network.send_up(link, beat(1))
+    network.send_up(link, heartbeat(1))
     network.break_link(link, lighthouse_s=0.3, process_s=0.1)
-    network.send_up(link, beat(2))  # nobody has noticed yet
+    network.send_up(link, heartbeat(2))  # nobody has noticed yet
     clock.run_until(1.1)  # the process has, and is not connected again yet
-    network.send_up(link, beat(3))
+    network.send_up(link, heartbeat(3))
     clock.run_until(3.0)
-    assert said == [beat(3)]
+    assert said == [heartbeat(3)]
     assert ear.heard == ["up", "down", "up"]
     assert lost == [b"a#1"]
 
@@ -102,13 +102,13 @@ def test_a_partition_lasts_until_it_is_lifted() -> None:
     clock, network, link, ear, said, lost = make(NetworkProfile())
     network.block(link)
     clock.run_until(5.0)
-    network.send_up(link, beat(1))
-    network.send_down(b"a#1", Decision(ROOM, 1, 1, True))
+    network.send_up(link, heartbeat(1))
+    network.send_down(b"a#1", Decision(JOB, 1, 1, True))
     clock.run_until(9.0)
     assert (said, ear.heard) == ([], ["up", "down"])
     network.unblock(link)
     clock.run_until(10.0)
-    assert (said, ear.heard) == ([beat(1)], ["up", "down", "up"])
+    assert (said, ear.heard) == ([heartbeat(1)], ["up", "down", "up"])
     assert lost == [b"a#1"]
 
 
@@ -255,10 +255,10 @@ def test_seeds_cover_every_fault_and_mode() -> None:
     assert any(p.network.harsh for p in profiles)
     assert any(p.group_commit for p in profiles)
     assert any(p.asynchronous for p in profiles)
-    assert any(p.rooms > 1 for p in profiles)
+    assert any(p.jobs > 1 for p in profiles)
 
 
-def test_a_room_that_can_not_commit_breaks_the_liveness_promise() -> None:
+def test_a_job_that_can_not_commit_breaks_the_liveness_promise() -> None:
     profile = Profile(slots=("a", "b"), min_replicas=2, faulty_s=3.0)
 
     class Deaf(Cluster):

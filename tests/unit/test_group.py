@@ -24,7 +24,7 @@ from lighthouse.wire.messages import (
     Vote,
 )
 
-ROOM = JobKey("job", "default")
+JOB = JobKey("job", "default")
 GROUP = "g:1"
 
 
@@ -58,14 +58,14 @@ class Group:
 
     def join(self, rank: int, step: int = 3, lineage: str = "a") -> None:
         address = b"at-%d" % rank
-        self.says(rank, Join(ROOM, "g", GROUP, step, lineage, (address,)))
+        self.says(rank, Join(JOB, "g", GROUP, step, lineage, (address,)))
 
     def seated(self) -> Group:
         """Both ranks are members of quorum 1, and nothing is to be read."""
         self.join(0)
         self.join(1)
         member = Member(GROUP, 2, (b"at-0", b"at-1"))
-        self.hears(Quorum(ROOM, 1, 3, "a", 0, (), (member,)))
+        self.hears(Quorum(JOB, 1, 3, "a", 0, (), (member,)))
         self.up.clear()
         for heard in self.down.values():
             heard.clear()
@@ -97,7 +97,7 @@ def test_all_yes_is_the_groups_yes_with_the_first_ranks_control() -> None:
     group = Group().seated()
     for rank in (1, 0):
         assert group.up == []
-        group.says(rank, Vote(ROOM, GROUP, 1, 3, "a", True, control=b"%d" % rank))
+        group.says(rank, Vote(JOB, GROUP, 1, 3, "a", True, control=b"%d" % rank))
     (vote,) = group.up
     assert isinstance(vote, Vote)
     assert vote.ok
@@ -106,14 +106,14 @@ def test_all_yes_is_the_groups_yes_with_the_first_ranks_control() -> None:
 
 def test_the_first_no_is_the_groups_and_stops_the_others() -> None:
     group = Group().seated()
-    group.says(1, Vote(ROOM, GROUP, 1, 3, "a", False, "broken link"))
+    group.says(1, Vote(JOB, GROUP, 1, 3, "a", False, "broken link"))
     (vote,) = group.up
     assert isinstance(vote, Vote)
     assert not vote.ok
     (revoke,) = group.down[0]
     assert isinstance(revoke, Revoke)
     assert revoke.reason == "broken link"
-    group.hears(Decision(ROOM, 1, 3, False, "no"))
+    group.hears(Decision(JOB, 1, 3, False, "no"))
     assert len(group.down[1]) == 1
 
 
@@ -123,7 +123,7 @@ def healing() -> Group:
     group.join(0)
     group.join(1)
     member = Member(GROUP, 2, (b"at-0", b"at-1"), True)
-    group.hears(Quorum(ROOM, 1, 3, "a", 0, (), (member,)))
+    group.hears(Quorum(JOB, 1, 3, "a", 0, (), (member,)))
     group.up.clear()
     return group
 
@@ -131,7 +131,7 @@ def healing() -> Group:
 def test_a_no_of_ranks_that_have_healed_is_not_that_of_a_group_behind() -> None:
     """As where too few take part in the step in which the group heals."""
     group = healing()
-    no = Vote(ROOM, GROUP, 1, 3, "a", False, "too few", PHASE_REDUCING)
+    no = Vote(JOB, GROUP, 1, 3, "a", False, "too few", PHASE_REDUCING)
     group.says(0, no)
     assert group.up == []  # the other rank may not have healed
     assert isinstance(group.down[1][-1], Revoke)
@@ -139,7 +139,7 @@ def test_a_no_of_ranks_that_have_healed_is_not_that_of_a_group_behind() -> None:
     assert group.up == [no]
     group = healing()
     group.says(0, no)
-    group.says(1, Vote(ROOM, GROUP, 1, 3, "a", True))  # on its way already
+    group.says(1, Vote(JOB, GROUP, 1, 3, "a", True))  # on its way already
     assert group.up == [no]
 
 
@@ -148,7 +148,7 @@ def test_a_no_of_a_rank_that_has_not_healed_is_that_of_a_group_behind() -> None:
         group = healing()
         phases = [PHASE_REDUCING, PHASE_HEALING]
         for rank, phase in zip((first, 1 - first), phases, strict=True):
-            group.says(rank, Vote(ROOM, GROUP, 1, 3, "a", False, "revoked", phase))
+            group.says(rank, Vote(JOB, GROUP, 1, 3, "a", False, "revoked", phase))
         (vote,) = group.up
         assert isinstance(vote, Vote)
         assert vote.phase == PHASE_HEALING
@@ -157,8 +157,8 @@ def test_a_no_of_a_rank_that_has_not_healed_is_that_of_a_group_behind() -> None:
 def test_leaving_is_said_once() -> None:
     group = Group().seated()
     for rank in (0, 1):
-        group.says(rank, Leave(ROOM, GROUP, FINISHED))
-    assert group.up == [Leave(ROOM, GROUP, FINISHED)]
+        group.says(rank, Leave(JOB, GROUP, FINISHED))
+    assert group.up == [Leave(JOB, GROUP, FINISHED)]
     group.loses(0)
     group.loses(1)
     assert group.down == {0: [], 1: []}
@@ -167,8 +167,8 @@ def test_leaving_is_said_once() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_gives_up_its_state_takes_the_group_with_it(rank: int) -> None:
     group, other = Group().seated(), 1 - rank
-    group.says(rank, Leave(ROOM, GROUP, "another learning rate"))
-    assert group.up == [Leave(ROOM, GROUP, "another learning rate")]
+    group.says(rank, Leave(JOB, GROUP, "another learning rate"))
+    assert group.up == [Leave(JOB, GROUP, "another learning rate")]
     group.join(rank, 0, f"{TORN}{GROUP}")
     (expelled,) = group.down[other]
     assert isinstance(expelled, Expelled)
@@ -184,12 +184,12 @@ def test_a_rank_that_gives_up_its_state_takes_the_group_with_it(rank: int) -> No
 def test_all_ranks_that_give_up_at_once_rejoin_once(order: str) -> None:
     group = Group().seated()
     torn = f"{TORN}{GROUP}"
-    group.says(0, Leave(ROOM, GROUP, "visited"))
+    group.says(0, Leave(JOB, GROUP, "visited"))
     if order == "one by one":
         group.join(0, 0, torn)
-        group.says(1, Leave(ROOM, GROUP, "visited"))
+        group.says(1, Leave(JOB, GROUP, "visited"))
     else:
-        group.says(1, Leave(ROOM, GROUP, "visited"))
+        group.says(1, Leave(JOB, GROUP, "visited"))
         group.join(0, 0, torn)
     group.join(1, 0, torn)
     assert [type(message) for message in group.up] == [Leave, Join]
@@ -200,10 +200,10 @@ def test_a_rank_that_gives_up_twice_does_not_unseat_one_that_waits() -> None:
     whose join is on its way, would take being told to join for something older."""
     group = Group().seated()
     torn = f"{TORN}{GROUP}"
-    group.says(0, Leave(ROOM, GROUP, "visited"))
+    group.says(0, Leave(JOB, GROUP, "visited"))
     group.join(0, 0, torn)
     group.join(1)
-    group.says(1, Leave(ROOM, GROUP, "visited"))
+    group.says(1, Leave(JOB, GROUP, "visited"))
     group.join(1, 0, torn)
     assert [type(message) for message in group.up] == [Leave, Join, Leave, Join]
     assert group.down[0] == []
@@ -215,7 +215,7 @@ def test_a_lost_rank_breaks_the_group() -> None:
         group.join(rank)
     group.up.clear()
     group.loses(1)
-    assert group.up == [Leave(ROOM, GROUP, "rank 1 is gone")]
+    assert group.up == [Leave(JOB, GROUP, "rank 1 is gone")]
     for rank in (0, 2):
         (refused,) = group.down[rank]
         assert isinstance(refused, Refused)
@@ -228,12 +228,12 @@ def test_a_lost_rank_breaks_the_group() -> None:
 def test_a_rank_that_was_told_to_end_takes_its_group_along_in_peace(committed: bool) -> None:
     """SIGTERM reaches rank 1 a step before rank 0, or never: the vote has said goodbye for both."""
     group = Group().seated()
-    group.says(0, Vote(ROOM, GROUP, 1, 3, "a", True))
-    group.says(1, Vote(ROOM, GROUP, 1, 3, "a", committed, leaving=True))
+    group.says(0, Vote(JOB, GROUP, 1, 3, "a", True))
+    group.says(1, Vote(JOB, GROUP, 1, 3, "a", committed, leaving=True))
     vote = group.up[-1]
     assert isinstance(vote, Vote)
     assert vote.leaving
-    group.hears(Decision(ROOM, 1, 3, committed, waiting=True))
+    group.hears(Decision(JOB, 1, 3, committed, waiting=True))
     told = group.down[0][-1]
     assert isinstance(told, Refused)
     assert told.reason.startswith(LEFT)
@@ -246,9 +246,9 @@ def test_a_rank_that_was_told_to_end_takes_its_group_along_in_peace(committed: b
 
 def test_a_goodbye_that_came_after_the_groups_no_is_no_crash() -> None:
     group = Group().seated()
-    group.says(0, Vote(ROOM, GROUP, 1, 3, "a", False))
-    group.says(1, Vote(ROOM, GROUP, 1, 3, "a", True, leaving=True))
-    group.hears(Decision(ROOM, 1, 3, False, waiting=True))
+    group.says(0, Vote(JOB, GROUP, 1, 3, "a", False))
+    group.says(1, Vote(JOB, GROUP, 1, 3, "a", True, leaving=True))
+    group.hears(Decision(JOB, 1, 3, False, waiting=True))
     assert not isinstance(group.down[0][-1], Refused)  # at the lighthouse the group has not left
     group.loses(1)
     told = group.down[0][-1]
@@ -261,10 +261,10 @@ def test_a_goodbye_that_came_after_the_groups_no_is_no_crash() -> None:
 def test_who_wants_to_go_on_without_a_rank_that_has_left_is_told(when: str) -> None:
     """Rank 1 has ended for good; rank 0 gives up its state and would wait for it forever."""
     group = Group().seated()
-    group.says(1, Leave(ROOM, GROUP, FINISHED))
+    group.says(1, Leave(JOB, GROUP, FINISHED))
     if when == "before":
         group.loses(1)
-    group.says(0, Leave(ROOM, GROUP, "another learning rate"))
+    group.says(0, Leave(JOB, GROUP, "another learning rate"))
     group.join(0, 0, f"{TORN}{GROUP}")
     if when == "after":
         group.loses(1)

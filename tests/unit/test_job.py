@@ -44,19 +44,19 @@ def join(who: str, **given: object) -> Join:
     return replace(Join(KEY, who, who, 0, "root", (who.encode(),)), **given)  # type: ignore[arg-type]
 
 
-def full_room(count: int) -> tuple[JobState, list[str]]:
-    room = JobState(KEY, LighthouseConfig(expected_replicas=count, timeouts=LIMITS), 1)
+def full_job(count: int) -> tuple[JobState, list[str]]:
+    job = JobState(KEY, LighthouseConfig(expected_replicas=count, timeouts=LIMITS), 1)
     names = [f"r{i}" for i in range(count)]
     for name in names:
-        room.handle(name.encode(), join(name), 0.0)
-    return room, names
+        job.handle(name.encode(), join(name), 0.0)
+    return job, names
 
 
-def vote_all(room: JobState, names: list[str], quorum_id: int, step: int, lineage: str) -> list[Effect]:
+def vote_all(job: JobState, names: list[str], quorum_id: int, step: int, lineage: str) -> list[Effect]:
     effects: list[Effect] = []
     for name in names:
         vote = Vote(KEY, name, quorum_id, step, lineage, True)
-        effects = room.handle(name.encode(), vote, 1.0)
+        effects = job.handle(name.encode(), vote, 1.0)
     return effects
 
 
@@ -67,8 +67,8 @@ def sends(effects: list[Effect]) -> list[Send]:
 def test_the_steady_state_is_one_message_of_constant_size() -> None:
     sizes = set()
     for count in (3, 300):
-        room, names = full_room(count)
-        answers = sends(vote_all(room, names, 1, 0, "root"))
+        job, names = full_job(count)
+        answers = sends(vote_all(job, names, 1, 0, "root"))
         assert len(answers) == 1
         assert len(answers[0].peers) == count
         sizes.add(len(codec.encode(answers[0].message)))
@@ -76,30 +76,30 @@ def test_the_steady_state_is_one_message_of_constant_size() -> None:
 
 
 def test_a_quorum_change_is_few_messages_whatever_the_size() -> None:
-    room, names = full_room(300)
-    room.handle(b"new", join("new"), 0.5)
-    answers = sends(vote_all(room, names, 1, 0, "root"))
+    job, names = full_job(300)
+    job.handle(b"new", join("new"), 0.5)
+    answers = sends(vote_all(job, names, 1, 0, "root"))
     assert len(answers) == 2  # the difference for the old members, the list for the new one
     assert len(codec.encode(answers[0].message)) < 400
 
 
 def test_many_deaths_at_once_are_one_revoke() -> None:
-    room, names = full_room(100)
+    job, names = full_job(100)
     effects: list[Effect] = []
     for name in names[:50]:
-        effects += room.lost(name, "power cut", 1.0)
+        effects += job.lost(name, "power cut", 1.0)
     assert len(sends(effects)) == 1
-    room.check()
+    job.check()
 
 
 def test_ids_of_a_later_start_are_higher() -> None:
     assert first_quorum_id(1_700_000_000_001) > first_quorum_id(1_700_000_000_000) + 900
 
 
-def test_a_full_lighthouse_refuses_but_reuses_rooms_that_all_have_left() -> None:
-    machine = Lighthouse(LighthouseConfig(max_rooms=1, timeouts=LIMITS), 1)
+def test_a_full_lighthouse_refuses_but_reuses_jobs_that_all_have_left() -> None:
+    machine = Lighthouse(LighthouseConfig(max_jobs=1, timeouts=LIMITS), 1)
     machine.handle(b"a", join("a"), 0.0)
-    other = join("b", room=JobKey("job", "other"))
+    other = join("b", job=JobKey("job", "other"))
     assert "full" in str(machine.handle(b"b", other, 0.0))
     machine.disconnected(b"a", 1.0)
     machine.handle(b"b", other, 1.0)
