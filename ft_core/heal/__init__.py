@@ -1,17 +1,22 @@
-"""Heal: bring a rank that is behind up to the newest state, from healthy peers.
+"""Heal: bring a rank that is behind to the newest state, from healthy peers.
 
-HealServer publishes a state on a source; fetch brings it to a target from all sources at once, in
-place; digest tells whether two states are equal. pack and unpack are the format underneath.
+A source publishes its state on a `HealServer`; `fetch` brings it to a target from all sources at
+once, in place; `digest` tells whether two states are equal. `pack` and `unpack` are the format.
 """
 
-from ft_core.heal.digest import digest
-from ft_core.heal.errors import HealError, UnsupportedObjectError
-from ft_core.heal.format import allow_enum
-from ft_core.heal.interrupt import Interrupt
-from ft_core.heal.pack import pack, unpack
+from ft_core.heal.checksum import digest
+from ft_core.heal.format import allow_enum, pack, unpack
 from ft_core.heal.source import HealServer
 from ft_core.heal.target import fetch
-from ft_core.heal.types import HealKey, HealProgress, HealStats, ServerStats
+from ft_core.heal.types import (
+    HealError,
+    HealKey,
+    HealProgress,
+    HealStats,
+    Interrupt,
+    ServerStats,
+    UnsupportedObjectError,
+)
 
 __all__ = [
     "HealError",

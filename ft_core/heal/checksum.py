@@ -1,42 +1,56 @@
-"""Fast checksums of raw bytes.
+"""Checksums of raw bytes, and the digest of a whole state.
 
 A block of up to 1 MiB is read as little-endian 64-bit words x0, x1, ... and reduced to
 
     a = sum(x[i] * w[i])                 mod 2**64
     b = sum(y[i] * w[i])                 mod 2**64, y being the words that start four bytes later
 
-with fixed pseudo-random odd weights w; both sums, the block's last 16 bytes and the length are
-mixed by blake2b over all blocks.
+with fixed pseudo-random odd weights w. Both sums, the block's last 16 bytes and the total length
+are mixed by blake2b over all blocks.
 
-What it detects, honestly. Any change inside one word: always, w being odd. Several changed words:
-a misses them with probability 2**-(63 - t), where t is the number of low bits that all differences
-have in common as zero; it is blind to an even number of flipped top bits. Those top bits are bits
-31 of b's words, for which b misses with probability about 2**-32. Permuted words are several
-changed words. This guards against accidents (bad memory, torn reads, wrong offsets, diverged
-replicas); it is no protection against someone who knows the weights.
+What it detects. A change inside one word: always, since w is odd. Several changed words: `a` misses
+them with probability 2**-(63 - t), where t is the number of low bits that are zero in all
+differences; it is blind to an even number of flipped top bits. Those top bits are bits 31 of b's
+words, for which `b` misses with probability about 2**-32. Permuted words count as several changed
+words. This guards against accidents (bad memory, torn reads, wrong offsets, diverged replicas). It
+is no protection against an attacker that knows the weights.
 
 Measured on one core of the reference machine: 9 to 11 GB/s, against 4 to 7 of crc32. torch.dot is
-used for its speed on unaligned words, and because it takes no thread pool and frees the GIL.
+used because it is fast on unaligned words, takes no thread pool and releases the GIL.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
+
+from ft_core.heal.format import (
+    NUMPY_KINDS,
+    Node,
+    TreeEncoder,
+    byte_view,
+    dtensor_type,
+    pack_node,
+    plain_tensor,
+)
 
 BLOCK_BYTES = 1 << 20
 SUM_BYTES = 16
 _WORD = 8
 _TAIL_BYTES = 16
+_PIECE_BYTES = 16 << 20  # unit of work of one thread, and of staging from a device
 
 
 @cache
 def _weights() -> torch.Tensor:
-    """Odd 64-bit weights by splitmix64: the same on every machine and version, for ever."""
+    """Odd 64-bit weights by splitmix64: the same on every machine and in every release."""
     with np.errstate(over="ignore"):
         z = np.arange(1, BLOCK_BYTES // _WORD + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -55,7 +69,7 @@ def _dot(data: torch.Tensor, start: int, words: int) -> int:
 
 
 def checksum(data: torch.Tensor) -> bytes:
-    """16 bytes for a contiguous one-dimensional uint8 CPU tensor. Any thread."""
+    """The 16-byte checksum of a contiguous one-dimensional uint8 CPU tensor. Any thread."""
     assert data.dtype == torch.uint8
     assert data.dim() == 1
     assert data.is_contiguous()
@@ -71,3 +85,53 @@ def checksum(data: torch.Tensor) -> bytes:
             tail = data[start + max(0, length - _TAIL_BYTES) : start + length]
             mixer.update(tail.numpy().tobytes())
     return mixer.digest()
+
+
+def digest(tree: Any, *, allow_objects: bool = False, threads: int = 2) -> str:
+    """A fingerprint of a whole state, as 16 hex digits.
+
+    Equal for bitwise equal states; different states collide with probability of about 2**-31.
+    It covers every bit (-0.0 is not 0.0), the order inside tensors, shapes, dtypes, keys and Python
+    values. It ignores devices, strides, shared memory, and the insertion order of dicts (but not of
+    an OrderedDict). Up to `threads` threads run while this call lasts. Any thread, while the state
+    does not change. Raises UnsupportedObjectError like `pack`.
+    """
+    sums: list[tuple[list[Any], torch.Tensor]] = []
+    dtensor = dtensor_type()
+
+    def leaf(value: Any, path: Callable[[], str]) -> Node | None:
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            tensor = plain_tensor(value, path)
+        elif dtensor is not None and isinstance(value, dtensor):
+            tensor = plain_tensor(value.to_local(), path)
+        elif type(value) is np.ndarray and value.dtype.kind in NUMPY_KINDS:
+            flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            tensor = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+            node = ["N", value.dtype.str, list(value.shape)]
+            sums.append((node, tensor))
+            return node
+        elif type(value) is bytes:
+            return ["B", hashlib.blake2b(value, digest_size=16).digest()]
+        else:
+            return None
+        node = ["T", str(tensor.dtype), list(tensor.shape)]
+        sums.append((node, tensor))
+        return node
+
+    root = TreeEncoder(leaf, allow_objects=allow_objects, canonical=True).encode(tree)
+    pieces: list[tuple[list[Any], torch.Tensor]] = []
+    for node, tensor in sums:
+        flat = byte_view(tensor.contiguous())
+        pieces.extend((node, piece) for piece in flat.split(_PIECE_BYTES))
+    if threads > 1 and sum(piece.numel() for _, piece in pieces) >= 2 * _PIECE_BYTES:
+        with ThreadPoolExecutor(threads, thread_name_prefix="ft-digest") as pool:
+            results = list(pool.map(_piece_sum, [piece for _, piece in pieces]))
+    else:
+        results = [_piece_sum(piece) for _, piece in pieces]
+    for (node, _), result in zip(pieces, results, strict=True):
+        node.append(result)
+    return hashlib.blake2b(pack_node(root), digest_size=8).hexdigest()
+
+
+def _piece_sum(piece: torch.Tensor) -> bytes:
+    return checksum(piece if piece.device.type == "cpu" else piece.cpu())

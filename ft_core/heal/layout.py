@@ -1,6 +1,6 @@
-"""PURE. How tensors are laid out in the byte space that travels, and how that is cut into chunks.
+"""PURE. How tensors are laid out in the bytes that travel, and how these are cut into chunks.
 
-Small tensors share one pool, so that ten thousand scalars of an optimizer are one transfer; every
+Small tensors share one pool, so that ten thousand scalars of an optimizer are one transfer. Every
 large tensor is a segment of its own, so that a chunk never spans two tensors and can be received
 straight into its place. Source and target compute the same layout from the same sizes.
 """
@@ -23,7 +23,7 @@ def align(offset: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a tensor lies: segment index, and bytes from that segment's start."""
+    """Where a tensor lies: segment index, and bytes from the start of that segment."""
 
     segment: int
     offset: int
@@ -32,7 +32,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of bytes inside one segment; the unit that is asked for, checked and counted."""
+    """A run of bytes inside one segment: the unit that is requested, checked and counted."""
 
     segment: int
     offset: int
@@ -41,17 +41,18 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Segment 0 is the pool (maybe empty); `places` has one entry a tensor, in tensor order."""
+    """Segment 0 is the pool (maybe empty). `places` has one entry per tensor, in their order."""
 
     segment_bytes: tuple[int, ...]
     places: tuple[Extent, ...]
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all segments."""
         return sum(self.segment_bytes)
 
     def chunks(self, chunk_bytes: int) -> list[Chunk]:
-        """All bytes, in order, in pieces of at most `chunk_bytes`."""
+        """All bytes in order, in pieces of at most `chunk_bytes`. Raises ValueError for a bad size."""
         if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(
                 f"chunk_bytes is {chunk_bytes}; it must be between {MIN_CHUNK_BYTES} and "
@@ -65,7 +66,7 @@ class Layout:
 
 
 def lay_out(tensor_bytes: Sequence[int]) -> Layout:
-    """Assign every tensor its place."""
+    """The layout of tensors of these sizes in bytes."""
     pool = 0
     segments = [0]
     places: list[Extent] = []

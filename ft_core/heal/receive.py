@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from ft_core.heal.checksum import checksum
-from ft_core.heal.errors import HealError
+from ft_core.heal.format import Manifest, byte_view
 from ft_core.heal.layout import Chunk
-from ft_core.heal.pack import Manifest, byte_view
+from ft_core.heal.types import HealError
 
 _STAGING_SLOTS = 3
 
 
 class _DeviceSegment:
-    """A tensor on a device: chunks pass through pinned host memory, copied on a stream of its own.
+    """A tensor on a device. Its chunks pass through pinned host memory and a stream of their own.
 
-    A slot is written again only after its copy has ended. No GPU was at hand when this was
-    written: it follows the documented semantics of streams and events and is not measured.
+    A slot is written again only after its copy has ended. This follows the documented semantics of
+    streams and events; it has not run on a GPU yet.
     """
 
     def __init__(self, tensor: torch.Tensor, slots: list[torch.Tensor], stream: Any) -> None:
@@ -29,12 +29,14 @@ class _DeviceSegment:
         self._next = 0
 
     def slot(self, nbytes: int) -> torch.Tensor:
+        """The next free staging memory."""
         event = self._events[self._next]
         if event is not None:
             event.synchronize()
         return self._slots[self._next][:nbytes]
 
     def commit(self, chunk: Chunk) -> None:
+        """Start the copy of what was received into the current slot."""
         with torch.cuda.stream(self._stream):
             target = self._bytes[chunk.offset : chunk.offset + chunk.nbytes]
             target.copy_(self._slots[self._next][: chunk.nbytes], non_blocking=True)
@@ -45,26 +47,33 @@ class _DeviceSegment:
 
 
 class Receiver:
-    """Memory for all segments of one manifest. One thread."""
+    """Memory for all segments of one manifest. One thread.
+
+    Args:
+        manifest: of the state that is fetched.
+        into: the target's own tree, or None.
+        chunk_bytes: the largest chunk.
+
+    Raises HealError if there is not enough memory, or `into` lies on an unsupported device.
+    """
 
     def __init__(self, manifest: Manifest, into: Any, chunk_bytes: int) -> None:
         self._manifest = manifest
         self._into = into
         self._chunk_bytes = chunk_bytes
-        self._scratch: torch.Tensor | None = None
         self._places = manifest.match(into)
         self._tensors: list[torch.Tensor | None] = list(self._places.direct)
         self._streams: dict[torch.device, Any] = {}
         self._host: dict[int, torch.Tensor] = {}
         self._device: dict[int, _DeviceSegment] = {}
         try:
-            self._make_room()
+            self._allocate()
         except (RuntimeError, MemoryError) as error:
             raise HealError(
                 f"No memory for a state of {manifest.layout.total_bytes} bytes: {error}."
             ) from error
 
-    def _make_room(self) -> None:
+    def _allocate(self) -> None:
         layout = self._manifest.layout
         self._host[0] = torch.empty(layout.segment_bytes[0], dtype=torch.uint8)
         for index, (spec, place) in enumerate(
@@ -99,31 +108,25 @@ class Receiver:
         return _DeviceSegment(tensor, slots, stream)
 
     def slot(self, chunk: Chunk) -> torch.Tensor:
-        """Host memory (uint8, 1-D, chunk.nbytes long) to receive this chunk into."""
+        """Host memory (uint8, 1-D, `chunk.nbytes` long) to receive this chunk into."""
         if chunk.segment in self._device:
             return self._device[chunk.segment].slot(chunk.nbytes)
         return self._host[chunk.segment][chunk.offset : chunk.offset + chunk.nbytes]
 
-    def scratch(self) -> torch.Tensor:
-        """Host memory for bytes that are not wanted."""
-        if self._scratch is None:
-            self._scratch = torch.empty(self._chunk_bytes, dtype=torch.uint8)
-        return self._scratch
-
     def accept(self, chunk: Chunk, slot: torch.Tensor, expected: bytes) -> bool:
-        """Check what was received into the slot; if it is right, it is in its place after this."""
+        """Check what was received into `slot` and, if it is right, put it in its place."""
         if checksum(slot) != expected:
             return False
         self.place(chunk)
         return True
 
     def place(self, chunk: Chunk) -> None:
-        """Put what was received into the slot in its place."""
+        """Put what was received into the chunk's slot in its place."""
         if chunk.segment in self._device:
             self._device[chunk.segment].commit(chunk)
 
     def finish(self, *, allow_objects: bool) -> Any:
-        """The tree, once every chunk was accepted."""
+        """The tree, once every chunk is in its place. Raises HealError."""
         layout = self._manifest.layout
         for stream, _ in self._streams.values():
             stream.synchronize()
@@ -145,5 +148,5 @@ class Receiver:
 
 
 def as_memory(tensor: torch.Tensor) -> memoryview:
-    """The memory of a uint8 host tensor, writable."""
+    """The writable memory of a uint8 host tensor."""
     return tensor.numpy().data

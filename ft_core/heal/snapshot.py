@@ -1,11 +1,11 @@
-"""A published version of a state on its source: the bytes, whose memory they are, their checksums.
+"""A published version of a state on its source: bytes, memory, checksums.
 
-Memory comes from an Arena, one mapping that is kept between heals: the second snapshot costs a
-memcpy and no page faults, and the first one too where the memory was reserved. Huge pages are used
-only for reserved memory: readers on the same host gain a fifth, but the first touch was measured
-at 0.3 to 1.2 s a GiB against 0.22 s with small pages, too long for the training thread. A mapping with frames still in ZeroMQ's queues (a slow
-reader) is never written again; the next snapshot takes another one, and the old is freed by its
-last reference.
+Memory comes from an `Arena`, which keeps one mapping between heals: the second snapshot costs a
+memcpy and no page faults, and so does the first where memory was reserved. Huge pages are used for
+reserved memory only: readers on the same host gain a fifth, but the first touch was measured at 0.3
+to 1.2 s a GiB against 0.22 s with small pages, too long for the training thread. A mapping of which
+ZeroMQ still holds frames (a slow reader) is never written again: the next snapshot takes another
+one, and the last reference frees the old.
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ import torch
 import zmq
 
 from ft_core.heal.checksum import checksum
-from ft_core.heal.errors import HealError
+from ft_core.heal.format import Manifest, byte_view, pack
 from ft_core.heal.layout import Chunk, align
-from ft_core.heal.pack import Manifest, byte_view, pack
 from ft_core.heal.protocol import MAX_MANIFEST_BYTES
-from ft_core.heal.types import HealKey
+from ft_core.heal.types import HealError, HealKey
 
 _HUGE_PAGE = 2 << 20
 _TOUCH_BYTES = 32 << 20
 
 
 class Loan:
-    """Bytes on their way through ZeroMQ. `done` may be read by any thread."""
+    """Bytes of a buffer that are on their way through ZeroMQ."""
 
     def __init__(self) -> None:
-        self._settled = False
+        self._sent = False
         self._tracker: zmq.MessageTracker | None = None
 
-    def settle(self, tracker: zmq.MessageTracker | None) -> None:
-        """The send was made, and this tells when it is over; None: it was not made."""
+    def sent(self, tracker: zmq.MessageTracker | None) -> None:
+        """The send was made; `tracker` tells when it is over. None: it was not made. Server thread,
+        once."""
         self._tracker = tracker
-        self._settled = True
+        self._sent = True
 
     @property
     def done(self) -> bool:
-        return self._settled and (self._tracker is None or self._tracker.done)
+        """Whether ZeroMQ no longer reads the bytes. Any thread."""
+        return self._sent and (self._tracker is None or self._tracker.done)
 
 
 class Buffer:
-    """One reusable block of host memory; `lent` are the frames that may still read it."""
+    """One reusable block of host memory; `lent` are the frames that ZeroMQ may still read."""
 
     def __init__(self, nbytes: int, *, pinned: bool, huge: bool = False) -> None:
         self.nbytes = max(_HUGE_PAGE, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE)
@@ -64,22 +65,24 @@ class Buffer:
             self.data = torch.frombuffer(mapping, dtype=torch.uint8)
 
     def idle(self) -> bool:
-        """Whether nothing of it is still to be sent."""
+        """Whether ZeroMQ has sent all that was lent."""
         while self.lent and self.lent[0].done:
             self.lent.popleft()
         return not self.lent
 
 
 class Arena:
-    """Keeps at most one idle buffer. Not thread-safe: the publishing thread only, but for
-    `reserve`, which any other thread may run."""
+    """Keeps at most one idle buffer. The training thread only, except for `reserve`."""
 
     def __init__(self) -> None:
         self._spare: list[Buffer] = []
         self._reserved: deque[Buffer] = deque(maxlen=1)
 
     def reserve(self, nbytes: int, stopped: Callable[[], bool]) -> None:
-        """Make a buffer and touch all of its pages, so that the next `take` need not. Long."""
+        """Make a buffer and touch all of its pages, so that the next `take` need not.
+
+        Takes up to a second a GiB; `stopped()` ends it early. Any thread.
+        """
         buffer = Buffer(nbytes, pinned=False, huge=True)
         pages = buffer.data.numpy()
         for start in range(0, buffer.nbytes, _TOUCH_BYTES):
@@ -89,7 +92,7 @@ class Arena:
         self._reserved.append(buffer)
 
     def take(self, nbytes: int, *, pinned: bool = False) -> Buffer:
-        """A buffer of at least `nbytes`, reused if one fits without wasting half of it."""
+        """A buffer of at least `nbytes`; the idle one if it fits without wasting half of it."""
         if self._reserved:
             self._spare.append(self._reserved.pop())
         for buffer in self._spare:
@@ -101,20 +104,21 @@ class Arena:
         return Buffer(nbytes, pinned=pinned)
 
     def give(self, buffer: Buffer) -> None:
-        """Keep a buffer for the next snapshot; the one kept before is let go."""
+        """Keep a buffer for the next snapshot, in place of the one kept before."""
         self._spare = [buffer]
 
     def clear(self) -> None:
-        """Free what is kept."""
+        """Free the kept buffers."""
         self._spare.clear()
         self._reserved.clear()
 
 
 class Publication:
-    """One version being served. Made and frozen by the training thread, read by the server's.
+    """One version being served. The training thread makes and freezes it, the server thread reads.
 
-    `live` segments are the trainer's own memory: they are read only with `lock` held, which freeze
-    takes as well, and held no longer than one chunk's memcpy. All other segments never change.
+    `live` segments are the training loop's own memory. They are read only with `lock` held, which
+    `freeze` takes as well, and which is held for at most one chunk's memcpy. All other segments
+    never change.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class Publication:
         self.layout = parsed.layout
         self.layout_digest = parsed.layout_digest
         self.live: set[int] = set()
-        self._moved: set[int] = set()  # were live: what their addresses held may have changed
+        self._moved: set[int] = set()  # were live: their former addresses may hold other values
         self._arena = arena
         self._buffers: list[Buffer] = []
         self._segments: list[torch.Tensor | None] = [None] * len(self.layout.segment_bytes)
@@ -172,7 +176,7 @@ class Publication:
             offset += align(size)
 
     def freeze(self, needed: set[int]) -> None:
-        """Copy the live segments in `needed`, let go of the other live ones. Training thread."""
+        """Copy the live segments in `needed` and drop the other live ones. Training thread."""
         with self.lock:
             old = {segment: self._segments[segment] for segment in self.live}
             keep = sorted(self.live & needed)
@@ -189,7 +193,7 @@ class Publication:
             self.live.clear()
 
     def close(self) -> None:
-        """Stop serving; hand the largest buffer back for reuse. Training thread."""
+        """Stop serving and return the largest buffer for reuse. Training thread."""
         with self.lock:
             self.closed = True
             self._segments = [None] * len(self._segments)
@@ -199,16 +203,16 @@ class Publication:
             self._arena.give(buffer)
 
     def addresses(self) -> tuple[int, ...]:
-        """Memory address of every segment in this process, 0 where it has none."""
+        """The memory address of each segment in this process, 0 where it has none. Any thread."""
         with self.lock:
             return tuple(0 if s is None else s.data_ptr() for s in self._segments)
 
     def untouched(self, segment: int) -> bool | None:
-        """Whether what was read at the segment's address until now is this version; None: it is
-        not served any more. Server thread.
+        """Whether a read of the segment's address that has ended by now saw this version.
 
-        The trainer freezes before it changes its memory, and a buffer is written again only after
-        `close`: a read that has ended before both were not yet so has seen no change.
+        None if this version is no longer served. Server thread. The training thread freezes before
+        it changes its memory, and a buffer is written again only after `close`: a read that ended
+        before either of them has seen no change.
         """
         with self.lock:
             if self.closed:
@@ -216,7 +220,7 @@ class Publication:
             return segment not in self._moved and self._segments[segment] is not None
 
     def checksum_of(self, chunk: Chunk) -> bytes | None:
-        """The chunk's checksum, None if its bytes are gone. Server thread."""
+        """The chunk's checksum, computed once; None if its bytes are gone. Server thread."""
         known = self._sums.get(chunk)
         if known is not None:
             return known
@@ -228,14 +232,16 @@ class Publication:
             live = chunk.segment in self.live
             if live:
                 self._sums[chunk] = checksum(data)
-        if not live:  # this memory is overwritten only after `closed`, which callers look at
+        if not live:  # overwritten only after `close`; callers look at `closed`
             self._sums[chunk] = checksum(data)
         return self._sums[chunk]
 
     def lend(self, chunk: Chunk) -> tuple[memoryview, Loan] | None:
-        """The chunk's bytes for a zero-copy send, and the loan to settle after it; live memory is
-        copied first, so that ZeroMQ never reads what the trainer may change. None: the bytes are
-        gone. Server thread."""
+        """The chunk's bytes for a zero-copy send, and the loan to call `sent` on; None if its bytes
+        are gone. Server thread.
+
+        Live memory is copied first, so that ZeroMQ never reads what the training thread may change.
+        """
         loan = Loan()
         with self.lock:
             segment = self._segments[chunk.segment]
@@ -244,15 +250,15 @@ class Publication:
             data = segment[chunk.offset : chunk.offset + chunk.nbytes]
             if chunk.segment not in self.live:
                 owner = next(b for b in self._buffers if _inside(b.data, data))
-                owner.idle()  # forget what is sent
-                owner.lent.append(loan)  # before `lock` is free: close may hand the buffer on
+                owner.idle()  # forgets what has been sent
+                owner.lent.append(loan)  # with `lock` held: `close` may return the buffer for reuse
                 return data.numpy().data, loan
             staged = np.empty(chunk.nbytes, dtype=np.uint8)
             np.copyto(staged, data.numpy())
         return staged.data, loan
 
     def complete(self) -> bool:
-        """Whether every byte is there and independent of the trainer's memory."""
+        """Whether every byte is present and independent of the training loop's memory."""
         return not self.closed and not self.live and None not in self._segments
 
 
@@ -263,8 +269,8 @@ def _inside(buffer: torch.Tensor, data: torch.Tensor) -> bool:
 def _copy_bytes(target: torch.Tensor, tensor: torch.Tensor) -> None:
     """Fill `target` (uint8, contiguous) with the bytes of `tensor`, row-major."""
     if tensor.device.type == "cpu" and tensor.is_contiguous():
-        # One plain memcpy: torch's copy_ with its threads was measured 1.2 times as fast on an
-        # idle machine, and many times slower on a busy one, where its threads wait for each other.
+        # One plain memcpy. torch's copy_ with its threads was measured 1.2 times as fast on an idle
+        # machine and many times slower on a busy one, where its threads wait for each other.
         np.copyto(target.numpy(), byte_view(tensor).numpy())
         return
     with torch.no_grad():

@@ -1,4 +1,9 @@
-"""The source's end of a heal: a thread that serves one published version over a ROUTER socket."""
+"""The source's end of a heal: a thread that serves one published version over a ROUTER socket.
+
+The training thread publishes, freezes and retires versions. The server thread owns the socket and
+answers readers. They share the fields that `HealServer._lock` guards; a byte on a socket pair wakes
+the server thread after each change.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +16,106 @@ import socket
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
 from ft_core.heal import protocol as wire
-from ft_core.heal import samehost
-from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from ft_core.heal.readers import Reader
+from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
 from ft_core.heal.snapshot import Arena, Loan, Publication
-from ft_core.heal.sockets import QUEUED_REPLIES, bracketed, serving_socket, settle_allocator
+from ft_core.heal.transport import (
+    QUEUED_REPLIES,
+    bracketed,
+    host_identity,
+    raise_malloc_threshold,
+    serving_socket,
+)
 from ft_core.heal.types import HealKey, ServerStats
 
 _log = logging.getLogger(__name__)
-_MAX_RETIRED = 64  # keys remembered, so that a late reader is told 'gone' and not left waiting
+_MAX_RETIRED = 64  # keys remembered, so that a late reader is told "gone" instead of left waiting
 _MAX_HOLD_S = 24 * 3600.0
+_REPUBLISH_GRACE_S = 2.0  # a reader of a retired version may be early for its next publication
+
+
+@dataclass(slots=True)
+class Reader:
+    """One target's connection. Times are `time.monotonic()` seconds, given from outside."""
+
+    key: HealKey
+    chunk_bytes: int
+    opened: float
+    expires: float
+    same_host: bool
+    publication: Publication | None = None  # None: it waits for one
+    chunks: list[Chunk] = field(default_factory=list)
+    missing: tuple[int, ...] | None = None  # [lo, hi, lo, hi, ...); None: not reported yet
+
+    def missing_segments(self) -> set[int]:
+        """Segments of which this reader still lacks something."""
+        spans = (0, len(self.chunks)) if self.missing is None else self.missing
+        return {
+            chunk.segment
+            for lo, hi in zip(spans[::2], spans[1::2], strict=True)
+            for chunk in self.chunks[lo:hi]
+        }
+
+    def next_deadline(self, retired: Mapping[HealKey, str]) -> float:
+        """When to review this reader even if no message arrives."""
+        if self.publication is None and self.key in retired:
+            return min(self.expires, self.opened + _REPUBLISH_GRACE_S)
+        return self.expires
+
+    def gone_reason(
+        self, current: Publication | None, retired: Mapping[HealKey, str], now: float
+    ) -> str:
+        """Why this reader cannot be served (any more), or an empty string."""
+        if self.publication is not None:
+            if self.publication is current:
+                return ""
+        elif current is not None and self.key == current.key:
+            return ""
+        elif current is None or current.key.step <= self.key.step:
+            # It may still be published, or published again.
+            if self.key not in retired or now < self.opened + _REPUBLISH_GRACE_S:
+                return ""
+        reason = retired.get(self.key)
+        if reason is None:
+            reason = f"the source is at {current.key}" if current is not None else "it was replaced"
+        return f"{self.key} is gone: {reason}"
 
 
 class HealServer:
     """Serves snapshots of this rank's state to ranks that heal.
 
-    publish, freeze, retire and close belong to one thread (the trainer's) and never wait for a
-    reader; stats and address are for any thread. `host` is the address to bind and to advertise;
-    `token`, if not empty, must be named by every reader. `context` is shared if given.
+    `reserve`, `publish`, `freeze`, `retire` and `close` belong to one thread, the training thread,
+    and never wait for a reader. `stats` and `address` are for any thread.
+
+    Args:
+        host: the address to bind and to advertise.
+        port: 0 takes a free one.
+        token: if not empty, every reader must present it.
+        max_clients: how many readers are admitted at a time.
+        allow_objects: pickle what is not a plain value (trusted networks only).
+        same_host: let readers on this machine read this process's memory.
+        context: a ZeroMQ context to share; None: one of its own.
+
+    Raises ValueError if `host` is no address that peers can reach or cannot be bound.
     """
 
     def __init__(
-        self, *, host: str, port: int = 0, token: str = "", max_clients: int = 256,
-        allow_objects: bool = False, same_host: bool = True, context: zmq.Context[Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        host: str,
+        port: int = 0,
+        token: str = "",
+        max_clients: int = 256,
+        allow_objects: bool = False,
+        same_host: bool = True,
+        context: zmq.Context[Any] | None = None,
+    ) -> None:
         if not host or host in ("*", "0.0.0.0", "::"):
             raise ValueError(
                 f"host is {host!r}; name the address of the interface that peers can reach."
@@ -49,7 +125,7 @@ class HealServer:
         self._token = token.encode()
         self._max_clients = max_clients
         self._allow_objects = allow_objects
-        self._identity = samehost.host_identity() if same_host else b""
+        self._identity = host_identity() if same_host else b""
         self._lock = threading.Lock()  # guards the fields up to the blank line
         self._publication: Publication | None = None
         self._retired: OrderedDict[HealKey, str] = OrderedDict()
@@ -88,38 +164,43 @@ class HealServer:
             return self._stats
 
     def reserve(self, nbytes: int) -> None:
-        """Prepare memory for snapshots of about `nbytes` in the background, so that the first
-        publish costs a memcpy and no page faults. Training thread, once, after start-up."""
+        """Prepare memory for snapshots of about `nbytes` in the background.
+
+        The first `publish` then costs a memcpy and no page faults. Training thread, once, after
+        start-up.
+        """
         self._check_open()
         if self._reserving is None:
             self._reserving = threading.Thread(
-                target=self._arena.reserve, args=(nbytes, lambda: self._closed),
-                name="ft-heal-reserve", daemon=True,
-            )  # fmt: skip
+                target=self._arena.reserve,
+                args=(nbytes, lambda: self._closed),
+                name="ft-heal-reserve",
+                daemon=True,
+            )
             self._reserving.start()
 
     def publish(
         self, key: HealKey, tree: Any, *, copy: bool = True, expected_targets: int = 0
     ) -> None:
-        """Serve this version from now on, and the one before no longer. Training thread.
+        """Serve the state `tree` as version `key` from now on, and the one before no longer.
 
-        copy=True takes a snapshot; the tree may change as soon as this returns. Where
-        this version is served from a snapshot already, that goes on. copy=False serves
-        large CPU tensors from the tree's own memory: call `freeze` before they change.
-        `expected_targets` tells freeze how many readers will come, should they be late. Raises
-        UnsupportedObjectError; then nothing is published.
+        With `copy`, takes a snapshot: the tree may change as soon as this returns. A snapshot of
+        the same version that is served already stays in use. Without `copy`, large CPU tensors are
+        served from the tree's own memory: call `freeze` before they change. `expected_targets` is
+        how many readers will come, so that `freeze` also keeps the bytes of late ones. Training
+        thread. Raises UnsupportedObjectError or HealError; then nothing is published.
         """
         self._check_open()
         start = time.perf_counter()
         current = self._publication
         if current is not None and current.key == key and current.complete():
-            with self._lock:  # equal keys are equal states: go on serving, also those half-way
+            with self._lock:  # equal keys are equal states: readers that are half done go on
                 self._expected_targets = expected_targets
                 self._finished_targets = 0
             return
         self.retire(f"the source published {key}")
         if not copy:
-            settle_allocator()
+            raise_malloc_threshold()
         publication = Publication(
             key, tree, self._arena, copy=copy, allow_objects=self._allow_objects
         )
@@ -132,11 +213,11 @@ class HealServer:
         self._notify()
 
     def freeze(self) -> float:
-        """Make the published version independent of the tree's memory. Training thread.
+        """Make the published version independent of the tree's memory; returns seconds spent.
 
-        Copies the tensors that some reader still lacks (all, while expected readers have not
-        come); where nobody lacks any, drops the live part without a copy. Microseconds if nothing
-        is live. Returns the seconds it took.
+        Copies the tensors that some reader still lacks (all of them while expected readers have
+        not come) and drops the rest. If no reader lacks any, retires the version without a copy.
+        Takes microseconds if nothing is served from the tree's memory. Training thread.
         """
         start = time.perf_counter()
         publication = self._publication
@@ -162,7 +243,7 @@ class HealServer:
         return took
 
     def retire(self, reason: str = "the source retired it") -> None:
-        """Stop serving the published version; its readers are told. Training thread."""
+        """Stop serving the published version and tell its readers `reason`. Training thread."""
         with self._lock:
             publication, self._publication = self._publication, None
             if publication is None:
@@ -174,7 +255,7 @@ class HealServer:
         self._notify()
 
     def close(self) -> None:
-        """End the thread, close the socket, free the memory. Idempotent."""
+        """End the thread, close the socket, free the memory. Idempotent. Training thread."""
         if self._closed:
             return
         self.retire("the source shut down")
@@ -205,10 +286,10 @@ class HealServer:
         self._stats = dataclasses.replace(self._stats, **changed)
 
     def _notify(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it will wake up anyway
+        with contextlib.suppress(BlockingIOError):  # full: the thread will wake up anyway
             self._wake.send(b"\0")
 
-    # From here on: the server's thread.
+    # ------------------------------------------------------------ the server thread
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -224,7 +305,7 @@ class HealServer:
                 if self._closed:
                     return
                 self._receive()
-        except Exception:  # the outer edge: a source that cannot serve must not end the training
+        except Exception:  # the thread's outer edge: a failing source must not end the training
             _log.exception("The heal server failed; targets will use other sources.")
         finally:
             self._router.close(linger=200 if self._closed else 0)
@@ -238,7 +319,7 @@ class HealServer:
         return max(0, int((soonest - time.monotonic()) * 1000) + 1)
 
     def _receive(self) -> None:
-        for _ in range(QUEUED_REPLIES):  # then look at the wake-up socket again
+        for _ in range(QUEUED_REPLIES):  # a limit, so that the wake-up socket gets its turn
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -303,7 +384,7 @@ class HealServer:
             self._review_readers()
 
     def _review_readers(self) -> None:
-        """Start readers whose version is here, tell those whose version went, forget the late."""
+        """Start readers whose version is here, tell those whose version is gone, drop the expired."""
         now = time.monotonic()
         with self._lock:
             current = self._publication
@@ -331,45 +412,47 @@ class HealServer:
         reader.chunks = current.layout.chunks(reader.chunk_bytes)
         reader.publication = current
         reply = wire.ManifestReply(
-            current.key.step, current.key.lineage, current.layout_digest,
-            os.getpid() if reader.same_host else 0,
-            current.addresses() if reader.same_host else (),
-        )  # fmt: skip
+            step=current.key.step,
+            lineage=current.key.lineage,
+            layout_digest=current.layout_digest,
+            pid=os.getpid() if reader.same_host else 0,
+            addresses=current.addresses() if reader.same_host else (),
+        )
         self._send(identity, reply, current.manifest)
 
     def _confirm(self, identity: bytes, reader: Reader, indexes: tuple[int, ...]) -> None:
-        """The reader has read these chunks from this process's memory: say which of them count."""
+        """The reader has read these chunks from this process's memory: tell which of them are valid."""
         publication = reader.publication
         assert publication is not None
-        told = {i: publication.untouched(reader.chunks[i].segment) for i in indexes}
-        if None in told.values():
-            self._part_with(identity, reader)
+        intact = {i: publication.untouched(reader.chunks[i].segment) for i in indexes}
+        if None in intact.values():
+            self._drop_reader(identity, reader)
             return
-        valid = tuple(i for i, good in told.items() if good)
+        valid = tuple(i for i, good in intact.items() if good)
         if self._send(identity, wire.ValidReply(valid, tuple(set(indexes).difference(valid)))):
             with self._lock:
                 self._count(bytes_lent=sum(reader.chunks[i].nbytes for i in valid))
 
     def _serve(self, identity: bytes, reader: Reader, index: int) -> bool:
-        """Answer for one chunk. False if the reader cannot be answered at present."""
+        """Send one chunk. False if the reader cannot be answered at present."""
         publication, chunk = reader.publication, reader.chunks[index]
         assert publication is not None
-        total = publication.checksum_of(chunk)
-        lent = None if total is None else publication.lend(chunk)
-        if total is None or lent is None or publication.closed:
+        digest = publication.checksum_of(chunk)
+        lent = None if digest is None else publication.lend(chunk)
+        if digest is None or lent is None or publication.closed:
             if lent is not None:
-                lent[1].settle(None)
-            self._part_with(identity, reader)
+                lent[1].sent(None)
+            self._drop_reader(identity, reader)
             return False
         data, loan = lent
-        sent = self._send(identity, wire.ChunkReply(index, total), data, loan)
+        sent = self._send(identity, wire.ChunkReply(index, digest), data, loan)
         if sent:
             with self._lock:
                 self._count(bytes_sent=chunk.nbytes)
         return sent
 
-    def _part_with(self, identity: bytes, reader: Reader) -> None:
-        """Tell a reader that its version is served no more."""
+    def _drop_reader(self, identity: bytes, reader: Reader) -> None:
+        """Tell a reader that its version is no longer served."""
         with self._lock:
             self._readers.pop(identity, None)
         reason = self._retired.get(reader.key, "the source trained on")
@@ -378,8 +461,8 @@ class HealServer:
     def _send(
         self, identity: bytes, reply: wire.Reply, payload: Any = None, loan: Loan | None = None
     ) -> bool:
-        """Never waits. False if the reader is gone, or so slow that its queue is full: then the
-        reply is dropped, and the reader asks again."""
+        """Send without waiting. False if the reader is gone, or so slow that its queue is full: the
+        reply is dropped then, and the reader asks again."""
         flags = zmq.NOBLOCK | (zmq.SNDMORE if payload is not None else 0)
         tracker = None
         try:
@@ -397,5 +480,5 @@ class HealServer:
             return False
         finally:
             if loan is not None:
-                loan.settle(tracker)
+                loan.sent(tracker)
         return True

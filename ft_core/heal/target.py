@@ -1,7 +1,7 @@
 """The target's end of a heal: fetch one version from several sources at once.
 
-A shell around TransferPlan, which holds the policy: this file owns the sockets and the clock. It
-sleeps until a message, a connection's end, or the plan's next deadline.
+A shell around TransferPlan, which holds the policy: this file owns the sockets and the clock. The
+calling thread sleeps until a message, the end of a connection, or the plan's next deadline.
 """
 
 from __future__ import annotations
@@ -15,40 +15,57 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ft_core.heal import protocol as wire
-from ft_core.heal import samehost
-from ft_core.heal.errors import HealError
-from ft_core.heal.interrupt import Interrupt
+from ft_core.heal.format import Manifest
 from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
-from ft_core.heal.pack import Manifest
 from ft_core.heal.receive import Receiver, as_memory
-from ft_core.heal.sockets import reading_socket, settle_allocator
 from ft_core.heal.transfer_plan import TransferPlan
-from ft_core.heal.types import HealKey, HealProgress, HealStats
+from ft_core.heal.transport import (
+    host_identity,
+    raise_malloc_threshold,
+    read_memory,
+    reading_socket,
+)
+from ft_core.heal.types import HealError, HealKey, HealProgress, HealStats, Interrupt
 
 DEFAULT_CHUNK_BYTES = 1 << 20  # measured: larger frames cost page faults, smaller ones Python
 MAX_SOURCES = 1024
-_CONNECT_GRACE_S = 5.0  # a source not connected for so long is given up
-_MAX_FAILED_CONNECTS = 4  # and so is one that refuses the connection this often in a row
+_CONNECT_GRACE_S = 5.0  # a source that is not connected for this long is given up
+_MAX_FAILED_CONNECTS = 4  # as is one that refuses this many connections in a row
 _MESSAGES_A_TURN = 2
-_MONITORED = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-)  # fmt: skip
+_MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
 def fetch(
-    sources: Sequence[str], key: HealKey, *, deadline: float, into: Any = None,
-    allow_objects: bool = False, token: str = "", chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    same_host: bool = True, progress: Callable[[HealProgress], None] | None = None,
+    sources: Sequence[str],
+    key: HealKey,
+    *,
+    deadline: float,
+    into: Any = None,
+    allow_objects: bool = False,
+    token: str = "",
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    same_host: bool = True,
+    progress: Callable[[HealProgress], None] | None = None,
     interrupt: Interrupt | None = None,
-) -> tuple[Any, HealStats]:  # fmt: skip
-    """Bring the state of version `key` here; returns the tree and what it cost. Any thread.
+) -> tuple[Any, HealStats]:
+    """Fetch the state of version `key`; returns the tree and what the transfer cost. Any thread.
 
-    `into` is this rank's own tree: tensors of equal dtype and shape at the same place are received
-    in place and are the leaves of the result; after a HealError their contents are undefined. A
-    version not published yet is waited for until `deadline` (time.monotonic). `progress` is called
-    at the first answer and after every chunk; an exception that it raises ends the fetch.
-    `interrupt` ends it from another thread, at any time; nothing is written into `into` after this
-    has returned or raised. Raises HealError, which names every source and its reason.
+    Args:
+        sources: addresses of HealServers, tcp://host:port; duplicates are ignored.
+        key: the version. One that is not published yet is waited for.
+        deadline: when to give up (`time.monotonic()`).
+        into: this rank's own tree. Tensors of equal dtype and shape at the same place are received
+            in place and are the leaves of the result; after a HealError their contents are
+            undefined. Nothing is written to them after this has returned or raised.
+        allow_objects: accept pickled objects (trusted networks only).
+        token: what the sources ask for.
+        chunk_bytes: the unit of transfer, 64 KiB to 64 MiB.
+        same_host: read a source's memory where it runs on this machine.
+        progress: called in this thread at the first answer and after every chunk; an exception
+            that it raises ends the fetch.
+        interrupt: ends the fetch from another thread.
+
+    Raises HealError, which names every source and its reason, and ValueError for bad arguments.
     """
     if not sources:
         raise ValueError("sources is empty; a heal needs at least one healthy member's address.")
@@ -56,7 +73,7 @@ def fetch(
         raise ValueError(f"{len(sources)} sources are too many; name at most {MAX_SOURCES}.")
     if type(chunk_bytes) is not int or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes is {chunk_bytes!r}; it must be from 64 KiB to 64 MiB.")
-    settle_allocator()
+    raise_malloc_threshold()
     run = _Fetch(
         key, into, deadline, allow_objects, token, chunk_bytes, same_host, progress, interrupt
     )
@@ -78,15 +95,15 @@ class _Link:
     down_since: float = 0.0
     failed_connects: int = 0
     ready: bool = False  # it serves our version, and the plan may use it
-    served: bool = False  # it was ready once; what a lost connection still holds is welcome
+    served: bool = False  # it was ready once; what a lost connection still delivers is welcome
     direct: bool = False  # read its memory instead of the socket
     pid: int = 0
-    addresses: tuple[int, ...] = ()
-    failure: str = ""  # why it is given up
+    addresses: tuple[int, ...] = ()  # of its segments, in its memory
+    failure: str = ""  # why it was given up
     received_bytes: int = 0
 
     def status(self) -> str:
-        """For the error message."""
+        """What the error message says of this source."""
         if self.failure:
             return self.failure
         if not self.up:
@@ -95,20 +112,27 @@ class _Link:
 
 
 class _Fetch:
-    """One call of fetch. Owns a context and two sockets a source until close()."""
+    """One call of fetch. Owns a context and two sockets for each source until `close`."""
 
     def __init__(
-        self, key: HealKey, into: Any, deadline: float, allow_objects: bool, token: str,
-        chunk_bytes: int, same_host: bool, progress: Callable[[HealProgress], None] | None,
+        self,
+        key: HealKey,
+        into: Any,
+        deadline: float,
+        allow_objects: bool,
+        token: str,
+        chunk_bytes: int,
+        same_host: bool,
+        progress: Callable[[HealProgress], None] | None,
         interrupt: Interrupt | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._key = key
         self._into = into
         self._deadline = deadline
         self._allow_objects = allow_objects
         self._token = token
         self._chunk_bytes = chunk_bytes
-        self._host = samehost.host_identity() if same_host else b""
+        self._host = host_identity() if same_host else b""
         self._progress = progress
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
@@ -127,7 +151,7 @@ class _Fetch:
         self._corrupted = 0
 
     def connect(self, sources: list[str]) -> None:
-        """Begin to connect to all sources and ask each for the version."""
+        """Begin to connect to all sources. Each is asked for the version once it is connected."""
         now = time.monotonic()
         for address in sources:
             link_socket = reading_socket(self._context, address, self._chunk_bytes)
@@ -142,7 +166,7 @@ class _Fetch:
                 self._give_up(link, f"not an address that can be connected to ({error})")
 
     def close(self) -> None:
-        """Close everything. A connected source is told that this reader has finished."""
+        """Close everything. Connected sources are told that this reader has finished."""
         for link in self._links:
             link.socket.disable_monitor()
             link.monitor.close(linger=0)
@@ -150,13 +174,13 @@ class _Fetch:
                 try:
                     link.socket.send(wire.encode(wire.Done()), zmq.NOBLOCK)
                 except zmq.ZMQError:
-                    pass  # it will forget this reader by itself
+                    pass  # the source drops this reader when it expires
             link.socket.close(linger=100 if link.up else 0)
         self._links.clear()
         self._context.term()
 
     def run(self) -> tuple[Any, HealStats]:
-        """Work until the tree is here. Raises HealError."""
+        """Transfer until the tree is complete. Raises HealError."""
         while self._plan is None or not self._plan.finished:
             now = time.monotonic()
             self._check_alive(now)
@@ -206,8 +230,8 @@ class _Fetch:
         missing = ""
         if self._plan is not None:
             missing = f" with {self._plan.remaining} of {len(self._chunks)} chunks missing"
-        told = "; ".join(f"{link.address}: {link.status()}" for link in self._links)
-        return HealError(f"Could not heal to {self._key}: {what}{missing}. Sources: {told}.")
+        sources = "; ".join(f"{link.address}: {link.status()}" for link in self._links)
+        return HealError(f"Could not heal to {self._key}: {what}{missing}. Sources: {sources}.")
 
     def _give_up(self, link: _Link, reason: str) -> None:
         link.failure = reason
@@ -245,7 +269,7 @@ class _Fetch:
         link.socket.send(wire.encode(opening), zmq.NOBLOCK)
 
     def _request(self, now: float) -> None:
-        """Ask for whatever the plan wants now, one message a source."""
+        """Send the plan's requests, one message to each source."""
         if self._plan is None:
             return
         wanted: dict[str, list[int]] = {}
@@ -264,11 +288,11 @@ class _Fetch:
                     message = wire.Get(direct, tuple(indexes), missing)
                     try:
                         link.socket.send(wire.encode(message), zmq.NOBLOCK)
-                    except zmq.Again:  # the stall rule of the plan covers it
+                    except zmq.Again:  # lost; the plan's rule for stalled sources covers it
                         continue
 
     def _read_directly(self, link: _Link, chunks: list[int]) -> list[int]:
-        """Copy chunks from the source's memory; returns those that the source is to confirm."""
+        """Copy chunks from the source's memory; returns those that the source must confirm."""
         assert self._plan is not None
         assert self._receiver is not None
         read = []
@@ -279,7 +303,7 @@ class _Fetch:
                 continue
             slot = self._receiver.slot(chunk)
             try:
-                samehost.read_memory(link.pid, remote + chunk.offset, slot.data_ptr(), chunk.nbytes)
+                read_memory(link.pid, remote + chunk.offset, slot.data_ptr(), chunk.nbytes)
             except OSError:  # refused by the kernel, or the process is gone
                 link.direct = False
                 break
@@ -288,8 +312,8 @@ class _Fetch:
         return read
 
     def _read(self, link: _Link) -> None:
-        """Handle what one source sent, and ask on after every chunk to keep it busy."""
-        for _ in range(_MESSAGES_A_TURN):  # then the others: none may starve the rest
+        """Handle what one source sent, and request more after every chunk to keep it busy."""
+        for _ in range(_MESSAGES_A_TURN):  # a limit, so that no source starves the others
             if link.failure:
                 return
             try:
@@ -300,7 +324,7 @@ class _Fetch:
                 self._handle(link, wire.decode_reply(header))
             except wire.HealProtocolError as error:
                 self._give_up(link, f"it sent a malformed message ({error})")
-            while link.socket.getsockopt(zmq.RCVMORE):  # parts that no handler took
+            while link.socket.getsockopt(zmq.RCVMORE):  # parts that no handler has read
                 link.socket.recv()
             if self._plan is not None:
                 if self._plan.finished:
@@ -355,14 +379,14 @@ class _Fetch:
         chunk = self._chunks[reply.index]
         if not link.socket.getsockopt(zmq.RCVMORE):
             raise wire.HealProtocolError("a chunk without its bytes")
-        if self._plan.is_done(reply.index):  # a duplicate of what another source sent first
+        if self._plan.is_done(reply.index):  # a duplicate: another source was faster
             link.socket.recv(copy=False)
             self._plan.received(link.address, reply.index, time.monotonic())
             return
         slot = self._receiver.slot(chunk)
         size = link.socket.recv_into(as_memory(slot))
         if size == chunk.nbytes and self._receiver.accept(chunk, slot, reply.checksum):
-            self._good(link, reply.index, chunk)
+            self._accept(link, reply.index, chunk)
             return
         self._corrupted += 1
         blamed = self._plan.corrupted(link.address, reply.index, time.monotonic())
@@ -372,18 +396,18 @@ class _Fetch:
             )
 
     def _on_valid(self, link: _Link, reply: wire.ValidReply) -> None:
-        """The source says which of the chunks that were read from its memory count."""
+        """The source tells which of the chunks that were read from its memory are valid."""
         assert self._plan is not None
         for index in reply.valid:
             chunk = self._chunks[index]
             if not self._plan.is_done(index):
                 self._direct_bytes += chunk.nbytes
-            self._good(link, index, chunk)
-        for index in reply.moved:  # it trains on: from now on through the socket
+            self._accept(link, index, chunk)
+        for index in reply.moved:  # its memory changes: from now on through the socket
             link.direct = False
             self._plan.returned(link.address, index, time.monotonic())
 
-    def _good(self, link: _Link, index: int, chunk: Chunk) -> None:
+    def _accept(self, link: _Link, index: int, chunk: Chunk) -> None:
         assert self._plan is not None
         if self._plan.received(link.address, index, time.monotonic()):
             self._done_bytes += chunk.nbytes

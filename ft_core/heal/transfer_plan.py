@@ -1,24 +1,24 @@
-"""PURE. Who is asked for which chunk. No clock, socket or thread: `now` comes from outside.
+"""PURE. Which source is asked for which chunk. No clock, socket or thread: `now` is given.
 
 Theory. Every chunk is in exactly one of these places:
 
-    a range       [lo, hi), owned by a source (its stripe) or by nobody (an orphan)
+    a range       [lo, hi), owned by a source (its stripe) or by none (an orphan)
     returned      handed back: its source died, stalled, or sent it corrupted
-    outstanding   asked from one source, or from two when the first is late
+    outstanding   requested from one source, or from two when the first is late
     done          received and checked
 
 A source is kept busy with `window` outstanding chunks. It takes returned chunks first, then its own
-stripe, then an orphaned one, then the far half of the largest stripe of another. When nothing is
-left to hand out, it hedges: it asks for the oldest chunk that another source owes for much longer
-than this one usually takes.
+stripe, then an orphaned one, then the far half of the largest stripe of another source. When no
+chunk is left to hand out, it hedges: it requests the oldest chunk that another source owes for much
+longer than this source usually takes.
 
-A source that owes chunks and delivers nothing for `stall_s` (a multiple of the usual time between
-two chunks) is stalled: its chunks are returned and its stripe orphaned. What it still delivers is
-accepted and ends the stall. If every source is stalled, they are probed with one chunk at a time,
-each time after twice the wait, since a request may have been lost.
+A source that owes chunks and delivers none for `stall_s` (a multiple of the usual time between two
+of its chunks) is stalled: its chunks are returned and its stripe is orphaned. What it still delivers
+is accepted and ends the stall. If all sources are stalled, each is probed with one chunk at a time
+at doubling intervals, since a request may have been lost.
 
-A chunk that fails its checksum is asked for again, preferably elsewhere; the second failure of one
-chunk ends the heal.
+A chunk that fails its checksum is requested again, from another source if there is one. The second
+failure of one chunk ends the heal.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Source:
 
 
 class TransferPlan:
-    """The state of one transfer of `count` chunks."""
+    """The state of one transfer of `count` chunks. Times are seconds of one monotonic clock."""
 
     def __init__(self, count: int, *, window: int = WINDOW) -> None:
         self._count = count
@@ -73,26 +73,29 @@ class TransferPlan:
 
     @property
     def finished(self) -> bool:
+        """Whether every chunk is done."""
         return self._left == 0
 
     @property
     def remaining(self) -> int:
+        """How many chunks are not done."""
         return self._left
 
     def is_done(self, chunk: int) -> bool:
+        """Whether this chunk was received and checked."""
         return bool(self._done[chunk])
 
     def stalled(self, name: str) -> bool:
-        """Whether this source owes chunks and has gone silent."""
+        """Whether this source owes chunks and delivers none."""
         return name in self._sources and self._sources[name].stalled
 
     def add_source(self, name: str, now: float) -> None:
-        """A source is ready to be asked."""
+        """A source is ready to serve chunks."""
         assert name not in self._sources
         self._sources[name] = _Source(last_progress=now)
 
     def drop_source(self, name: str) -> None:
-        """A source is lost; what it owed goes to the others. Unknown names are ignored."""
+        """A source is lost; the others take over what it owed. Unknown names are ignored."""
         source = self._sources.pop(name, None)
         if source is not None:
             self._release(source)
@@ -107,7 +110,7 @@ class TransferPlan:
         source.outstanding.clear()
 
     def received(self, name: str, chunk: int, now: float) -> bool:
-        """A chunk came and is good. False if it was here already or was never asked from it."""
+        """A valid chunk arrived. False if it is a duplicate."""
         self._note_progress(name, chunk, now)
         if self._done[chunk]:
             return False
@@ -116,7 +119,7 @@ class TransferPlan:
         return True
 
     def corrupted(self, name: str, chunk: int, now: float) -> list[str] | None:
-        """A chunk came with a wrong checksum. Returns the sources that sent it corrupted if that
+        """A chunk arrived with a wrong checksum. Returns the sources that sent it corrupted if this
         ends the heal (the second time), else None."""
         self._note_progress(name, chunk, now)
         if self._done[chunk]:
@@ -128,8 +131,8 @@ class TransferPlan:
         return blamed if len(blamed) > 1 else None
 
     def returned(self, name: str, chunk: int, now: float) -> None:
-        """A chunk could not be read from this source in this way; it is asked for again, by
-        nobody's fault."""
+        """A chunk could not be read from this source in this way. It is requested again, and no
+        source is blamed."""
         self._note_progress(name, chunk, now)
         if not self._done[chunk]:
             self._returned.append(chunk)
@@ -141,7 +144,7 @@ class TransferPlan:
             return
         asked = source.outstanding.pop(chunk, None)
         since = source.last_progress if asked is None else max(source.last_progress, asked)
-        if not source.stalled:  # the silence of a stall says nothing of its usual pace
+        if not source.stalled:  # the length of a stall says nothing about its usual pace
             source.interval_s = _smooth(source.interval_s, now - since)
         if asked is not None:
             source.latency_s = _smooth(source.latency_s, now - asked)
@@ -151,7 +154,7 @@ class TransferPlan:
         source.received += 1
 
     def next_requests(self, now: float) -> list[tuple[str, int]]:
-        """Which chunks to ask from whom now. Also finds stalled sources."""
+        """(source, chunk) pairs to request now. Also finds stalled sources."""
         for source in self._sources.values():
             owes = bool(source.outstanding)
             stalled_at = source.last_progress + source.stall_s()
@@ -164,7 +167,7 @@ class TransferPlan:
         healthy = [item for item in self._sources.items() if not item[1].stalled]
         hungry = [item for item in healthy if len(item[1].outstanding) <= self._window // 2]
         progress = True
-        while progress:  # one each in turn, so that the stripes start evenly
+        while progress:  # one chunk each in turn, so that the stripes start evenly
             progress = False
             for name, source in hungry:
                 if len(source.outstanding) < self._window:
@@ -179,7 +182,7 @@ class TransferPlan:
 
     def _ask(self, source: _Source, chunk: int, now: float) -> None:
         if not source.outstanding:
-            source.last_progress = now  # it owed nothing until now
+            source.last_progress = now  # it owed no chunk until now
         source.outstanding[chunk] = now
 
     def _probe(self, now: float) -> Iterator[tuple[str, int]]:
@@ -191,7 +194,7 @@ class TransferPlan:
             if chunk is None:
                 chunk = next((c for c in range(self._count) if not self._done[c]), None)
             if chunk is not None:
-                # Not noted as taken from `returned`: whoever revives first may ask for it too.
+                # It stays in `returned`: the first source to revive may request it too.
                 self._returned.append(chunk)
                 source.probe_at = now + source.probe_wait_s
                 source.probe_wait_s = min(MAX_PROBE_S, 2 * source.probe_wait_s)
@@ -244,7 +247,7 @@ class TransferPlan:
         return late[1]
 
     def _hedge_candidates(self, source: _Source) -> tuple[float, int] | None:
-        """When which chunk owed by another may be asked from this source as well."""
+        """(time, chunk): when this source may request which chunk that another owes."""
         if source.latency_s is None:
             return None
         patience_s = max(HEDGE_FLOOR_S, HEDGE_FACTOR * source.latency_s)
@@ -264,7 +267,7 @@ class TransferPlan:
         return best
 
     def next_deadline(self) -> float | None:
-        """When next_requests should be called though nothing came."""
+        """When to call `next_requests` even if nothing arrives; None: no such time."""
         healthy = [source for source in self._sources.values() if not source.stalled]
         if not healthy:
             return min((source.probe_at for source in self._sources.values()), default=None)
@@ -279,8 +282,8 @@ class TransferPlan:
         return min(times, default=None)
 
     def missing(self, max_ranges: int) -> list[tuple[int, int]]:
-        """Chunks not here yet as at most `max_ranges` ranges [lo, hi), merged over the smallest
-        gaps where they are too many."""
+        """Chunks that are not done, as at most `max_ranges` ranges [lo, hi); where there are more,
+        ranges are merged over the smallest gaps."""
         ranges: list[tuple[int, int]] = []
         index = self._done.find(0)
         while index >= 0:
@@ -294,7 +297,7 @@ class TransferPlan:
         return ranges
 
     def check(self) -> None:
-        """All invariants, for tests: no chunk that is missing may be nowhere."""
+        """Assert all invariants, for tests: every chunk is somewhere."""
         covered = bytearray(self._done)
         for source in self._sources.values():
             covered[source.lo : source.hi] = b"\1" * (source.hi - source.lo)

@@ -24,7 +24,7 @@ import msgpack
 import torch
 from torch import Tensor, nn
 
-from ft_core.heal.pack import byte_view
+from ft_core.heal.format import byte_view
 
 log = logging.getLogger("ft_lightning")
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 
 from ft_core.heal import HealError, UnsupportedObjectError, allow_enum, digest, pack, unpack
-from ft_core.heal.format import DTYPES
-from ft_core.heal.pack import byte_view
+from ft_core.heal.format import DTYPES, byte_view
 from tests.heal.support import same
 
 

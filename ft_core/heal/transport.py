@@ -1,0 +1,130 @@
+"""The two ways on which a heal's bytes travel: ZeroMQ sockets, and memory of the same machine.
+
+Memory of the same machine is read by process_vm_readv through ctypes, as an optional fast path. It
+is taken where source and target share boot id, PID and user namespace, and where the kernel lets
+the target read (same user, no stricter ptrace policy). Everything else goes through ZeroMQ. A read
+within one memory cannot be corrupted on its way, so there are no checksums. But the source may train
+on while it is read: the reader reads first and asks then, and the source answers whether the memory
+still held that version when it was asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+
+from ft_core.heal import protocol as wire
+
+QUEUED_REPLIES = 128  # what ZeroMQ queues for one reader before the reader counts as too slow
+_HEARTBEAT_MS = 2_000
+_HEARTBEAT_TIMEOUT_MS = 30_000  # one frame must fit in: 64 MiB at 2 MB/s
+_RECONNECT_MS = 100
+_KERNEL_BUFFER_BYTES = 4 << 20
+
+
+def bracketed(host: str) -> str:
+    """An IPv6 address in brackets, as URLs need it; any other host unchanged."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def serving_socket(context: zmq.Context[Any], host: str, port: int) -> zmq.Socket[bytes]:
+    """A bound ROUTER. Port 0 takes a free one. Raises ValueError if it cannot be bound."""
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or vanished reader is an error here
+    router.setsockopt(zmq.SNDHWM, QUEUED_REPLIES)
+    router.setsockopt(zmq.RCVHWM, QUEUED_REPLIES)
+    router.setsockopt(zmq.SNDBUF, _KERNEL_BUFFER_BYTES)
+    router.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    router.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
+    try:
+        router.bind(f"tcp://{bracketed(host)}:{port or '*'}")
+    except zmq.ZMQError as error:
+        router.close()
+        raise ValueError(
+            f"Cannot serve heals on {host}:{port}: {error}; choose an address of this machine and "
+            "a free port."
+        ) from error
+    return router
+
+
+def reading_socket(context: zmq.Context[Any], address: str, chunk_bytes: int) -> zmq.Socket[bytes]:
+    """A DEALER for the source at `address`, not connected yet; frames of up to `chunk_bytes`."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.MAXMSGSIZE, max(wire.MAX_MANIFEST_BYTES, chunk_bytes))
+    dealer.setsockopt(zmq.RCVHWM, 64)
+    dealer.setsockopt(zmq.SNDHWM, 256)
+    dealer.setsockopt(zmq.RCVBUF, _KERNEL_BUFFER_BYTES)
+    dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    dealer.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    dealer.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
+    return dealer
+
+
+def raise_malloc_threshold() -> None:
+    """Make malloc keep the memory of frames and staged chunks instead of returning it each time.
+
+    glibc raises its thresholds by itself when a block of up to 32 MiB is freed, so this frees one;
+    the block is never touched and costs no memory. Measured: 130,000 page faults a GiB less.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
+
+
+# ---------------------------------------------------------------- memory of the same machine
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    libc.process_vm_readv.argtypes = [
+        ctypes.c_int,
+        *(ctypes.POINTER(_IoVec), ctypes.c_ulong),
+        *(ctypes.POINTER(_IoVec), ctypes.c_ulong),
+        ctypes.c_ulong,
+    ]
+    return libc
+
+
+def host_identity() -> bytes:
+    """Equal for two processes that can address each other by PID; empty where that is unknown."""
+    if sys.platform != "linux":
+        return b""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        spaces = [os.readlink(f"/proc/self/ns/{name}").encode() for name in ("pid", "user")]
+    except OSError:
+        return b""
+    return b"|".join([boot, *spaces])
+
+
+def read_memory(pid: int, remote: int, local: int, nbytes: int) -> None:
+    """Copy `nbytes` from address `remote` of process `pid` to `local`. Releases the GIL meanwhile.
+
+    Raises OSError: EPERM if the kernel refuses, ESRCH if the process is gone, EFAULT if the memory
+    is gone.
+    """
+    done = 0
+    while done < nbytes:
+        mine = _IoVec(local + done, nbytes - done)
+        theirs = _IoVec(remote + done, nbytes - done)
+        count = _libc().process_vm_readv(pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
+        if count <= 0:
+            code = ctypes.get_errno() if count < 0 else 14
+            raise OSError(code, os.strerror(code))
+        done += count
