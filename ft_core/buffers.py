@@ -62,7 +62,7 @@ class SharedBuffers:
         """Asked by `send`, also where an error keeps it from sending: whether it is to send."""
         if not self._owners:
             return
-        buffers = self._buffers()
+        buffers = self.tensors()
         devices = {b.device for b in buffers}
         if len(devices) > 1:
             raise ValueError(
@@ -84,11 +84,16 @@ class SharedBuffers:
     def __bool__(self) -> bool:
         return bool(self._owners)
 
+    @property
+    def wire(self) -> Tensor:
+        """What travels: all buffers, as bytes."""
+        return self._wire.bytes
+
     def begin(self) -> None:
         """A forward is about to change the buffers: remember where this step began."""
         if self._owners and not self._began:
             self._began = True
-            _copy(self._start.views, self._buffers())
+            _copy(self._start.views, self.tensors())
 
     def send(self) -> None:
         """Start the exchange, after the step's last gradients and in the same order everywhere."""
@@ -99,7 +104,7 @@ class SharedBuffers:
         if self._in_flight is not None:
             self._in_flight.wait()  # of an earlier backward of this step; long done
         if self._manager.participating_rank() == 0:
-            _copy(self._wire.views, self._buffers())
+            _copy(self._wire.views, self.tensors())
         else:
             self._wire.bytes.zero_()
         self._sent = True
@@ -107,23 +112,24 @@ class SharedBuffers:
 
     def _on_event(self, event: Event) -> None:
         if event.kind == COMMIT and self._sent:
-            _copy(self._buffers(), self._wire.views)
+            _copy(self.tensors(), self._wire.views)
         elif event.kind == DISCARD and self._began:
-            _copy(self._buffers(), self._start.views)
+            _copy(self.tensors(), self._start.views)
         if event.kind in (COMMIT, DISCARD):
             self._began = self._sent = False
             self._in_flight = None
 
     def _save(self) -> dict[str, Any]:
-        return {"buffers": [b.detach() for b in self._buffers()]}
+        return {"buffers": [b.detach() for b in self.tensors()]}
 
     def _load(self, state: dict[str, Any]) -> None:
         """Healed: these are the values with which the step began, also if it began on others."""
-        _copy(self._buffers(), state["buffers"])
+        _copy(self.tensors(), state["buffers"])
         self._began = True
-        _copy(self._start.views, self._buffers())
+        _copy(self._start.views, self.tensors())
 
-    def _buffers(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """The buffers themselves."""
         return [getattr(owner, name) for owner, name in self._owners]
 
 

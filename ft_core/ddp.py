@@ -34,6 +34,7 @@ from torch.nn import parallel
 from ft_core.buffers import SharedBuffers
 from ft_core.collectives.allreduce import AsyncReduce, work_of
 from ft_core.collectives.ops import completed
+from ft_core.collectives.retry import OptionalParameters, RetryableReducer
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager
@@ -170,6 +171,82 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._has_rebuilt_buckets = True
 
 
+class RetryableDistributedDataParallel(DistributedDataParallel):
+    """`DistributedDataParallel` whose gradients are kept until their step is committed.
+
+    Each backward pass that synchronizes ends with a vote, and a discarded step is tried again before
+    backward returns: see `ft_core.collectives.retry`. Buffers (running statistics) follow: a further
+    attempt begins with those that this member's forward has left.
+
+    Args:
+        reducer: reduces, votes and retries. Several models may share it.
+        module, kwargs: as `DistributedDataParallel`'s; `gradient_as_bucket_view` is always True,
+            since a further attempt writes kept gradients through `.grad` into the buckets.
+    """
+
+    def __init__(self, reducer: RetryableReducer, module: nn.Module, **kwargs: Any) -> None:
+        kwargs["gradient_as_bucket_view"] = True
+        super().__init__(reducer, module, **kwargs)  # type: ignore[arg-type]
+        self._retry = reducer
+        self._optional: OptionalParameters | None = None
+        reducer.add_model(self)
+        if self._shared:
+            reducer.is_refilled(self._shared.wire)
+            send = weakref.WeakMethod(self._shared.send)
+
+            def before_send() -> bool:
+                again = send()
+                return again is not None and reducer.sends_buffers(again)
+
+            self._shared.before_send = before_send
+        if self.find_unused_parameters:
+            parameters, _ = self._build_params_for_reducer()
+            self._optional = OptionalParameters(parameters)
+            optional = weakref.ref(self._optional)
+            self._reduction.reduce_used = lambda counts: reducer.reduce_used(optional(), counts)
+        self._keep_gradients()
+
+    def _keep_gradients(self) -> None:
+        """Show the reducer of steps each gradient when it is complete, before torch's sees it."""
+        me = weakref.ref(self)
+
+        def ready(parameter: Tensor) -> None:
+            model = me()
+            if model is not None:
+                model._gradient_ready(parameter)
+
+        ignored = set(self.parameters_to_ignore)
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and name not in ignored:
+                parameter.register_post_accumulate_grad_hook(ready)
+                if parameter.grad is not None:
+                    self._retry.is_bucket(parameter.grad)
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        if self.require_backward_grad_sync and not self._reduction.muted:
+            if self._optional is not None:
+                self._retry.keep_accumulated(self._optional)
+            self._retry.keep(parameter)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._retry.before_forward()
+        return super().forward(*inputs, **kwargs)
+
+    def unfinished(self) -> bool:
+        """Whether a backward pass has left out parameters, so that some gradients are not averaged."""
+        return self._reduction.unsent > 0
+
+    def keep_buffers(self) -> Callable[[], None]:
+        """Remember the buffers as forward left them; what is returned puts them back."""
+        kept = [buffer.detach().clone() for buffer in self._shared.tensors()]
+
+        def put_back() -> None:
+            for buffer, value in zip(self._shared.tensors(), kept, strict=True):
+                buffer.data.copy_(value)  # `data`: see `ft_core.buffers`
+
+        return put_back
+
+
 @contextmanager
 def _touched_memory() -> Iterator[None]:
     """torch fills what it allocates (`torch.utils.deterministic.fill_uninitialized_memory`).
@@ -206,7 +283,7 @@ class _Reduction(dist.ProcessGroup):
         super().__init__(0, 1)
         self._manager = manager
         self._shared: SharedBuffers | None = None
-        self._values = self._unsent = 0
+        self._values = self.unsent = 0
         self._divisor = 1
         self._on_their_way: list[AsyncReduce] = []
         self._awaited_in = -1
@@ -221,7 +298,7 @@ class _Reduction(dist.ProcessGroup):
 
     def before_vote(self) -> None:
         """Report a backward that has begun and not reached all parameters."""
-        unsent, self._unsent = self._unsent, 0
+        unsent, self.unsent = self.unsent, 0
         if unsent:
             self._manager.report_error(
                 RuntimeError(
@@ -236,7 +313,7 @@ class _Reduction(dist.ProcessGroup):
     def getSize(self) -> int:
         """The reducer asks once a backward, with its first gradient; others may at any time."""
         if self._shared is not None and torch._C._current_graph_task_id() >= 0:
-            self._unsent = 0 if self.muted else self._values
+            self.unsent = 0 if self.muted else self._values
             self._divisor = 1 if self.muted else self._manager.mean_divisor()
         return self._divisor
 
@@ -250,8 +327,8 @@ class _Reduction(dist.ProcessGroup):
                 return work_of(self.reduce_used(tensor))
             bucket = self._manager.start_allreduce(tensor, divided_by=self._divisor)
             self._await_later(bucket)
-            self._unsent -= tensor.numel()
-            if self._unsent == 0 and self._shared is not None:
+            self.unsent -= tensor.numel()
+            if self.unsent == 0 and self._shared is not None:
                 self._shared.send()
         except Exception as error:
             self._manager.report_error(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,20 +11,18 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ft_core.collectives.retry import OptionalParameters, RetryableReducer
-from ft_core.ddp import DistributedDataParallel, never_compile
+from ft_core.collectives.retry import RetryableReducer
+from ft_core.ddp import RetryableDistributedDataParallel, never_compile
 
 
-class FaultTolerantModel(DistributedDataParallel):
-    """`ft_core`'s DistributedDataParallel whose forward can be answered from memory.
+class FaultTolerantModel(RetryableDistributedDataParallel):
+    """`ft_core`'s model with kept gradients whose forward can be answered from memory.
 
     While `is_fast_forward()` the first call with inputs of some shapes computes; later ones return
     copies of that output, whose backward ends at the output and calls `on_skipped_backward`, once a
     pass. Neither this nor a forward that is done over (`is_replay()`) leaves a trace in running
     statistics: those came with the peers' state.
     """
-
-    _optional: OptionalParameters | None = None
 
     def __init__(
         self,
@@ -37,53 +34,17 @@ class FaultTolerantModel(DistributedDataParallel):
         on_skipped_backward: Callable[[], None],
         **kwargs: Any,
     ) -> None:
-        super().__init__(reducer, module, **kwargs)  # type: ignore[arg-type]
+        super().__init__(reducer, module, **kwargs)
         never_compile(__package__)
-        self._retryable = reducer
         self._is_fast_forward, self._on_skipped_backward = is_fast_forward, on_skipped_backward
         self._is_replay = is_replay
         self._remembered: dict[Any, Any] = {}
         self._skip_queued = False
-        if self._shared:
-            reducer.is_wire(self._shared._wire.bytes)
-            send = weakref.WeakMethod(self._shared.send)
-
-            def before_send() -> bool:
-                again = send()
-                return again is not None and reducer.sends_buffers(again)
-
-            self._shared.before_send = before_send
-        if self.find_unused_parameters:
-            parameters, _ = self._build_params_for_reducer()
-            self._optional = OptionalParameters(parameters)
-            optional = weakref.ref(self._optional)
-            self._reduction.reduce_used = lambda counts: reducer.reduce_used(optional(), counts)
-        self._keep_gradients(reducer)
-
-    def _keep_gradients(self, reducer: RetryableReducer) -> None:
-        """Let `reducer` see each gradient when it is complete, before torch's reducer does."""
-        me = weakref.ref(self)
-
-        def ready(parameter: Tensor) -> None:
-            model = me()
-            if model is not None and model.require_backward_grad_sync:
-                if model._optional is not None:
-                    reducer.keep_accumulated(model._optional)
-                reducer.keep(parameter)
-
-        ignored = set(self.parameters_to_ignore)
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and name not in ignored:
-                parameter.register_post_accumulate_grad_hook(ready)
-                if parameter.grad is not None:
-                    reducer.is_bucket(parameter.grad)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._is_fast_forward():
             return self._remembered_forward(inputs, kwargs)
         self._remembered.clear()
-        if not self._retryable.busy:
-            self._retryable.over()  # a backward whose forward was in no_sync has left gradients there
         if not self._is_replay():
             return super().forward(*inputs, **kwargs)
         with _without_trace(self.module):
@@ -116,21 +77,6 @@ class FaultTolerantModel(DistributedDataParallel):
     def _skipped_backward_over(self) -> None:
         self._skip_queued = False
         self._on_skipped_backward()
-
-    # ------------------------------------------------------------------ a step tried again
-
-    def unfinished(self) -> bool:
-        """Whether a backward pass left out parameters, so that some gradients are not averaged."""
-        return self._reduction._unsent > 0
-
-    def keep_buffers(self) -> list[Tensor]:
-        """This replica's running statistics after its forward, which a discard undoes."""
-        return [b.detach().clone() for b in self._shared._buffers()]
-
-    def put_buffers(self, kept: list[Tensor]) -> None:
-        """Before the reducer repeats an attempt that was discarded."""
-        for buffer, value in zip(self._shared._buffers(), kept, strict=True):
-            buffer.data.copy_(value)  # see `_without_trace`
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
 from ft_accelerate.plugin.options import FaultTolerancePlugin, GroupPlace, Supervision
 from ft_accelerate.runtime import peer_state as states
@@ -25,13 +24,16 @@ from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Diverg
 from ft_accelerate.runtime.membership import Membership
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.script_position import Iteration, Phase
-from ft_core.collectives.retry import RetryableReducer
+from ft_core.collectives.retry import RetryableReducer, RetryHooks
 
 log = logging.getLogger("ft_accelerate")
 
 PATIENCE = 0.25
 """Of the timeout: how long a header waits for those who may be at a gradient step (without one)."""
 NO_QUORUM = -1
+UNUSED_HINT = (
+    "pass kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] to Accelerator"
+)
 
 
 class Runtime(Membership):
@@ -40,12 +42,16 @@ class Runtime(Membership):
     def __init__(
         self, options: FaultTolerancePlugin, place: GroupPlace, supervision: Supervision
     ) -> None:
-        super().__init__(
-            options, place, supervision, RetryableReducer(self._begin_gradients, self._fail)
+        hooks = RetryHooks(
+            begin=self._begin_gradients,
+            vote=self._vote,
+            again=self._begin_gradients_again,
+            committed=self._graded,
+            refused=self._gradients_refused,
+            unused_hint=UNUSED_HINT,
         )
+        super().__init__(options, place, supervision, RetryableReducer(hooks))
         self._models: list[weakref.ref[FaultTolerantModel]] = []
-        self._failure: BaseException | None = None
-        self._skipping = False
         self._graded_in = NO_QUORUM
         """The quorum that has committed a gradient step, while later ones go without a header."""
         self.unfinished: Callable[[], None] | None = None
@@ -138,10 +144,8 @@ class Runtime(Membership):
     # ------------------------------------------------------------------ gradients
 
     def _begin_gradients(self) -> bool:
-        """First bucket of a backward pass (autograd's thread): whether to reduce."""
-        Variable._execution_engine.queue_callback(self._queue_finish)
+        """First gradients of a backward pass: whether to reduce."""
         self._settle()
-        self._skipping = True
         if self.position.grad_is_done:
             return False
         if self.unfinished is not None:
@@ -149,88 +153,49 @@ class Runtime(Membership):
                 "gradients are to be averaged while a fragment of DiLoCo is on its way: use "
                 "fragment_sync_delay=0 in a script that does both"
             )
-        self._skipping = False
+        return self._begin_gradients_again()
+
+    def _begin_gradients_again(self) -> bool:
+        """Open an attempt. False: this process has healed, and its peers have done this step."""
         self._begin("grad")
         if self.position.grad_is_done:
-            self._skipping = True
             return False
         self._agree_on_gradients()
         return True
 
-    def _agree_on_gradients(self) -> bool:
-        """Be sure that all are at this step; False: the attempt has failed.
+    def _agree_on_gradients(self) -> None:
+        """Be sure that all are at this step; else the attempt fails.
 
         Under a quorum that has committed one before it is taken for granted, which all know alike:
-        see `ft_accelerate.runtime.checked_collectives`. NCCL does not keep a header apart from gradients, and with
-        several models the others may be at another one's.
+        see `ft_accelerate.runtime.checked_collectives`. NCCL does not keep a header apart from
+        gradients, and with several models the others may be at another one's.
         """
         manager = self._manager
         if not manager.bind():
-            return False
-        if self._graded_in == manager.quorum_id() and len(self._models) == 1:
-            return True
-        return self._agree(Kind.GRADIENTS) is not None
-
-    def _queue_finish(self) -> None:
-        # The reducer's own callback, which copies averages to the gradients, stands before it.
-        Variable._execution_engine.queue_callback(self._finish_gradients)
-
-    def _finish_gradients(self) -> None:
-        """Backward is over: vote, and try again until the step is committed."""
-        try:
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
-                raise failure
-            if self._skipping:
-                if self.position.phase is Phase.REPLAY:
-                    self.position.replay_grad()
-                return
-            self._check_complete()
-            kept = [(model, model.keep_buffers()) for model in self.models()]
-            while not self._vote():
-                self._begin("grad")
-                if self.position.grad_is_done:
-                    if self.position.phase is Phase.REPLAY:
-                        self.position.replay_grad()
-                    return
-                if self._agree_on_gradients():
-                    for model, buffers in kept:
-                        model.put_buffers(buffers)
-                    self.reducer.again()
-            self._graded()
-        finally:
-            self._skipping = False
-            self.reducer.over()
+            return
+        if self._graded_in != manager.quorum_id() or len(self._models) != 1:
+            self._agree(Kind.GRADIENTS)
 
     def _graded(self) -> None:
         """A gradient step is committed."""
-        self.reducer.committed()
         self.position.graded()
         alike = self.options.commit == "quorum" and len(self._models) == 1
         alike = alike and self._device.type == "cpu"
         self._graded_in = self._manager.quorum_id() if alike else NO_QUORUM
 
-    def _check_complete(self) -> None:
-        if any(model.unfinished() for model in self.models()):
-            raise RuntimeError(
-                "backward did not reach all parameters, so that gradients are missing: pass "
-                "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] to "
-                "Accelerator"
-            )
+    def _gradients_refused(self) -> None:
+        """Backward is over, and its step was done by the peers."""
+        if self.position.phase is Phase.REPLAY:
+            self.position.replay_grad()
 
     def check_gradients(self) -> None:
         """Before an optimizer steps: backward has left nothing half done."""
         if self.reducer.busy:
-            self._check_complete()
+            self.reducer.check_complete()
 
     def _skipped_backward(self) -> None:
         if self.position.phase is Phase.REPLAY and self.position.grad_is_done:
             self.position.replay_grad()
-
-    def _fail(self, error: BaseException) -> None:
-        """Told when backward returns: raised in the reducer's hook it would end the process."""
-        if self._failure is None:
-            self._failure = error
 
     # ------------------------------------------------------------------ operations
 

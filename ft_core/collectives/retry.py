@@ -1,51 +1,131 @@
-"""The manager as the models see it: it comes later, and gradients survive a discarded step.
+"""A discarded step is tried again from kept gradients. The one mechanism, for every integration.
 
-Models are prepared before there is a manager, whose state they are part of. And a raw loop can't be
-asked to compute a batch again, so local gradients are kept until the step is committed: a discarded
-step is tried again from them, with whoever is left, and the script does not notice.
+    backward begins    `RetryHooks.begin` opens the step; buckets are reduced while backward runs
+    backward ends      `RetryHooks.vote`; while the step is discarded: `RetryHooks.again` opens the
+                       next attempt, and the members that are left reduce the kept gradients
+    after backward     `.grad` holds the committed mean: unscaling, clipping and the optimizer's
+                       step are local, and cannot fail any more
 
-Keeping them costs memory and no time: autograd's own tensors, which the reducer has copied to its
-buckets and would let go of, live on until the vote.
+So user code runs once for each batch, also when a step is discarded. Every backward pass that
+synchronizes is a step with a vote of its own. Passes inside `no_sync` only add to `.grad`: a window
+of gradient accumulation votes at its last pass, which reduces the sum.
+
+Kept gradients cost memory and no time: autograd's own tensors, which torch's reducer has copied to
+its buckets and would release, live until the vote. A gradient that shares memory with its bucket
+(after `zero_grad(set_to_none=False)`, or accumulated there) is copied. docs/design.md says which
+cases kept gradients cannot serve.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from ft_core.collectives.allreduce import AsyncReduce
 from ft_core.collectives.ops import completed
-from ft_core.manager import Manager
 from ft_core.process_group.work import CompletedWork
 from ft_core.telemetry import Telemetry
 
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Something on its way. `kept`: what `tensor` held; None: gradients, which are kept one by one."""
+class GradientManager(Protocol):
+    """What the reducer needs of a manager. See `Manager`."""
 
-    tensor: Tensor
-    reduce_op: ReduceOp.RedOpType
-    kept: Tensor | None
+    telemetry: Telemetry
+
+    def register_schema(self, key: str, text: str, /) -> None: ...
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any], /
+    ) -> None: ...
+
+    def errored(self) -> Exception | None: ...
+
+    def report_error(self, e: Exception, /) -> None: ...
+
+    def participating_rank(self) -> int | None: ...
+
+    def mean_divisor(self) -> int: ...
+
+    def allreduce(
+        self, tensor: Tensor, /, *, reduce_op: ReduceOp.RedOpType = ...
+    ) -> Future[Tensor]: ...
+
+    def start_allreduce(self, tensor: Tensor, /, *, divided_by: int = 1) -> AsyncReduce: ...
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class RetryHooks:
+    """What an integration does around a gradient step.
+
+    Thread: the one that runs backward. On the CPU that is the loop's; on CUDA it is autograd's
+    thread of the device, while the loop's waits in `backward`. Gradient mode is off. What a hook
+    raises is raised by `backward`.
+
+    Attributes:
+        begin: the first gradients of a backward pass are there. Opens a step if none is open.
+            False: this pass reduces nothing and there is no vote, as for an update that the peers
+            have made already. A member that is only healing returns True: it contributes zeros, is
+            given the mean, and votes.
+        vote: backward has ended, all gradients are reduced: `Manager.should_commit`. True: the
+            step is committed.
+        again: the step was discarded: open the next attempt, as with `Manager.start_quorum`.
+            False: the kept gradients are of no use any more, since this member has loaded another
+            state than the one on which it computed them. They are dropped, and nothing is reduced
+            or voted on: if `again` has left a step open, the integration computes its batch anew
+            in it. (While a state is still on its way, to be loaded at the vote, return True: the
+            manager lets the member contribute zeros, and it is given the mean.)
+        committed: `.grad` holds the mean.
+        refused: backward ends, and `begin` or `again` has returned False.
+        unused_hint: what a user does who has parameters that backward does not reach.
+    """
+
+    begin: Callable[[], bool]
+    vote: Callable[[], bool]
+    again: Callable[[], bool]
+    committed: Callable[[], None] = _nothing
+    refused: Callable[[], None] = _nothing
+    unused_hint: str = "pass find_unused_parameters=True"
+
+
+class RetryableModel(Protocol):
+    """A model whose gradients are kept: `ft_core.ddp.RetryableDistributedDataParallel`."""
+
+    def unfinished(self) -> bool:
+        """Whether a backward pass has not reached all parameters (yet)."""
+
+    def keep_buffers(self) -> Callable[[], None]:
+        """Remember the buffers (running statistics) as forward left them; what is returned puts
+        them back, after a discard has undone the forward."""
+
+    def forget_forward(self) -> None:
+        """No backward will follow the forward passes so far."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class OptionalParameters:
-    """Those of a model that a forward may leave out (`find_unused_parameters`).
+    """The parameters of a model of which a forward may leave out some (`find_unused_parameters`).
 
-    Who has used what is known with the commit: another attempt has other members. So the reducer is
-    told that all were used, which gives each parameter its place in a bucket for a gradient, and
-    what nobody had a gradient for is taken away afterwards (`RetryableReducer.committed`).
+    Which members have used a parameter is known with the commit only: another attempt has other
+    members. So torch's reducer is told that all were used, which gives each parameter a place in a
+    bucket; gradients of those that no member has used are removed after the commit.
 
     Attributes:
         parameters: in the reducer's order.
-        absent: those which had no gradient when backward began.
-        counts: how many members have used each, as the last attempt found out; None: not asked.
+        absent: whether each had no gradient when backward began.
+        counts: by how many members each was used, as the last attempt found out; None: unknown.
+        reduced: done when `counts` is valid.
     """
 
     parameters: list[Tensor]
@@ -53,30 +133,107 @@ class OptionalParameters:
     counts: Tensor | None = None
     reduced: Future[Tensor] | None = None
 
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self.absent = [parameter.grad is None for parameter in self.parameters]
+        self.counts = self.reduced = None
 
-class RetryableReducer:
-    """What `ft_core.ddp` calls in place of a `Manager`. Threads: as the manager's.
+    def remove_unused(self) -> None:
+        """Committed. None stays None where no member has used a parameter: an optimizer tells that
+        from zero."""
+        if self.counts is None or self.reduced is None or not any(self.absent):
+            return
+        self.reduced.wait()
+        for parameter, absent, count in zip(
+            self.parameters, self.absent, self.counts.tolist(), strict=True
+        ):
+            if absent and count == 0:
+                parameter.grad = None
 
-    `begin` is called at the first gradients of a backward pass, and says whether they are to be
-    reduced; an error that it raises is the script's, and told when backward returns.
+
+class KeptGradients:
+    """This member's contribution to a step, until the step is over.
+
+    An attempt reduces buckets in place, and one that breaks off leaves them undefined. So `write`
+    copies from here into the buckets before each further attempt, under whatever quorum.
     """
 
-    def __init__(self, begin: Callable[[], bool], fail: Callable[[BaseException], None]) -> None:
-        self._begin, self._fail = begin, fail
-        self._manager: Manager | None = None
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._bucket_memory: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def is_bucket(self, tensor: Tensor) -> None:
+        """`tensor` shares memory with a bucket."""
+        self._bucket_memory.add(tensor.untyped_storage().data_ptr())
+
+    def keep(self, parameter: Tensor) -> None:
+        """Hold the gradient of `parameter`, which is complete, and not in its bucket yet."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.untyped_storage().data_ptr() in self._bucket_memory:
+            gradient = gradient.clone()
+        self._kept[id(parameter)] = (parameter, gradient)
+
+    def write(self) -> None:
+        """Copy what is kept into the buckets, of which `.grad` is a view by now."""
+        for parameter, gradient in self._kept.values():
+            assert parameter.grad is not None
+            parameter.grad.copy_(gradient)
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduced:
+    """A tensor that the step reduces. `kept`: what it held; None: gradients, kept one by one."""
+
+    tensor: Tensor
+    reduce_op: ReduceOp.RedOpType
+    kept: Tensor | None
+
+    def write(self) -> None:
+        if self.kept is not None:
+            self.tensor.copy_(self.kept)
+        else:
+            self.tensor.zero_()  # parameters without a gradient have a place, too
+
+
+class RetryableReducer:
+    """What `ft_core.ddp` calls in place of a `Manager`: reduces, keeps, votes and retries.
+
+    Args:
+        hooks: the integration's side of a step.
+        manager: reduces gradients. None: it comes later (`attach`), as where models are prepared
+            before there is a manager; until then gradients stay local.
+
+    Another sum than the mean over the participants (one with a constant divisor, say) is a subclass
+    with another `divisor` and another `reduce_bucket`; what is kept, and when, does not change.
+
+    Thread: `attach`, `detach`, `register_...` and `before_forward` the loop's; all else the one that
+    runs backward. What torch's reducer calls never raises, since that would end the process:
+    `fail` remembers, and the end of backward raises.
+    """
+
+    def __init__(self, hooks: RetryHooks, manager: GradientManager | None = None) -> None:
+        self._hooks, self._manager = hooks, manager
         self._schemas: dict[str, str] = {}
         self._state_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
-        self._buckets: list[_Bucket | Callable[[], None]] = []
-        self._repeats = False
-        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        self._models: list[weakref.ref[RetryableModel]] = []
+        self._gradients = KeptGradients()
+        self._reduced: list[_Reduced | Callable[[], None]] = []
         self._optional: list[OptionalParameters] = []
-        self._memory: set[int] = set()
-        self._wires: set[int] = set()
+        self._refilled: set[int] = set()
         self._reducing: bool | None = None
-        self.telemetry = Telemetry()
-        self.vote_checks: list[Callable[[], None]] = []
+        self._retrying = False
+        self._failure: BaseException | None = None
+        self._ends_with = -1
+        self.telemetry = Telemetry() if manager is None else manager.telemetry
 
-    def attach(self, manager: Manager) -> None:
+    def attach(self, manager: GradientManager) -> None:
         """From now on this is the manager; before its first `start_quorum`."""
         self._manager = manager
         manager.telemetry = self.telemetry
@@ -86,7 +243,12 @@ class RetryableReducer:
             manager.register_state_dict_fn(key, load, save)
 
     def detach(self) -> None:
+        """The manager has shut down: gradients stay local."""
         self._manager = None
+
+    def add_model(self, model: RetryableModel) -> None:
+        """Held weakly."""
+        self._models.append(weakref.ref(model))
 
     # ------------------------------------------------------------------ what ft_core.ddp calls
 
@@ -103,11 +265,11 @@ class RetryableReducer:
             self._manager.register_state_dict_fn(key, load, save)
 
     def registered(self, key: str) -> Callable[[], Any] | None:
-        """How the state of this key is saved; None: nobody has registered it."""
+        """How the state of this key is saved; None: it is not registered."""
         return self._state_fns[key][1] if key in self._state_fns else None
 
     def register_vote_check(self, check: Callable[[], None]) -> None:
-        self.vote_checks.append(check)
+        """Ignored: a backward pass that left out parameters is an error here, no discard."""
 
     def errored(self) -> Exception | None:
         return None if self._manager is None else self._manager.errored()
@@ -117,140 +279,215 @@ class RetryableReducer:
         if self._manager is not None and self._reducing:
             self._manager.report_error(error)
         else:
-            self._fail(error)
+            self.fail(error)
 
     def participating_rank(self) -> int | None:
-        """Rank among the participants; None while this group contributes nothing."""
+        """Rank among the participants; None while this member contributes nothing."""
         if not self._reducing or self._manager is None:
             return None
         return self._manager.participating_rank()
 
     def mean_divisor(self) -> int:
-        """Asked with the first gradient of a backward pass: here its step begins."""
-        return self._manager.mean_divisor() if self._reduces() and self._manager else 1
+        """Called with the first gradient of a backward pass, which begins a step."""
+        return self.divisor if self._reduces() else 1
 
-    def allreduce(self, tensor: Tensor, *, reduce_op: ReduceOp.RedOpType) -> Future[Tensor]:
-        """Reduce what is no gradient, and see to it that what it held can be had again."""
+    def allreduce(
+        self, tensor: Tensor, *, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
+    ) -> Future[Tensor]:
+        """Reduce what is no gradient, in place, and keep a copy of what it held."""
         if not self._reduces() or self._manager is None:
             return completed(tensor)
-        if tensor.data_ptr() not in self._wires:
-            self._buckets.append(_Bucket(tensor, reduce_op, tensor.clone()))
+        if tensor.data_ptr() not in self._refilled:
+            self._reduced.append(_Reduced(tensor, reduce_op, tensor.clone()))
         return self._manager.allreduce(tensor, reduce_op=reduce_op)
 
     def start_allreduce(self, tensor: Tensor, divided_by: int = 1) -> AsyncReduce:
-        """Reduce a bucket of gradients in place; they are kept one by one."""
-        if not self._reduces() or self._manager is None:
+        """Reduce a bucket of gradients in place."""
+        if not self._reduces():
             return AsyncReduce(tensor, CompletedWork(tensor))
-        self._memory.add(tensor.untyped_storage().data_ptr())
-        self._buckets.append(_Bucket(tensor, ReduceOp.AVG, None))
-        return self._manager.start_allreduce(tensor, divided_by=divided_by)
+        self._gradients.is_bucket(tensor)
+        self._reduced.append(_Reduced(tensor, ReduceOp.AVG, None))
+        return self.reduce_bucket(tensor, divided_by)
 
-    def _reduces(self) -> bool:
-        """Whether this backward pass is to be averaged; its first gradient asks the runtime."""
-        if self._reducing is None:
-            self._reducing = False
-            try:
-                self._reducing = self._begin()
-            except BaseException as error:  # in backward it would end the process with an abort
-                self._fail(error)
-        return self._reducing
+    @property
+    def divisor(self) -> int:
+        """What gradients are divided by while they are copied to their buckets: the participants
+        as far as they are known."""
+        return 1 if self._manager is None else self._manager.mean_divisor()
 
-    # ------------------------------------------------------------------ the attempt
+    def reduce_bucket(self, bucket: Tensor, divided_by: int) -> AsyncReduce:
+        """Start to reduce a bucket in place; `divided_by` tells how much of the division is done."""
+        if self._manager is None:
+            return AsyncReduce(bucket, CompletedWork(bucket))
+        return self._manager.start_allreduce(bucket, divided_by=divided_by)
 
-    def is_wire(self, tensor: Tensor) -> None:
-        """`tensor` is filled anew by its owner for each attempt: it needs no copy."""
-        self._wires.add(tensor.data_ptr())
-
-    def keep(self, parameter: Tensor) -> None:
-        """A gradient is ready to be copied to its bucket: hold it until the step is over.
-
-        One that is in its bucket already, since it was not set to None before backward, is copied.
-        What was kept of this parameter before does not count any more.
-        """
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.untyped_storage().data_ptr() in self._memory:
-            gradient = gradient.clone()
-        self._gradients[id(parameter)] = (parameter, gradient)
-
-    def keep_accumulated(self, model: OptionalParameters) -> None:
-        """Before the first gradient of a backward pass is kept: the others may not come, and what
-        earlier passes have left there is reduced nevertheless."""
-        if any(known is model for known in self._optional):
-            return
-        self._optional.append(model)
-        model.absent = [parameter.grad is None for parameter in model.parameters]
-        model.counts = model.reduced = None
-        for parameter, absent in zip(model.parameters, model.absent, strict=True):
-            if not absent:
-                self.keep(parameter)
-
-    def reduce_used(self, model: OptionalParameters | None, counts: Tensor) -> Future[Tensor]:
-        """Find out who has used what, and tell the reducer that everything was."""
-        if model is not None and self._reduces():
-            model.counts = counts.clone()
-            model.reduced = self.allreduce(model.counts, reduce_op=ReduceOp.SUM)
-            counts.fill_(1)
-        return completed(counts)
-
-    def sends_buffers(self, send: Callable[[], None]) -> bool:
-        """A model's buffers follow its last bucket: whether they are to be sent. `send` does it
-        when the step is tried again, in the same order: others may do it for the first time."""
-        if self._reducing and not self._repeats:
-            self._buckets.append(send)
-        return bool(self._reducing)
-
-    def is_bucket(self, gradient: Tensor) -> None:
-        """`gradient` shares memory with a bucket from the beginning."""
-        self._memory.add(gradient.untyped_storage().data_ptr())
+    # ------------------------------------------------------------------ what a model calls
 
     @property
     def busy(self) -> bool:
         """Gradients of a backward pass have arrived, and their step is not over."""
         return self._reducing is not None
 
-    def again(self) -> None:
-        """Reduce the kept gradients once more."""
-        assert self._manager is not None
-        for bucket in self._buckets:
-            if not isinstance(bucket, _Bucket):
-                continue
-            if bucket.kept is not None:
-                bucket.tensor.copy_(bucket.kept)
-            else:
-                bucket.tensor.zero_()  # unused parameters have no gradient, and a place
-        for parameter, gradient in self._gradients.values():
-            assert parameter.grad is not None
-            parameter.grad.copy_(gradient)  # which is the place in the bucket by now
-        futures = []
-        self._repeats = True
-        for bucket in self._buckets:
-            if isinstance(bucket, _Bucket):
-                futures.append(self._manager.allreduce(bucket.tensor, reduce_op=bucket.reduce_op))
-            else:
-                bucket()
-        self._repeats = False
-        for future in futures:
-            future.wait()
+    @property
+    def kept(self) -> int:
+        """How many gradients are kept now."""
+        return len(self._gradients)
 
-    def committed(self) -> None:
-        """Gradients are as DistributedDataParallel leaves them: None stays None where no member
-        has used the parameter. The optimizer tells that from zero."""
-        for model in self._optional:
-            if model.counts is None or model.reduced is None or not any(model.absent):
-                continue
-            model.reduced.wait()
-            for parameter, absent, count in zip(
-                model.parameters, model.absent, model.counts.tolist(), strict=True
-            ):
-                if absent and count == 0:
-                    parameter.grad = None
+    def before_forward(self) -> None:
+        """A forward begins. If the last backward raised, its step ends here, discarded; what a
+        backward without a step has left (its forward was inside `no_sync`) is dropped."""
+        if self._reducing is not None:
+            if torch._C._current_graph_task_id() >= 0:
+                return  # a forward inside backward
+            if self._reducing and self._manager is not None:
+                self._manager.report_error(RuntimeError("a backward pass raised an error"))
+                self._hooks.vote()
+            for model in self._live_models():
+                model.forget_forward()
+        self._failure = None
+        self._over()
 
-    def over(self) -> None:
+    def keep(self, parameter: Tensor) -> None:
+        """The gradient of `parameter` is complete, and about to be copied to its bucket."""
+        self._gradients.keep(parameter)
+        if self._reducing is not None:
+            self._end_with_backward()
+
+    def keep_accumulated(self, model: OptionalParameters) -> None:
+        """Before the first gradient of a backward pass: the others may not come, and what earlier
+        passes have accumulated there is reduced nevertheless."""
+        if any(known is model for known in self._optional):
+            return
+        self._optional.append(model)
+        model.begin()
+        for parameter, absent in zip(model.parameters, model.absent, strict=True):
+            if not absent:
+                self._gradients.keep(parameter)
+
+    def reduce_used(self, model: OptionalParameters | None, counts: Tensor) -> Future[Tensor]:
+        """Find out which parameters were used, and tell torch's reducer that all were."""
+        if model is not None and self._reduces():
+            model.counts = counts.clone()
+            model.reduced = self.allreduce(model.counts, reduce_op=ReduceOp.SUM)
+            counts.fill_(1)
+        return completed(counts)
+
+    def is_bucket(self, gradient: Tensor) -> None:
+        """`gradient` shares memory with a bucket from the beginning."""
+        self._gradients.is_bucket(gradient)
+
+    def is_refilled(self, tensor: Tensor) -> None:
+        """`tensor` is filled anew by its owner for each attempt: it needs no copy."""
+        self._refilled.add(tensor.data_ptr())
+
+    def sends_buffers(self, send: Callable[[], None]) -> bool:
+        """A model's buffers follow its last bucket: whether they are to be sent. A further attempt
+        calls `send`, at the same place in the order: other members may be in their first attempt."""
+        if self._reducing and not self._retrying:
+            self._reduced.append(send)
+        return bool(self._reducing)
+
+    # ------------------------------------------------------------------ the step
+
+    def fail(self, error: BaseException) -> None:
+        """Have backward raise `error` at its end; the first one counts."""
+        if self._failure is None:
+            self._failure = error
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError if a backward pass has left out parameters."""
+        if self._incomplete():
+            raise RuntimeError(
+                "backward did not reach all parameters, so that gradients are missing: "
+                f"{self._hooks.unused_hint}"
+            )
+
+    def _reduces(self) -> bool:
+        """Whether this backward pass is reduced; its first gradient asks the integration."""
+        if self._reducing is None:
+            self._reducing = False
+            self._end_with_backward()
+            try:
+                self._reducing = self._hooks.begin()
+            except BaseException as error:
+                self.fail(error)
+        return self._reducing
+
+    def _end_with_backward(self) -> None:
+        """Have `_finish` called when this backward has ended, also if an inner one (of reentrant
+        activation checkpointing) brought the first gradients."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._ends_with:
+            self._ends_with = backward
+            Variable._execution_engine.queue_callback(self._after_reducer)
+
+    def _after_reducer(self) -> None:
+        # By now torch's reducer has queued its callback, which waits for the buckets.
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        """Backward has ended: vote, and try again until the step is committed."""
+        if self._reducing is None:
+            return  # an inner backward has finished the step
+        inner = torch._C._current_autograd_node() is not None
+        if inner and self._failure is None and self._incomplete():
+            return
+        try:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+            if self._reducing:
+                self.check_complete()
+            if self._reducing and self._commit():
+                for optional in self._optional:
+                    optional.remove_unused()
+                self._hooks.committed()
+            else:
+                self._hooks.refused()
+        finally:
+            self._over()
+
+    def _commit(self) -> bool:
+        """Vote until the step is committed; False: the kept gradients are of no use any more."""
+        put_back = [model.keep_buffers() for model in self._live_models()]
+        while not self._hooks.vote():
+            if not self._hooks.again():
+                return False
+            for put in put_back:
+                put()
+            self._reduce_again()
+        return True
+
+    def _reduce_again(self) -> None:
+        """Reduce the kept gradients once more, in the order of the first attempt."""
+        for each in self._reduced:
+            if isinstance(each, _Reduced):
+                each.write()
+        self._gradients.write()
+        started: list[AsyncReduce | Future[Tensor]] = []
+        self._retrying = True
+        for each in self._reduced:
+            if not isinstance(each, _Reduced):
+                each()
+            elif each.kept is None:
+                started.append(self.reduce_bucket(each.tensor, 1))
+            elif self._manager is not None:
+                started.append(self._manager.allreduce(each.tensor, reduce_op=each.reduce_op))
+        self._retrying = False
+        for one in started:
+            one.wait()
+
+    def _incomplete(self) -> bool:
+        return any(model.unfinished() for model in self._live_models())
+
+    def _live_models(self) -> list[RetryableModel]:
+        return [model for ref in self._models if (model := ref()) is not None]
+
+    def _over(self) -> None:
         """The step is committed, or given up: the kept gradients are not needed any more."""
-        self._buckets.clear()
+        self._reduced.clear()
         self._gradients.clear()
-        for model in self._optional:
-            model.counts = model.reduced = None
+        for optional in self._optional:
+            optional.counts = optional.reduced = None
         self._optional.clear()
-        self._reducing = None
+        self._reducing, self._ends_with = None, -1

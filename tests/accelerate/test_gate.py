@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 
 from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Diverged, Kind
 from ft_accelerate.runtime.models import FaultTolerantModel
-from ft_core.collectives.retry import RetryableReducer
+from ft_core.collectives.retry import RetryableReducer, RetryHooks
+from ft_core.manager import Manager
 from tests.threads.cluster import Replica, lighthouse, replicas
 
 INPUT = torch.arange(12.0).reshape(4, 3)
@@ -38,8 +41,29 @@ def make(reducer: RetryableReducer, net: Net, **kwargs: Any) -> FaultTolerantMod
     )  # fmt: skip
 
 
-def never(error: Exception) -> None:
-    raise AssertionError(error)
+def reducer_of(
+    manager: Manager,
+    spoil: Callable[[], None] = lambda: None,
+    begin: Callable[[], None] = lambda: None,
+) -> RetryableReducer:
+    """One whose steps open with backward, then `begin` is called; `spoil` before each vote."""
+
+    def first() -> bool:
+        manager.start_quorum()
+        begin()
+        return True
+
+    def again() -> bool:
+        manager.start_quorum()
+        return True
+
+    def vote() -> bool:
+        spoil()
+        return manager.should_commit()
+
+    reducer = RetryableReducer(RetryHooks(begin=first, vote=vote, again=again))
+    reducer.attach(manager)
+    return reducer
 
 
 def gradients(net: nn.Module) -> list[Tensor | None]:
@@ -62,40 +86,38 @@ def test_a_discarded_attempt_is_repeated_from_the_kept_gradients() -> None:
         replica = Replica(server, "0")
         manager = replica.manager
         for start, unused in itertools.product(("none", "zero", "accumulated"), (False, True)):
-            reducer = RetryableReducer(lambda: True, never)
-            reducer.attach(manager)
-            net, both = Net(), not unused
+            net, both, spoiled = Net(), not unused, list[int]()
+
+            def spoil(net: Net = net, spoiled: list[int] = spoiled) -> None:
+                """The first attempt of the last pass breaks off in the middle of an all-reduce."""
+                if spoiled:
+                    spoiled.pop()
+                    for parameter in net.parameters():
+                        if parameter.grad is not None:
+                            parameter.grad.fill_(float("nan"))
+                    manager.report_error(RuntimeError("injected"))
+
+            reducer = reducer_of(manager, spoil)
             model = make(reducer, net, find_unused_parameters=unused)
             passes = [(INPUT, both)]
             if start == "zero":
-                manager.start_quorum()
                 model(INPUT + 1, both).square().mean().backward()
-                assert manager.should_commit()
-                reducer.over()
                 model.zero_grad(set_to_none=False)
             elif start == "accumulated":
                 passes.append((INPUT + 2, True))  # the second layer in this pass only, if unused
                 with model.no_sync():
                     model(INPUT + 2, True).square().mean().backward()
-            manager.start_quorum()
+            spoiled.append(1)
+            discarded = manager.current_step()
             model(INPUT, both).square().mean().backward()
-            for parameter in net.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.fill_(float("nan"))  # an all-reduce broke off in the middle
-            manager.report_error(RuntimeError("injected"))
-            assert not manager.should_commit()
-            manager.start_quorum()
-            reducer.again()
-            assert manager.should_commit()
-            reducer.committed()
-            reducer.over()
+            assert not spoiled and manager.current_step() == discarded + 1
             for mine, right in zip(gradients(net), expected(net, passes), strict=True):
                 if right is not None:
                     assert mine is not None
                     torch.testing.assert_close(mine, right, msg=lambda m, s=start: f"{s}: {m}")
                 elif start == "none":
                     assert mine is None
-            assert not reducer.busy and not reducer._gradients
+            assert not reducer.busy and not reducer.kept
         replica.close()
 
 
@@ -110,6 +132,10 @@ class Parts(nn.Module):
         for name in used:
             x = self.layers[int(name)](x)
         return x
+
+
+class Left(Exception):
+    pass
 
 
 def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_step() -> None:
@@ -143,30 +169,23 @@ def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_st
         replicas(*[member.step for member in members])
 
         def train(index: int) -> Parts:
-            manager, reducer, net = (
-                members[index].manager,
-                RetryableReducer(lambda: True, never),
-                Parts(),
-            )
-            reducer.attach(manager)
-            optimizer, model = steps(net), make(reducer, net, find_unused_parameters=True)
-            manager.start_quorum()
-            assert manager.bind() and begun.wait(20) >= 0
-            if index == 1:
-                manager.report_error(RuntimeError("injected"))
-            model(INPUT, uses[index]).square().mean().backward()
-            if index == 2:
-                members[2].close()
-                return net
-            assert not manager.should_commit()
-            manager.start_quorum()
-            reducer.again()
-            while not manager.should_commit():  # the third was in that quorum, too
-                manager.start_quorum()
-                reducer.again()
-            reducer.committed()
-            reducer.over()
-            optimizer.step()
+            manager, net = members[index].manager, Parts()
+
+            def begin() -> None:
+                assert manager.bind() and begun.wait(20) >= 0
+                if index == 1:
+                    manager.report_error(RuntimeError("injected"))
+
+            def leave() -> None:
+                if index == 2:
+                    members[2].close()
+                    raise Left
+
+            optimizer = steps(net)
+            model = make(reducer_of(manager, leave, begin), net, find_unused_parameters=True)
+            with contextlib.suppress(Left):
+                model(INPUT, uses[index]).square().mean().backward()
+                optimizer.step()
             return net
 
         trained = replicas(*[functools.partial(train, index) for index in range(3)])
@@ -180,13 +199,15 @@ def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_st
 
 def test_gradients_without_an_end_are_let_go_of() -> None:
     """Forward inside `no_sync`, backward outside: nothing is sent, so no step ends."""
-    reducer = RetryableReducer(lambda: True, never)
+    reducer = RetryableReducer(
+        RetryHooks(begin=lambda: True, vote=lambda: True, again=lambda: True)
+    )
     model = make(reducer, Net())
     for _ in range(3):
         with model.no_sync():
             loss = model(INPUT).square().mean()
         loss.backward()
-    assert len(reducer._gradients) == 4
+    assert reducer.kept == 4
 
 
 def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray(
@@ -197,7 +218,7 @@ def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray(
         pair = [Replica(server, str(index), expected_replicas=2) for index in (0, 1)]
         managers = [replica.manager for replica in pair]
         exchanges = [
-            CheckedCollectives(m, index, 2, torch.device("cpu")) for index, m in enumerate(managers)
+            CheckedCollectives(m, slot, 2, torch.device("cpu")) for slot, m in enumerate(managers)
         ]
         sent, told = threading.Event(), threading.Event()
         report = managers[0].report_error
