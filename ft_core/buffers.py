@@ -9,19 +9,15 @@ first participant adds anything but zeros: exact for every dtype, and one collec
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.telemetry import COMMIT, DISCARD, Event
-
-if TYPE_CHECKING:
-    from ft_core.manager import Manager
+from ft_core.step import GradientManager
 
 _ALIGNMENT_BYTES = 16  # every dtype's elements may start at such an offset
 
@@ -52,7 +48,12 @@ class SharedBuffers:
     """
 
     def __init__(
-        self, manager: Manager, module: nn.Module, *, key: str, ignored: set[str] | None = None
+        self,
+        manager: GradientManager,
+        module: nn.Module,
+        *,
+        key: str,
+        ignored: set[str] | None = None,
     ) -> None:
         self._manager = manager
         self._owners = _persistent_buffers(module, ignored or set())
@@ -71,15 +72,7 @@ class SharedBuffers:
             )
         self._start, self._wire = _Flat(buffers), _Flat(buffers)
         manager.register_state_dict_fn(key, self._load, self._save)
-        # The manager outlives neither module nor script; don't let it keep the module alive.
-        me = weakref.WeakMethod(self._on_event)
-
-        def sink(event: Event) -> None:
-            method = me()
-            if method is not None:
-                method(event)
-
-        manager.telemetry.add_sink(sink)
+        manager.register_step_end(self._on_step_end)
 
     def __bool__(self) -> bool:
         return bool(self._owners)
@@ -110,14 +103,13 @@ class SharedBuffers:
         self._sent = True
         self._in_flight = self._manager.allreduce(self._wire.bytes, reduce_op=ReduceOp.SUM)
 
-    def _on_event(self, event: Event) -> None:
-        if event.kind == COMMIT and self._sent:
+    def _on_step_end(self, committed: bool) -> None:
+        if committed and self._sent:
             _copy(self.tensors(), self._wire.views)
-        elif event.kind == DISCARD and self._began:
+        elif not committed and self._began:
             _copy(self.tensors(), self._start.views)
-        if event.kind in (COMMIT, DISCARD):
-            self._began = self._sent = False
-            self._in_flight = None
+        self._began = self._sent = False
+        self._in_flight = None
 
     def _save(self) -> dict[str, Any]:
         return {"buffers": [b.detach() for b in self.tensors()]}

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,10 @@ from torch.futures import Future
 from torch.nn import parallel
 
 from ft_core.buffers import SharedBuffers
-from ft_core.collectives.allreduce import AsyncReduce, work_of
+from ft_core.collectives.allreduce import work_of
 from ft_core.collectives.ops import completed
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
-
-if TYPE_CHECKING:
-    from ft_core.manager import Manager
+from ft_core.step import GradientManager, StartedReduce
 
 log = logging.getLogger("ft_core")
 
@@ -76,7 +74,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     tells, and `should_commit` says no.
     """
 
-    def __init__(self, manager: Manager, module: nn.Module, **kwargs: Any) -> None:
+    def __init__(self, manager: GradientManager, module: nn.Module, **kwargs: Any) -> None:
         for name, why in _REFUSED.items():
             if kwargs.pop(name, None) not in (None, False):
                 raise ValueError(f"{name} is not available with fault tolerance: {why}")
@@ -279,13 +277,13 @@ class _Reduction(dist.ProcessGroup):
     the process, and the vote tells it as well.
     """
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: GradientManager) -> None:
         super().__init__(0, 1)
         self._manager = manager
         self._shared: SharedBuffers | None = None
         self._values = self.unsent = 0
         self._divisor = 1
-        self._on_their_way: list[AsyncReduce] = []
+        self._on_their_way: list[StartedReduce] = []
         self._awaited_in = -1
         self.muted = False
         self.reduce_used: Callable[[Tensor], Future[Tensor]] = self._reduce_used
@@ -330,12 +328,12 @@ class _Reduction(dist.ProcessGroup):
             self.unsent -= tensor.numel()
             if self.unsent == 0 and self._shared is not None:
                 self._shared.send()
+            return work_of(bucket.future)
         except Exception as error:
             self._manager.report_error(error)
             return work_of(completed(tensor))
-        return work_of(bucket.future)
 
-    def _await_later(self, bucket: AsyncReduce) -> None:
+    def _await_later(self, bucket: StartedReduce) -> None:
         """Wait for `bucket` when backward is over: before the reducer, which asks for a callback
         after its last bucket. A backward within a backward (activation checkpointing) has callbacks
         of its own, at its own end."""
@@ -359,7 +357,7 @@ class _Reduction(dist.ProcessGroup):
         return work_of(completed(tensors[0]))
 
 
-_numbers: weakref.WeakKeyDictionary[Manager, int] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[GradientManager, int] = weakref.WeakKeyDictionary()
 
 
 def never_compile(package: str | None) -> None:
@@ -374,7 +372,7 @@ def never_compile(package: str | None) -> None:
 _not_compiled: set[str] = set()
 
 
-def _next_number(manager: Manager) -> int:
+def _next_number(manager: GradientManager) -> int:
     """0, 1, ... for the modules of one manager, in the order of their construction."""
     number = _numbers.get(manager, 0)
     _numbers[manager] = number + 1
@@ -391,7 +389,7 @@ class PureDistributedDataParallel(nn.Module):
     Buffers follow the first participant, as in `DistributedDataParallel`.
     """
 
-    def __init__(self, manager: Manager, module: nn.Module) -> None:
+    def __init__(self, manager: GradientManager, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self._manager = manager

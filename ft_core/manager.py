@@ -15,12 +15,13 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.allreduce import AsyncReduce
@@ -41,6 +42,7 @@ from lighthouse.wire.messages import FINISHED
 
 log = logging.getLogger("ft_core")
 T = TypeVar("T")
+P = ParamSpec("P")
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 CHANGED_WHILE_SERVED = (
@@ -174,6 +176,7 @@ class Manager:
         elif load_state_dict is not None or state_dict is not None:
             raise ValueError("give both load_state_dict and state_dict, or neither")
         self._vote_checks: list[Callable[[], Callable[[], None] | None]] = []
+        self._step_end_hooks: list[Callable[[], Callable[[bool], None] | None]] = []
         self._schema = self._options.schema | ({"mean": "by samples"} if weighted else {})
         self._start = (0, "")
         self._batches_committed = 0
@@ -213,8 +216,17 @@ class Manager:
 
         It calls `report_error` if the step must not be committed.
         """
-        bound = hasattr(check, "__self__")
-        self._vote_checks.append(weakref.WeakMethod(check) if bound else lambda: check)
+        self._vote_checks.append(_weak_if_method(check))
+
+    def register_step_end(self, hook: Callable[[bool], None]) -> None:
+        """Have `hook(committed)` called (weakly held if it is a method) when a step has ended: in
+        `should_commit`, or in the `start_quorum` that abandons the step."""
+        self._step_end_hooks.append(_weak_if_method(hook))
+
+    def preallocate_state(self, *optimizers: Optimizer) -> None:
+        """The state of these optimizers is part of the registered state: allocate it before the
+        first quorum, so that a restarted process heals into memory that is there."""
+        self.state.expect(*optimizers)
 
     def state_dict(self) -> dict[str, Any]:
         """The manager's own state: save and restore it with every checkpoint."""
@@ -696,10 +708,12 @@ class Manager:
             self._batches_committed += outcome.participants if part is None else part.participants
             self._discards_in_a_row = 0
             groups = outcome.participants if part is None else part.groups
+            self._step_ended(True)
             self.telemetry.emit(COMMIT, step=outcome.step, participants=groups, seconds=seconds)
             return True
         if not session.has_left:  # then there is no next step, which `start_quorum` says
             self._check_fatal(session)
+        self._step_ended(False)
         self.telemetry.emit(DISCARD, step=outcome.step, reason=outcome.reason, seconds=seconds)
         log.info("step %s discarded: %s", outcome.step, outcome.reason)
         self._discards_in_a_row += 1
@@ -713,12 +727,19 @@ class Manager:
     def _abandon(self, session: Session) -> None:
         """The loop began a step and never ended it: it counts as a no."""
         self.step.drain()
+        self._step_ended(False)
         self.telemetry.emit(DISCARD, step=self.current_step(), reason="never ended", seconds=0.0)
         session.control.call(
             lambda replica, now: replica.vote(False, now, reason="the loop started over")
             if replica.attempt is not Attempt.CLOSED
             else []
         )
+
+    def _step_ended(self, committed: bool) -> None:
+        for known in self._step_end_hooks:
+            hook = known()
+            if hook is not None:
+                hook(committed)
 
     def _check_fatal(self, session: Session) -> None:
         replica = session.replica
@@ -736,6 +757,11 @@ class Manager:
         if self._session is None:
             raise RuntimeError("call start_quorum first")
         return self._session
+
+
+def _weak_if_method(function: Callable[P, T]) -> Callable[[], Callable[P, T] | None]:
+    """A reference to `function` that keeps no object alive whose method it is."""
+    return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function
 
 
 def _answered(replica: Replica) -> bool:

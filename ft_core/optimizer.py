@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer as TorchOptimizer
 
-if TYPE_CHECKING:
-    from ft_core.manager import Manager
+from ft_core.step import StepManager
 
 log = logging.getLogger("ft_core")
 
@@ -48,7 +47,7 @@ class OptimizerWrapper(TorchOptimizer):
 
     # No super().__init__(): all of its attributes are those of `optim`.
     def __init__(
-        self, manager: Manager, optim: TorchOptimizer, *, grad_scaler: GradScaler | None = None
+        self, manager: StepManager, optim: TorchOptimizer, *, grad_scaler: GradScaler | None = None
     ) -> None:
         if isinstance(optim, torch.optim.LBFGS):
             raise ValueError(
@@ -62,7 +61,7 @@ class OptimizerWrapper(TorchOptimizer):
         self._open = False
         self._outcome_before: Any = None
         manager.register_schema("optimizer", _describe(optim))
-        manager.state.expect(optim)
+        manager.preallocate_state(optim)
         if grad_scaler is not None:
             manager.register_state_dict_fn(
                 "grad_scaler", grad_scaler.load_state_dict, grad_scaler.state_dict

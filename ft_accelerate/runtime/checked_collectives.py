@@ -85,7 +85,7 @@ class CheckedCollectives:
         """
         mine = (kind.value, event, nbytes, hash(tuple(shape)) % (1 << 31))
         header = torch.tensor([[1, self.process_index, *mine, agreed]], device=self.device)
-        table = gather_rows(self.manager, header, patience_s)
+        table = gather_rows(self.manager.step, header, patience_s)
         if table is None:
             return None
         rows: list[list[int]] = [[0] * header.shape[1] for _ in range(self.num_processes)]

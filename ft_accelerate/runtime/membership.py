@@ -91,8 +91,6 @@ class Membership:
         self._sink: JsonlSink | None = None
         if place.event_log:
             self._sink = JsonlSink(Path(place.event_log), name=str(self.process_index))
-        if self._sink is not None:
-            self.reducer.telemetry.add_sink(self._sink)
         if supervision.pid:
             die_with(supervision.pid)
         atexit.register(self._at_exit)
@@ -262,7 +260,9 @@ class Membership:
         allow_objects = self.options.heal_allow_objects
         manager = self.group_ranks.manager(self._device)
         manager.set_state_dict_fns(self._load, self._dump)
-        manager.state.expect(*(o.optimizer for o in self.accelerator._optimizers))
+        manager.preallocate_state(*(o.optimizer for o in self.accelerator._optimizers))
+        if self._sink is not None:
+            manager.telemetry.add_sink(self._sink)
         self.reducer.attach(manager)
         lineage = self.group_ranks.begin_alike(
             lambda: states.lineage_of_start(self.accelerator, allow_objects=allow_objects),

@@ -32,33 +32,7 @@ from torch.futures import Future
 from ft_core.collectives.allreduce import AsyncReduce
 from ft_core.collectives.ops import completed
 from ft_core.process_group.work import CompletedWork
-from ft_core.telemetry import Telemetry
-
-
-class GradientManager(Protocol):
-    """What the reducer needs of a manager. See `Manager`."""
-
-    telemetry: Telemetry
-
-    def register_schema(self, key: str, text: str, /) -> None: ...
-
-    def register_state_dict_fn(
-        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any], /
-    ) -> None: ...
-
-    def errored(self) -> Exception | None: ...
-
-    def report_error(self, e: Exception, /) -> None: ...
-
-    def participating_rank(self) -> int | None: ...
-
-    def mean_divisor(self) -> int: ...
-
-    def allreduce(
-        self, tensor: Tensor, /, *, reduce_op: ReduceOp.RedOpType = ...
-    ) -> Future[Tensor]: ...
-
-    def start_allreduce(self, tensor: Tensor, /, *, divided_by: int = 1) -> AsyncReduce: ...
+from ft_core.step import GradientManager, StartedReduce
 
 
 def _nothing() -> None:
@@ -231,16 +205,17 @@ class RetryableReducer:
         self._retrying = False
         self._failure: BaseException | None = None
         self._ends_with = -1
-        self.telemetry = Telemetry() if manager is None else manager.telemetry
+        self._step_end_hooks: list[Callable[[bool], None]] = []
 
     def attach(self, manager: GradientManager) -> None:
         """From now on this is the manager; before its first `start_quorum`."""
         self._manager = manager
-        manager.telemetry = self.telemetry
         for key, text in self._schemas.items():
             manager.register_schema(key, text)
         for key, (load, save) in self._state_fns.items():
             manager.register_state_dict_fn(key, load, save)
+        for hook in self._step_end_hooks:
+            manager.register_step_end(hook)
 
     def detach(self) -> None:
         """The manager has shut down: gradients stay local."""
@@ -270,6 +245,11 @@ class RetryableReducer:
 
     def register_vote_check(self, check: Callable[[], None]) -> None:
         """Ignored: a backward pass that left out parameters is an error here, no discard."""
+
+    def register_step_end(self, hook: Callable[[bool], None]) -> None:
+        self._step_end_hooks.append(hook)
+        if self._manager is not None:
+            self._manager.register_step_end(hook)
 
     def errored(self) -> Exception | None:
         return None if self._manager is None else self._manager.errored()
@@ -301,7 +281,7 @@ class RetryableReducer:
             self._reduced.append(_Reduced(tensor, reduce_op, tensor.clone()))
         return self._manager.allreduce(tensor, reduce_op=reduce_op)
 
-    def start_allreduce(self, tensor: Tensor, divided_by: int = 1) -> AsyncReduce:
+    def start_allreduce(self, tensor: Tensor, divided_by: int = 1) -> StartedReduce:
         """Reduce a bucket of gradients in place."""
         if not self._reduces():
             return AsyncReduce(tensor, CompletedWork(tensor))
@@ -315,7 +295,7 @@ class RetryableReducer:
         as far as they are known."""
         return 1 if self._manager is None else self._manager.mean_divisor()
 
-    def reduce_bucket(self, bucket: Tensor, divided_by: int) -> AsyncReduce:
+    def reduce_bucket(self, bucket: Tensor, divided_by: int) -> StartedReduce:
         """Start to reduce a bucket in place; `divided_by` tells how much of the division is done."""
         if self._manager is None:
             return AsyncReduce(bucket, CompletedWork(bucket))
@@ -464,7 +444,7 @@ class RetryableReducer:
             if isinstance(each, _Reduced):
                 each.write()
         self._gradients.write()
-        started: list[AsyncReduce | Future[Tensor]] = []
+        started: list[StartedReduce | Future[Tensor]] = []
         self._retrying = True
         for each in self._reduced:
             if not isinstance(each, _Reduced):

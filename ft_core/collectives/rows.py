@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ft_core.process_group.work import BackendWork, StreamWork, finish_with
-
-if TYPE_CHECKING:
-    from ft_core.manager import Manager
+from ft_core.step import Step
 
 
-def gather_rows(manager: Manager, row: Tensor, patience_s: float | None = None) -> Tensor | None:
+def gather_rows(step: Step, row: Tensor, patience_s: float | None = None) -> Tensor | None:
     """`row` (shape (1, n)) of every member, in the order of their ranks: shape (members, n).
 
-    Rows of members that contribute nothing to the step are zeros. Waits; begins the step's
-    collectives if none has begun. None: the step has failed, and `manager.errored` says why, as it
-    does when the others have not come within `patience_s` (not on CUDA).
+    Rows of members that contribute nothing to the step are zeros. Blocks; binds the step to its
+    quorum if no collective has. None: the step has failed, and `step.error` says why. It also fails
+    when the others have not come within `patience_s` seconds (not on CUDA).
 
-    An all-gather on purpose: Gloo keeps it apart from all-reduces. Members that come to different
-    ones of these two wait for each other; two all-reduces of different sizes would end the process.
+    An all-gather on purpose: Gloo keeps it apart from all-reduces. Members that call different ones
+    of these two wait for each other; two all-reduces of different sizes would end the process.
 
-    Thread: the loop's or autograd's. Not while a quantized reduction is on its way.
+    Thread: the loop's or autograd's. Not while a quantized reduction is in flight.
     """
-    if not manager.bind():
+    part = step.bind()
+    if part is None:
         return None
-    participates = manager.participating_rank() is not None
-    mine = row if participates else torch.zeros_like(row)
-    everybody = row.new_empty(manager.step.group.size(), row.shape[1])
+    mine = row if part.rank is not None else torch.zeros_like(row)
+    rows = row.new_empty(step.group.size(), row.shape[1])
     try:
-        work = manager.step.group._allgather_base(everybody, mine)
+        work = step.group._allgather_base(rows, mine)
     except Exception as error:  # whatever the backend raises: the step is lost, not the run
-        manager.report_error(error)
+        step.fail(error)
         return None
 
     def end(error: Exception | None) -> Tensor:
         if error is not None:
-            manager.report_error(manager.step.group.errored() or error)
-        return everybody
+            step.fail(step.group.errored() or error)
+        return rows
 
     result = finish_with(work, end)
-    manager.step.pending.append(result)  # so that one which takes too long is told of
+    step.pending.append(result)  # so that a stall is noticed
     if patience_s is not None and isinstance(work, BackendWork) and not isinstance(work, StreamWork):
         if not work.ended_within(patience_s):
             late = f"the other members have not come to an exchange within {patience_s:g} s"
-            manager.report_error(TimeoutError(late))
+            step.fail(TimeoutError(late))
     result.wait()
-    return everybody if manager.errored() is None else None
+    return rows if step.error is None else None

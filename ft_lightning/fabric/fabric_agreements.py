@@ -157,7 +157,7 @@ class FabricRoundsMixin(FabricScopedMixin):
         manager = self._known_manager
         name, _, _, op = call
         header = torch.tensor([[1, _number(repr(call)), self._rounds]], device=tensor.device)
-        said = gather_rows(manager, header)
+        said = gather_rows(manager.step, header)
         if said is None:
             return None  # the round has failed, and is repeated
         said = said[said[:, 0] == 1]  # who takes no part sends zeros

@@ -273,7 +273,7 @@ class FTFabricMixin(FabricStepMixin):
         assert self._manager is not None
         self._started = True
         if self._votes_each_step:
-            self._manager.state.expect(*self._optimizers)
+            self._manager.preallocate_state(*self._optimizers)
         objects = self._options.heal_allow_objects
 
         def name() -> str:

@@ -202,7 +202,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         super().setup(trainer)
         refuse_lbfgs(self.optimizers)
         if isinstance(self._driver, StepDriver):
-            self._manager.state.expect(*self.optimizers)
+            self._manager.preallocate_state(*self.optimizers)
         stopping = self._from("callbacks").EarlyStopping
         first, last = hooks.make(stopping, self._adopt_fetcher, self._rounds, self._decisions)
         self._callbacks, trainer.callbacks[:] = (first, last), [first, *trainer.callbacks, last]

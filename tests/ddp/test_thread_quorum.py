@@ -8,6 +8,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ft_core.manager import Manager
+from ft_core.step import GradientManager, StepManager
 from tests.ddp.thread_quorum import ThreadManager, ThreadQuorum
 
 
@@ -41,7 +42,16 @@ def test_a_silent_member_adds_nothing() -> None:
 
 def test_it_has_no_method_that_manager_lacks() -> None:
     for name, member in inspect.getmembers(ThreadManager, inspect.isfunction):
-        if name.startswith("_") or name == "state":
+        if name.startswith("_"):
             continue
         real = inspect.signature(getattr(Manager, name)).parameters
         assert set(inspect.signature(member).parameters) - {"load", "save"} <= set(real), name
+
+
+def test_it_is_all_that_ddp_and_the_optimizer_need() -> None:
+    (member,) = ThreadQuorum(1).members
+    gradients: GradientManager = member  # mypy compares the signatures
+    steps: StepManager = member
+    for protocol, double in ((GradientManager, gradients), (StepManager, steps)):
+        needed = {name for name in vars(protocol) if not name.startswith("_")}
+        assert needed and not needed - set(dir(double))

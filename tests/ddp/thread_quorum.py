@@ -17,8 +17,6 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from ft_core.collectives.allreduce import AsyncReduce, work_of
-from ft_core.state import State
-from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 
 
 class ThreadQuorum:
@@ -52,7 +50,7 @@ class ThreadManager:
     def __init__(self, quorum: ThreadQuorum, rank: int) -> None:
         self.vote_checks: list[Callable[[], None]] = []
         self.quorum, self.rank = quorum, rank
-        self.telemetry, self.state = Telemetry(), State()
+        self.step_end_hooks: list[Callable[[bool], None]] = []
         self.schema: dict[str, str] = {}
         self.state_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
         self.attempts = self.step = 0
@@ -63,7 +61,6 @@ class ThreadManager:
         self._error: Exception | None = None
         self._pinned_at: float | None = None
         self._pending: list[Future[Tensor]] = []
-        self._session = None
         self._outcome: object = None
 
     def register_schema(self, key: str, text: str) -> None:
@@ -71,6 +68,12 @@ class ThreadManager:
 
     def register_vote_check(self, check: Callable[[], None]) -> None:
         self.vote_checks.append(check)
+
+    def register_step_end(self, hook: Callable[[bool], None]) -> None:
+        self.step_end_hooks.append(hook)
+
+    def preallocate_state(self, *optimizers: torch.optim.Optimizer) -> None:
+        pass
 
     def is_healing(self) -> bool:
         return self.scheduled_heal is not None
@@ -86,9 +89,6 @@ class ThreadManager:
         self, key: str, load: Callable[[Any], None], save: Callable[[], Any]
     ) -> None:
         self.state_fns[key] = (load, save)
-
-    def state(self) -> dict[str, Any]:
-        return {key: save() for key, (_, save) in self.state_fns.items()}
 
     def start_quorum(self) -> None:
         self.attempts += 1
@@ -170,5 +170,6 @@ class ThreadManager:
         committed = all(ballot)
         self.step += committed
         self._outcome = (self.attempts, committed)
-        self.telemetry.emit(COMMIT if committed else DISCARD)
+        for hook in self.step_end_hooks:
+            hook(committed)
         return committed
