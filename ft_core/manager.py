@@ -17,7 +17,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 
 from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.allreduce import AsyncReduce
-from ft_core.collectives.ops import Once
+from ft_core.collectives.ops import with_default
 from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
@@ -418,31 +417,9 @@ class Manager:
         self, fut: Future[T], default: T, timeout: timedelta | None = None
     ) -> Future[T]:
         """`fut`, but an error (or its lateness) is reported and `default` takes its place."""
-        result: Future[T] = Future()
-        settled = Once()
-
-        def finish_with(value: T, error: Exception | None) -> None:
-            if settled.first():
-                if error is not None:
-                    self.report_error(error)
-                result.set_result(value)
-
-        def done(finished: Future[T]) -> None:
-            try:
-                value, error = finished.value(), None
-            except Exception as caught:
-                value, error = default, caught
-            finish_with(value, error)
-
-        fut.add_done_callback(done)
-        limit = timeout or timedelta(seconds=self._options.timeouts.timeout_s)
-        late = TimeoutError(f"a future was not done within {limit.total_seconds():g} s")
-        if not fut.done():
-            timer = self._need_session().after(
-                limit.total_seconds(), lambda: finish_with(default, late)
-            )
-            result.add_done_callback(lambda _: timer.cancel())
-        return result
+        self._need_session()
+        limit_s = self._options.timeouts.timeout_s if timeout is None else timeout.total_seconds()
+        return with_default(fut, default, timeout_s=limit_s, on_error=self.report_error)
 
     # ------------------------------------------------------------------ asking
 
@@ -622,7 +599,7 @@ class Manager:
             session.control.call(self._try_pin)
             if self.step.bound_at is not None:
                 assert self.step.part is not None
-                self._weigh(self.step.part)
+                reduction.find_weight(self.step)
                 return
             if session.replica.attempt is not Attempt.OPEN:
                 self.report_error(RuntimeError(session.replica.failure or "not in a step"))
@@ -632,22 +609,6 @@ class Manager:
             except Exception as error:
                 self.report_error(error)
                 return
-
-    def _weigh(self, part: Participation) -> None:
-        """Find the factor of this member's contribution to the step's means."""
-        step = self.step
-        if not step.weighted:
-            return
-        if step.samples is None:
-            self.report_error(RuntimeError("weighted=True needs set_samples in every step"))
-            return
-        total = torch.tensor([float(step.samples)], dtype=torch.float64)
-        step.weight = 1.0
-        self.allreduce(total, reduce_op=ReduceOp.SUM).wait()
-        if step.error is None and total.item() <= 0:
-            self.report_error(RuntimeError("no participant has any samples in this step"))
-        if step.error is None:
-            step.weight = step.samples / total.item()
 
     def _try_pin(self, replica: Replica, now: float) -> None:
         """Under the machine's lock: what is pinned and who takes part must be one quorum."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from ft_core.collectives.ops import completed, finish, future_for, op_name, options_for, prepare
@@ -105,6 +106,25 @@ def start(
     started = AsyncReduce(tensor, work, end)
     step.pending.append(started)
     return started
+
+
+def find_weight(step: Step) -> None:
+    """With weighted means: find the factor of this member's contribution, once the step is bound.
+
+    A collective of its own. A member without samples, or a step without any, fails the step.
+    """
+    if not step.weighted:
+        return
+    if step.samples is None:
+        step.fail(RuntimeError("weighted=True needs set_samples in every step"))
+        return
+    total = torch.tensor([float(step.samples)], dtype=torch.float64)
+    step.weight = 1.0
+    reduce(step, total, ReduceOp.SUM, divided_by=1, quantize=False).wait()
+    if step.error is None and total.item() <= 0:
+        step.fail(RuntimeError("no participant has any samples in this step"))
+    if step.error is None:
+        step.weight = step.samples / total.item()
 
 
 def work_of(future: Future[Tensor]) -> dist.Work:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
+
+T = TypeVar("T")
 
 _ON_THE_WIRE = {
     "sum": ReduceOp.SUM,
@@ -98,11 +101,32 @@ def future_for(tensor: Tensor) -> Future[Tensor]:
     return Future() if tensor.is_cpu else Future(devices=[tensor.device])
 
 
-class Once:
-    """Lets one caller through. Any thread."""
+def with_default(
+    future: Future[T], default: T, *, timeout_s: float, on_error: Callable[[Exception], None]
+) -> Future[T]:
+    """`future`, but `default` in place of an error or of a result later than `timeout_s`, which is
+    reported to `on_error` (in any thread)."""
+    result: Future[T] = Future()
+    first = threading.Lock()
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def finish_with(value: T, error: Exception | None) -> None:
+        if first.acquire(blocking=False):
+            if error is not None:
+                on_error(error)
+            result.set_result(value)
 
-    def first(self) -> bool:
-        return self._lock.acquire(blocking=False)
+    def done(finished: Future[T]) -> None:
+        try:
+            value, error = finished.value(), None
+        except Exception as caught:
+            value, error = default, caught
+        finish_with(value, error)
+
+    future.add_done_callback(done)
+    if not future.done():
+        late = TimeoutError(f"a future was not done within {timeout_s:g} s")
+        timer = threading.Timer(timeout_s, finish_with, (default, late))
+        timer.daemon = True
+        timer.start()
+        result.add_done_callback(lambda _: timer.cancel())
+    return result

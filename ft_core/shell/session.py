@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -270,13 +269,6 @@ class Session:
                 raise LighthouseUnavailable(
                     f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
                 )
-
-    def after(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
-        """Run `action` in a thread of its own after `seconds`, unless cancelled."""
-        timer = threading.Timer(seconds, action)
-        timer.daemon = True
-        timer.start()
-        return timer
 
     def close(self, reason: str = "shutdown") -> None:
         """Leave, and free threads, sockets, processes. Twice is once."""
