@@ -184,7 +184,7 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
 
     def __init__(self, reducer: RetryableReducer, module: nn.Module, **kwargs: Any) -> None:
         kwargs["gradient_as_bucket_view"] = True
-        super().__init__(reducer, module, **kwargs)  # type: ignore[arg-type]
+        super().__init__(reducer, module, **kwargs)
         self._retry = reducer
         self._optional: OptionalParameters | None = None
         reducer.add_model(self)
