@@ -33,6 +33,7 @@ from ft_core.heal.transport import (
     serving_socket,
 )
 from ft_core.heal.types import HealKey, ServerStats
+from lighthouse.errors import ProtocolError
 
 _log = logging.getLogger(__name__)
 _MAX_RETIRED = 64  # keys remembered, so that a late reader is told "gone" instead of left waiting
@@ -326,9 +327,9 @@ class HealServer:
                 return
             try:
                 if len(frames) != 2:
-                    raise wire.HealProtocolError(f"{len(frames)} frames")
-                self._handle(frames[0], wire.decode_request(frames[1]))
-            except wire.HealProtocolError as error:
+                    raise ProtocolError(f"{len(frames)} frames")
+                self._handle(frames[0], wire.requests.decode(frames[1]))
+            except ProtocolError as error:
                 _log.debug("Dropped a request: %s", error)
                 with self._lock:
                     self._count(dropped=1)
@@ -340,7 +341,7 @@ class HealServer:
         with self._lock:
             reader = self._readers.get(identity)
             if reader is None:
-                raise wire.HealProtocolError("a request before open")
+                raise ProtocolError("a request before open")
             if isinstance(request, wire.Done):
                 del self._readers[identity]
                 self._finished_targets += 1
@@ -348,7 +349,7 @@ class HealServer:
                 return
             reader.missing = request.missing
         if reader.publication is None or any(c >= len(reader.chunks) for c in request.chunks):
-            raise wire.HealProtocolError("a chunk that does not exist")
+            raise ProtocolError("a chunk that does not exist")
         if request.direct:
             self._confirm(identity, reader, request.chunks)
             return
@@ -467,7 +468,7 @@ class HealServer:
         tracker = None
         try:
             self._router.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
-            self._router.send(wire.encode(reply), flags)
+            self._router.send(wire.replies.encode(reply), flags)
             if payload is not None:
                 tracker = self._router.send(payload, zmq.NOBLOCK, copy=False, track=True)
         except zmq.Again:

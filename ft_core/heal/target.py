@@ -26,6 +26,7 @@ from ft_core.heal.transport import (
     reading_socket,
 )
 from ft_core.heal.types import HealError, HealKey, HealProgress, HealStats, Interrupt
+from lighthouse.errors import ProtocolError
 
 DEFAULT_CHUNK_BYTES = 1 << 20  # measured: larger frames cost page faults, smaller ones Python
 MAX_SOURCES = 1024
@@ -172,7 +173,7 @@ class _Fetch:
             link.monitor.close(linger=0)
             if link.up and not link.failure:
                 try:
-                    link.socket.send(wire.encode(wire.Done()), zmq.NOBLOCK)
+                    link.socket.send(wire.requests.encode(wire.Done()), zmq.NOBLOCK)
                 except zmq.ZMQError:
                     pass  # the source drops this reader when it expires
             link.socket.close(linger=100 if link.up else 0)
@@ -266,7 +267,7 @@ class _Fetch:
         opening = wire.Open(
             self._token, self._key.step, self._key.lineage, self._chunk_bytes, timeout_s, self._host
         )
-        link.socket.send(wire.encode(opening), zmq.NOBLOCK)
+        link.socket.send(wire.requests.encode(opening), zmq.NOBLOCK)
 
     def _request(self, now: float) -> None:
         """Send the plan's requests, one message to each source."""
@@ -287,7 +288,7 @@ class _Fetch:
                 if indexes:
                     message = wire.Get(direct, tuple(indexes), missing)
                     try:
-                        link.socket.send(wire.encode(message), zmq.NOBLOCK)
+                        link.socket.send(wire.requests.encode(message), zmq.NOBLOCK)
                     except zmq.Again:  # lost; the plan's rule for stalled sources covers it
                         continue
 
@@ -321,8 +322,8 @@ class _Fetch:
             except zmq.Again:
                 return
             try:
-                self._handle(link, wire.decode_reply(header))
-            except wire.HealProtocolError as error:
+                self._handle(link, wire.replies.decode(header))
+            except ProtocolError as error:
                 self._give_up(link, f"it sent a malformed message ({error})")
             while link.socket.getsockopt(zmq.RCVMORE):  # parts that no handler has read
                 link.socket.recv()
@@ -346,14 +347,14 @@ class _Fetch:
 
     def _check_asked(self, link: _Link, indexes: tuple[int, ...]) -> None:
         if not link.served or any(not 0 <= index < len(self._chunks) for index in indexes):
-            raise wire.HealProtocolError("a chunk that was not asked for")
+            raise ProtocolError("a chunk that was not asked for")
 
     def _on_manifest(self, link: _Link, reply: wire.ManifestReply) -> None:
         if not link.socket.getsockopt(zmq.RCVMORE):
-            raise wire.HealProtocolError("a manifest without its bytes")
+            raise ProtocolError("a manifest without its bytes")
         data = link.socket.recv()
         if (reply.step, reply.lineage) != (self._key.step, self._key.lineage):
-            raise wire.HealProtocolError("a manifest of another version")
+            raise ProtocolError("a manifest of another version")
         if link.ready:
             return
         if self._plan is None:
@@ -378,7 +379,7 @@ class _Fetch:
         assert self._receiver is not None
         chunk = self._chunks[reply.index]
         if not link.socket.getsockopt(zmq.RCVMORE):
-            raise wire.HealProtocolError("a chunk without its bytes")
+            raise ProtocolError("a chunk without its bytes")
         if self._plan.is_done(reply.index):  # a duplicate: another source was faster
             link.socket.recv(copy=False)
             self._plan.received(link.address, reply.index, time.monotonic())

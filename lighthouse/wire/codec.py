@@ -1,9 +1,11 @@
 """msgpack wire format: strict and versioned.
 
-A frame is `[VERSION, tag, field, field, ...]` with the fields of the dataclass in order. Strict:
+A frame is `[version, tag, field, field, ...]` with the fields of the dataclass in order. Strict:
 an unknown tag, a missing or surplus field, a wrong type or a value that the message's own check
 refuses raises `ProtocolError`. Another version raises `VersionMismatch`, whatever else it holds,
 so that both sides can say so. No Python object is ever built from the wire but these.
+
+`Codec` serves any protocol of frozen dataclasses: the lighthouse's here, those of ft_core there.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _TAGS: dict[str, type] = {
     "stat": messages.Status,
 }
 _TAG_OF = {kind: tag for tag, kind in _TAGS.items()}
-_SCALARS = (int, str, bytes, bool)
+_SCALARS = (int, str, bytes, bool, float)
 
 Decoder = Callable[[Any], Any]
 
@@ -102,23 +104,7 @@ def encode(message: messages.Message) -> bytes:
 
 def decode(frame: bytes | memoryview) -> messages.Message:
     """The message in `frame`. Raises `ProtocolError` (or `VersionMismatch`) and nothing else."""
-    if len(frame) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
-    try:
-        raw = msgpack.unpackb(frame, raw=False, use_list=True, strict_map_key=True)
-    except Exception as error:  # msgpack raises many kinds; all mean "no msgpack here"
-        raise ProtocolError(f"not msgpack: {error}") from error
-    if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[0], int):
-        raise ProtocolError("not a message: expected [version, tag, ...]")
-    if raw[0] != VERSION:
-        raise VersionMismatch(
-            f"the other side speaks protocol version {raw[0]}, this one {VERSION}: "
-            "install the same release on all hosts"
-        )
-    kind = _TAGS.get(raw[1]) if isinstance(raw[1], str) else None
-    if kind is None:
-        raise ProtocolError(f"unknown message tag {str(raw[1])[:40]!r}")
-    message: messages.Message = _decoder_of(kind)(raw[2:])
+    message: messages.Message = _LIGHTHOUSE.decode(frame)
     return message
 
 
@@ -213,3 +199,53 @@ def _scalar(kind: type, where: str) -> Decoder:
 
 def _wrong_type(where: str, wanted: type, raw: Any) -> ProtocolError:
     return ProtocolError(f"{where}: expected {wanted.__name__}, got {type(raw).__name__}")
+
+
+# ---------------------------------------------------------------- any protocol
+
+
+class Codec:
+    """The frames of one protocol. Any thread.
+
+    Args:
+        version: of the protocol; a frame of another one raises `VersionMismatch`.
+        kinds: the dataclass of each tag. Fields are int, str, bytes, bool, float, other
+            dataclasses, tuples of one of these, or one of these or None. A `ValueError` of
+            `__post_init__` becomes a `ProtocolError`.
+    """
+
+    def __init__(self, version: int, kinds: dict[str, type]) -> None:
+        self._version = version
+        self._kinds = kinds
+        self._tags = {kind: tag for tag, kind in kinds.items()}
+
+    def encode(self, message: Any) -> bytes:
+        """The frame of one message."""
+        fields = (self._version, self._tags[type(message)], *_values(message))
+        frame: bytes = msgpack.packb(fields, default=_plain)
+        return frame
+
+    def decode(self, frame: bytes | memoryview) -> Any:
+        """The message in `frame`. Raises `ProtocolError` (or `VersionMismatch`) and nothing else."""
+        if len(frame) > MAX_FRAME_BYTES:
+            raise ProtocolError(
+                f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}"
+            )
+        try:
+            raw = msgpack.unpackb(frame, raw=False, use_list=True, strict_map_key=True)
+        except Exception as error:  # msgpack raises many kinds; all mean "no msgpack here"
+            raise ProtocolError(f"not msgpack: {error}") from error
+        if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[0], int):
+            raise ProtocolError("not a message: expected [version, tag, ...]")
+        if raw[0] != self._version:
+            raise VersionMismatch(
+                f"the other side speaks protocol version {raw[0]}, this one {self._version}: "
+                "install the same release on all hosts"
+            )
+        kind = self._kinds.get(raw[1]) if isinstance(raw[1], str) else None
+        if kind is None:
+            raise ProtocolError(f"unknown message tag {str(raw[1])[:40]!r}")
+        return _decoder_of(kind)(raw[2:])
+
+
+_LIGHTHOUSE = Codec(VERSION, _TAGS)

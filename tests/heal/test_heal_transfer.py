@@ -418,9 +418,11 @@ class TestFaults:
         idle.setsockopt(zmq.RCVHWM, 1)
         idle.connect(server.address)
         try:
-            idle.send(wire.encode(wire.Open("", KEY.step, KEY.lineage, 1 << 20, 60.0, b"")))
+            idle.send(
+                wire.requests.encode(wire.Open("", KEY.step, KEY.lineage, 1 << 20, 60.0, b""))
+            )
             for _ in range(10):
-                idle.send(wire.encode(wire.Get(False, tuple(range(64)), ())))
+                idle.send(wire.requests.encode(wire.Get(False, tuple(range(64)), ())))
             assert same(fetch([server.address], KEY, deadline=soon(), same_host=False)[0], tree)
             newer, changed = HealKey(8, "x"), state(64, seed=5)
             server.publish(newer, changed)  # must not overwrite what is still queued, nor wait
@@ -447,8 +449,8 @@ class TestGarbage:
             [b"junk"],
             [b""],
             [b"a", b"b"],
-            [wire.encode(wire.Done())],
-            [wire.encode(wire.Get(False, (0,), ()))],
+            [wire.requests.encode(wire.Done())],
+            [wire.requests.encode(wire.Get(False, (0,), ()))],
             [os.urandom(1000)],
         ],
     )
@@ -491,8 +493,8 @@ class TestGarbage:
     def test_a_source_that_talks_nonsense_is_left(self, make_server: MakeServer, kind: str) -> None:
         reply = {
             "junk": [b"junk"],
-            "chunk": [wire.encode(wire.ChunkReply(0, b"")), b"x"],
-            "manifest": [wire.encode(wire.ManifestReply(1, "other", b"", 0, ())), b"x"],
+            "chunk": [wire.replies.encode(wire.ChunkReply(0, b"")), b"x"],
+            "manifest": [wire.replies.encode(wire.ManifestReply(1, "other", b"", 0, ())), b"x"],
         }[kind]
         good = make_server()
         context = zmq.Context()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import hypothesis.strategies as st
 import msgpack
 import pytest
 from hypothesis import given, settings
 
 from ft_core.heal import protocol as wire
+from lighthouse.errors import ProtocolError
 
 MESSAGES = [
     wire.Open("secret", 3, "ab", 1 << 20, 2.5, b"host"),
@@ -23,35 +22,37 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.kind)
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_round_trip(message: wire.Request | wire.Reply) -> None:
-    decoders: list[Callable[[bytes], object]] = [wire.decode_request, wire.decode_reply]
-    good, bad = decoders if isinstance(message, wire.Request) else decoders[::-1]
-    assert good(wire.encode(message)) == message
-    with pytest.raises(wire.HealProtocolError, match="unknown kind"):
-        bad(wire.encode(message))
+    both = [wire.requests, wire.replies]
+    good, bad = both if isinstance(message, wire.Request) else both[::-1]
+    frame = good.encode(message)
+    assert good.decode(frame) == message
+    with pytest.raises(ProtocolError, match="unknown message tag"):
+        bad.decode(frame)
 
 
 @given(st.binary(max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_junk_is_a_wire_error(data: bytes) -> None:
-    for decode in (wire.decode_request, wire.decode_reply):
-        with pytest.raises(wire.HealProtocolError):
-            decode(data)
+def test_junk_is_a_protocol_error(data: bytes) -> None:
+    for codec in (wire.requests, wire.replies):
+        with pytest.raises(ProtocolError):
+            codec.decode(data)
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.kind)
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 @given(at=st.integers(0, 200), byte=st.integers(0, 255))
 @settings(max_examples=150, deadline=None)
-def test_damage_is_a_wire_error_or_a_message(
+def test_damage_is_a_protocol_error_or_a_message(
     message: wire.Request | wire.Reply, at: int, byte: int
 ) -> None:
-    data = bytearray(wire.encode(message))
+    codec = wire.requests if isinstance(message, wire.Request) else wire.replies
+    data = bytearray(codec.encode(message))
     data[at % len(data)] = byte
-    for decode in (wire.decode_request, wire.decode_reply):
+    for decoder in (wire.requests, wire.replies):
         try:
-            decode(bytes(data))
-        except wire.HealProtocolError:
+            decoder.decode(bytes(data))
+        except ProtocolError:
             pass
 
 
@@ -72,10 +73,10 @@ def test_damage_is_a_wire_error_or_a_message(
     ],
 )
 def test_values_out_of_bounds(fields: list[object]) -> None:
-    with pytest.raises(wire.HealProtocolError):
-        wire.decode_request(msgpack.packb([wire.MAGIC, wire.VERSION, *fields]))
+    with pytest.raises(ProtocolError):
+        wire.requests.decode(msgpack.packb([wire.VERSION, *fields]))
 
 
 def test_another_version_is_named() -> None:
-    with pytest.raises(wire.HealProtocolError, match="version 99; this side speaks 2"):
-        wire.decode_request(msgpack.packb([wire.MAGIC, 99, "done"]))
+    with pytest.raises(ProtocolError, match="version 99, this one 3"):
+        wire.requests.decode(msgpack.packb([99, "done"]))
