@@ -9,7 +9,7 @@ import os
 import socket
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlparse
 
 ENV_LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
@@ -18,6 +18,30 @@ ENV_NUM_GROUPS = "NUM_REPLICA_GROUPS"
 ENV_JOB = "FT_JOB_ID"
 ENV_INTERFACE = "FT_INTERFACE"
 ENV_EVENTS = "FT_EVENT_LOG"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealOptions:
+    """How states travel from one member to another. All members of a job choose alike.
+
+    Attributes:
+        port: where this rank's heal server listens; 0: any free port.
+        token: shared secret; a heal server refuses readers that name another one.
+        allow_objects: let states hold arbitrary Python objects, which travel by pickle: only on a
+            network that you trust.
+    """
+
+    port: int = 0
+    token: str = field(default="", repr=False)
+    allow_objects: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"port must be from 0 (any free port) to 65535, got {self.port}")
+
+
+DEFAULT_HEAL = HealOptions()
+"""Any port, no token, plain values and tensors only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

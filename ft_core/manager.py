@@ -533,7 +533,7 @@ class Manager:
         if not lineage:
             # The lineage of a start is its state's digest: equal starts need no transfer.
             alike = not self._init_sync or step > 0
-            lineage = f"init-{'same' if alike else digest(self.state.save())}"
+            lineage = f"init-{'same' if alike else self._state_digest()}"
         self.state.prepare()
         schema_text = "; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items()))
         session = Session(
@@ -552,6 +552,9 @@ class Manager:
         self._session = session
         session.await_lighthouse()
         return session
+
+    def _state_digest(self) -> str:
+        return digest(self.state.save(), allow_objects=self._options.heal.allow_objects)
 
     def _begin(self, session: Session) -> bool:
         """Open an attempt; True if there is nothing to wait for, to serve or to heal."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ft_accelerate.plugin.options import FaultTolerancePlugin, GroupPlace
+from ft_core.config import HealOptions
 from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE
 from ft_core.launch.sigterm import EXIT_CODE
@@ -98,9 +99,14 @@ class GroupRanks:
         options = self.options
         with ended_with_its_group():
             return self._in_group.begin_alike(
-                name, give, take, into=into, allow_objects=options.heal_allow_objects,
-                token=options.token,
-            )  # fmt: skip
+                name,
+                give,
+                take,
+                into=into,
+                options=HealOptions(
+                    token=options.token, allow_objects=options.heal_allow_objects
+                ),
+            )
 
     def close(self) -> None:
         """End the connections to the others of the group. Twice is once."""

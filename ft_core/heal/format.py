@@ -216,7 +216,7 @@ class TreeEncoder:
         if not self._allow_objects:
             raise UnsupportedObjectError(
                 f"{self.path()} is a {name}, which cannot travel; keep plain values or tensors "
-                "in the state instead, or pass allow_objects=True on every member (uses pickle: "
+                "in the state instead, or set heal_allow_objects=True on every member (uses pickle: "
                 "trusted networks only)."
             )
         try:
@@ -293,7 +293,7 @@ class TreeDecoder:
             if tag == "P":
                 if not self._allow_objects:
                     raise HealError(
-                        "The source sent pickled objects; pass allow_objects=True here too "
+                        "The source sent pickled objects; set heal_allow_objects=True here too "
                         "(trusted networks only), or publish without it."
                     )
                 return pickle.loads(rest[0])

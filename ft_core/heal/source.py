@@ -22,6 +22,7 @@ from typing import Any
 
 import zmq
 
+from ft_core.config import DEFAULT_HEAL, HealOptions
 from ft_core.heal import protocol as wire
 from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
 from ft_core.heal.snapshot import Arena, Loan, Publication
@@ -96,10 +97,8 @@ class HealServer:
 
     Args:
         host: the address to bind and to advertise.
-        port: 0 takes a free one.
-        token: if not empty, every reader must present it.
+        options: of the job: the port, the token that readers present, what may be pickled.
         max_clients: how many readers are admitted at a time.
-        allow_objects: pickle what is not a plain value (trusted networks only).
         same_host: let readers on this machine read this process's memory.
         context: a ZeroMQ context to share; None: one of its own.
 
@@ -110,10 +109,8 @@ class HealServer:
         self,
         *,
         host: str,
-        port: int = 0,
-        token: str = "",
+        options: HealOptions = DEFAULT_HEAL,
         max_clients: int = 256,
-        allow_objects: bool = False,
         same_host: bool = True,
         context: zmq.Context[Any] | None = None,
     ) -> None:
@@ -123,9 +120,8 @@ class HealServer:
             )
         if max_clients < 1:
             raise ValueError(f"max_clients is {max_clients}; it must be at least 1.")
-        self._token = token.encode()
+        self._options = options
         self._max_clients = max_clients
-        self._allow_objects = allow_objects
         self._identity = host_identity() if same_host else b""
         self._lock = threading.Lock()  # guards the fields up to the blank line
         self._publication: Publication | None = None
@@ -141,7 +137,7 @@ class HealServer:
         self._own_context = context is None
         self._context = zmq.Context(io_threads=1) if context is None else context
         try:
-            self._router = serving_socket(self._context, host, port)
+            self._router = serving_socket(self._context, host, options.port)
         except ValueError:
             if self._own_context:
                 self._context.term()
@@ -203,7 +199,7 @@ class HealServer:
         if not copy:
             raise_malloc_threshold()
         publication = Publication(
-            key, tree, self._arena, copy=copy, allow_objects=self._allow_objects
+            key, tree, self._arena, copy=copy, allow_objects=self._options.allow_objects
         )
         with self._lock:
             self._publication = publication
@@ -360,7 +356,7 @@ class HealServer:
     def _on_open(self, identity: bytes, request: wire.Open) -> None:
         now = time.monotonic()
         refusal = ""
-        if not hmac.compare_digest(request.token.encode(), self._token):
+        if not hmac.compare_digest(request.token.encode(), self._options.token.encode()):
             refusal = "wrong token; set the same heal token on every member"
         elif not MIN_CHUNK_BYTES <= request.chunk_bytes <= MAX_CHUNK_BYTES:
             refusal = f"chunk_bytes must be between {MIN_CHUNK_BYTES} and {MAX_CHUNK_BYTES}"

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from ft_core.config import DEFAULT_HEAL, HealOptions
 from ft_core.heal import protocol as wire
 from ft_core.heal.format import Manifest
 from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
@@ -42,8 +43,7 @@ def fetch(
     *,
     deadline: float,
     into: Any = None,
-    allow_objects: bool = False,
-    token: str = "",
+    options: HealOptions = DEFAULT_HEAL,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     same_host: bool = True,
     progress: Callable[[HealProgress], None] | None = None,
@@ -58,8 +58,7 @@ def fetch(
         into: this rank's own tree. Tensors of equal dtype and shape at the same place are received
             in place and are the leaves of the result; after a HealError their contents are
             undefined. Nothing is written to them after this has returned or raised.
-        allow_objects: accept pickled objects (trusted networks only).
-        token: what the sources ask for.
+        options: of the job: the token that sources ask for, whether pickled objects are accepted.
         chunk_bytes: the unit of transfer, 64 KiB to 64 MiB.
         same_host: read a source's memory where it runs on this machine.
         progress: called in this thread at the first answer and after every chunk; an exception
@@ -75,9 +74,7 @@ def fetch(
     if type(chunk_bytes) is not int or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes is {chunk_bytes!r}; it must be from 64 KiB to 64 MiB.")
     raise_malloc_threshold()
-    run = _Fetch(
-        key, into, deadline, allow_objects, token, chunk_bytes, same_host, progress, interrupt
-    )
+    run = _Fetch(key, into, deadline, options, chunk_bytes, same_host, progress, interrupt)
     try:
         run.connect(list(dict.fromkeys(sources)))
         return run.run()
@@ -120,8 +117,7 @@ class _Fetch:
         key: HealKey,
         into: Any,
         deadline: float,
-        allow_objects: bool,
-        token: str,
+        options: HealOptions,
         chunk_bytes: int,
         same_host: bool,
         progress: Callable[[HealProgress], None] | None,
@@ -130,8 +126,7 @@ class _Fetch:
         self._key = key
         self._into = into
         self._deadline = deadline
-        self._allow_objects = allow_objects
-        self._token = token
+        self._options = options
         self._chunk_bytes = chunk_bytes
         self._host = host_identity() if same_host else b""
         self._progress = progress
@@ -193,7 +188,7 @@ class _Fetch:
                 if link.socket in ready and not link.failure:
                     self._read(link)
         assert self._receiver is not None
-        tree = self._receiver.finish(allow_objects=self._allow_objects)
+        tree = self._receiver.finish(allow_objects=self._options.allow_objects)
         return tree, HealStats(
             bytes=self._done_bytes,
             seconds=time.perf_counter() - self._started,
@@ -265,7 +260,12 @@ class _Fetch:
     def _send_open(self, link: _Link) -> None:
         timeout_s = max(0.001, self._deadline - time.monotonic())
         opening = wire.Open(
-            self._token, self._key.step, self._key.lineage, self._chunk_bytes, timeout_s, self._host
+            self._options.token,
+            self._key.step,
+            self._key.lineage,
+            self._chunk_bytes,
+            timeout_s,
+            self._host,
         )
         link.socket.send(wire.requests.encode(opening), zmq.NOBLOCK)
 

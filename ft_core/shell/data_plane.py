@@ -15,6 +15,7 @@ from typing import Any
 
 import msgpack
 
+from ft_core.config import HealOptions
 from ft_core.heal import HealError, HealKey, HealServer, HealStats, Interrupt, fetch
 from ft_core.process_group import ProcessGroup, ProcessGroupError
 from ft_core.replica.effects import Abort, Configure, FetchState
@@ -54,17 +55,16 @@ class DataPlane:
         group_rank: int,
         spans_ranks: bool,
         host: str,
-        token: str,
+        options: HealOptions,
         configure_timeout_s: float,
         heal_timeout_s: float,
-        allow_objects: bool,
         telemetry: Telemetry,
         into: Callable[[], Any],
     ) -> None:
         self.process_group = process_group
         process_group.advertise(host)
-        self._server = HealServer(host=host, token=token)
-        self._token, self._allow_objects = token, allow_objects
+        self._server = HealServer(host=host, options=options)
+        self._options = options
         self._group_rank, self._spans_ranks = group_rank, spans_ranks
         self._configure_timeout_s, self._heal_timeout_s = configure_timeout_s, heal_timeout_s
         self._telemetry, self._into = telemetry, into
@@ -175,8 +175,7 @@ class DataPlane:
                 key,
                 into=self._into(),
                 deadline=deadline,
-                allow_objects=self._allow_objects,
-                token=self._token,
+                options=self._options,
                 interrupt=interrupt,
             )
         except Exception as failure:  # any failure here has one meaning: no state, vote no

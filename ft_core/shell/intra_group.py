@@ -12,6 +12,7 @@ torch's default process group is not used: frameworks would take it for the worl
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hmac
 import itertools
@@ -24,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ft_core.config import advertised_host
+from ft_core.config import DEFAULT_HEAL, HealOptions, advertised_host
 from ft_core.errors import GroupBroken
 from ft_core.heal import HealKey, HealServer, fetch
 from ft_core.shell.group_server import group_store
@@ -116,8 +117,7 @@ class IntraGroup:
         take: Callable[[Any], None],
         *,
         into: Callable[[], Any] = lambda: None,
-        allow_objects: bool = False,
-        token: str = "",
+        options: HealOptions = DEFAULT_HEAL,
     ) -> str:
         """Let all ranks begin with the state of rank 0; returns that state's name.
 
@@ -135,7 +135,7 @@ class IntraGroup:
             return first
         key, server = HealKey(0, first), None
         if self._rank == 0:
-            server = HealServer(host=self._host, token=token, allow_objects=allow_objects)
+            server = HealServer(host=self._host, options=dataclasses.replace(options, port=0))
             server.publish(key, give(), expected_targets=len(differ))
         with contextlib.closing(server) if server else contextlib.nullcontext():
             address = self.broadcast(server.address if server else "")
@@ -145,8 +145,7 @@ class IntraGroup:
                     key,
                     into=into(),
                     deadline=time.monotonic() + OPEN_TIMEOUT_S,
-                    allow_objects=allow_objects,
-                    token=token,
+                    options=options,
                 )
                 take(state)
                 mine = name()

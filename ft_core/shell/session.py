@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from ft_core.config import ReplicaEnv, advertised_host, default_name, new_replica_id
+from ft_core.config import HealOptions, ReplicaEnv, advertised_host, default_name, new_replica_id
 from ft_core.process_group import ProcessGroup
 from ft_core.replica.effects import Effect, FetchState
 from ft_core.replica.group_leader import BROKEN, LEFT
@@ -48,14 +48,12 @@ class SessionOptions:
     lighthouse: str
     name: str
     replica_id: str
-    heal_port: int
+    heal: HealOptions
     interface: str
     job_id: str
     expected_replicas: int
     min_replicas: int
     group_commit: bool
-    allow_objects: bool
-    token: str
     watch_process: bool
 
     @property
@@ -114,14 +112,12 @@ class SessionOptions:
             lighthouse=lighthouse_addr or env.lighthouse,
             name=chosen,
             replica_id=new_replica_id(chosen),
-            heal_port=port or 0,
+            heal=HealOptions(port=port or 0, token=token, allow_objects=allow_objects),
             interface=interface or env.interface,
             job_id=job_id or env.job_id,
             expected_replicas=env.num_groups if expected_replicas is None else expected_replicas,
             min_replicas=min_replicas,
             group_commit=group_commit,
-            allow_objects=allow_objects,
-            token=token,
             watch_process=watch_process,
         )
 
@@ -153,22 +149,28 @@ class Session:
         self._closed = False
         limits = options.timeouts
         host = advertised_host(self.lighthouse, options.interface)
-        self._context = zmq.Context()
-        self._group: GroupServer | None = None
-        self._store: Any = None
-        link, replica_id = self._connect(host)
         self.plane = DataPlane(
             process_group,
             group_rank=options.group_rank,
             spans_ranks=options.ranks_hold is RanksHold.COPIES,
             host=host,
-            token=options.token,
+            options=options.heal,
             configure_timeout_s=limits.timeout_s,
             heal_timeout_s=limits.heal_timeout_s,
-            allow_objects=options.allow_objects,
             telemetry=telemetry,
             into=into,
         )
+        self._context = zmq.Context()
+        self._group: GroupServer | None = None
+        self._store: Any = None
+        try:
+            link, replica_id = self._connect(host)
+        except BaseException:
+            self.plane.close()
+            if self._group is not None:
+                self._group.close()
+            self._context.term()
+            raise
         job = JobKey(options.job_id, room_id)
         template = Join(
             job=job,
@@ -184,9 +186,7 @@ class Session:
             schema=schema,
             schema_text=schema_text,
         )
-        self.replica = Replica(
-            template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s
-        )
+        self.replica = Replica(template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s)
         self._watch: ProcessWatch | None = None
         if options.watch_process:
             self._watch = ProcessWatch(normalize(self.lighthouse), limits)
@@ -218,9 +218,7 @@ class Session:
             leader = Leader(self._group.address, options.replica_id)
             self._store = announce_leader(*store, job, leader, limits.connect_timeout_s)
         else:
-            leader = find_leader(
-                *store, job, limits.connect_timeout_s, rank=options.group_rank
-            )
+            leader = find_leader(*store, job, limits.connect_timeout_s, rank=options.group_rank)
         return GroupLink(leader, options.group_rank, limits, self._context), leader.replica_id
 
     @property

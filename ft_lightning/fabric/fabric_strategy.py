@@ -288,7 +288,7 @@ class FTFabricMixin(FabricStepMixin):
             return [model.state_dict() for model in self._models]
 
         start = self._in_group.begin_alike(
-            name, give, take, into=give, allow_objects=objects, token=self._options.token
+            name, give, take, into=give, options=self._options.heal
         )
         self._manager.load_state_dict(
             {"step": self.progress.step, "batches_committed": 0, "lineage": f"start-{start}"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ft_core.config import ReplicaEnv
+from ft_core.config import HealOptions, ReplicaEnv
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_lightning.shared.topology import Scope
@@ -42,6 +42,11 @@ class Options:
     job_id: str | None
     group_size: int | None = None
     validation: str = "replicated"
+
+    @property
+    def heal(self) -> HealOptions:
+        """How states travel."""
+        return HealOptions(token=self.token, allow_objects=self.heal_allow_objects)
 
     @property
     def quorum_timeout(self) -> timedelta | None:

@@ -45,8 +45,7 @@ def begin(trainer: Any, in_group: IntraGroup, options: Options) -> str:
         strategy.lightning_module_state_dict,
         lambda state: strategy.load_model_state_dict({"state_dict": state}, strict=True),
         into=strategy.lightning_module_state_dict,
-        allow_objects=allow_objects,
-        token=options.token,
+        options=options.heal,
     )
 
 
