@@ -21,7 +21,7 @@ import zmq
 
 from lighthouse.client import Connection
 from lighthouse.config import LighthouseConfig, Timeouts
-from lighthouse.machine.jobs import Note
+from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.watcher import ProcessWatch, Report
 from lighthouse.wire.messages import JobKey, Join, Quorum

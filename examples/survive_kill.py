@@ -30,7 +30,7 @@ from ft_core.launch.run_record import Life, Run
 from ft_core.launch.timeline import draw
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
-from lighthouse.machine.jobs import Note
+from lighthouse.machine.job import Note
 
 HERE = Path(__file__).resolve().parent
 MAX_REASON_CHARS = 90

@@ -17,11 +17,10 @@ import click
 
 from lighthouse import __version__
 from lighthouse.client import LighthouseClient
-from lighthouse.config import LighthouseConfig, Timeouts
+from lighthouse.config import LighthouseConfig, Timeouts, normalize_address
 from lighthouse.errors import LighthouseError
-from lighthouse.machine.jobs import Note
+from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
-from lighthouse.wire.address import normalize
 from lighthouse.wire.messages import JobKey
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def _serve(
             expected_replicas=expected_replicas,
             timeouts=Timeouts.derive(timeout_s, **timeouts),
         )
-        web_address = normalize(web, to_connect=False) if web else None
+        web_address = normalize_address(web, to_connect=False) if web else None
         lines = _Lines(quiet)
         server = LighthouseServer(bind, config=config, state_file=state_file, on_note=lines.note)
     except ValueError as error:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import zmq
 
 from lighthouse import sockets
-from lighthouse.closing import Closing
-from lighthouse.config import Timeouts
+from lighthouse.config import Timeouts, normalize_address
 from lighthouse.errors import LighthouseUnavailable, ProtocolError, VersionMismatch
-from lighthouse.wire import address as addresses
 from lighthouse.wire import codec
 from lighthouse.wire.messages import Message, Request, Status, StatusRequest
 
@@ -30,7 +28,7 @@ class Connection:
     connection is back: all requests are idempotent.
 
     Args:
-        address: "tcp://host:port"; see `lighthouse.wire.address`. ValueError if malformed.
+        address: "tcp://host:port"; see `normalize_address`. ValueError if malformed.
         identity: unique in the whole job, 1 to 255 bytes, not starting with a zero byte; the
             lighthouse tells connections apart by it.
         timeouts: heartbeats are taken from here.
@@ -40,7 +38,7 @@ class Connection:
     def __init__(
         self, address: str, *, identity: bytes, timeouts: Timeouts, context: zmq.Context[Any]
     ) -> None:
-        self.address = addresses.normalize(address)
+        self.address = normalize_address(address)
         if not 0 < len(identity) <= 255 or identity[0] == 0:
             raise ValueError("identity must have 1 to 255 bytes and not start with a zero byte")
         self.malformed = 0
@@ -52,9 +50,9 @@ class Connection:
 
     def send(self, message: Request) -> bool:
         """Queue `message`; False if the queue is full (send it again later). Never blocks."""
-        self._encoder.begin()
+        (frame,) = self._encoder.encode_all([message])
         try:
-            self._socket.send(self._encoder.encode(message), sockets.NOBLOCK)
+            self._socket.send(frame, sockets.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -109,7 +107,7 @@ class Connection:
             sockets.close(self._socket, self._monitor, round(linger_s * 1000))
 
 
-class LighthouseClient(Closing):
+class LighthouseClient:
     """Blocking convenience for people and tools. One thread at a time; a context manager.
 
     Args:
@@ -164,6 +162,12 @@ class LighthouseClient(Closing):
         self.status(timeout_s)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         self._connection.close()
         self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()

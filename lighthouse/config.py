@@ -1,8 +1,37 @@
-"""The lighthouse's options, and the one knob from which the others derive."""
+"""The lighthouse's options: addresses, timeouts (which derive from one), limits. PURE."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+_ADDRESS = re.compile(
+    r"(?:(?:tcp|https?)://)?(?P<host>\[[\w:.%]+\]|[\w.\-*]+):(?P<port>\d{1,5})/?", re.ASCII
+)
+
+
+def normalize_address(address: str, *, to_connect: bool = True) -> str:
+    """`address` as "tcp://host:port". Raises ValueError with a sentence for a person.
+
+    Accepts "tcp://host:port", "host:port" and, because other launchers put it into the
+    environment, "http://host:port". `to_connect` False: an address to bind, where port 0 (any free
+    port) and the host "*" (all interfaces) are allowed too.
+    """
+    match = _ADDRESS.fullmatch(address.strip())
+    if match is None:
+        raise ValueError(f"{address!r} is no lighthouse address: write it as tcp://host:port")
+    host, port = match["host"], int(match["port"])
+    if port > 65_535 or (to_connect and port == 0):
+        raise ValueError(f"{address!r} has no usable port: write one from 1 to 65535")
+    if to_connect and host == "*":
+        raise ValueError(f"{address!r} names no host: write the lighthouse's host name or IP")
+    return f"tcp://{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """(host without brackets, port) of a normalized address."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

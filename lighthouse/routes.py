@@ -17,7 +17,7 @@ descriptors are reused, and frames and monitor events travel in two queues. Ther
 
 from __future__ import annotations
 
-Peer = bytes
+from lighthouse.wire.messages import Peer
 
 MAX_GRACE_S = 0.05
 
@@ -30,17 +30,12 @@ class Routes:
         """Peers that are connected, each with its descriptor. Read only."""
         self._peers_of: dict[int, set[Peer]] = {}
         self._open: set[int] = set()
-        # Not yet reported; the descriptor it had, and when the end was seen.
-        self._lost: dict[Peer, tuple[int, float]] = {}
+        self.lost: dict[Peer, tuple[int, float]] = {}
+        """Peers to be reported lost: the descriptor of each, and when its end was seen. Read only."""
 
     @property
     def connections(self) -> int:
         return len(self._open)
-
-    @property
-    def pending(self) -> bool:
-        """Whether somebody is lost and not yet reported."""
-        return bool(self._lost)
 
     def accepted(self, fd: int) -> None:
         """Monitor: a connection was made."""
@@ -51,7 +46,7 @@ class Routes:
         self._open.discard(fd)
         for peer in self._peers_of.pop(fd, ()):
             del self.fd_of[peer]
-            self._lost[peer] = (fd, now)
+            self.lost[peer] = (fd, now)
 
     def attribute(self, peer: Peer, fd: int, now: float) -> bool:
         """A frame of `peer` came through `fd`, and `fd_of` did not say so.
@@ -60,30 +55,30 @@ class Routes:
         """
         self._detach(peer)
         if fd not in self._open:  # a frame of a connection that has ended
-            self._lost.setdefault(peer, (fd, now))
+            self.lost.setdefault(peer, (fd, now))
             return False
         self.fd_of[peer] = fd
         self._peers_of.setdefault(fd, set()).add(peer)
-        before = self._lost.pop(peer, None)
+        before = self.lost.pop(peer, None)
         return before is not None and before[0] == fd
 
     def no_route(self, peer: Peer, now: float) -> None:
         """The socket knows no connection of `peer`, although there is something to tell it."""
         fd = self._detach(peer)
         if fd is not None:
-            self._lost[peer] = (fd, now)
+            self.lost[peer] = (fd, now)
 
     def take_lost(self, dry: bool, now: float) -> list[Peer]:
         """Peers to report lost now. `dry`: every frame that had arrived was handled."""
-        taken = [p for p, (_, at) in self._lost.items() if dry or now >= at + MAX_GRACE_S]
+        taken = [p for p, (_, at) in self.lost.items() if dry or now >= at + MAX_GRACE_S]
         for peer in taken:
-            del self._lost[peer]
+            del self.lost[peer]
         return taken
 
     def check(self) -> None:
         """Assert every invariant."""
         assert set(self._peers_of) <= self._open, "peers of a closed descriptor"
-        assert not set(self._lost) & set(self.fd_of), "both lost and connected"
+        assert not set(self.lost) & set(self.fd_of), "both lost and connected"
         for fd, peers in self._peers_of.items():
             assert peers, "an empty set was kept"
             assert all(self.fd_of[peer] == fd for peer in peers)

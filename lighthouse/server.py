@@ -19,20 +19,18 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Self, cast, get_args
 
 import zmq
 
 from lighthouse import sockets
-from lighthouse.closing import Closing
-from lighthouse.config import LighthouseConfig
+from lighthouse.config import LighthouseConfig, normalize_address
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.journal import Journal
-from lighthouse.machine.jobs import Effect, Lighthouse, Note, Peer, Send, first_quorum_id
+from lighthouse.machine.job import Effect, Lighthouse, Note, Remember, Send, first_quorum_id
 from lighthouse.routes import Routes
-from lighthouse.wire import address as addresses
 from lighthouse.wire import codec
-from lighthouse.wire.messages import JobKey, Refused, Request, Status, StatusRequest
+from lighthouse.wire.messages import JobKey, Peer, Refused, Request, Status, StatusRequest
 
 log = logging.getLogger("lighthouse")
 
@@ -71,7 +69,7 @@ class Stats:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-class LighthouseServer(Closing):
+class LighthouseServer:
     """A lighthouse in a thread of this process; `address()` is where it listens.
 
     Args:
@@ -97,7 +95,7 @@ class LighthouseServer(Closing):
         on_note: Callable[[Note], None] | None = None,
     ) -> None:
         self.config = _config(config, min_replicas, join_timeout_ms)
-        endpoint = addresses.normalize(bind, to_connect=False)
+        endpoint = normalize_address(bind, to_connect=False)
         self._on_note = on_note or _log_note
         self._journal = None
         if state_file is not None:
@@ -169,6 +167,12 @@ class LighthouseServer(Closing):
 
     close = shutdown
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.shutdown()
+
     def _command(self, command: Future[str] | None) -> bool:
         """Hand `command` to the server's thread; False if that has ended."""
         with self._lock:
@@ -201,9 +205,9 @@ class LighthouseServer(Closing):
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
-        dry = True
+        dry, deadline = True, self._machine.deadline()
         while True:
-            ready = dict(poller.poll(self._sleep_ms(dry)))
+            ready = dict(poller.poll(self._sleep_ms(dry, deadline)))
             if self._wake_read.fileno() in ready and not self._obey():
                 return
             if self._monitor in ready:
@@ -212,20 +216,22 @@ class LighthouseServer(Closing):
             # since must be handled before their senders are reported lost: read in any case.
             dry = self._drain_frames()
             now = time.monotonic()
-            for peer in self._routes.take_lost(dry, now):
-                self._lose(peer, now)
+            if self._routes.lost:
+                for peer in self._routes.take_lost(dry, now):
+                    self._lose(peer, now)
             deadline = self._machine.deadline()
             if deadline is not None and deadline <= now:
                 self._apply(self._machine.expire(now))
+                deadline = self._machine.deadline()
 
     def _lose(self, peer: Peer, now: float) -> None:
         self.stats.lost_peers += 1
         self._apply(self._machine.disconnected(peer, now))
 
-    def _sleep_ms(self, dry: bool) -> int | None:
-        if not dry or self._routes.pending:
+    def _sleep_ms(self, dry: bool, deadline: float | None) -> int | None:
+        """How long to wait for events; None: for ever. `dry`: no frame is left to be handled."""
+        if not dry or self._routes.lost:
             return 0
-        deadline = self._machine.deadline()
         if deadline is None:
             return None
         return max(0, math.ceil((deadline - time.monotonic()) * 1000))
@@ -315,18 +321,14 @@ class LighthouseServer(Closing):
     def _apply(self, effects: list[Effect]) -> None:
         if not effects:
             return  # most votes
-        self._encoder.begin()
-        encode = self._encoder.encode
-        kept = []
-        for effect in effects:
-            if isinstance(effect, Send):
-                self._send(effect.peers, encode(effect.message))
-            else:
-                kept.append(effect)
-        for effect in kept:  # nobody waits for these
+        sends = [effect for effect in effects if isinstance(effect, Send)]
+        frames = self._encoder.encode_all([send.message for send in sends])
+        for send, frame in zip(sends, frames, strict=True):
+            self._send(send.peers, frame)
+        for effect in effects:  # only now: no peer waits for these
             if isinstance(effect, Note):
                 self._on_note(effect)
-            elif self._journal is not None:
+            elif isinstance(effect, Remember) and self._journal is not None:
                 self._journal.save(effect.job, effect.quorum_id, effect.members)
 
     def _send(self, peers: Iterable[Peer], data: bytes) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import zmq
 
-from lighthouse.config import Timeouts
-from lighthouse.wire import address as addresses
+from lighthouse.config import Timeouts, split_address
 from lighthouse.wire import codec
 
 SERVER_QUEUE_MESSAGES = 256
@@ -108,7 +107,7 @@ def reachable(bound: str) -> str:
     For "all interfaces" that is the one which routes outward, not gethostname(), which often
     names the loopback interface or nothing at all.
     """
-    host, port = addresses.split(bound)
+    host, port = split_address(bound)
     if host not in ("0.0.0.0", "::"):
         return bound
     # A connected UDP socket sends nothing; it only asks the routing table.

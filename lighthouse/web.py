@@ -6,10 +6,9 @@ import json
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
-from lighthouse.closing import Closing
-from lighthouse.wire import address as addresses
+from lighthouse.config import normalize_address, split_address
 
 Status = Callable[[], dict[str, Any]]
 
@@ -61,7 +60,7 @@ refresh(); setInterval(refresh, 1000);
 """
 
 
-class StatusPage(Closing):
+class StatusPage:
     """Serves the page from threads of its own until `close`.
 
     Args:
@@ -70,7 +69,7 @@ class StatusPage(Closing):
     """
 
     def __init__(self, address: str, status: Status) -> None:
-        host, port = addresses.split(addresses.normalize(address, to_connect=False))
+        host, port = split_address(normalize_address(address, to_connect=False))
         self._server = _Server(("" if host == "*" else host, port), _handler_of(status))
         shown = host if host not in ("*", "0.0.0.0", "::") else "127.0.0.1"
         self.url = f"http://{shown}:{self._server.server_address[1]}/"
@@ -84,6 +83,12 @@ class StatusPage(Closing):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
 
 class _Server(ThreadingHTTPServer):

@@ -39,7 +39,7 @@ log = logging.getLogger("ft_accelerate")
 FAR_BATCHES = 5000
 """A script that has more to catch up leaves the quorum meanwhile, so that nobody waits for it. Less
 is run through in the quorum (some thousand batches a second): one that leaves while it heals is
-let in again only after a pause that the lighthouse makes (lighthouse.machine.history)."""
+let in again only after a pause that the lighthouse makes (lighthouse.machine.forming)."""
 UNREACHABLE_PAUSE_S = 0.05
 FINISHED = "the training has finished"
 """How the lighthouse's refusal begins when the others are done (lighthouse.machine.rules, R8)."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from lighthouse.machine.job import Peer, Send
+from lighthouse.machine.job import Send
 from lighthouse.wire.messages import (
     NO_QUORUM,
     PHASE_HEALING,
@@ -36,6 +36,7 @@ from lighthouse.wire.messages import (
     JobKey,
     Join,
     Leave,
+    Peer,
     Quorum,
     Refused,
     Reply,

@@ -23,10 +23,9 @@ from ft_core.shell.data_plane import DataPlane
 from ft_core.shell.group_server import GroupLink, GroupServer, Leader, announce_leader, find_leader
 from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection
-from lighthouse.config import Timeouts
+from lighthouse.config import Timeouts, normalize_address
 from lighthouse.errors import LighthouseUnavailable
 from lighthouse.watcher import ProcessWatch, Report
-from lighthouse.wire.address import normalize
 from lighthouse.wire.messages import JobKey, Join
 
 log = logging.getLogger("ft_core")
@@ -189,7 +188,7 @@ class Session:
         self.replica = Replica(template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s)
         self._watch: ProcessWatch | None = None
         if options.watch_process:
-            self._watch = ProcessWatch(normalize(self.lighthouse), limits)
+            self._watch = ProcessWatch(normalize_address(self.lighthouse), limits)
             self._watch.start([Report(job, replica_id)])
         self.control = Control(
             self.replica, link, self.plane, on_told=self._on_told, on_tick=on_tick

@@ -1,23 +1,24 @@
-"""What a job says: collects effects, and tells a new quorum in as few distinct messages as possible.
+"""What a job says: its effects, its messages about a quorum, its status for people. PURE.
 
-A quorum is told as a difference where the receiver holds the last one, else in full. N members get
-few distinct messages, each built once: O(N) work a quorum change, not O(N^2). PURE.
+A quorum is told as a difference to members that hold the last list, and in full to all others. N
+members get few distinct messages, each built once: O(N) work a quorum change, not O(N^2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lighthouse.machine.ballot import Ballot
-from lighthouse.machine.effects import Effect, Note, Peer, Send
+from lighthouse.machine.history import History
 from lighthouse.machine.members import Members, MemberState
 from lighthouse.wire.messages import (
     NO_QUORUM,
     Decision,
-    Expelled,
     JobKey,
+    Join,
     Member,
+    Peer,
     Quorum,
     Reply,
     Waiting,
@@ -29,58 +30,76 @@ STEP_IN_PROGRESS = "waiting for the step in progress to end"
 Delta = tuple[tuple[str, ...], tuple[Member, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Effect: deliver `message` to each of `peers`."""
+
+    peers: tuple[Peer, ...]
+    message: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Effect: a line for the log. `quorum`: it is the one line of a quorum change."""
+
+    job: JobKey
+    text: str
+    quorum: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Effect: keep this over a restart of the lighthouse (optional; see docs/protocol.md)."""
+
+    job: JobKey
+    quorum_id: int
+    members: tuple[str, ...]
+
+
+Effect = Send | Note | Remember
+"""What the machine asks its shell to do."""
+
+
 class Announcer:
-    """One job's voice. `reason`: why its quorum is what it is, or why there is none."""
+    """Builds one job's messages about quorums, and about waiting for them. One owner.
+
+    `reason`: why the quorum is what it is, or why there is none.
+    """
 
     def __init__(self, job: JobKey) -> None:
-        self.reason = "nobody waits"
+        self.reason = "no replica group waits"
         self._job = job
         self._base_id = NO_QUORUM
         self._base: tuple[Member, ...] = ()
-        self._told_at = float("-inf")
-        self._effects: list[Effect] = []
+        self._explained_at = float("-inf")
 
-    # ------------------------------------------------------------------ single messages
+    # ------------------------------------------------------------------ why a member has to wait
 
-    def send(self, peer: Peer, message: Reply) -> None:
-        self._effects.append(Send((peer,), message))
+    def explain(self, reason: str, members: Members, now: float) -> list[Effect]:
+        """Tell all members why there is no quorum, at most once a second.
 
-    def send_all(self, peers: Iterable[Peer], message: Reply) -> None:
-        targets = tuple(peers)
-        if targets:
-            self._effects.append(Send(targets, message))
-
-    def expel(self, peer: Peer, quorum_id: int, why: str, *, hung: bool = False) -> None:
-        self.send(peer, Expelled(self._job, quorum_id, why, hung))
-
-    def emit(self, effect: Effect) -> None:
-        self._effects.append(effect)
-
-    def drain(self) -> list[Effect]:
-        """Everything said since the last call."""
-        effects, self._effects = self._effects, []
-        return effects
-
-    # ------------------------------------------------------------------ why one has to wait
-
-    def explain(self, reason: str, seats: Members, now: float) -> None:
-        """Tell all why there is no quorum, once a second at most: later ones learn it by heartbeats."""
+        A member that missed a change of the reason learns of it when it sends a heartbeat.
+        """
         changed, self.reason = reason != self.reason, reason
-        if changed and now >= self._told_at + EXPLAIN_EVERY_S:
-            self._told_at = now
-            self.emit(Note(self._job, reason))
-            for seat in seats:
-                seat.told = reason
-            self.send_all((seat.peer for seat in seats), Waiting(self._job, reason))
+        if not changed or now < self._explained_at + EXPLAIN_EVERY_S:
+            return []
+        self._explained_at = now
+        everyone = list(members.by_id.values())
+        for member in everyone:
+            member.last_reason = reason
+        return [
+            Note(self._job, reason),
+            *_send_all((m.peer for m in everyone), Waiting(self._job, reason)),
+        ]
 
-    def explain_to(self, seat: MemberState, live: Ballot | None) -> None:
-        """Tell one that waits."""
-        seat.told = self._waiting_reason(live)
-        self.send(seat.peer, Waiting(self._job, seat.told))
+    def explain_to(self, member: MemberState, live: Ballot | None) -> Send:
+        """Tell one member why it waits."""
+        member.last_reason = self._waiting_reason(live)
+        return Send((member.peer,), Waiting(self._job, member.last_reason))
 
-    def is_news(self, seat: MemberState, live: Ballot | None) -> bool:
-        """Whether `seat` waits for another reason than it has heard."""
-        return seat.told != self._waiting_reason(live)
+    def is_news(self, member: MemberState, live: Ballot | None) -> bool:
+        """Whether `member` waits for another reason than it was told."""
+        return member.last_reason != self._waiting_reason(live)
 
     def _waiting_reason(self, live: Ballot | None) -> str:
         return self.reason if live is None else STEP_IN_PROGRESS
@@ -88,59 +107,60 @@ class Announcer:
     # ------------------------------------------------------------------ quorums
 
     def ended(self, live: Ballot) -> None:
-        """`live` is over; who voted in it surely holds its member list."""
+        """`live` is over; members that voted in it certainly hold its member list."""
         self._base_id, self._base = live.quorum_id, live.members
 
-    def full(self, live: Ballot, seat: MemberState) -> Quorum:
-        """The live quorum in full, for one receiver."""
-        return self._build(live, None, seat.settle, seat.control)
+    def full(self, live: Ballot, member: MemberState) -> Quorum:
+        """The live quorum in full, for one member."""
+        return self._build(live, None, member.settle, member.control)
 
-    def announce(self, live: Ballot, seats: Iterable[MemberState]) -> None:
-        """Send the live quorum to those of `seats` that are its members."""
+    def announce(self, live: Ballot, members: Iterable[MemberState]) -> list[Send]:
+        """Tell the live quorum to those of `members` that belong to it."""
         groups: dict[int, tuple[Quorum, list[Peer]]] = {}
-        told = [seat for seat in seats if live.has(seat.replica_id)]
-        for seat, quorum in zip(told, self._each(live, told), strict=True):
-            groups.setdefault(id(quorum), (quorum, []))[1].append(seat.peer)
-        for quorum, peers in groups.values():
-            self.send_all(peers, quorum)
+        for member, quorum in self._each(live, members):
+            groups.setdefault(id(quorum), (quorum, []))[1].append(member.peer)
+        return [Send(tuple(peers), quorum) for quorum, peers in groups.values()]
 
     def answer(
         self, decision: Decision, voters: list[MemberState], yes: set[str], live: Ballot | None
-    ) -> None:
-        """The decision on a quorum that is over, and which one is next for whom."""
+    ) -> list[Send]:
+        """Tell `voters` the decision that ended a quorum, together with their next quorum.
+
+        Under per-group commit, a step is committed for those in `yes` only.
+        """
         following: dict[str, Quorum] = {}
         if live is not None:
-            members = [seat for seat in voters if live.has(seat.replica_id)]
-            quorums = self._each(live, members)
-            following = {s.replica_id: q for s, q in zip(members, quorums, strict=True)}
+            following = {m.replica_id: quorum for m, quorum in self._each(live, voters)}
         groups: dict[tuple[int, bool], tuple[Decision, list[Peer]]] = {}
-        for seat in voters:
-            quorum = following.get(seat.replica_id)
-            committed = decision.committed and seat.replica_id in yes
+        for member in voters:
+            quorum = following.get(member.replica_id)
+            committed = decision.committed and member.replica_id in yes
             key = (id(quorum), committed)
             if key not in groups:
                 own = replace(
                     decision, committed=committed, next_quorum=quorum, waiting=quorum is None
                 )
                 groups[key] = (own, [])
-            groups[key][1].append(seat.peer)
-        for own, peers in groups.values():
-            self.send_all(peers, own)
+            groups[key][1].append(member.peer)
+        return [Send(tuple(peers), own) for own, peers in groups.values()]
 
-    def _each(self, live: Ballot, seats: list[MemberState]) -> list[Quorum]:
-        """The live quorum as each of `seats` must hear it; equal messages are one object."""
+    def _each(
+        self, live: Ballot, members: Iterable[MemberState]
+    ) -> list[tuple[MemberState, Quorum]]:
+        """Those of `members` in `live`, each with its message; equal messages are one object."""
         delta = member_delta(self._base, live.members) if self._base_id != NO_QUORUM else None
         built: dict[tuple[bool, str, bytes], Quorum] = {}
-        told = []
-        for seat in seats:
-            by_delta = delta is not None and seat.base_id == self._base_id
-            key = (by_delta, seat.settle, seat.control)
+        pairs = []
+        for member in members:
+            if member.replica_id not in live.living:
+                continue
+            by_delta = delta is not None and member.base_id == self._base_id
+            key = (by_delta, member.settle, member.control)
             if key not in built:
-                built[key] = self._build(
-                    live, delta if by_delta else None, seat.settle, seat.control
-                )
-            told.append(built[key])
-        return told
+                used = delta if by_delta else None
+                built[key] = self._build(live, used, member.settle, member.control)
+            pairs.append((member, built[key]))
+        return pairs
 
     def _build(self, live: Ballot, delta: Delta | None, settle: str, control: bytes) -> Quorum:
         removed, changed = delta if delta is not None else ((), live.members)
@@ -156,3 +176,77 @@ class Announcer:
             settle,
             control,
         )
+
+
+def _send_all(peers: Iterable[Peer], message: Reply) -> list[Send]:
+    targets = tuple(peers)
+    return [Send(targets, message)] if targets else []
+
+
+# ---------------------------------------------------------------- for people
+
+
+def status_of(
+    key: JobKey, live: Ballot | None, members: Members, history: History, reason: str
+) -> dict[str, object]:
+    """One job as JSON types. `reason`: why it waits, or why its quorum is what it is.
+
+    "waiting" names the members outside the quorum; "highest_step" is the highest step that a
+    connected member holds.
+    """
+    head, everyone = history.head, members.by_id.values()
+    return {
+        "job_id": key.job_id,
+        "room_id": key.room_id,
+        "state": "live" if live else "forming",
+        "reason": live.revoked if live and live.revoked else reason,
+        "quorum_id": live.quorum_id if live else None,
+        "step": head.step if head else 0,
+        "lineage": head.lineage if head else "",
+        "commits": history.commits,
+        "discards": history.discards,
+        "members": [
+            {
+                "replica_id": m.replica_id,
+                "name": live.names[m.replica_id],
+                "healing": m.healing,
+                "gone": live.gone.get(m.replica_id, ""),
+                "voted": m.replica_id in live.votes,
+            }
+            for m in live.members
+        ]
+        if live
+        else [],
+        "waiting": [m.name for m in everyone if live is None or m.replica_id not in live.living],
+        "highest_step": max((m.position.step for m in everyone), default=0),
+    }
+
+
+def mismatch(join: Join, other: Join) -> str:
+    """Why `join` can't train with `other`, as a sentence for a person; empty: it can."""
+    if other.schema != join.schema:
+        return (
+            f"{join.name} does not match {other.name}: {join.schema_text or join.schema}"
+            f" against {other.schema_text or other.schema}; start all replica groups "
+            "with the same model and settings"
+        )
+    if len(other.addresses) != len(join.addresses):
+        return (
+            f"{join.name} has {len(join.addresses)} ranks and {other.name} "
+            f"{len(other.addresses)}; all replica groups need the same number"
+        )
+    return ""
+
+
+def duplicate_name(name: str) -> str:
+    """Why a newcomer called `name` is refused, as a sentence for a person."""
+    return (
+        f"another live process is called {name!r}: give every replica group a name of its own "
+        "(replica_id, REPLICA_GROUP_ID)"
+    )
+
+
+def short_list(names: list[str], most: int = 8) -> str:
+    """`names` for a log line; beyond `most` only their number."""
+    shown = ", ".join(names[:most])
+    return f"[{shown}{f', … {len(names)} in all' if len(names) > most else ''}]"

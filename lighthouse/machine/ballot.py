@@ -1,9 +1,10 @@
-"""One live quorum and the ballot on its step: who has voted, who is gone, what comes out. PURE.
+"""One live quorum and the ballot on its step: the votes, the losses, the result. PURE.
 
-Theory. A ballot belongs to exactly one (quorum_id, step): one vote a member, the first one counts.
-It is decided once no living member is silent: committed if all votes are yes and somebody alive
-holds the result (per-group commit: if somebody alive voted yes), else discarded. A committed,
-undisturbed ballot turns to the next step under the same quorum_id; any other ends the quorum.
+Theory. A ballot belongs to exactly one (quorum_id, step). Each member has one vote, and the first
+one counts. The ballot is decided once no living member is silent. It commits if all votes are yes
+and a living member holds the result; under per-group commit, if a living member voted yes. Else
+the step is discarded. After a committed, undisturbed ballot the same quorum_id goes on with the
+next step; any other result ends the quorum.
 All costs are O(1) a vote and O(members) a decision.
 """
 
@@ -17,19 +18,21 @@ from lighthouse.wire.messages import GAVE_UP, PHASE_HEALING, PHASE_REDUCING, Mem
 
 @dataclass(slots=True)
 class Ballot:
-    """See the module's docstring.
+    """See the module's docstring. Times are of the machine's clock, in seconds.
 
     Attributes:
-        quorum_id, position, members: the live quorum and the state that its step starts from.
-        names: what people call the members, by replica_id.
+        quorum_id, position, members: the live quorum, and the state that its step starts from.
+        names: the members' names by replica_id.
+        living: members that are not gone.
         silent: living members that have not voted on this step.
+        healing: members that did not hold `position` when the quorum formed.
         since: when the step began.
         votes: by replica_id.
         gone: members that are dead, left or evicted, and why.
-        revoked: why this step's collectives were called off; empty: they were not.
-        revoker: the member that was the first to vote no or to go; empty: none.
-        hung: those of the gone that were evicted because they did not vote.
-        stalled: a member's collective waited for longer than its timeout.
+        hung: those of `gone` that were evicted because they did not vote.
+        revoked: why this step's collectives were stopped; empty: they were not.
+        revoker: the first member that voted no or was lost; empty: none.
+        stalled: a member's collective waited longer than its timeout.
         deadline: when silent members are to be evicted.
     """
 
@@ -37,8 +40,9 @@ class Ballot:
     position: Position
     members: tuple[Member, ...]
     names: dict[str, str]
-    ids: frozenset[str]
+    living: set[str]
     silent: set[str]
+    healing: frozenset[str]
     since: float
     votes: dict[str, Vote] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
@@ -58,13 +62,13 @@ class Ballot:
         now: float,
     ) -> Ballot:
         """The ballot on the first step of a new quorum."""
-        ids = frozenset(names)
-        return cls(quorum_id, position, members, names, ids, set(ids), now)
+        healing = frozenset(m.replica_id for m in members if m.healing)
+        return cls(quorum_id, position, members, names, set(names), set(names), healing, now)
 
     # ------------------------------------------------------------------ changes
 
     def cast(self, vote: Vote) -> bool:
-        """Count `vote`, unless its sender has voted already; whether it counts."""
+        """Count `vote`; False if its sender has voted already, or is no living member."""
         if vote.replica_id not in self.silent:
             return False
         self.votes[vote.replica_id] = vote
@@ -75,105 +79,112 @@ class Ballot:
     def lose(self, replica_id: str, cause: str) -> None:
         """A living member is gone."""
         self.gone[replica_id] = cause
+        self.living.discard(replica_id)
         self.silent.discard(replica_id)
 
     def revoke(self, replica_id: str, reason: str, now: float, limit_s: float) -> None:
-        """Call the step's collectives off; members have `limit_s` from `now` on to vote."""
+        """Stop the step's collectives; members have `limit_s` from `now` on to vote."""
         assert not self.revoked
         self.revoked, self.revoker = reason, replica_id
         limit = now + limit_s
         self.deadline = limit if self.deadline is None else min(self.deadline, limit)
 
-    def turn(self, after: Position, now: float) -> None:
-        """The step is committed and the quorum goes on with the next one."""
+    def next_step(self, after: Position, now: float) -> None:
+        """The step is committed, and the quorum goes on with the next one from `after`."""
         assert not self.revoked and not self.gone and not self.silent
         self.position, self.votes, self.deadline, self.since = after, {}, None, now
-        self.silent = set(self.ids)
-        self.members = healed(self.members)
+        self.silent = set(self.living)
+        if self.healing:
+            self.members, self.healing = healed(self.members), frozenset()
 
     # ------------------------------------------------------------------ questions
 
-    def has(self, replica_id: str) -> bool:
-        """Whether `replica_id` is a living member."""
-        return replica_id in self.ids and replica_id not in self.gone
-
-    def living(self) -> list[str]:
-        """In rank order."""
-        return [m.replica_id for m in self.members if m.replica_id not in self.gone]
-
-    def healing(self) -> set[str]:
-        return {m.replica_id for m in self.members if m.healing}
+    def in_rank_order(self) -> list[str]:
+        """The living members' replica_ids."""
+        return [m.replica_id for m in self.members if m.replica_id in self.living]
 
     def yes(self) -> set[str]:
+        """Members that voted yes, whether they still live or not."""
         return {r for r, vote in self.votes.items() if vote.ok}
 
-    def commits(self, group_commit: bool) -> bool:
-        """What comes out, now that nobody is silent."""
+    def result(self, group_commit: bool) -> tuple[bool, bytes]:
+        """(committed, control bytes), now that no living member is silent.
+
+        The control bytes are the lowest-ranked yes voter's; empty for a discard.
+        """
         assert not self.silent
+        if not self.commits(group_commit):
+            return False, b""
         yes = self.yes()
-        # Somebody alive must hold the result, or committing it would lose the state itself.
-        held = any(r not in self.gone for r in yes)
+        first = next(m.replica_id for m in self.members if m.replica_id in yes)
+        return True, self.votes[first].control
+
+    def commits(self, group_commit: bool) -> bool:
+        """Whether the votes commit the step."""
+        yes = self.yes()
+        # If no living member held the result, committing it would lose the state itself.
+        held = not yes.isdisjoint(self.living)
         return held and (group_commit or len(yes) == len(self.votes))
 
-    def control(self) -> bytes:
-        """Of the lowest-ranked member that voted yes."""
-        yes = self.yes()
-        first = next((m.replica_id for m in self.members if m.replica_id in yes), None)
-        return self.votes[first].control if first is not None else b""
-
     def reduced(self) -> bool:
-        """Whether anything was at stake: some member had started its collectives."""
+        """Whether work was at stake: some member had started its collectives."""
         return any(vote.ok or vote.phase == PHASE_REDUCING for vote in self.votes.values())
 
     def undisturbed(self) -> bool:
-        """Whether all members may work on under the same quorum_id."""
-        return not self.revoked and not self.gone and not any(
-            vote.leaving for vote in self.votes.values()
-        )  # fmt: skip
+        """Whether all members can go on under the same quorum_id."""
+        if self.revoked or self.gone:
+            return False
+        return not any(vote.leaving for vote in self.votes.values())
 
     def blamed(self) -> list[str]:
         """After a stall: living members that were not reducing while another waited for them.
 
-        Nobody, if that were all who hold the state and stay: one that computes for long looks
-        like one that hangs, and evicting the last holder would throw the state away.
+        Empty if all others would leave or do not hold the state: a member that computes for long
+        looks like one that hangs, and evicting the last holder would lose the state.
         """
         if not self.stalled:
             return []
-        living = self.living()
-        idle = [r for r in living
-                if not self.votes[r].ok and self.votes[r].phase != PHASE_REDUCING]  # fmt: skip
+        living = self.in_rank_order()
+        idle = [r for r in living if not self._was_reducing(r)]
         busy = set(living).difference(idle)
         kept = any(not self.is_behind(r) and not self.votes[r].leaving for r in busy)
         return idle if kept else []
 
+    def _was_reducing(self, replica_id: str) -> bool:
+        vote = self.votes[replica_id]
+        return vote.ok or vote.phase == PHASE_REDUCING
+
     def is_behind(self, replica_id: str) -> bool:
-        """Whether a living member does not stand at the quorum's position (yet)."""
+        """Whether a living member does not hold the quorum's position (yet)."""
         vote = self.votes[replica_id]
         return vote.lineage != self.position.lineage or vote.phase == PHASE_HEALING
 
     def costly(self) -> set[str]:
-        """Members that cost the others this step: by a hang, or by a heal that failed.
+        """Members that cost the others this step, by a hang or by a failed heal.
 
-        Not one that gave up its state as it healed: of a group of several ranks each may do so.
+        A member that gave up its state while it healed is not one of them: in a group of several
+        ranks, each rank may do so.
         """
         if not self.revoked:
             return set()
         gave_up = {r for r, cause in self.gone.items() if GAVE_UP in cause}
-        healing, guilty = self.healing() - gave_up, set(self.blamed())
+        healing, guilty = self.healing - gave_up, set(self.blamed())
         guilty.update(r for r in self.gone if r in healing or r in self.hung)
         if self.revoker in healing and self.revoker in self.votes and not self.stalled:
             guilty.add(self.revoker)
         return guilty
 
     def check(self) -> None:
-        """Assert every invariant."""
+        """Assert every invariant. O(members)."""
         ids = [m.replica_id for m in self.members]
         assert len(set(ids)) == len(ids), "a replica group is twice in a quorum"
-        assert set(ids) == self.ids
-        assert set(self.votes) <= self.ids and set(self.gone) <= self.ids
-        assert self.living(), "a quorum without living members"
-        assert self.silent == set(self.living()) - set(self.votes)
-        assert self.silent, "all have voted, none decided"
+        assert set(ids) == set(self.names)
+        assert set(self.votes) <= set(ids) and set(self.gone) <= set(ids)
+        assert self.healing == {m.replica_id for m in self.members if m.healing}
+        assert self.living == set(ids) - set(self.gone)
+        assert self.living, "a quorum without living members"
+        assert self.silent == self.living - set(self.votes)
+        assert self.silent, "all have voted, but the step is not decided"
         assert not self.revoked or self.deadline is not None, "a revoked step has no deadline"
         assert bool(self.revoked) == bool(self.revoker)
         for vote in self.votes.values():

@@ -1,61 +1,102 @@
-"""When a job forms its next quorum, and out of whom: prepares what `quorum.py` decides. PURE.
+"""When a job forms its next quorum, and from which members: what `rules.py` is asked. PURE.
 
-Keeps what only matters between quorums: who was in the last one, since when the job waits, how
-many it wants, and who is better left out for a while.
+Keeps what matters only between quorums: the members of the last one, since when the job has been
+waiting, how many members it wants, and which ones are better left out for a while.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine import rules
 from lighthouse.machine.ballot import Ballot
-from lighthouse.machine.history import History, Patience
+from lighthouse.machine.history import History
 from lighthouse.machine.members import Members, MemberState
-from lighthouse.wire.messages import Join
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 8
-"""In heal timeouts: how long a replica group stays out that keeps costing the others a step."""
+"""Bounds, in heal timeouts, of the time that a member which keeps failing stays out."""
+REMEMBERED_FAILURES = 1_024
+MAX_DOUBLINGS = 16
+
+
+class Patience:
+    """Growing pauses for replica groups that hang or fail to heal: each time costs the others.
+
+    By name, since a process that dies while it heals comes back under a new replica_id.
+    """
+
+    def __init__(self, shortest_s: float, longest_s: float) -> None:
+        self._shortest_s, self._longest_s = shortest_s, longest_s
+        self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def failed(self, name: str, cost_s: float, now: float) -> None:
+        """`name` has cost its peers a step that began `cost_s` seconds ago.
+
+        The pause is at least twice as long as the cost, and doubles with each failure.
+        """
+        count = self._failures.pop(name, (0, 0.0))[0] + 1
+        pause_s = max(self._shortest_s, 2 * cost_s) * 2 ** min(count - 1, MAX_DOUBLINGS)
+        self._failures[name] = (count, now + min(pause_s, self._longest_s))
+        if len(self._failures) > REMEMBERED_FAILURES:
+            self._failures.popitem(last=False)
+
+    def succeeded(self, name: str) -> None:
+        """`name` took part in a commit."""
+        self._failures.pop(name, None)
+
+    def __bool__(self) -> bool:
+        """Whether a failure is remembered."""
+        return bool(self._failures)
+
+    def allows(self, name: str, now: float) -> bool:
+        """Whether `name` may try again."""
+        return name not in self._failures or now >= self._failures[name][1]
 
 
 class Forming:
-    """One job's view on its next quorum. `since`: when waiting for it began."""
+    """What one job needs to form its next quorum. One owner.
 
-    def __init__(self, config: LighthouseConfig, seats: Members, history: History) -> None:
+    `since`: when waiting for it began (machine's clock, seconds).
+    """
+
+    def __init__(self, config: LighthouseConfig, members: Members, history: History) -> None:
         limits = config.timeouts
-        self._seats, self._history = seats, history
+        self.since = 0.0
+        self._members, self._history = members, history
         self._join_timeout_s = limits.join_timeout_s
         self._torn_timeout_s = limits.timeout_s  # a source's replacement needs time to start
         self._min_replicas = config.min_replicas
         self._expected = config.expected_replicas
         self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
-        self._heard_of: set[int] = set()  # quorums before this lighthouse, told by their members
+        self._heard_of: set[int] = set()  # earlier lighthouses' quorums, named by their members
         self._after_discard = False
         self._patience = Patience(
             SHORTEST_PAUSE * limits.heal_timeout_s, LONGEST_PAUSE * limits.heal_timeout_s
         )
-        self.since = 0.0
 
-    # ------------------------------------------------------------------ what happened
+    # ------------------------------------------------------------------ events
 
-    def joined(self, join: Join) -> None:
-        """A replica group has sat down."""
-        missed = self._history.missed
+    def joined(self, member: MemberState) -> None:
+        """`member` has joined."""
+        join, missed = member.join, self._history.missed
         if join.replica_id in missed:
             missed.discard(join.replica_id)
-            self._seats.promote(self._seats[join.replica_id])
+            self._members.mark_was_member(member)
         if not self._previous and join.quorum_id not in self._heard_of:
             self._heard_of.add(join.quorum_id)  # its other members bring the same list
-            missed.update(r for r in join.last_members if r not in self._seats)
+            missed.update(r for r in join.last_members if r not in self._members.by_id)
         self._min_replicas = max(self._min_replicas, join.min_replicas)
         self._expected = max(self._expected, join.expected_replicas)
 
     def decided(self, live: Ballot, committed: bool, now: float) -> None:
-        """Who has cost the others this step is taken back later and later."""
+        """The step of `live` is decided: members that cost the others the step must pause."""
         if committed and self._patience:
             for replica_id in live.yes():
                 self._patience.succeeded(live.names[replica_id])
-        for replica_id in live.costly():
-            self._patience.failed(live.names[replica_id], now - live.since, now)
+        if live.revoked:
+            for replica_id in live.costly():
+                self._patience.failed(live.names[replica_id], now - live.since, now)
 
     def ended(self, live: Ballot, committed: bool, now: float) -> None:
         """The quorum of `live` is over."""
@@ -67,44 +108,40 @@ class Forming:
     # ------------------------------------------------------------------ questions
 
     def admits(self, live: Ballot, now: float) -> bool:
-        """Whether somebody waits who could be in a next quorum: then a commit ends this one."""
-        if len(self._seats) == len(live.members):
+        """Whether a member waits that the next quorum could take: then a commit ends this one."""
+        everyone = self._members.by_id
+        if len(everyone) == len(live.members):
             return False
         return any(
-            self._may_enter(seat, now) for seat in self._seats if seat.replica_id not in live.ids
+            self._may_enter(m, now) for m in everyone.values() if m.replica_id not in live.names
         )
 
-    def _may_enter(self, seat: MemberState, now: float) -> bool:
-        if not self._patience.allows(seat.name, now):
+    def _may_enter(self, member: MemberState, now: float) -> bool:
+        if not self._patience.allows(member.name, now):
             return False
         head = self._history.head
-        if head is not None and (seat.position == head or seat.position.step > head.step):
+        if head is not None and (member.position == head or member.position.step > head.step):
             return True
-        return seat.join.can_heal or (seat.doubt is not None and not seat.settle)
+        return member.join.can_heal or (member.doubt is not None and not member.settle)
 
     def verdict(self, now: float) -> rules.Verdict:
-        """Apply the rules to who is here."""
-        missed, head = self._history.missed, self._history.head
-        held = head is not None and any(seat.position == head for seat in self._seats)
+        """Apply the rules to the members."""
+        everyone, missed, head = self._members.by_id, self._history.missed, self._history.head
+        expires = self.since + self._join_timeout_s
         if self._history.finished and head is not None:
-            late = rules.too_late(
-                len(self._seats),
-                self._expected,
-                any(seat.position.step >= head.step for seat in self._seats),
-                head.step,
-                self.since + self._join_timeout_s,
-                now,
-            )
+            held = any(member.position.step >= head.step for member in everyone.values())
+            late = rules.too_late(len(everyone), self._expected, held, head.step, expires, now)
             if late is not None:
                 return late
+        holds_head = head is not None and any(m.position == head for m in everyone.values())
         early = rules.too_early(
-            len(self._seats),
+            len(everyone),
             self._min_replicas,
             self._expected,
-            self._seats.veterans == 0,
-            self.since + self._join_timeout_s,
+            self._members.were_members == 0,
+            expires,
             now,
-            0 if held else len(missed),
+            0 if holds_head else len(missed),
         )
         if early is not None:
             return early
@@ -118,30 +155,34 @@ class Forming:
             since=self.since,
             join_timeout_s=self._join_timeout_s,
             torn_timeout_s=self._torn_timeout_s,
-            has_past=self._seats.veterans > 0,
+            has_past=self._members.were_members > 0,
         )
         return rules.decide(situation, now)
 
     def _candidates(self, now: float) -> tuple[rules.Candidate, ...]:
-        """All seats, but for those that would only cost the holders of the head a step: who must
-        heal right after a discard (a peer in the midst of its step could not serve them), and who
-        keeps hanging or failing to heal. They wait for a later commit if it works without them."""
+        """All members except those that would only cost the holders of the head a step.
+
+        These are members that must heal right after a discard (a source in the midst of its step
+        could not serve them), and members that keep hanging or failing to heal. They wait for a
+        later commit if the job can go on without them.
+        """
         head, known = self._history.head, set(self._previous) if self._after_discard else None
-        everybody = tuple(_candidate(seat) for seat in self._seats)
+        everyone = tuple(_candidate(member) for member in self._members.by_id.values())
         kept = tuple(
-            c for c in everybody
+            c
+            for c in everyone
             if (c.position == head or known is None or c.replica_id in known)
             and self._patience.allows(c.name, now)
-        )  # fmt: skip
-        if len(kept) == len(everybody) or len(kept) < self._min_replicas:
-            return everybody
-        best = rules.newest(everybody, head)
+        )
+        if len(kept) == len(everyone) or len(kept) < self._min_replicas:
+            return everyone
+        best = rules.newest(everyone, head)
         if not any(c.position == best for c in kept):
-            return everybody  # nobody is left out who holds the newest state alone
+            return everyone  # the only holders of the newest state are never left out
         return kept
 
 
-def _candidate(seat: MemberState) -> rules.Candidate:
+def _candidate(member: MemberState) -> rules.Candidate:
     return rules.Candidate(
-        seat.replica_id, seat.name, seat.position, seat.join.can_heal, seat.arrival
+        member.replica_id, member.name, member.position, member.join.can_heal, member.arrival
     )

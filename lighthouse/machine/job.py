@@ -1,34 +1,46 @@
-"""One job's state machine: who is here, the live quorum, its votes, what is decided. PURE.
+"""The lighthouse's state machine: each job's members, live quorum, votes and decisions. PURE.
 
-Theory (docs/protocol.md has the tables). A job is *forming* (no live quorum) or
-*live*. A live quorum works on one step: it collects one vote a member. The first no, death, leave
-or eviction *revokes* it: the others are told to stop their collectives and vote on what they have.
-As soon as every living member has voted the step is *decided*: committed if all votes are yes,
-else discarded (`ballot.py`). A committed step of an unrevoked quorum that nobody leaves and nobody
-waits to join goes on under the same quorum_id; anything else ends the quorum, and the next one
-forms by the rules in `quorum.py`, in the same breath where they allow it.
+Theory (docs/protocol.md has the tables). A job is *forming* (it has no live quorum) or *live*. A
+live quorum works on one step, and collects one vote from each member. The first no, death, leave or
+eviction *revokes* it: the others are told to stop their collectives and to vote on what they have.
+As soon as every living member has voted the step is *decided*: committed if all votes are yes, else
+discarded (`ballot.py`). After a committed step of an unrevoked quorum that no member leaves and
+no member waits to join, the same quorum_id goes on. Anything else ends the quorum, and the next
+one forms by the rules in `rules.py`, at once where they allow it.
 
 Rules held here, each checked by `check()` or by the simulator:
-- votes count for exactly one (quorum_id, step), the first one counts (S5);
-- quorum_id only grows, and starts above whatever any joiner has seen (S1);
-- at most one live quorum (S2); the decided are remembered so that a lost answer can be repeated;
-- a yes whose lineage is not the quorum's is a diverged member's: expelled, never counted; a no
-  carries the lineage that its sender really holds, so that one still behind stays behind (S3).
+- votes count for exactly one (quorum_id, step), and the first one counts (S5);
+- quorum_id only grows, and starts above every id that a joiner has seen (S1);
+- at most one quorum is live (S2); decisions are remembered so that a lost answer can be repeated;
+- a yes whose lineage is not the quorum's comes from a diverged member, which is expelled and never
+  counted; a no carries the lineage that its sender holds, so that a member that is still behind
+  stays behind (S3).
 
-`ballot.py` holds the live quorum, `seats.py` who is here, `history.py` what is remembered,
-`forming.py` what the next quorum is made of, `announce.py` how all of it is said.
+`members.py` holds the members, `ballot.py` the live quorum, `history.py` what is remembered,
+`forming.py` what the next quorum is made of, `announce.py` the messages and effects. `server.py`
+gives all of it a socket and a clock.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine import rules
-from lighthouse.machine.announce import Announcer
+from lighthouse.machine.announce import (
+    Announcer,
+    Effect,
+    Note,
+    Remember,
+    Send,
+    duplicate_name,
+    mismatch,
+    short_list,
+    status_of,
+)
 from lighthouse.machine.ballot import Ballot
-from lighthouse.machine.describe import mismatch, status_of
-from lighthouse.machine.effects import Effect, Note, Peer, Remember, Send
 from lighthouse.machine.forming import Forming
 from lighthouse.machine.history import History
 from lighthouse.machine.members import Members, MemberState, NameConflict
@@ -36,23 +48,34 @@ from lighthouse.machine.rules import Position
 from lighthouse.wire.messages import (
     FINISHED,
     TORN,
+    DeathNotice,
     Decision,
+    Expelled,
     Heartbeat,
     JobKey,
     Join,
     Leave,
     Member,
+    Peer,
     Refused,
+    Reply,
+    Request,
     Revoke,
+    Status,
+    StatusRequest,
     Vote,
     Waiting,
 )
 
-__all__ = ["Effect", "JobState", "Note", "Peer", "Remember", "Send"]
+__all__ = ["Effect", "JobState", "Lighthouse", "Note", "Remember", "Send", "first_quorum_id"]
 
 
 class JobState:
-    """See the module's docstring. Not thread-safe: one owner."""
+    """One job's machine; see the module's docstring. Not thread-safe: one owner.
+
+    Events (`handle`, `lost`, `expire`) return effects. `now` is in seconds of any monotonic clock.
+    `remembered`: replica_ids of the last quorum of an earlier lighthouse.
+    """
 
     def __init__(
         self,
@@ -65,18 +88,21 @@ class JobState:
         self._config = config
         self._timeouts = config.timeouts
         self._next_id = first_quorum_id
-        self._seats = Members()
-        self._claims: dict[str, NameConflict] = {}
+        self._members = Members()
+        self._conflicts: dict[str, NameConflict] = {}
         self._live: Ballot | None = None
         self._history = History(remembered)
-        self._forming = Forming(config, self._seats, self._history)
-        self._voice = Announcer(key)
+        self._forming = Forming(config, self._members, self._history)
+        self._announcer = Announcer(key)
+        self._effects: list[Effect] = []
         self._group_commit = False
-        self._wake_at: float | None = None  # when to look again whether a quorum may form
+        self._wake_at: float | None = None  # when to check again whether a quorum may form
 
     # ------------------------------------------------------------------ events
 
-    def handle(self, peer: Peer, message: Join | Vote | Heartbeat | Leave, now: float) -> list[Effect]:
+    def handle(
+        self, peer: Peer, message: Join | Vote | Heartbeat | Leave, now: float
+    ) -> list[Effect]:
         """A request from `peer`."""
         if isinstance(message, Join):
             self._on_join(peer, message, now)
@@ -86,30 +112,30 @@ class JobState:
             self._on_heartbeat(peer, message)
         else:
             self._on_leave(message, now)
-        return self._voice.drain()
+        return self._take_effects()
 
     def lost(self, replica_id: str, cause: str, now: float) -> list[Effect]:
         """The process of `replica_id` is dead or unreachable."""
-        self._claims.pop(replica_id, None)
+        self._conflicts.pop(replica_id, None)
         self._remove(replica_id, cause, now, may_return=True)
-        return self._voice.drain()
+        return self._take_effects()
 
     def expire(self, now: float) -> list[Effect]:
         """Time has reached `deadline()`."""
         live = self._live
         if live is not None and live.deadline is not None and now >= live.deadline:
             self._evict_laggards(live, now)
-        for replica_id, claim in list(self._claims.items()):
-            if now >= claim.expires:
-                del self._claims[replica_id]
-                self._voice.send(claim.peer, Refused(self.key, _duplicate_name(claim.join.name)))
+        for replica_id, conflict in list(self._conflicts.items()):
+            if now >= conflict.expires:
+                del self._conflicts[replica_id]
+                self._send(conflict.peer, Refused(self.key, duplicate_name(conflict.join.name)))
         if self._live is None and self._wake_at is not None and now >= self._wake_at:
-            self._form_and_tell(now)
-        return self._voice.drain()
+            self._form_and_announce(now)
+        return self._take_effects()
 
     def deadline(self) -> float | None:
-        """When `expire` wants to be called, or None."""
-        times = [claim.expires for claim in self._claims.values()]
+        """When `expire` wants to be called; None: not before another event."""
+        times = [conflict.expires for conflict in self._conflicts.values()]
         if self._live is not None and self._live.deadline is not None:
             times.append(self._live.deadline)
         if self._live is None and self._wake_at is not None:
@@ -117,130 +143,159 @@ class JobState:
         return min(times, default=None)
 
     def replicas_of(self, peer: Peer) -> list[str]:
-        """replica_ids that speak through `peer`."""
-        claims = [r for r, claim in self._claims.items() if claim.peer == peer]
-        return self._seats.of_peer(peer) + claims
+        """replica_ids of members and newcomers that are reached through `peer`."""
+        newcomers = [r for r, conflict in self._conflicts.items() if conflict.peer == peer]
+        return self._members.of_peer(peer) + newcomers
 
     @property
     def empty(self) -> bool:
-        return not self._seats and not self._claims
+        """Whether every member has left."""
+        return not self._members.by_id and not self._conflicts
+
+    def _take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
 
     # ------------------------------------------------------------------ requests
 
     def _on_join(self, peer: Peer, join: Join, now: float) -> None:
         self._next_id = max(self._next_id, join.quorum_id + 1)
-        live, seat = self._live, self._seats.get(join.replica_id)
-        if seat is not None and live is not None and live.has(join.replica_id):
+        live, member = self._live, self._members.by_id.get(join.replica_id)
+        if member is not None and live is not None and join.replica_id in live.living:
             if join.quorum_id != live.quorum_id:
                 # Its request crossed our answer, or our answer was lost: repeat it.
-                self._seats.move(seat, peer)
-                self._voice.send(peer, self._voice.full(live, seat))
+                self._reached(member, peer)
+                self._send(peer, self._announcer.full(live, member))
                 return
-            # It was told something that made it give up this quorum: take it at its word.
+            # A message made it give up this quorum: it joins as a newcomer.
             self._remove(join.replica_id, "started over", now, may_return=True)
-            seat = None
-        if seat is not None and seat.join == join:  # repeated: it has heard nothing yet
-            self._seats.move(seat, peer)
-            self._voice.explain_to(seat, self._live)
+            member = None
+        if member is not None and member.join == join:  # repeated: it has heard nothing yet
+            self._reached(member, peer)
+            self._effects.append(self._announcer.explain_to(member, self._live))
             return
         refusal = self._refusal(join)
         if refusal:
-            self._voice.send(peer, Refused(self.key, refusal))
-        elif self._seats.other_holder(join.name, join.replica_id):
-            self._claim(peer, join, now)
+            self._send(peer, Refused(self.key, refusal))
+        elif self._members.other_holder(join.name, join.replica_id):
+            self._hold_back(peer, join, now)
         else:
-            self._seat(peer, join, now)
+            self._admit(peer, join, now)
 
-    def _claim(self, peer: Peer, join: Join, now: float) -> None:
-        """A restarted process may be faster than the news of its predecessor's death."""
+    def _refusal(self, join: Join) -> str:
+        """Why `join` can't succeed, as a sentence for a person; empty: it can."""
+        everyone = self._members.by_id
+        known = everyone.get(join.replica_id)
+        if known is not None and known.name != join.name:
+            return (
+                f"{known.name!r} can't become {join.name!r}: start it again under a new replica_id"
+            )
+        count = len(everyone) + len(self._conflicts)
+        if known is None and count >= self._config.max_replicas_per_job:
+            return f"the job is full ({len(everyone)} replica groups)"
+        other = next(iter(everyone.values()), None)  # any of them: all match each other
+        return mismatch(join, other.join) if other is not None else ""
+
+    def _hold_back(self, peer: Peer, join: Join, now: float) -> None:
+        """The name is in use: a restart may be faster than the news of the old process' death."""
         expires = now + 2 * self._timeouts.heartbeat_timeout_s
-        claim = self._claims.setdefault(join.replica_id, NameConflict(join, peer, expires))
-        claim.join, claim.peer = join, peer
-        self._voice.send(peer, Waiting(self.key, f"the name {join.name!r} is still in use"))
+        conflict = self._conflicts.setdefault(join.replica_id, NameConflict(join, peer, expires))
+        conflict.join, conflict.peer = join, peer
+        self._send(peer, Waiting(self.key, f"the name {join.name!r} is still in use"))
 
-    def _seat(self, peer: Peer, join: Join, now: float) -> None:
+    def _admit(self, peer: Peer, join: Join, now: float) -> None:
         if self.empty and self._live is None:
             self._forming.since = now
-        self._claims.pop(join.replica_id, None)
-        seat = self._seats.put(join, peer)
-        self._forming.joined(join)
+        self._conflicts.pop(join.replica_id, None)
+        member = self._members.put(join, peer)
+        self._forming.joined(member)
         self._group_commit = self._group_commit or join.group_commit
         if self._live is None:
-            self._form_and_tell(now)
-        if seat.replica_id not in self._seats:
-            return  # sent away
-        waits = self._live is None or not self._live.has(seat.replica_id)
-        if waits and self._voice.is_news(seat, self._live):
-            self._voice.explain_to(seat, self._live)
+            self._form_and_announce(now)
+        if member.replica_id not in self._members.by_id:
+            return  # it was refused together with all others
+        waits = self._live is None or member.replica_id not in self._live.living
+        if waits and self._announcer.is_news(member, self._live):
+            self._effects.append(self._announcer.explain_to(member, self._live))
 
     def _on_vote(self, peer: Peer, vote: Vote, now: float) -> None:
         live = self._live
-        seat = self._seats.get(vote.replica_id)
+        member = self._members.by_id.get(vote.replica_id)
         if live is None or vote.quorum_id != live.quorum_id or vote.step != live.position.step:
-            self._answer_late_vote(peer, vote, seat)
+            self._answer_late_vote(peer, vote, member)
             return
-        if seat is None or not live.has(vote.replica_id):
+        if member is None or vote.replica_id not in live.living:
             why = live.gone.get(vote.replica_id, "not a member of this quorum")
-            self._voice.expel(peer, vote.quorum_id, why)
+            self._expel(peer, vote.quorum_id, why)
             return
-        self._seats.move(seat, peer)
-        if not _is_plausible(vote, live, seat):
-            self._voice.expel(peer, vote.quorum_id, "its state is not what the quorum takes it for")
+        self._reached(member, peer)
+        if not _is_plausible(vote, live, member):
+            self._expel(peer, vote.quorum_id, "its state is not what the quorum takes it for")
             self._remove(vote.replica_id, "diverged", now, may_return=False)
             return
-        seat.doubt, seat.settle, seat.control = None, "", b""
+        member.doubt, member.settle, member.control = None, "", b""
         if not live.cast(vote):
             return
         if not vote.ok:
             self._revoke(vote.replica_id, vote.reason or "voted no", now)
         elif live.deadline is None:
             live.deadline = now + self._timeouts.step_timeout_s
-        self._evaluate(now)
+        if not live.silent:
+            self._decide(live, now)
 
-    def _answer_late_vote(self, peer: Peer, vote: Vote, seat: MemberState | None) -> None:
-        """A vote on something already decided: its answer was lost, so repeat it."""
+    def _answer_late_vote(self, peer: Peer, vote: Vote, member: MemberState | None) -> None:
+        """A vote on a decided step: its answer was lost, so repeat it."""
         decision = self._history.decision(vote.quorum_id, vote.step)
-        if decision is None or seat is None:
-            self._voice.expel(peer, vote.quorum_id, "this quorum is not known here")
+        if decision is None or member is None:
+            self._expel(peer, vote.quorum_id, "this quorum is not known here")
             return
-        self._seats.move(seat, peer)
+        self._reached(member, peer)
         if not vote.ok:  # per-group commit: others may have committed, this one has not
             decision = replace(decision, committed=False)
         live = self._live
-        if live is not None and live.has(vote.replica_id):
-            if live.quorum_id == vote.quorum_id:
-                self._voice.send(peer, decision)
-            else:
-                full = self._voice.full(live, seat)
-                self._voice.send(peer, replace(decision, next_quorum=full))
-        else:
-            self._voice.send(peer, replace(decision, waiting=True))
+        if live is None or vote.replica_id not in live.living:
+            decision = replace(decision, waiting=True)
+        elif live.quorum_id != vote.quorum_id:
+            decision = replace(decision, next_quorum=self._announcer.full(live, member))
+        self._send(peer, decision)
 
     def _on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
-        live, seat = self._live, self._seats.get(heartbeat.replica_id)
-        if seat is None:
-            if heartbeat.replica_id not in self._claims:
-                self._voice.expel(peer, heartbeat.quorum_id, "not known here")
+        replica_id = heartbeat.replica_id
+        live, member = self._live, self._members.by_id.get(replica_id)
+        if member is None:
+            if replica_id not in self._conflicts:
+                self._expel(peer, heartbeat.quorum_id, "not known here")
             return
-        self._seats.move(seat, peer)
-        if live is None or not live.has(heartbeat.replica_id):
-            if self._voice.is_news(seat, live):
-                self._voice.explain_to(seat, self._live)
+        self._reached(member, peer)
+        if live is None or replica_id not in live.living:
+            if self._announcer.is_news(member, live):
+                self._effects.append(self._announcer.explain_to(member, live))
         elif heartbeat.quorum_id != live.quorum_id:
-            self._voice.send(peer, self._voice.full(live, seat))
-        elif live.revoked and heartbeat.replica_id in live.silent:
-            self._voice.send(
-                peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked)
-            )
+            self._send(peer, self._announcer.full(live, member))
+        elif live.revoked and replica_id in live.silent:
+            self._send(peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked))
 
     def _on_leave(self, leave: Leave, now: float) -> None:
-        self._claims.pop(leave.replica_id, None)
-        member = leave.replica_id in self._seats
+        self._conflicts.pop(leave.replica_id, None)
+        known = leave.replica_id in self._members.by_id
         self._remove(leave.replica_id, f"left: {leave.reason or 'shutdown'}", now, may_return=False)
-        if member:
+        if known:
             self._history.finished = leave.reason == FINISHED
 
-    # ------------------------------------------------------------------ the live quorum
+    # ------------------------------------------------------------------ answers
+
+    def _reached(self, member: MemberState, peer: Peer) -> None:
+        """`member` has spoken through `peer`: the newest connection is the one that counts."""
+        if member.peer != peer:
+            self._members.move(member, peer)
+
+    def _send(self, peer: Peer, message: Reply) -> None:
+        self._effects.append(Send((peer,), message))
+
+    def _expel(self, peer: Peer, quorum_id: int, why: str, *, hung: bool = False) -> None:
+        self._send(peer, Expelled(self.key, quorum_id, why, hung))
+
+    # ------------------------------------------------------------------ losses
 
     def _revoke(self, replica_id: str, reason: str, now: float) -> None:
         live = self._live
@@ -249,239 +304,320 @@ class JobState:
             return
         reason = f"{live.names[replica_id]}: {reason}"
         live.revoke(replica_id, reason, now, self._timeouts.revoke_timeout_s)
-        self._voice.emit(Note(self.key, f"step {live.position.step} revoked: {reason}"))
-        message = Revoke(self.key, live.quorum_id, live.position.step, reason)
-        self._voice.send_all((self._seats[r].peer for r in sorted(live.silent)), message)
+        self._effects.append(Note(self.key, f"step {live.position.step} revoked: {reason}"))
+        if live.silent:
+            peers = tuple(self._members.by_id[r].peer for r in sorted(live.silent))
+            message = Revoke(self.key, live.quorum_id, live.position.step, reason)
+            self._effects.append(Send(peers, message))
 
     def _remove(self, replica_id: str, cause: str, now: float, *, may_return: bool) -> None:
-        """`replica_id` is no longer here, for whatever reason."""
-        seat = self._seats.get(replica_id)
-        if seat is None:
+        """`replica_id` is no longer a member. `may_return`: it may come back with its state."""
+        member = self._members.by_id.get(replica_id)
+        if member is None:
             return
         head = self._history.head
-        if may_return and (seat.position == head or (head is None and seat.veteran)):
+        if may_return and (member.position == head or (head is None and member.was_member)):
             self._history.missed.add(replica_id)
         live = self._live
-        if live is not None and live.has(replica_id):
+        if live is not None and replica_id in live.living:
             live.lose(replica_id, cause)
             self._revoke(replica_id, cause, now)
-            self._seats.take(replica_id)
-            self._evaluate(now)
+            self._members.take(replica_id)
+            if not live.silent:
+                self._decide(live, now)
         else:
-            self._seats.take(replica_id)
+            self._members.take(replica_id)
             if live is None:
-                self._wake_at = now  # look again, once for all who go at this moment
-        self._admit_claim(seat.name, now)
+                self._wake_at = now  # check once for all members that go at this moment
+        self._resolve_conflict(member.name, now)
 
-    def _admit_claim(self, name: str, now: float) -> None:
-        for replica_id, claim in list(self._claims.items()):
-            if claim.join.name == name:
-                del self._claims[replica_id]
-                self._on_join(claim.peer, claim.join, now)
+    def _resolve_conflict(self, name: str, now: float) -> None:
+        """`name` is free: the newcomer that was held back joins."""
+        for replica_id, conflict in list(self._conflicts.items()):
+            if conflict.join.name == name:
+                del self._conflicts[replica_id]
+                self._on_join(conflict.peer, conflict.join, now)
                 return
 
     def _evict_laggards(self, live: Ballot, now: float) -> None:
-        """The step's deadline has passed: who has not voted is hung.
+        """The step's deadline has passed: members that have not voted are hung.
 
-        One that did not react to a revoke either was away as a whole, and may join at once when
-        it is back; one whose loop alone hangs must come back with its loop.
+        A member that did not react to a revoke either was away as a whole, and may join as soon as
+        it is back. If only its training loop hangs, it must not join before the loop goes on.
         """
         live.deadline = None
         hung = not live.revoked
+        why = "did not vote before the step's deadline"
         for replica_id in sorted(live.silent):
             if self._live is live:
-                self._evict(replica_id, "did not vote before the step's deadline", now, hung=hung)
+                peer = self._members.by_id[replica_id].peer
+                self._expel(peer, live.quorum_id, f"evicted: {why}", hung=hung)
+                live.hung.add(replica_id)
+                self._remove(replica_id, f"evicted: {why}", now, may_return=True)
 
-    def _evict(self, replica_id: str, why: str, now: float, *, hung: bool) -> None:
-        assert self._live is not None
-        peer = self._seats[replica_id].peer
-        self._voice.expel(peer, self._live.quorum_id, f"evicted: {why}", hung=hung)
-        self._live.hung.add(replica_id)
-        self._remove(replica_id, f"evicted: {why}", now, may_return=True)
+    # ------------------------------------------------------------------ decisions
 
-    def _evaluate(self, now: float) -> None:
-        """Decide the step if every living member has voted."""
-        live = self._live
-        assert live is not None
-        if live.silent:
-            return
+    def _decide(self, live: Ballot, now: float) -> None:
+        """Every living member has voted: decide the step."""
         before = live.position
+        committed, control = live.result(self._group_commit)
         decision = Decision(
             self.key,
             live.quorum_id,
             before.step,
-            live.commits(self._group_commit),
+            committed,
             live.revoked or "ok",
-            control=live.control(),
+            control=control,
         )
-        if not decision.committed:
-            decision = replace(decision, control=b"")
         after = self._history.decided(decision, before)
-        if decision.committed:
+        if committed:
             # A vote by a dead member may be a commit that it learns of when it returns.
             if self._history.missed:
                 self._history.missed.intersection_update(live.votes)
         elif live.reduced():
             self._history.discards += 1  # else nothing is lost
-        self._forming.decided(live, decision.committed, now)
-        self._update_positions(live, decision.committed, after)
-        if decision.committed and live.undisturbed() and not self._forming.admits(live, now):
-            peers = [self._seats[r].peer for r in live.living()]
-            live.turn(after, now)
-            self._voice.send_all(peers, decision)
-            return
-        self._end(live, decision, now)
+        self._forming.decided(live, committed, now)
+        voters = {r: self._members.by_id[r] for r in live.in_rank_order()}
+        _update_positions(live, voters, committed, after)
+        if committed and live.undisturbed() and not self._forming.admits(live, now):
+            live.next_step(after, now)
+            self._effects.append(Send(tuple(m.peer for m in voters.values()), decision))
+        else:
+            self._end(live, voters, decision, now)
 
-    def _update_positions(self, live: Ballot, committed: bool, after: Position) -> None:
-        for replica_id in live.living():
-            vote, seat = live.votes[replica_id], self._seats[replica_id]
-            if vote.ok or not (committed or live.is_behind(replica_id)):
-                seat.position = after
-            elif vote.lineage.startswith(TORN):
-                seat.position = Position(0, vote.lineage)
-            # else it is behind: still, or (per-group commit) from now on
-
-    def _end(self, live: Ballot, decision: Decision, now: float) -> None:
+    def _end(
+        self, live: Ballot, voters: Mapping[str, MemberState], decision: Decision, now: float
+    ) -> None:
         """The live quorum is over: tell its members, and form the next one."""
-        living, yes = live.living(), live.yes()
-        blamed = set(live.blamed())
+        yes, blamed = live.yes(), set(live.blamed())
         self._live = None
         self._forming.ended(live, decision.committed, now)
-        self._voice.ended(live)
-        answered, told = [], set(living)
-        for replica_id in living:
-            seat = self._seats[replica_id]
-            seat.base_id = live.quorum_id
+        self._announcer.ended(live)
+        answered = []
+        for replica_id, member in voters.items():
+            member.base_id = live.quorum_id
             if replica_id in blamed:
                 why = "evicted: kept the others' collectives waiting"
-                self._voice.expel(seat.peer, live.quorum_id, why, hung=True)
-                if seat.position == self._history.head:
+                self._expel(member.peer, live.quorum_id, why, hung=True)
+                if member.position == self._history.head:
                     self._history.missed.add(replica_id)
             else:
-                answered.append(seat)
+                answered.append(member)
             if replica_id in blamed or live.votes[replica_id].leaving:
-                self._seats.take(replica_id)
+                self._members.take(replica_id)
         self._form(now)
-        self._voice.answer(decision, answered, yes, self._live)
+        self._effects += self._announcer.answer(decision, answered, yes, self._live)
         if self._live is not None:
-            self._voice.announce(self._live, (s for s in self._seats if s.replica_id not in told))
+            newcomers = (m for r, m in self._members.by_id.items() if r not in live.living)
+            self._effects += self._announcer.announce(self._live, newcomers)
         else:
-            for seat in answered:
-                seat.told = ""  # its next heartbeat is answered with the reason
+            for member in answered:
+                member.last_reason = ""  # its next heartbeat is answered with the reason
 
     # ------------------------------------------------------------------ forming
 
     def _form(self, now: float) -> bool:
-        """Form the next quorum if the rules allow (the caller announces it); else say why not."""
+        """Form the next quorum if the rules allow it; else say why not.
+
+        True: it was formed, and the caller announces it.
+        """
         assert self._live is None
         verdict = self._forming.verdict(now)
-        if verdict.choice is not None and self._history.settle(self._seats):
+        if verdict.choice is not None and self._history.settle(self._members):
             verdict = self._forming.verdict(now)
             if verdict.choice is None:
-                self._history.unsettle(self._seats)
+                self._history.unsettle(self._members)
         self._wake_at = verdict.wake_at
         if verdict.hopeless:
-            self._send_away(verdict.reason)
+            self._refuse_all(verdict.reason)
             return False
         if verdict.choice is None:
-            self._voice.explain(verdict.reason, self._seats, now)
+            self._effects += self._announcer.explain(verdict.reason, self._members, now)
             return False
-        self._install(verdict.choice, verdict.reason, now)
+        self._start(verdict.choice, verdict.reason, now)
         return True
 
-    def _send_away(self, reason: str) -> None:
-        """Nothing can come of those who wait."""
-        for seat in list(self._seats):
-            self._voice.send(seat.peer, Refused(self.key, reason))
-            self._seats.take(seat.replica_id)
-
-    def _form_and_tell(self, now: float) -> None:
+    def _form_and_announce(self, now: float) -> None:
         if self._form(now):
             assert self._live is not None
-            self._voice.announce(self._live, self._seats)
+            self._effects += self._announcer.announce(self._live, self._members.by_id.values())
 
-    def _install(self, choice: rules.Choice, reason: str, now: float) -> None:
+    def _refuse_all(self, reason: str) -> None:
+        """The members that wait can never form a quorum."""
+        for member in list(self._members.by_id.values()):
+            self._send(member.peer, Refused(self.key, reason))
+            self._members.take(member.replica_id)
+
+    def _start(self, choice: rules.Choice, reason: str, now: float) -> None:
+        """The quorum of `choice` is live."""
         quorum_id = self._next_id
         self._next_id += 1
         members, names = [], {}
         for replica_id in choice.members:
-            seat = self._seats[replica_id]
-            self._seats.promote(seat)
-            join = seat.join
+            member = self._members.by_id[replica_id]
+            self._members.mark_was_member(member)
+            addresses = member.join.addresses
             healing = replica_id in choice.healing
-            members.append(Member(replica_id, len(join.addresses), join.addresses, healing))
-            names[replica_id] = join.name
+            members.append(Member(replica_id, len(addresses), addresses, healing))
+            names[replica_id] = member.name
         self._live = Ballot.open(quorum_id, choice.position, tuple(members), names, now)
         self._history.start(choice.position)
-        self._voice.reason = reason
-        text = f"quorum {quorum_id}: {_short_list(list(names.values()))} at step "
+        self._announcer.reason = reason
+        text = f"quorum {quorum_id}: {short_list(list(names.values()))} at step "
         text += str(choice.position.step)
         if choice.healing:
             behind = [names[r] for r in choice.members if r in choice.healing]
-            text += f"; healing {_short_list(behind)}"
-        self._voice.emit(Note(self.key, text, quorum=True))
-        self._voice.emit(Remember(self.key, quorum_id, choice.members))
+            text += f"; healing {short_list(behind)}"
+        self._effects.append(Note(self.key, text, quorum=True))
+        self._effects.append(Remember(self.key, quorum_id, choice.members))
 
-    # ------------------------------------------------------------------ looking in
-
-    def _refusal(self, join: Join) -> str:
-        known = self._seats.get(join.replica_id)
-        if known is not None and known.name != join.name:
-            return (
-                f"{known.name!r} can't become {join.name!r}: start it again under a new replica_id"
-            )
-        if known is None and (
-            len(self._seats) + len(self._claims) >= self._config.max_replicas_per_job
-        ):
-            return f"the job is full ({len(self._seats)} replica groups)"
-        other = self._seats.any()
-        return mismatch(join, other.join) if other is not None else ""
+    # ------------------------------------------------------------------ inspection
 
     @property
     def commits(self) -> int:
+        """How many steps this lighthouse has seen committed."""
         return self._history.commits
 
     @property
     def discards(self) -> int:
+        """How many steps this lighthouse has seen discarded after a collective had started."""
         return self._history.discards
 
     def check(self) -> None:
         """Assert every invariant. O(members)."""
-        self._seats.check()
-        for claim in self._claims.values():
-            assert claim.join.replica_id not in self._seats, "both seated and claiming"
+        self._members.check()
+        everyone = self._members.by_id
+        for conflict in self._conflicts.values():
+            assert conflict.join.replica_id not in everyone, "both member and held back"
         live = self._live
         if live is None:
             return
         live.check()
         assert live.quorum_id < self._next_id
-        assert set(live.living()) <= self._seats.ids(), "a living member has no seat"
+        assert live.living <= set(everyone), "a living member of the quorum has not joined"
         assert self._history.head == live.position
         for member in live.members:
-            if live.has(member.replica_id) and not member.healing:
-                assert self._seats[member.replica_id].position == live.position, "S3: behind"
+            if member.replica_id in live.living and not member.healing:
+                assert everyone[member.replica_id].position == live.position, "S3: behind"
 
     def status(self) -> dict[str, object]:
-        """For people and dashboards; plain JSON types."""
-        return status_of(self.key, self._live, self._seats, self._history, self._voice.reason)
+        """This job for people and dashboards, as plain JSON types."""
+        reason = self._announcer.reason
+        return status_of(self.key, self._live, self._members, self._history, reason)
 
 
-def _is_plausible(vote: Vote, live: Ballot, seat: MemberState) -> bool:
-    """A yes must come from the quorum's own state; a no tells where its sender really stands."""
+def _update_positions(
+    live: Ballot, voters: Mapping[str, MemberState], committed: bool, after: Position
+) -> None:
+    """The step of `live` is decided, and `after` is the quorum's position from now on."""
+    for replica_id, member in voters.items():
+        vote = live.votes[replica_id]
+        if vote.ok or not (committed or live.is_behind(replica_id)):
+            member.position = after
+        elif vote.lineage.startswith(TORN):
+            member.position = Position(0, vote.lineage)
+        # else it is behind: still, or (per-group commit) from now on
+
+
+def _is_plausible(vote: Vote, live: Ballot, member: MemberState) -> bool:
+    """A yes must come from the quorum's own state; a no tells which state its sender holds."""
     if vote.lineage == live.position.lineage:
         return True
     if vote.ok:
         return False
-    return vote.lineage == seat.position.lineage or vote.lineage.startswith(TORN)
+    return vote.lineage == member.position.lineage or vote.lineage.startswith(TORN)
 
 
-def _duplicate_name(name: str) -> str:
-    return (
-        f"another live process is called {name!r}: give every replica group a name of its own "
-        "(replica_id, REPLICA_GROUP_ID)"
-    )
+# ---------------------------------------------------------------- all jobs
 
 
-def _short_list(names: list[str], most: int = 8) -> str:
-    shown = ", ".join(names[:most])
-    return f"[{shown}{f', … {len(names)} in all' if len(names) > most else ''}]"
+def first_quorum_id(wall_clock_ms: int) -> int:
+    """quorum_id from which a lighthouse started at `wall_clock_ms` counts (S1 over restarts).
+
+    A thousand ids a millisecond: a lighthouse would have to change quorums faster than that for
+    a later start to fall behind; and each `Join` lifts the counter over what its sender has seen.
+    """
+    return wall_clock_ms * 1_000
+
+
+class Lighthouse:
+    """Routes events to jobs. Not thread-safe: one owner.
+
+    `handle`, `disconnected` and `expire` take an event and `now` (seconds, any monotonic clock)
+    and return effects; `deadline` says when `expire` wants to be called.
+    `remembered` maps jobs to the (quorum_id, members) that an earlier lighthouse left behind.
+    """
+
+    def __init__(
+        self,
+        config: LighthouseConfig,
+        first_id: int,
+        remembered: Mapping[JobKey, tuple[int, tuple[str, ...]]] | None = None,
+    ) -> None:
+        self.config = config
+        self._first_id = first_id
+        self._jobs: dict[JobKey, JobState] = {}
+        for key, (quorum_id, members) in (remembered or {}).items():
+            first = max(first_id, quorum_id + 1)
+            self._jobs[key] = JobState(key, config, first, remembered=members)
+
+    def handle(self, peer: Peer, message: Request, now: float) -> list[Effect]:
+        """A decoded request from `peer`."""
+        if isinstance(message, StatusRequest):
+            return [Send((peer,), Status(json.dumps(self.status())))]
+        job = self._jobs.get(message.job)
+        if isinstance(message, DeathNotice):
+            if job is None:
+                return []
+            return job.lost(message.replica_id, message.cause or "process died", now)
+        if job is None:
+            if isinstance(message, Join) and not self._has_capacity():
+                reason = f"this lighthouse is full ({len(self._jobs)} jobs)"
+                return [Send((peer,), Refused(message.job, reason))]
+            job = JobState(message.job, self.config, self._first_id)
+            if isinstance(message, Join):  # others are answered, but leave nothing behind
+                self._jobs[message.job] = job
+        return job.handle(peer, message, now)
+
+    def _has_capacity(self) -> bool:
+        """Whether one more job fits, if need be in the place of one that all members have left."""
+        if len(self._jobs) < self.config.max_jobs:
+            return True
+        left = next((key for key, job in self._jobs.items() if job.empty), None)
+        if left is None:
+            return False
+        del self._jobs[left]
+        return True
+
+    def disconnected(
+        self, peer: Peer, now: float, cause: str = "connection closed"
+    ) -> list[Effect]:
+        """The connection of `peer` is gone: every replica group behind it is dead or unreachable."""
+        effects: list[Effect] = []
+        for job in self._jobs.values():
+            for replica_id in job.replicas_of(peer):
+                effects += job.lost(replica_id, cause, now)
+        return effects
+
+    def expire(self, now: float) -> list[Effect]:
+        """Time has reached `deadline()`."""
+        effects: list[Effect] = []
+        for job in self._jobs.values():
+            wanted = job.deadline()
+            if wanted is not None and wanted <= now:
+                effects += job.expire(now)
+        return effects
+
+    def deadline(self) -> float | None:
+        """When `expire` wants to be called; None: not before another event."""
+        times = (job.deadline() for job in self._jobs.values())
+        return min((t for t in times if t is not None), default=None)
+
+    def check(self) -> None:
+        """Assert every invariant of every job."""
+        for job in self._jobs.values():
+            job.check()
+
+    def status(self) -> dict[str, object]:
+        """All jobs, as plain JSON types."""
+        return {"jobs": [job.status() for job in self._jobs.values()]}

@@ -1,26 +1,32 @@
-"""Who is in a job: seats, the names and connections they hold, claims on names. PURE.
+"""The members of a job: replica groups that have joined, their names and their connections. PURE.
 
-A seat is a replica group that is connected and has joined, member of the live quorum or not.
-A claim is a newcomer whose name is still held by a process that may be dying.
+A member of a job is connected and has joined. It is in the live quorum, or it waits for the next
+one. A name conflict is a newcomer whose name still belongs to a member whose process may be dying.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lighthouse.machine.effects import Peer
 from lighthouse.machine.rules import Position
-from lighthouse.wire.messages import NO_QUORUM, InDoubt, Join
+from lighthouse.wire.messages import NO_QUORUM, InDoubt, Join, Peer
 
 
 @dataclass(slots=True)
 class MemberState:
-    """A replica group that is connected and has joined.
+    """A replica group that has joined a job.
 
-    `doubt`: its step in doubt, until it votes again; `settle`, `control`: what became of that.
-    `base_id`: the last quorum whose member list it surely holds. `told`: why it waits, as it
-    heard it last. `veteran`: it has been in a quorum of this job.
+    Attributes:
+        join: its newest `Join`.
+        peer: the connection that reaches it.
+        position: the state that it holds.
+        arrival: its number in the order of arrival; kept when it joins again.
+        doubt: its step in doubt, until it votes again.
+        settle, control: what became of that step ("commit", "discard"; empty: not settled), and
+            the control bytes of its decision.
+        base_id: the newest quorum whose member list it certainly holds.
+        last_reason: why it waits, as it was told last; empty: it was not told.
+        was_member: it has been in a quorum of this job.
     """
 
     join: Join
@@ -31,8 +37,8 @@ class MemberState:
     settle: str = ""
     control: bytes = b""
     base_id: int = NO_QUORUM
-    told: str = ""
-    veteran: bool = False
+    last_reason: str = ""
+    was_member: bool = False
 
     @property
     def replica_id(self) -> str:
@@ -45,7 +51,7 @@ class MemberState:
 
 @dataclass(slots=True)
 class NameConflict:
-    """A newcomer whose name is still in use, and until when its holder may turn out dead."""
+    """A newcomer whose name is in use. At `expires` (machine's clock) it is refused."""
 
     join: Join
     peer: Peer
@@ -53,93 +59,71 @@ class NameConflict:
 
 
 class Members:
-    """All seats of a job by replica_id, by name and by connection."""
+    """All members of a job by replica_id, by name and by connection. Not thread-safe: one owner."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, MemberState] = {}
+        self.by_id: dict[str, MemberState] = {}
+        """By replica_id. Read only: `put` and `take` change it."""
+        self.were_members = 0
+        """How many of them have been in a quorum of this job. Read only."""
         self._by_name: dict[str, str] = {}
         self._by_peer: dict[Peer, set[str]] = {}
         self._arrivals = 0
-        self.veterans = 0
-        """How many of them have been in a quorum of this job."""
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[MemberState]:
-        return iter(self._by_id.values())
-
-    def __contains__(self, replica_id: object) -> bool:
-        return replica_id in self._by_id
-
-    def __getitem__(self, replica_id: str) -> MemberState:
-        return self._by_id[replica_id]
-
-    def get(self, replica_id: str) -> MemberState | None:
-        return self._by_id.get(replica_id)
-
-    def any(self) -> MemberState | None:
-        """Some seat, if there is one (all match each other)."""
-        return next(iter(self._by_id.values()), None)
-
-    def ids(self) -> set[str]:
-        return set(self._by_id)
 
     def put(self, join: Join, peer: Peer) -> MemberState:
-        """A replica group sits down, or says anew who it is (it keeps its place in the line)."""
+        """Add the sender of `join`, or replace what is known of it (its arrival number stays)."""
         old = self.take(join.replica_id)
         if old is None:
             self._arrivals += 1
         arrival = self._arrivals if old is None else old.arrival
-        seat = MemberState(join, peer, Position(join.step, join.lineage), arrival, join.in_doubt)
-        assert join.name not in self._by_name, "two seats of one name"
-        self._by_id[join.replica_id] = seat
+        member = MemberState(join, peer, Position(join.step, join.lineage), arrival, join.in_doubt)
+        assert join.name not in self._by_name, "two members of one name"
+        self.by_id[join.replica_id] = member
         self._by_name[join.name] = join.replica_id
         self._by_peer.setdefault(peer, set()).add(join.replica_id)
         if join.quorum_id != NO_QUORUM:
-            self.promote(seat)
-        return seat
+            self.mark_was_member(member)
+        return member
 
-    def promote(self, seat: MemberState) -> None:
-        """`seat` has been in a quorum."""
-        self.veterans += not seat.veteran
-        seat.veteran = True
+    def mark_was_member(self, member: MemberState) -> None:
+        """`member` has been in a quorum. Idempotent."""
+        self.were_members += not member.was_member
+        member.was_member = True
 
     def take(self, replica_id: str) -> MemberState | None:
-        """Remove a seat and return it."""
-        seat = self._by_id.pop(replica_id, None)
-        if seat is not None:
-            del self._by_name[seat.join.name]
-            self._forget_peer(seat)
-            self.veterans -= seat.veteran
-        return seat
+        """Remove a member and return it; None if there is none."""
+        member = self.by_id.pop(replica_id, None)
+        if member is not None:
+            del self._by_name[member.name]
+            self._forget_peer(member)
+            self.were_members -= member.was_member
+        return member
 
-    def move(self, seat: MemberState, peer: Peer) -> None:
-        """`seat` speaks through `peer` from now on."""
-        if seat.peer != peer:
-            self._forget_peer(seat)
-            seat.peer = peer
-            self._by_peer.setdefault(peer, set()).add(seat.replica_id)
+    def move(self, member: MemberState, peer: Peer) -> None:
+        """From now on `peer` reaches `member`."""
+        self._forget_peer(member)
+        member.peer = peer
+        self._by_peer.setdefault(peer, set()).add(member.replica_id)
 
     def of_peer(self, peer: Peer) -> list[str]:
-        """replica_ids that speak through `peer`, sorted."""
+        """replica_ids that are reached through `peer`, sorted."""
         return sorted(self._by_peer.get(peer, ()))
 
     def other_holder(self, name: str, replica_id: str) -> bool:
-        """Whether another replica group than `replica_id` holds `name`."""
+        """Whether another member than `replica_id` has `name`."""
         return self._by_name.get(name, replica_id) != replica_id
 
-    def _forget_peer(self, seat: MemberState) -> None:
-        ids = self._by_peer[seat.peer]
-        ids.discard(seat.replica_id)
+    def _forget_peer(self, member: MemberState) -> None:
+        ids = self._by_peer[member.peer]
+        ids.discard(member.replica_id)
         if not ids:
-            del self._by_peer[seat.peer]
+            del self._by_peer[member.peer]
 
     def check(self) -> None:
-        """Assert every invariant."""
-        assert self._by_name == {s.join.name: r for r, s in self._by_id.items()}
-        assert sum(len(ids) for ids in self._by_peer.values()) == len(self._by_id)
-        assert self.veterans == sum(seat.veteran for seat in self)
-        for replica_id, seat in self._by_id.items():
-            assert seat.replica_id == replica_id
-            assert replica_id in self._by_peer[seat.peer]
+        """Assert every invariant. O(members)."""
+        assert self._by_name == {m.name: r for r, m in self.by_id.items()}
+        assert sum(len(ids) for ids in self._by_peer.values()) == len(self.by_id)
+        assert self.were_members == sum(m.was_member for m in self.by_id.values())
+        for replica_id, member in self.by_id.items():
+            assert member.replica_id == replica_id
+            assert replica_id in self._by_peer[member.peer]

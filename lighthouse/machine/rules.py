@@ -1,29 +1,29 @@
 """The rules by which a quorum forms. Pure functions: no clock, no IO, no state.
 
-Theory. A job has at most one live quorum, and only when its step is decided does the next one
-form; so two quorums of a job never run side by side. What is left to decide is when the
-candidates suffice, and from which state they go on:
+Theory. A job has at most one live quorum, and the next one forms only when its step is decided, so
+two quorums of a job never run side by side. What is left to decide is when the candidates suffice,
+and from which state they go on:
 
 R1  Fewer than `min_replicas` candidates: wait.
-R2  They go on from the newest position among them: the highest step; at equal step the job's
-    own head, else the position that most candidates hold, else that of the first by order.
-    All others are behind and heal (R3). A torn state (partly overwritten) is nobody's position:
-    its holder heals, and where all are torn they wait for one that is whole, up to
-    `torn_timeout_s`; then they are sent away to start again.
+R2  They go on from the newest position among them: the highest step; at equal step the job's own
+    head, else the position that most candidates hold, else that of the first by order. All others
+    are behind and heal (R3). A torn state (partly overwritten) is no position: its holder heals. If
+    all candidates are torn they wait up to `torn_timeout_s` for one that is whole; then they are
+    refused and must start again.
 R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
-R4  If a candidate holds the job's head, nobody of the last quorum holds anything newer: form at
+R4  If a candidate holds the job's head, no member of the last quorum holds a newer state: form at
     once.
 R5  Members of an earlier quorum may hold a newer state than any candidate (the lighthouse was
-    restarted, or all of them are away). While one of those is missing, wait, but no longer than
-    the join timeout: a state that nobody brings back is lost, and the rest goes on.
-R6  Where no candidate has been in a quorum of the job yet, the next one waits for
-    `expected_replicas`, or, where nobody said how many will come, for stragglers; in both cases
-    no longer than the join timeout.
-R7  Ranks: members of the last quorum keep their order, newcomers follow in natural order of
-    their names when a job starts, in order of arrival later.
-R8  Where the last members said that the training has finished, those who come with less than its
-    last step start over only as many as are expected; a single one that comes back is sent away
-    when the join timeout is over.
+    restarted, or all of them are away). While one of them is missing, wait, but no longer than the
+    join timeout: a state that does not come back is lost, and the rest goes on.
+R6  If no candidate has been in a quorum of the job yet, the next quorum waits for
+    `expected_replicas`, or, if that is not known, for stragglers; in both cases no longer than the
+    join timeout.
+R7  Ranks: members of the last quorum keep their order. Newcomers follow in natural order of their
+    names when a job starts, and in order of arrival later.
+R8  If the last members said that the training has finished, candidates that come with less than its
+    last step start it over only if as many come as are expected. Fewer are refused when the join
+    timeout is over.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lighthouse.wire.messages import TORN
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The version of a state."""
+    """The version of a state: the number of commits, and a hash over their history."""
 
     step: int
     lineage: str
@@ -57,18 +57,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """All that the rules look at.
+    """All that the rules depend on. Times are in seconds.
 
     Attributes:
-        candidates: who waits.
+        candidates: the replica groups that wait.
         min_replicas, expected_replicas: see `LighthouseConfig`; 0 expected: not known.
         previous: replica_ids of the last quorum in rank order; empty: there was none.
-        missed: replica_ids that are known from an earlier quorum, are not candidates, and may
-            come back with a newer state.
+        missed: replica_ids of an earlier quorum that are not candidates, and may come back with
+            a newer state.
         head: position of the last commit that this lighthouse knows.
         since: when waiting began (the first candidate arrived, or the last quorum ended).
         join_timeout_s: see `Timeouts`.
-        torn_timeout_s: how long those wait that all hold torn states.
+        torn_timeout_s: how long candidates wait if all of them hold torn states.
         has_past: some candidate has been in a quorum of this job before.
     """
 
@@ -86,7 +86,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The next quorum: replica_ids in rank order, the position they start from, who must heal."""
+    """The next quorum: replica_ids in rank order, its position, and the members that must heal."""
 
     members: tuple[str, ...]
     position: Position
@@ -95,9 +95,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A choice or none, why, and when time alone may change the answer.
+    """A choice or none, the reason, and when time alone may change the answer (None: never).
 
-    `hopeless`: it can't, nor can any of those who wait: they must start again.
+    `hopeless`: nothing can change the answer; the candidates must start again.
     """
 
     choice: Choice | None
@@ -117,9 +117,9 @@ def too_early(
 ) -> Verdict | None:
     """R1, R5 and R6 by numbers alone, in constant time; None: ask `decide`.
 
-    Spares a job that fills up with N replica groups N looks at all of them. `first`: nobody here
-    has been in a quorum yet. `expires`: when the join timeout ends. `missed`: members of
-    an earlier quorum to wait for (R5), 0 if R4 applies.
+    Without it, a job that fills up with N replica groups would examine all of them N times.
+    `first`: no candidate has been in a quorum yet. `expires`: when the join timeout ends.
+    `missed`: members of an earlier quorum to wait for (R5), 0 if R4 applies.
     """
     if count < min_replicas:
         return Verdict(None, f"waiting for {min_replicas - count} of min_replicas={min_replicas}")
@@ -141,7 +141,7 @@ def too_late(
 ) -> Verdict | None:
     """R8, after a training that has finished at `step`; None: ask the other rules.
 
-    `held`: somebody here holds that step, or a later one. `expires`: when the join timeout ends.
+    `held`: a candidate holds that step, or a later one. `expires`: when the join timeout ends.
     """
     if held or count >= expected_replicas:
         return None
@@ -157,7 +157,7 @@ def too_late(
 def decide(situation: Situation, now: float) -> Verdict:
     """Apply R1 to R7 at `now` (seconds, any monotonic clock)."""
     if not situation.candidates:
-        return Verdict(None, "nobody waits")
+        return Verdict(None, "no replica group waits")
     position = newest(situation.candidates, situation.head)
     if position is None:
         give_up = situation.since + situation.torn_timeout_s
@@ -183,7 +183,7 @@ def decide(situation: Situation, now: float) -> Verdict:
 
 
 def newest(candidates: Iterable[Candidate], head: Position | None) -> Position | None:
-    """R2; None if nobody holds a whole state. `candidates` must not be empty."""
+    """R2; None if no candidate holds a whole state."""
     whole = [c for c in candidates if not c.position.lineage.startswith(TORN)]
     if not whole:
         return None
@@ -200,7 +200,7 @@ def newest(candidates: Iterable[Candidate], head: Position | None) -> Position |
 
 
 def rank_order(candidates: Sequence[Candidate], previous: Sequence[str]) -> tuple[str, ...]:
-    """R7."""
+    """R7: replica_ids of `candidates` in rank order; `previous`: the last quorum's."""
     by_id = {c.replica_id: c for c in candidates}
     kept = [replica_id for replica_id in previous if replica_id in by_id]
     known = set(kept)
@@ -219,13 +219,13 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _stragglers(situation: Situation, able: Sequence[Candidate]) -> str:
-    """Why to wait although `min_replicas` are there; empty: no reason (R4, R5, R6)."""
+    """Why to wait although `min_replicas` can train; empty: no reason (R4, R5, R6)."""
     if any(c.position == situation.head for c in able):
         return ""  # R4
     if situation.missed:
         return _missing(len(situation.missed))
     if situation.has_past:
-        return ""  # all members of the last quorum are here, or left for good
+        return ""  # every member of the last quorum is a candidate, or has left for good
     if situation.expected_replicas:
         short = situation.expected_replicas - len(able)
         if short > 0:
@@ -235,8 +235,8 @@ def _stragglers(situation: Situation, able: Sequence[Candidate]) -> str:
 
 
 _TORN = (
-    "the state of all who wait was partly overwritten by a heal whose source is gone: start the "
-    "replica groups again, from a checkpoint where there is one"
+    "every waiting replica group holds a state that was partly overwritten by a heal whose source "
+    "is gone: start the replica groups again, from a checkpoint if there is one"
 )
 
 

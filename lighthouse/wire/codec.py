@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
@@ -49,11 +49,10 @@ Decoder = Callable[[Any], Any]
 
 
 class Encoder:
-    """Turns messages into frames. One thread at a time.
+    """Turns batches of messages into frames. One thread at a time.
 
-    A quorum goes to N members in N messages that differ in little but hold the same member list.
-    Lists that were packed since `begin` are not packed again (the same object, not an equal one),
-    so that telling N members costs N short headers and one list.
+    The messages of a new quorum differ in little and hold the same member list. A list (the same
+    object, not an equal one) is packed once a batch.
     """
 
     def __init__(self) -> None:
@@ -61,12 +60,13 @@ class Encoder:
         # By id(); the value holds the list, so that no other object can get its id meanwhile.
         self._packed: dict[int, tuple[object, bytes]] = {}
 
-    def begin(self) -> None:
-        """Forget what was packed: a new batch of messages."""
+    def encode_all(self, batch: Iterable[messages.Message]) -> list[bytes]:
+        """One frame for each message of `batch`, in order."""
+        frames = [self._encode(message) for message in batch]
         self._packed.clear()
+        return frames
 
-    def encode(self, message: messages.Message) -> bytes:
-        """Bytes of one message."""
+    def _encode(self, message: messages.Message) -> bytes:
         kind: Any = type(message)
         if kind is messages.Quorum or kind is messages.Decision:
             parts = [self._pack(VERSION), self._pack(_TAG_OF[kind]), *self._packed_fields(message)]
@@ -98,8 +98,8 @@ class Encoder:
 
 
 def encode(message: messages.Message) -> bytes:
-    """Bytes of one message. Any thread."""
-    return Encoder().encode(message)
+    """The frame of one message. Any thread."""
+    return Encoder().encode_all([message])[0]
 
 
 def decode(frame: bytes | memoryview) -> messages.Message:

@@ -21,6 +21,9 @@ MAX_ADDRESS_BYTES = 4_096
 MAX_CONTROL_BYTES = 1_024
 MAX_GROUP_WORLD_SIZE = 65_536
 
+Peer = bytes
+"""Identity of a connection, as ZeroMQ's ROUTER socket tells connections apart."""
+
 TORN = "torn-"
 """A lineage that starts so belongs to no state: one that was partly overwritten, or whose ranks
 stand at different positions. Whoever holds it must heal and is never a source."""

@@ -9,10 +9,10 @@ import pytest
 import zmq
 
 from lighthouse.client import Connection, LighthouseClient
+from lighthouse.config import normalize_address, split_address
 from lighthouse.errors import LighthouseUnavailable
 from lighthouse.server import LighthouseServer
 from lighthouse.sockets import CLIENT_SEND_QUEUE_MESSAGES
-from lighthouse.wire import address as addresses
 from lighthouse.wire.messages import StatusRequest
 from tests.lighthouse.support import FAST
 
@@ -29,8 +29,8 @@ from tests.lighthouse.support import FAST
     ],
 )
 def test_addresses_that_can_be_connected_to(written: str, normal: str) -> None:
-    assert addresses.normalize(written) == normal
-    assert addresses.normalize(written, to_connect=False) == normal
+    assert normalize_address(written) == normal
+    assert normalize_address(written, to_connect=False) == normal
 
 
 @pytest.mark.parametrize(
@@ -40,14 +40,14 @@ def test_addresses_that_can_be_connected_to(written: str, normal: str) -> None:
 )  # fmt: skip
 def test_addresses_that_can_not(written: str) -> None:
     with pytest.raises(ValueError, match="write"):
-        addresses.normalize(written)
+        normalize_address(written)
     with pytest.raises(ValueError, match="write"):
         LighthouseClient(written)
 
 
 def test_addresses_to_bind() -> None:
-    assert addresses.normalize("*:0", to_connect=False) == "tcp://*:0"
-    assert addresses.split("tcp://[::]:29510") == ("::", 29510)
+    assert normalize_address("*:0", to_connect=False) == "tcp://*:0"
+    assert split_address("tcp://[::]:29510") == ("::", 29510)
 
 
 def test_nobody_there_is_one_sentence() -> None:

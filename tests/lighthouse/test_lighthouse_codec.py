@@ -88,8 +88,9 @@ def test_round_trip(message: messages.Message) -> None:
 def test_one_encoder_says_the_same_as_many(batch: list[messages.Message]) -> None:
     """What an encoder keeps of earlier messages of a batch changes no later one."""
     encoder = codec.Encoder()
-    for message in [*batch, *batch]:
-        assert encoder.encode(message) == codec.encode(message)
+    for _ in range(2):
+        frames = encoder.encode_all([*batch, *batch])
+        assert frames == [codec.encode(message) for message in [*batch, *batch]]
 
 
 def test_member_list_is_packed_once_a_batch() -> None:
@@ -108,11 +109,9 @@ def test_member_list_is_packed_once_a_batch() -> None:
             return packed
 
     packer, encoder._packer = encoder._packer, Counting()
-    for step in range(10):
-        encoder.encode(Quorum(JobKey(), 1, step, "x", 0, (), shared))
+    encoder.encode_all(Quorum(JobKey(), 1, step, "x", 0, (), shared) for step in range(10))
     assert sum(value is shared for value in counted) == 1
-    encoder.begin()
-    encoder.encode(Quorum(JobKey(), 1, 0, "x", 0, (), shared))
+    encoder.encode_all([Quorum(JobKey(), 1, 0, "x", 0, (), shared)])
     assert sum(value is shared for value in counted) == 2
 
 

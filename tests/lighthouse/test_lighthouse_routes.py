@@ -15,9 +15,9 @@ def test_a_closed_descriptor_loses_who_spoke_through_it() -> None:
     routes.accepted(7)
     routes.attribute(A, 7, 0.0)
     routes.closed(7, 1.0)
-    assert routes.pending
+    assert routes.lost
     assert routes.take_lost(dry=True, now=1.0) == [A]
-    assert not routes.pending
+    assert not routes.lost
     assert not routes.fd_of
     routes.check()
 
@@ -38,7 +38,7 @@ def test_the_end_of_an_older_connection_means_nothing() -> None:
     routes.accepted(8)
     routes.attribute(A, 8, 1.0)
     routes.closed(7, 2.0)
-    assert not routes.pending
+    assert not routes.lost
 
 
 def test_a_peer_that_came_back_before_it_was_reported_is_not_lost() -> None:
@@ -58,7 +58,7 @@ def test_a_peer_that_came_back_over_the_same_number_is_lost_first() -> None:
     routes.closed(7, 1.0)
     routes.accepted(7)
     assert routes.attribute(A, 7, 1.0)
-    assert not routes.pending
+    assert not routes.lost
     assert routes.fd_of == {A: 7}
 
 
@@ -82,7 +82,7 @@ def test_a_ghost_on_somebody_elses_descriptor_is_found_by_answering_it() -> None
     assert routes.take_lost(dry=True, now=0.0) == [A]
     assert routes.fd_of == {B: 7}
     routes.no_route(b"never heard of", 0.0)
-    assert not routes.pending
+    assert not routes.lost
 
 
 @settings(max_examples=1_000)

@@ -15,7 +15,7 @@ import zmq
 from lighthouse.client import LighthouseClient
 from lighthouse.config import LighthouseConfig
 from lighthouse.errors import ProtocolError, VersionMismatch
-from lighthouse.machine.jobs import Note
+from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.sockets import open_router
 from lighthouse.wire import codec

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.machine.jobs import Note
+from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.sockets import open_router
 from lighthouse.watcher import CAUSE, ProcessWatch, Report

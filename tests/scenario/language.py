@@ -17,7 +17,7 @@ from typing import Any
 from ft_core.replica.effects import FetchState, Transmit
 from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
-from lighthouse.machine.jobs import Lighthouse, Note, Remember, Send
+from lighthouse.machine.job import Lighthouse, Note, Remember, Send
 from lighthouse.wire.messages import (
     DeathNotice,
     Decision,

@@ -9,7 +9,7 @@ from ft_core.replica.effects import Transmit
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Stage
 from lighthouse.config import LighthouseConfig
-from lighthouse.machine.jobs import Effect, Lighthouse, Note, Remember, Send, first_quorum_id
+from lighthouse.machine.job import Effect, Lighthouse, Note, Remember, Send, first_quorum_id
 from lighthouse.wire.messages import DeathNotice, JobKey, Join, Request
 from tests.sim.checker import Checker
 from tests.sim.clock import Clock

@@ -14,12 +14,11 @@ import pytest
 import ft_core.replica.machine as replica_module
 import ft_core.replica.status as standing_module
 import lighthouse.machine.history as history_module
-import lighthouse.machine.jobs as state_module
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Outcome
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.history import History
-from lighthouse.machine.job import JobState
+from lighthouse.machine.job import JobState, Lighthouse
 from lighthouse.wire.messages import Join, Member, Quorum, Vote, next_lineage
 from tests.sim.cluster import Cluster
 from tests.sim.profile import Profile, profile_of
@@ -33,7 +32,7 @@ def counts_votes_of_old_quorums(patch: Patch) -> None:
 
     def on_vote(self: JobState, peer: bytes, vote: Vote, now: float) -> None:
         live = self._live
-        if live is not None and vote.quorum_id < live.quorum_id and live.has(vote.replica_id):
+        if live is not None and vote.quorum_id < live.quorum_id and vote.replica_id in live.living:
             position = live.position
             vote = replace(
                 vote, quorum_id=live.quorum_id, step=position.step, lineage=position.lineage
@@ -53,7 +52,7 @@ def reuses_ids_after_restart(patch: Patch) -> None:
     patch.setattr("tests.sim.cluster.first_quorum_id", lambda wall_clock_ms: 1)
     patch.setattr(
         Cluster, "make_lighthouse",
-        lambda self, config, first_id, remembered: state_module.Lighthouse(config, first_id),
+        lambda self, config, first_id, remembered: Lighthouse(config, first_id),
     )  # fmt: skip
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lighthouse.machine.effects import Effect, Send
-from lighthouse.machine.job import JobState
+from lighthouse.machine.job import Effect, JobState, Send
 from lighthouse.wire.messages import FINISHED, Leave, Quorum, Refused, Waiting, next_lineage
 from tests.unit.test_job import KEY, LIMITS, full_job, join, vote_all
 

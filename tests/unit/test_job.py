@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lighthouse.config import LighthouseConfig, Timeouts
-from lighthouse.machine.effects import Effect, Send
-from lighthouse.machine.history import MAX_DOUBLINGS, REMEMBERED_DECISIONS, History, Patience
-from lighthouse.machine.job import JobState
-from lighthouse.machine.jobs import Lighthouse, first_quorum_id
+from lighthouse.machine.forming import MAX_DOUBLINGS, Patience
+from lighthouse.machine.history import REMEMBERED_DECISIONS, History
+from lighthouse.machine.job import Effect, JobState, Lighthouse, Send, first_quorum_id
 from lighthouse.machine.members import Members
 from lighthouse.machine.rules import Position
 from lighthouse.wire import codec
@@ -167,20 +166,20 @@ def test_history_is_bounded() -> None:
     assert history.commits == 2 * REMEMBERED_DECISIONS
 
 
-def test_a_seat_keeps_its_place_and_moves_with_its_connection() -> None:
-    seats = Members()
-    seats.put(join("a"), b"one")
-    first = seats["a"].arrival
-    seats.put(join("b"), b"two")
-    seats.put(join("a", step=3), b"three")
-    assert seats["a"].arrival == first
-    assert seats.of_peer(b"one") == []
-    assert seats.of_peer(b"three") == ["a"]
-    seats.move(seats["b"], b"three")
-    assert seats.of_peer(b"three") == ["a", "b"]
-    seats.check()
-    with pytest.raises(AssertionError, match="two seats of one name"):
-        seats.put(join("c", name="a"), b"four")
+def test_a_member_keeps_its_place_and_moves_with_its_connection() -> None:
+    known = Members()
+    known.put(join("a"), b"one")
+    first = known.by_id["a"].arrival
+    known.put(join("b"), b"two")
+    known.put(join("a", step=3), b"three")
+    assert known.by_id["a"].arrival == first
+    assert known.of_peer(b"one") == []
+    assert known.of_peer(b"three") == ["a"]
+    known.move(known.by_id["b"], b"three")
+    assert known.of_peer(b"three") == ["a", "b"]
+    known.check()
+    with pytest.raises(AssertionError, match="two members of one name"):
+        known.put(join("c", name="a"), b"four")
 
 
 # ---------------------------------------------------------------- nonsense
