@@ -41,6 +41,8 @@ SHARED_THREADS = "shared-"
 THREADS_NOT_OURS = ("tqdm_monitor", "pytest_timeout", "pydevd", "hypothesis", SHARED_THREADS)
 shared_children: set[int] = set()
 """Process ids of children that a fixture of the whole session owns."""
+fork_servers: set[int] = set()
+"""Process ids of those that fork processes for this one (`tests.workers`)."""
 CHILDREN_NOT_OURS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -94,9 +96,11 @@ def sockets() -> frozenset[str]:
 
 
 def children() -> frozenset[int]:
-    """Process ids of the children of this process, dead but not waited for included."""
+    """Process ids of the children of this process and of its fork servers, which do not count
+    themselves; dead but not waited for included."""
     found = set()
-    for task in Path("/proc/self/task").iterdir():
+    parents = [Path("/proc/self"), *(Path(f"/proc/{pid}") for pid in fork_servers)]
+    for task in [task for parent in parents for task in (parent / "task").iterdir()]:
         try:
             found |= {int(pid) for pid in (task / "children").read_text().split()}
         except OSError:
@@ -105,7 +109,8 @@ def children() -> frozenset[int]:
 
 
 def _is_foreign(pid: int) -> bool:
-    return pid in shared_children or any(name in _command_of(pid) for name in CHILDREN_NOT_OURS)
+    owned = shared_children | fork_servers
+    return pid in owned or any(name in _command_of(pid) for name in CHILDREN_NOT_OURS)
 
 
 def _command_of(pid: int) -> str:

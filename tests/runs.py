@@ -11,41 +11,51 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests import workers
+
 ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 150.0
 
 Line = dict[str, Any]
+Process = subprocess.Popen[bytes] | workers.Worker
 
 
 class Run:
     """Scripts of one test; `log` is the folder that they write to."""
 
+    framework = "torch"
+    """What a script finds imported: a key of `workers.FRAMEWORKS`."""
+
     def __init__(self, log: Path, lighthouse: str, script: Path, **options: Any) -> None:
         log.mkdir(parents=True, exist_ok=True)
         self.log, self.lighthouse, self.script = log, lighthouse, script
         self.options = {"log": str(log), **options}
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.waited: list[subprocess.Popen[bytes]] = []  # and ended as they should
+        self.processes: list[Process] = []
+        self.waited: list[Process] = []  # and ended as they should
 
     def launch(
-        self, command: Sequence[str], env: Mapping[str, str], *, without: tuple[str, ...]
-    ) -> subprocess.Popen[bytes]:
-        """Start `command` in an environment that has `env`, and nothing whose name begins as
-        `without` says."""
+        self, arguments: Sequence[str], env: Mapping[str, str], *, without: tuple[str, ...]
+    ) -> Process:
+        """Start Python with `arguments` in an environment that has `env`, and nothing whose name
+        begins as `without` says; as a fork, if it is to run a script or a module."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(without)}
+        env = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
         path = self.log / f"output.{len(self.processes)}"
+        process: Process
         with path.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            streams: Any = {"stdout": output, "stderr": subprocess.STDOUT}
+            if arguments[0] == "-c":
+                process = subprocess.Popen([sys.executable, *arguments], env=env, **streams)
+            else:
+                process = workers.start(
+                    self.framework, arguments, env=env, cwd=Path.cwd(), **streams
+                )
         self.processes.append(process)
         return process
 
@@ -83,7 +93,7 @@ class Run:
             f"step {step} of replica {name}",
         )
 
-    def wait(self, *processes: subprocess.Popen[bytes], code: int | None = 0) -> None:
+    def wait(self, *processes: Process, code: int | None = 0) -> None:
         """Until they have ended, with this exit code. None: whatever it is (torch's own Gloo group
         sometimes aborts a plain process at its exit, when all is done)."""
         for process in processes:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from ft_accelerate.plugin.options import ENV_SUPERVISOR
 from ft_core.launch.rank_group import group_command
 from tests import runs
-from tests.runs import WAIT_S, Line, compare_steps, ended
+from tests.runs import WAIT_S, Line, Process, compare_steps, ended
 
 WORKER = Path(__file__).with_name("loop_worker.py")
 NOT_OURS = ("FT_", "TORCHFT_", "ACCELERATE_", "REPLICA_", "NUM_REPLICA")
@@ -25,6 +24,8 @@ NOT_OURS = ("FT_", "TORCHFT_", "ACCELERATE_", "REPLICA_", "NUM_REPLICA")
 class Run(runs.Run):
     """Scripts of one test."""
 
+    framework = "accelerate"
+
     def start(
         self,
         index: int,
@@ -32,7 +33,7 @@ class Run(runs.Run):
         size: int = 1,
         launcher: Sequence[str] = (),
         **env: str,
-    ) -> subprocess.Popen[bytes]:
+    ) -> Process:
         """Replica group `index` of `groups`; of `size` processes that live and die together.
         `launcher`: python's arguments before the script."""
         prefix = "ACCELERATE_FAULT_TOLERANCE_"
@@ -51,12 +52,12 @@ class Run(runs.Run):
             launcher,
         )
 
-    def start_by_torchrun(self, size: int) -> subprocess.Popen[bytes]:
+    def start_by_torchrun(self, size: int) -> Process:
         """The only replica group, of `size` processes, with torchrun as its launcher."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
         return self.start(0, 1, launcher=torchrun)
 
-    def start_plain(self, world_size: int = 2) -> list[subprocess.Popen[bytes]]:
+    def start_plain(self, world_size: int = 2) -> list[Process]:
         """Plain Accelerate on torch's DistributedDataParallel, the oracle."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -67,12 +68,10 @@ class Run(runs.Run):
             for rank in range(world_size)
         ]
 
-    def _start(
-        self, env: dict[str, str], size: int = 1, launcher: Sequence[str] = ()
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, env: dict[str, str], size: int = 1, launcher: Sequence[str] = ()) -> Process:
         command = [sys.executable, *launcher, str(self.script), json.dumps(self.options)]
-        command = group_command(command, size, parent_env=ENV_SUPERVISOR)
-        return self.launch(command, env, without=NOT_OURS)
+        _, *arguments = group_command(command, size, parent_env=ENV_SUPERVISOR)
+        return self.launch(arguments, env, without=NOT_OURS)
 
     def until_held(self, name: int, hold: str) -> None:
         """Until replica `name` waits at this hold (option `holds`)."""
@@ -87,7 +86,7 @@ class Run(runs.Run):
 
     def killed_and_back(
         self,
-        victim: subprocess.Popen[bytes],
+        victim: Process,
         index: int,
         *,
         hold: str,
@@ -95,7 +94,7 @@ class Run(runs.Run):
         groups: int = 2,
         size: int = 1,
         **env: str,
-    ) -> subprocess.Popen[bytes]:
+    ) -> Process:
         """SIGKILL replica group `index` while process `of` waits at `hold`: its last process, which
         the group does not survive. Its next life, when the others have been told to go on and it
         has come back to them."""

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from ft_core.heal import HealKey
+from tests import workers
 
 KEY = HealKey(7, "abc")
 REPO = Path(__file__).resolve().parents[2]
@@ -65,35 +65,29 @@ class SourceProcess:
     """A real process that serves `state(megabytes)` as KEY until it is told to end."""
 
     def __init__(self, megabytes: int, *, seed: int = 0, live: int = 0) -> None:
-        command = [sys.executable, "-m", "tests.heal.source_process"]
-        self._process = subprocess.Popen(
-            [*command, str(megabytes), str(seed), str(live)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO,
-            env=os.environ | {"PYTHONPATH": str(REPO)},
+        words = [str(megabytes), str(seed), str(live)]
+        self._process = workers.start(
+            "torch", ["-m", "tests.heal.source_process", *words], env=os.environ,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.pid = self._process.pid
         assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().strip()
+        self.address = self._process.stdout.readline().decode().strip()
         assert self.address.startswith("tcp://")
 
     def ask(self, command: str) -> str:
         """Send a line, return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline().strip()
+        self._process.stdin.write(f"{command}\n".encode())
+        return self._process.stdout.readline().decode().strip()
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
     def end(self) -> None:
         """Kill it and collect it."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._process.end()
 
 
 class FaultyLink:

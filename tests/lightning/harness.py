@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ft_core.launch.rank_group import free_port, rank_environment
 from tests import runs
-from tests.runs import Line, compare_steps, ended
+from tests.runs import Line, Process, compare_steps, ended
 
 WORKER = Path(__file__).with_name("worker.py")
 SCENARIOS = Path(__file__).with_name("scenarios.py")
@@ -23,24 +21,24 @@ NOT_OURS = ("FT_", "TORCHFT_", "PL_", "REPLICA_", "NUM_REPLICA")
 class Run(runs.Run):
     """Trainers of one test."""
 
+    framework = "lightning"
+
     def __init__(self, log: Path, lighthouse: str, worker: Path = WORKER, **options: Any) -> None:
         super().__init__(log, lighthouse, worker, **options)
 
     def start(
         self, index: int | None = None, groups: int = 2, through: Sequence[str] = (), **env: str
-    ) -> subprocess.Popen[bytes]:
+    ) -> Process:
         """Replica group `index` of `groups`; None: a plain start of the script. `through`: what
         Python runs in its place, such as torchrun's module."""
         if index is not None:
             env = {"REPLICA_GROUP_ID": str(index), "NUM_REPLICA_GROUPS": str(groups), **env}
             env["TORCHFT_LIGHTHOUSE"] = self.lighthouse
             env["FT_JOB_ID"] = str(self.log)  # one lighthouse serves several runs
-        command = [sys.executable, *through, str(self.script), json.dumps(self.options)]
-        return self.launch(command, env, without=NOT_OURS)
+        arguments = [*through, str(self.script), json.dumps(self.options)]
+        return self.launch(arguments, env, without=NOT_OURS)
 
-    def start_ranks(
-        self, index: int, *, size: int, groups: int, **env: str
-    ) -> list[subprocess.Popen[bytes]]:
+    def start_ranks(self, index: int, *, size: int, groups: int, **env: str) -> list[Process]:
         """The processes of replica group `index`, as a launcher would start them."""
         port = free_port()
         return [

@@ -1,4 +1,4 @@
-"""Worker processes are shared by all tests of this folder: importing torch takes seconds."""
+"""Jobs, and the lighthouses that they meet at."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
-from tests.process.driver import Job, LighthouseProcess, Pool
+from tests.process.driver import Job, LighthouseProcess
 
 TIMEOUT_S = 20.0
 HEARTBEAT_TIMEOUT_S = 0.9  # ample on a busy machine
@@ -24,33 +24,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(180))
 
 
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
-
-
 @pytest.fixture
-def lighthouse(pool: Pool) -> Iterator[LighthouseServer]:
+def lighthouse() -> Iterator[LighthouseServer]:
     timeouts = Timeouts.derive(TIMEOUT_S, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
     with LighthouseServer(config=LighthouseConfig(timeouts=timeouts)) as server:
         yield server
 
 
 @pytest.fixture
-def make_job(pool: Pool) -> Iterator[JobFactory]:
-    """Makes jobs; at the end none of their processes is left in a run."""
+def make_job() -> Iterator[JobFactory]:
+    """Makes jobs; at the end none of their processes is left."""
     jobs: list[Job] = []
 
     def make(address: str, **options: Any) -> Job:
         defaults = {"timeout_s": TIMEOUT_S, "heartbeat_s": HEARTBEAT_TIMEOUT_S / 3}
-        jobs.append(Job(pool, address, **{**defaults, **options}))
+        jobs.append(Job(address, **{**defaults, **options}))
         return jobs[-1]
 
     yield make
     for job in jobs:
-        job.abandon()
+        job.close()
 
 
 @pytest.fixture

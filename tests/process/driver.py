@@ -9,17 +9,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lighthouse import LighthouseServer
-from tests.leaks import SHARED_THREADS, shared_children
+from tests import workers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
-MAX_PROCESSES = 4
 ALIGN_STEPS = 20
 """So many steps take longer than a command takes to arrive."""
 
@@ -27,42 +26,28 @@ Report = dict[str, Any]
 
 
 class Worker:
-    """One worker process. Reports are kept in order; `await_*` wait for one, without polling."""
+    """One run in a process of its own: `worker.RunOptions`; `holds`: phases to hold from the start.
 
-    def __init__(self) -> None:
-        env = dict(os.environ)
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-        env["OMP_NUM_THREADS"] = "1"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.process.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env=env,
-        )
-        shared_children.add(self.process.pid)
+    Reports are kept in order; `await_*` wait for one, without polling.
+    """
+
+    def __init__(self, *, holds: Sequence[str] = (), **options: Any) -> None:
+        words = [json.dumps(options), *holds]
+        self.process = workers.start(
+            "torch", ["-m", "tests.process.worker", *words], env=os.environ,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
         self.reports: list[Report] = []
-        self.name = ""
-        self.busy = False
+        self.name = options["name"]
+        self.rank = options.get("rank", 0)
+        self.running = True
         self._seen = 0
         self._over = False
         self._changed = threading.Condition()
-        self._reader = threading.Thread(
-            target=self._read, name=f"{SHARED_THREADS}reader", daemon=True
-        )
+        self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
         self._reader.start()
 
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None and not self._over
-
     # ------------------------------------------------------------------ commands
-
-    def run(self, **options: Any) -> None:
-        """Start a run; see `worker.RunOptions`. `holds`: phases to hold from the start."""
-        self.name, self.busy = options["name"], True
-        self.mark()
-        self._say("run", **options)
 
     def hold(self, phase: str, *, step: int = 0) -> None:
         """Stop in `phase` the next time it is reached, in `step` or later."""
@@ -84,9 +69,9 @@ class Worker:
         assert not error or (end_of_group and error.startswith("GroupBroken")), error
 
     def await_end(self) -> str:
-        """Wait until the run has ended by itself; its error, or "". The worker is idle then."""
+        """Wait until the run has ended by itself; its error, or ""."""
         ended = self.await_report(lambda r: r["kind"] == "ended", fatal=False)
-        self.busy = False
+        self.running = False
         return str(ended["error"])
 
     def send_signal(self, signum: int) -> None:
@@ -94,7 +79,7 @@ class Worker:
         self.process.send_signal(signum)
         if signum == signal.SIGKILL:
             self.process.wait()
-            self.busy = False
+            self.running = False
 
     def _say(self, what: str, **data: Any) -> None:
         assert self.process.stdin is not None
@@ -186,78 +171,22 @@ class Worker:
 
     def close(self) -> None:
         """End the process, whatever it does."""
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.close()
-        except BrokenPipeError:
-            pass
+        self.process.end()
         self._reader.join()
-        shared_children.discard(self.process.pid)
-
-
-class Pool:
-    """At most `MAX_PROCESSES` workers, kept warm between tests."""
-
-    def __init__(self) -> None:
-        self._workers: list[Worker] = []
-
-    def take(self) -> Worker:
-        """A worker that is ready to run; started if need be."""
-        self._drop_dead()
-        for worker in self._workers:
-            if not worker.busy:
-                return self._ready(worker)
-        assert len(self._workers) < MAX_PROCESSES, "more worker processes than allowed"
-        self._workers.append(Worker())
-        return self._ready(self._workers[-1])
-
-    def warm(self) -> None:
-        """Start a spare in the background, if there is room."""
-        self._drop_dead()
-        idle = any(not worker.busy for worker in self._workers)
-        if not idle and len(self._workers) < MAX_PROCESSES:
-            self._workers.append(Worker())
-
-    def _ready(self, worker: Worker) -> Worker:
-        if not worker.name:
-            worker.await_report(lambda r: r["kind"] == "ready")
-        return worker
-
-    def _drop_dead(self) -> None:
-        for worker in [w for w in self._workers if not w.alive]:
-            worker.close()
-            self._workers.remove(worker)
-
-    def discard(self, worker: Worker) -> None:
-        """A worker that a test is done with and that is not idle: end it."""
-        worker.close()
-        if worker in self._workers:
-            self._workers.remove(worker)
-
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
-        self._workers.clear()
 
 
 class Job:
     """The replica groups of one test, by name; knows all that they ever reported."""
 
-    def __init__(self, pool: Pool, lighthouse: str, **options: Any) -> None:
-        self._pool, self.lighthouse, self._options = pool, lighthouse, options
-        self.workers: dict[str, Worker] = {}
-        self._runs: list[tuple[int, Worker, int]] = []  # rank, whose reports, from which on
+    def __init__(self, lighthouse: str, **options: Any) -> None:
+        self.lighthouse, self._options = lighthouse, options
+        self._workers: list[Worker] = []
 
     def start(self, name: str, **options: Any) -> Worker:
         """Start (or restart) a replica group, or with rank=... one of its ranks."""
-        worker = self._pool.take()
-        self._runs.append((options.get("rank", 0), worker, len(worker.reports)))
-        key = f"{name}.{options['rank']}" if "rank" in options else name
-        self.workers[key] = worker
-        worker.run(lighthouse=self.lighthouse, name=name, **{**self._options, **options})
-        return worker
+        given = {**self._options, **options}
+        self._workers.append(Worker(lighthouse=self.lighthouse, name=name, **given))
+        return self._workers[-1]
 
     def start_all(self, count: int) -> list[Worker]:
         """`count` replica groups named 0, 1, ...; returns when all have committed twice."""
@@ -272,26 +201,21 @@ class Job:
 
         Ranks of one group hold shards here: each rank number is a world of its own.
         """
-        living = [w for w in self.workers.values() if w.alive and w.busy]
-        for worker in living:
-            worker.stop(end_of_group=end_of_group)
-        for rank in {rank for rank, _, _ in self._runs}:
+        for worker in self._workers:
+            if worker.running:
+                worker.stop(end_of_group=end_of_group)
+        for rank in {worker.rank for worker in self._workers}:
             check_states(self.all_steps(rank))
 
     def all_steps(self, rank: int = 0) -> list[Report]:
         """What the processes of this rank have said of their steps."""
-        found: list[Report] = []
-        for number, (its_rank, worker, start) in enumerate(self._runs):
-            later = [s for _, other, s in self._runs[number + 1 :] if other is worker]
-            if its_rank == rank:  # a process may be used again, for another rank
-                found += worker.reports[start : later[0] if later else None]
-        return [report for report in found if report["kind"] == "step"]
+        said = [w.since("step", 0) for w in self._workers if w.rank == rank]
+        return [report for reports in said for report in reports]
 
-    def abandon(self) -> None:
-        """After a failed test: no process is left in a run."""
-        for worker in self.workers.values():
-            if worker.busy or not worker.alive:
-                self._pool.discard(worker)
+    def close(self) -> None:
+        """No process is left."""
+        for worker in self._workers:
+            worker.close()
 
 
 def check_states(steps: list[Report]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from lighthouse import LighthouseServer
 from tests.process.conftest import JobFactory
-from tests.process.driver import Job, Pool, await_voted, frozen
+from tests.process.driver import Job, await_voted, frozen
 
 QUICK_S = 5.0
 
@@ -43,7 +43,6 @@ LOCAL = {"kind": "LocalSGD", "sync_every": 4}
 )
 def test_sigkill(
     make_job: JobFactory,
-    pool: Pool,
     lighthouse: LighthouseServer,
     outer: dict[str, Any],
     phase: str,
@@ -52,7 +51,6 @@ def test_sigkill(
     job: Job = make_job(lighthouse.address(), outer=outer, use_async_quorum=use_async_quorum)
     survivors = job.start_all(3)
     victim = survivors.pop()
-    pool.warm()
     if phase == "voting":
         # The victim has voted and waits for the answer, because a peer has not voted.
         survivors[0].hold("vote")

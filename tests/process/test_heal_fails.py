@@ -8,7 +8,7 @@ import pytest
 
 from lighthouse import LighthouseServer
 from tests.process.conftest import JobFactory
-from tests.process.driver import Job, Pool, Worker, frozen
+from tests.process.driver import Job, Worker, frozen
 
 BALLAST_BYTES = 64 << 20
 
@@ -18,11 +18,10 @@ def job(make_job: JobFactory, lighthouse: LighthouseServer) -> Job:
     return make_job(lighthouse.address(), ballast_bytes=BALLAST_BYTES)
 
 
-def killed_one(job: Job, pool: Pool) -> list[Worker]:
+def killed_one(job: Job) -> list[Worker]:
     """Three groups, of which the third has been killed; the survivors."""
     survivors = job.start_all(3)
     victim = survivors.pop()
-    pool.warm()
     victim.send_signal(signal.SIGKILL)
     for survivor in survivors:
         survivor.mark()
@@ -37,9 +36,9 @@ def all_commit(workers: list[Worker]) -> None:
 
 
 @pytest.mark.parametrize("moment", ["heal_start", "load"])
-def test_target_is_killed(job: Job, pool: Pool, moment: str) -> None:
+def test_target_is_killed(job: Job, moment: str) -> None:
     """While the state is on its way, and when it has just arrived."""
-    survivors = killed_one(job, pool)
+    survivors = killed_one(job)
     target = job.start("2", holds=["load"])
     if moment == "load":
         target.await_at("load")
@@ -54,9 +53,9 @@ def test_target_is_killed(job: Job, pool: Pool, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["heal_start", "publish"])
-def test_source_is_killed(job: Job, pool: Pool, moment: str) -> None:
+def test_source_is_killed(job: Job, moment: str) -> None:
     """One of two sources, while it serves and while it takes its snapshot."""
-    source, other = killed_one(job, pool)
+    source, other = killed_one(job)
     if moment == "publish":
         source.hold("publish")
     target = job.start("2")
@@ -73,10 +72,10 @@ def test_source_is_killed(job: Job, pool: Pool, moment: str) -> None:
     job.finish()
 
 
-def test_last_source_is_killed(job: Job, pool: Pool) -> None:
+def test_last_source_is_killed(job: Job) -> None:
     """Nobody holds the state any more: once a whole one is there, the job starts over from it,
     and says so by its steps."""
-    source, other = killed_one(job, pool)
+    source, other = killed_one(job)
     other.stop()
     source.hold("publish")
     target = job.start("2")
@@ -93,8 +92,8 @@ def test_last_source_is_killed(job: Job, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("moment", ["heal_start", "load"])
-def test_target_is_stopped_for_a_while(job: Job, pool: Pool, moment: str) -> None:
-    survivors = killed_one(job, pool)
+def test_target_is_stopped_for_a_while(job: Job, moment: str) -> None:
+    survivors = killed_one(job)
     target = job.start("2", holds=["load"] if moment == "load" else [])
     if moment == "load":
         target.await_at("load")
@@ -112,8 +111,8 @@ def test_target_is_stopped_for_a_while(job: Job, pool: Pool, moment: str) -> Non
 
 
 @pytest.mark.parametrize("moment", ["heal_start", "publish"])
-def test_source_is_stopped_for_a_while(job: Job, pool: Pool, moment: str) -> None:
-    source, other = killed_one(job, pool)
+def test_source_is_stopped_for_a_while(job: Job, moment: str) -> None:
+    source, other = killed_one(job)
     if moment == "publish":
         source.hold("publish")
     target = job.start("2")
@@ -130,9 +129,9 @@ def test_source_is_stopped_for_a_while(job: Job, pool: Pool, moment: str) -> Non
     job.finish()
 
 
-def test_target_leaves_on_sigterm(job: Job, pool: Pool) -> None:
+def test_target_leaves_on_sigterm(job: Job) -> None:
     """A group that is told to go while it heals does so, and the others do not mind."""
-    survivors = killed_one(job, pool)
+    survivors = killed_one(job)
     target = job.start("2", holds=["load"])
     target.await_at("load")
     target.send_signal(signal.SIGTERM)

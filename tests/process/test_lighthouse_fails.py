@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.process.conftest import HEARTBEAT_TIMEOUT_S, JobFactory
-from tests.process.driver import LighthouseProcess, Pool, Worker, align
+from tests.process.driver import LighthouseProcess, Worker, align
 
 StartLighthouse = Callable[[int], LighthouseProcess]
 PHASES = ("begin", "forward", "allreduce", "vote")
@@ -98,13 +98,12 @@ def test_again_and_again_at_no_chosen_moment(
 
 
 def test_lighthouse_dies_while_a_group_heals(
-    make_job: JobFactory, lighthouse_process: StartLighthouse, pool: Pool
+    make_job: JobFactory, lighthouse_process: StartLighthouse
 ) -> None:
     """The states travel from peer to peer; the group that heals is taken in either way."""
     lighthouse = lighthouse_process(0)
     job = make_job(lighthouse.address, ballast_bytes=64 << 20)
     *survivors, victim = job.start_all(3)
-    pool.warm()
     victim.send_signal(signal.SIGKILL)
     for survivor in survivors:
         survivor.mark()
@@ -120,12 +119,11 @@ def test_lighthouse_dies_while_a_group_heals(
 
 
 def test_lighthouse_and_a_group_die_together(
-    make_job: JobFactory, lighthouse_process: StartLighthouse, pool: Pool
+    make_job: JobFactory, lighthouse_process: StartLighthouse
 ) -> None:
     lighthouse = lighthouse_process(0)
     job = make_job(lighthouse.address)
     *survivors, victim = job.start_all(3)
-    pool.warm()
     victim.hold("allreduce")
     victim.await_at("allreduce")
     for survivor in survivors:

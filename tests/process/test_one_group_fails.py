@@ -15,7 +15,7 @@ import pytest
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from tests.process.conftest import JobFactory
-from tests.process.driver import Job, Pool, Worker, align, await_voted, frozen
+from tests.process.driver import Job, Worker, align, await_voted, frozen
 
 PHASES = ("begin", "forward", "allreduce", "reducing", "vote", "voting")
 FINISHED = ("vote", "voting")  # all collectives of the step are done
@@ -60,10 +60,9 @@ def lead_to(
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_sigkill(job: Job, pool: Pool, lighthouse: LighthouseServer, phase: str) -> None:
+def test_sigkill(job: Job, lighthouse: LighthouseServer, phase: str) -> None:
     survivors = job.start_all(3)
     victim = survivors.pop()
-    pool.warm()
     held = lead_to(phase, victim, survivors, lighthouse)
     starts = [survivor.count() for survivor in survivors]
     for survivor in survivors:
@@ -126,7 +125,7 @@ def test_sigterm_is_a_leave_that_costs_nothing(
     job.finish()
 
 
-def test_two_of_three_are_killed_at_once(job: Job, pool: Pool) -> None:
+def test_two_of_three_are_killed_at_once(job: Job) -> None:
     first, second, third = job.start_all(3)
     for victim in (second, third):
         victim.hold("forward")
@@ -143,12 +142,11 @@ def test_two_of_three_are_killed_at_once(job: Job, pool: Pool) -> None:
     job.finish()
 
 
-def test_killed_again_and_again(job: Job, pool: Pool) -> None:
+def test_killed_again_and_again(job: Job) -> None:
     """Three lives of one group; each heals."""
     survivors = job.start_all(3)
     victim = survivors.pop()
     for _ in range(2):
-        pool.warm()
         victim.hold("allreduce")
         victim.await_at("allreduce")
         victim.send_signal(signal.SIGKILL)

@@ -1,15 +1,15 @@
 """One rank of a replica group in a process of its own, for tests that kill it.
 
-`python -m tests.process.worker` reads commands and writes reports, one JSON object a line, on its
-standard input and output. It stays alive over many runs (importing torch takes seconds), and ends
-when its input is closed, so that none outlives the tests.
+`python -m tests.process.worker RUN_OPTIONS [HELD_PHASE ...]` trains until it is told to stop, and
+ends. It writes reports to its standard output and reads commands from its standard input, a JSON
+object a line, and ends when that is closed, so that none outlives the tests.
 
-Commands: {"do": "run", ...RunOptions}, {"do": "hold", "phase": P, "step": S}, {"do": "go"},
-{"do": "watch", "phase": P, "step": S}, {"do": "stop"}. A *held* phase is reported ("at") and then
-waits for "go"; a *watched* one is reported and goes on. Both are armed for the first time only that
-the phase is reached in step S or later.
+Commands: {"do": "hold", "phase": P, "step": S}, {"do": "watch", "phase": P, "step": S},
+{"do": "go"}, {"do": "stop"}. A *held* phase is reported ("at") and then waits for "go"; a *watched*
+one is reported and goes on. Both are armed for the first time only that the phase is reached in
+step S or later.
 
-Reports: {"kind": K, ...}: ready, began, at, step, event (telemetry), ended.
+Reports: {"kind": K, ...}: began, at, step, event (telemetry), ended.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class Shared:
     released: int = 0
     stopping: bool = False
     leaving: bool = False
-    run: dict[str, Any] | None = None
 
 
 class Reporter:
@@ -128,7 +127,7 @@ class Model:
 
 
 class Worker:
-    """Runs one after the other, in the main thread."""
+    """The run, in the main thread."""
 
     def __init__(self, report: Reporter, shared: Shared) -> None:
         self._report, self._shared = report, shared
@@ -143,11 +142,7 @@ class Worker:
             return
         from ft_core.manager import Manager
         from ft_core.process_group import ProcessGroupGloo
-        from ft_core.shell import group_server
 
-        # Ranks find each other by how many managers their processes have had; these processes are
-        # used again, in other groups, so that they must all count from the start of the run.
-        group_server._managers.clear()
         model = Model(options)
         limit = timedelta(seconds=options.timeout_s)
 
@@ -252,12 +247,7 @@ def obey(shared: Shared) -> None:
         command = json.loads(line)
         with shared.changed:
             what = command.pop("do")
-            if what == "run":
-                shared.run = command
-                shared.stopping = shared.leaving = False
-                shared.holds = dict.fromkeys(command.pop("holds", ()), 0)
-                shared.watches = {}
-            elif what == "hold":
+            if what == "hold":
                 shared.holds[command["phase"]] = command["step"]
             elif what == "watch":
                 shared.watches[command["phase"]] = command["step"]
@@ -271,34 +261,25 @@ def obey(shared: Shared) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    report, shared = Reporter(), Shared()
+def main(options: str, *holds: str) -> None:
+    report, shared = Reporter(), Shared(holds=dict.fromkeys(holds, 0))
 
     def leave(_signum: int, _frame: object) -> None:
-        shared.leaving = True  # no lock: this interrupts whoever holds it
+        shared.leaving = True  # no lock: this interrupts whatever holds it
 
     signal.signal(signal.SIGTERM, leave)
     threading.Thread(target=obey, args=(shared,), name="commands", daemon=True).start()
     import torch
 
-    import ft_core.manager  # noqa: F401 - so that a run starts at once
-
     torch.set_num_threads(1)
-    worker = Worker(report, shared)
-    report("ready", pid=os.getpid())
-    while True:
-        with shared.changed:
-            shared.changed.wait_for(lambda: shared.run is not None)
-            assert shared.run is not None
-            options, shared.run = RunOptions(**shared.run), None
-        error = ""
-        try:
-            worker.run(options)
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-            traceback.print_exc()
-        report("ended", error=error)
+    error = ""
+    try:
+        Worker(report, shared).run(RunOptions(**json.loads(options)))
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+        traceback.print_exc()
+    report("ended", error=error)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
