@@ -34,11 +34,14 @@ def first_sentence(text: str | None) -> str:
 def message_table() -> str:
     """Every message with its direction, meaning and fields."""
     lines = ["| message | sent by | what it says | fields |", "|---|---|---|---|"]
-    for sender, union in (("replica group, watcher, tool", messages.Request),
-                          ("lighthouse", messages.Reply)):  # fmt: skip
+    others = {messages.DeathNotice: "watcher", messages.StatusRequest: "tool"}
+    for default, union in (("replica group", messages.Request), ("lighthouse", messages.Reply)):
         for kind in get_args(union):
+            sender = others.get(kind, default)
             fields = ", ".join(f.name for f in dataclasses.fields(kind))
-            lines.append(f"| `{kind.__name__}` | {sender} | {first_sentence(kind.__doc__)} | {fields} |")
+            lines.append(
+                f"| `{kind.__name__}` | {sender} | {first_sentence(kind.__doc__)} | {fields} |"
+            )
     return "\n".join(lines)
 
 
@@ -76,7 +79,9 @@ def transitions() -> str:
     finally:
         for name, method in originals.items():
             setattr(Replica, name, method)
-    order = {f"{s.value} / {a.value}": (i, j) for i, s in enumerate(Stage) for j, a in enumerate(Attempt)}
+    order = {
+        f"{s.value} / {a.value}": (i, j) for i, s in enumerate(Stage) for j, a in enumerate(Attempt)
+    }
     lines = ["| from (with the lighthouse / in the step) | event | to |", "|---|---|---|"]
     for before, event in sorted(seen, key=lambda key: (order[key[0]], key[1])):
         after = ", ".join(sorted(seen[(before, event)], key=order.__getitem__))

@@ -1,4 +1,4 @@
-"""The coordinator: decides who trains together, and what becomes of each step.
+"""The coordinator: decides which replica groups train together, and what becomes of each step.
 
 Never imports torch. `python -m lighthouse --help` or the `lighthouse` command start one;
 `LighthouseServer` embeds one.

@@ -1,4 +1,4 @@
-"""The command `lighthouse`: start one, or look at one that runs."""
+"""The command `lighthouse`: start one, or show the status of one that runs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,21 @@ DEFAULT_ADDRESS = "tcp://127.0.0.1:29510"
 _DEFAULT_JOB = JobKey()
 
 _TIMEOUT_HELP = {
-    "heartbeat_timeout_s": ("timeout / 100, 0.3 to 5", "A host silent for this long is gone."),
-    "heartbeat_s": ("heartbeat timeout / 3", "How often hosts prove that they live."),
+    "heartbeat_timeout_s": (
+        "timeout / 100, 0.3 to 5",
+        "A host that is silent for this long is gone.",
+    ),
+    "heartbeat_s": ("heartbeat timeout / 3", "How often hosts prove that they are alive."),
     "join_timeout_s": (
         "timeout / 12, at least 0.5",
         "How long the first quorum, and a restarted lighthouse, waits for stragglers.",
     ),
-    "step_timeout_s": ("timeout", "After a step's first vote, who has not voted is evicted."),
-    "revoke_timeout_s": ("timeout / 6", "After a revoke, who has not voted is evicted."),
-    "heal_timeout_s": ("timeout / 2", "Who heals for longer than this is evicted."),
+    "step_timeout_s": (
+        "timeout",
+        "After a step's first vote, members that have not voted are evicted.",
+    ),
+    "revoke_timeout_s": ("timeout / 6", "After a revoke, members that have not voted are evicted."),
+    "heal_timeout_s": ("timeout / 2", "Members that heal for longer than this are evicted."),
     "connect_timeout_s": ("timeout", "How long a replica group looks for the lighthouse."),
     "resend_s": ("timeout / 60, 0.2 to 2", "An unanswered request is sent again after this."),
 }
@@ -48,8 +54,9 @@ _TIMEOUT_HELP = {
 def _timeout_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, (derived, text) in reversed(_TIMEOUT_HELP.items()):
         flag = "--" + name.removesuffix("_s").replace("_", "-")
-        command = click.option(flag, name, type=float, metavar="SECONDS",
-                               help=f"{text}  [derived: {derived}]")(command)  # fmt: skip
+        command = click.option(
+            flag, name, type=float, metavar="SECONDS", help=f"{text}  [derived: {derived}]"
+        )(command)
     return command
 
 
@@ -57,17 +64,40 @@ def _timeout_options(command: Callable[..., Any]) -> Callable[..., Any]:
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
-@click.option("--bind", default=DEFAULT_BIND, metavar="ADDRESS",
-              help="Where to listen; port 0 means any free one.")  # fmt: skip
-@click.option("--min-replicas", default=1, type=int, metavar="N",
-              help="No quorum forms with fewer replica groups.")  # fmt: skip
-@click.option("--expected-replicas", default=0, type=int, metavar="N",
-              help="The first quorum waits for this many, up to the join timeout (0: not known).")  # fmt: skip
-@click.option("--timeout", "timeout_s", default=60.0, type=float, metavar="SECONDS",
-              help="How long one step's communication may take; all below derive from it.")  # fmt: skip
+@click.option(
+    "--bind",
+    default=DEFAULT_BIND,
+    metavar="ADDRESS",
+    help="Where to listen; port 0 means any free one.",
+)
+@click.option(
+    "--min-replicas",
+    default=1,
+    type=int,
+    metavar="N",
+    help="No quorum forms with fewer replica groups.",
+)
+@click.option(
+    "--expected-replicas",
+    default=0,
+    type=int,
+    metavar="N",
+    help="The first quorum waits for this many, up to the join timeout (0: not known).",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    default=60.0,
+    type=float,
+    metavar="SECONDS",
+    help="How long one step's communication may take; all below derive from it.",
+)
 @_timeout_options
-@click.option("--state-file", type=click.Path(dir_okay=False, path_type=Path),
-              help="Remember the members of the last quorums here over a restart.")  # fmt: skip
+@click.option(
+    "--state-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep the members of each job's last quorum here over a restart.",
+)
 @click.option("--web", metavar="HOST:PORT", help="Also show a status page (JSON: /status).")
 @click.option("--quiet", is_flag=True, help="Print quorum changes only.")
 @click.version_option(__version__, package_name="lighthouse", message="lighthouse %(version)s")
@@ -133,7 +163,7 @@ class _Lines:
         self._started = threading.Event()
 
     def start(self, line: str) -> None:
-        """Print the first line, and let the others follow."""
+        """Print the first line, unstamped; only then do notes follow."""
         print(line, flush=True)
         self._started.set()
 
@@ -142,7 +172,7 @@ class _Lines:
         try:
             print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
         except (OSError, ValueError):
-            pass  # whoever read our output is gone; the training goes on
+            pass  # the reader of our output is gone; the training goes on
 
     def note(self, note: Note) -> None:
         """Called by the server's thread."""
@@ -156,11 +186,17 @@ class _Lines:
 
 @main.command()
 @click.option("--address", default=DEFAULT_ADDRESS, help="Where the lighthouse listens.")
-@click.option("--timeout", "timeout_s", default=5.0, type=float, metavar="SECONDS",
-              help="How long to wait for its answer.")  # fmt: skip
+@click.option(
+    "--timeout",
+    "timeout_s",
+    default=5.0,
+    type=float,
+    metavar="SECONDS",
+    help="How long to wait for its answer.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def status(address: str, timeout_s: float, as_json: bool) -> None:
-    """Show the jobs of a running lighthouse, who is in, and what is waited for."""
+    """Show the jobs of a running lighthouse: members, waiting replica groups, and why."""
     try:
         with LighthouseClient(address, timeout_s=timeout_s) as client:
             answer = client.status()

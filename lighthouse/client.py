@@ -1,4 +1,4 @@
-"""The client end: `Connection` for a control thread, `LighthouseClient` for people and tools."""
+"""The client end: `Connection` for a thread with a poll loop, `LighthouseClient` for tools."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ ConnectionEvent = Literal["connected", "disconnected"]
 class Connection:
     """One connection to a lighthouse: reconnects by itself, never blocks, has no thread.
 
-    All methods belong to the one thread that built it. Register both `sockets` with a
-    `zmq.Poller` for POLLIN; when one is readable call `receive()` and `events()`.
+    Only the thread that built it may call its methods. Register both `sockets` with a `zmq.Poller`
+    for POLLIN; when one is readable call `receive()` and `events()`.
 
-    What is sent while disconnected is queued (up to `CLIENT_SEND_QUEUE_MESSAGES`) and travels when the
-    connection is back: all requests are idempotent.
+    Messages sent while disconnected are queued (up to `CLIENT_SEND_QUEUE_MESSAGES`), and travel
+    when the connection is back. That is safe, since all requests are idempotent.
 
     Args:
         address: "tcp://host:port"; see `normalize_address`. ValueError if malformed.
         identity: unique in the whole job, 1 to 255 bytes, not starting with a zero byte; the
             lighthouse tells connections apart by it.
-        timeouts: heartbeats are taken from here.
-        context: ZeroMQ context; stays the caller's.
+        timeouts: its heartbeats are used.
+        context: ZeroMQ context, which the caller closes.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Connection:
         if not 0 < len(identity) <= 255 or identity[0] == 0:
             raise ValueError("identity must have 1 to 255 bytes and not start with a zero byte")
         self.malformed = 0
-        """Frames that were no message, or no frame that a lighthouse sends."""
+        """Frames that were dropped because they were no message of this protocol."""
         self.connected = False
         self._encoder = codec.Encoder()
         self._socket, self._monitor = sockets.open_dealer(context, self.address, identity, timeouts)
@@ -60,8 +60,8 @@ class Connection:
     def receive(self) -> list[Message]:
         """All messages that have arrived, oldest first. Never blocks.
 
-        Raises VersionMismatch if the lighthouse speaks another protocol version: no later
-        message will be any better. Other bytes are dropped and counted in `malformed`.
+        Raises VersionMismatch if the lighthouse speaks another protocol version. Frames that are
+        no message are dropped and counted in `malformed`.
         """
         messages: list[Message] = []
         receive, option = self._socket.recv, self._socket.getsockopt
@@ -91,7 +91,7 @@ class Connection:
     def events(self) -> list[ConnectionEvent]:
         """What happened to the connection since the last call, oldest first. Never blocks.
 
-        "connected" follows a handshake, so that a lighthouse (not just an open port) is there.
+        "connected" follows a handshake: it means a lighthouse, not just an open port.
         """
         happened: list[ConnectionEvent] = []
         while (entry := sockets.read_monitor(self._monitor)) is not None:
@@ -102,13 +102,13 @@ class Connection:
         return happened
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        """Close at once; queued messages get up to `linger_s` (in the background) to leave."""
+        """Close at once; queued messages get up to `linger_s` in the background. Idempotent."""
         if not self._socket.closed:
             sockets.close(self._socket, self._monitor, round(linger_s * 1000))
 
 
 class LighthouseClient:
-    """Blocking convenience for people and tools. One thread at a time; a context manager.
+    """Asks a lighthouse for its status; blocking. One thread at a time; a context manager.
 
     Args:
         address: "tcp://host:port", "host:port" or "http://host:port". ValueError otherwise.
@@ -158,7 +158,7 @@ class LighthouseClient:
         )
 
     def wait_until_up(self, timeout_s: float | None = None) -> None:
-        """Return when a lighthouse answers; raises as `status` does."""
+        """Return when a lighthouse answers. Raises as `status` does."""
         self.status(timeout_s)
 
     def close(self) -> None:

@@ -39,10 +39,10 @@ class Timeouts:
     """Every duration of the protocol. `Timeouts.derive(timeout_s)` fills what is not set.
 
     Attributes:
-        timeout_s: the one knob: how long one step's communication may take before its
-            laggards are given up.
+        timeout_s: the one knob: how long one step's communication may take before the members
+            that are late are given up.
         heartbeat_s: how often ZeroMQ's own threads prove that a connected host lives.
-        heartbeat_timeout_s: a host silent for this long is gone.
+        heartbeat_timeout_s: a host that is silent for this long is gone.
         connect_timeout_s: how long a replica looks for the lighthouse before it gives up.
         join_timeout_s: how long the first quorum waits for stragglers once `min_replicas` are
             there; also how long a restarted lighthouse waits for the members it knew.
@@ -121,15 +121,15 @@ def _require_less(timeouts: Timeouts, small: str, large: str, why: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LighthouseConfig:
-    """Options of one lighthouse.
+    """Options of one lighthouse. Raises ValueError for options that contradict each other.
 
     Attributes:
         min_replicas: no quorum forms with fewer replica groups.
-        expected_replicas: the first quorum waits for this many (up to `join_timeout_s`); 0: not
-            known, wait out the join timeout.
+        expected_replicas: the first quorum waits for this many (up to `join_timeout_s`); 0 (not
+            known): it waits out the join timeout.
         timeouts: see `Timeouts`.
-        max_jobs: more are refused.
-        max_replicas_per_job: more are refused.
+        max_jobs: a `Join` to one more is refused, unless all members have left some job.
+        max_replicas_per_job: more replica groups are refused.
     """
 
     min_replicas: int = 1

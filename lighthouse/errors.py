@@ -1,12 +1,12 @@
 """Errors of the lighthouse package, split by who is to blame.
 
     LighthouseError
-    ├── ProtocolError          the other side sent what this version can't read: drop and count it
+    ├── ProtocolError          the other side sent what this version can't read: dropped and counted
     │   └── VersionMismatch    the other side speaks another protocol version: upgrade one of them
-    ├── LighthouseUnavailable  nobody answers at the address within the connect timeout
-    └── JoinRefused            the lighthouse will not have this replica group; its sentence says why
+    ├── LighthouseUnavailable  no lighthouse answers at the address within the connect timeout
+    └── JoinRefused            the lighthouse refuses this replica group; its sentence says why
 
-`ValueError` is raised for options that a user set wrong.
+Wrong options of a user raise `ValueError`.
 """
 
 from __future__ import annotations

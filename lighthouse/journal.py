@@ -1,7 +1,7 @@
 """What a lighthouse keeps over a restart: one small file, replaced whole at quorum changes.
 
-Optional. Without it a restarted lighthouse learns the members it should wait for from the first
-of them that comes back; with it, it knows at once. Safety never depends on the file.
+Optional. Without it, a restarted lighthouse learns from the first member that comes back which
+others to wait for. With it, the lighthouse knows at once. Safety never depends on the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Remembered = dict[JobKey, tuple[int, tuple[str, ...]]]
 
 
 def read(path: Path) -> Remembered:
-    """What an earlier lighthouse left in `path`; nothing if there is no such file.
+    """What an earlier lighthouse left in `path`; empty if there is no such file.
 
     Raises ValueError, with a sentence that says what to do, if the file can't be used.
     """
@@ -49,7 +49,7 @@ def _parse(raw: Any) -> Remembered:
         if type(quorum_id) is not int or not isinstance(members, list):
             raise ValueError("a job without quorum_id or members")
         if not all(isinstance(member, str) for member in members):
-            raise ValueError("members must be texts")
+            raise ValueError("members must be strings")
         key = JobKey(job["job_id"], job["room_id"])
         remembered[key] = (quorum_id, tuple(members))
     return remembered
@@ -75,10 +75,10 @@ def _write(path: Path, remembered: Remembered) -> None:
 class Journal:
     """Keeps the newest (quorum_id, members) of each job in `path`.
 
-    `save` only hands over; a thread of its own writes, since a disk may be slow and a quorum
-    must not wait for it. Of several saves in quick succession only the last need reach the file.
+    `save` only hands over. A thread of its own writes, since a disk may be slow and a quorum must
+    not wait for it. Of several saves in quick succession only the last need reach the file.
 
-    Raises ValueError if the file is corrupt or can't be written.
+    Raises ValueError, with a sentence for a person, if the file is corrupt or can't be written.
     """
 
     def __init__(self, path: Path, *, max_jobs: int) -> None:
@@ -90,7 +90,7 @@ class Journal:
         self._pending: Remembered | None = None
         self._closing = False
         self._changed = threading.Condition()
-        try:  # now, not at the first quorum, is when to say so
+        try:  # a path that can't be written is an error now, not at the first quorum
             _write(path, self.remembered)
         except OSError as error:
             raise ValueError(
@@ -101,7 +101,7 @@ class Journal:
         self._thread.start()
 
     def save(self, job: JobKey, quorum_id: int, members: tuple[str, ...]) -> None:
-        """Remember one job's quorum. One thread; returns at once."""
+        """Remember one job's quorum. Always called by the same thread; returns at once."""
         self.remembered.pop(job, None)
         self.remembered[job] = (quorum_id, members)
         while len(self.remembered) > self._max_jobs:
@@ -128,5 +128,5 @@ class Journal:
             try:
                 _write(self.path, pending)
                 self.error = None
-            except OSError as error:  # a full disk must not end the training
+            except OSError as error:  # training goes on with a full disk
                 self.error = error

@@ -1,18 +1,19 @@
-"""Which peer speaks through which file descriptor, and who is lost when one closes. PURE.
+"""Which peer uses which file descriptor, and which peers are lost when one closes. PURE.
 
-A process that dies closes its sockets; the kernel's descriptor is all that ZeroMQ's monitor tells
-about that. Each frame names the descriptor it came through, and so the two are matched. But
-descriptors are reused, and frames and monitor events travel in two queues. Therefore:
+When a process dies, the kernel closes its sockets. ZeroMQ's monitor reports such an event by its
+descriptor only. Each frame names the descriptor it came through, so that the two can be matched.
+But descriptors are reused, and frames and monitor events travel in two queues. Therefore:
 
-- The owner takes in all monitor events *before* it attributes a frame of an unknown
-  (peer, descriptor) pair: the end of the descriptor's earlier user is in there already.
-- A peer is reported lost only *after* the frames that it had sent were handled (a goodbye, a
-  last vote), but no later than `MAX_GRACE_S` where frames never stop coming.
-- The descriptor that a peer spoke through last is the one that counts: the end of an older one
-  says nothing about a peer that has reconnected.
-- A peer that is heard again over the same descriptor number is either back, or that was a frame
-  of its past and the number is another's by now. Both are served by reporting it lost first and
-  taking the frame as a newcomer's: the answer to a dead one finds no route (`no_route`).
+- The owner reads all monitor events *before* it attributes a frame of an unknown
+  (peer, descriptor) pair: they include the end of the descriptor's earlier user.
+- A peer is reported lost only *after* the frames that it had sent were handled (a `Leave`, a
+  last vote), but after `MAX_GRACE_S` at the latest if frames never stop coming.
+- The descriptor of a peer's newest frame counts: the end of an older one says nothing about a
+  peer that has reconnected.
+- A frame of a lost peer over the same descriptor number has two causes: the peer is back, or the
+  frame is old and the number belongs to another peer by now. One treatment serves both: report
+  the peer lost, then take the frame as a newcomer's. The answer to a dead peer finds no route
+  (`no_route`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Routes:
         self._peers_of: dict[int, set[Peer]] = {}
         self._open: set[int] = set()
         self.lost: dict[Peer, tuple[int, float]] = {}
-        """Peers to be reported lost: the descriptor of each, and when its end was seen. Read only."""
+        """Peers to be reported lost: (descriptor, when its end was seen). Read only."""
 
     @property
     def connections(self) -> int:

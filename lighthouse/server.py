@@ -1,9 +1,9 @@
 """The lighthouse's shell: a ROUTER socket, a clock and one thread around the pure machine.
 
 Theory. The thread sleeps until a frame, a connection event, a command of another thread or the
-machine's deadline, whichever is first; there is no polling period. It never waits for a peer: a
-peer whose queue is full loses the message (it asks again), and is counted. A process that dies is
-known by its closed connection within milliseconds; `routes.py` says how that becomes a name.
+machine's deadline, whichever is first; there is no polling period. It never waits for a peer: if a
+peer's queue is full, the message is dropped and counted, and the peer asks again. The death of a
+process shows within milliseconds as a closed connection; `routes.py` finds out whose it was.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REQUESTS: tuple[type, ...] = get_args(Request)
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the start; they only grow, but for `connections`."""
+    """Counters since the start. All but `connections` only grow."""
 
     received: int = 0
     sent: int = 0
@@ -72,16 +72,18 @@ class Stats:
 class LighthouseServer:
     """A lighthouse in a thread of this process; `address()` is where it listens.
 
-    Args:
-        bind: "tcp://host:port"; port 0 chooses a free one, host 0.0.0.0 or * means all
-            interfaces. ValueError if malformed; OSError if it is in use.
-        config: everything else. Or, for those who move over from torchft, `min_replicas` and
-            `join_timeout_ms` alone; both ways at once is a ValueError.
-        state_file: see `lighthouse.journal`; None: nothing is kept over a restart.
-        on_note: called in the server's thread with each line that is worth a person's eye
-            (one a quorum change, none a step); None: logged by the logger "lighthouse".
+    All methods may be called from any thread. A `with` block ends with `shutdown`.
 
-    All methods may be called from any thread.
+    Args:
+        bind: "tcp://host:port"; port 0 means any free one, host 0.0.0.0 or * all interfaces.
+        config: all other options.
+        min_replicas, join_timeout_ms: instead of `config`, as in torchft.
+        state_file: see `lighthouse.journal`; None: nothing is kept over a restart.
+        on_note: called in the server's thread with each line for the log (one a quorum change,
+            none a step), and must return at once; None: the logger "lighthouse" gets it.
+
+    Raises ValueError for a malformed address, for `config` together with torchft's options, and
+    for a state file that can't be used; OSError if the address can't be bound.
     """
 
     def __init__(
@@ -134,7 +136,10 @@ class LighthouseServer:
         return self._address
 
     def status(self) -> dict[str, Any]:
-        """All jobs and the server's counters, as plain JSON types."""
+        """All jobs and the server's counters, as plain JSON types; see docs/lighthouse.md.
+
+        Raises RuntimeError if the server has ended.
+        """
         answer: Future[str] = Future()
         if not self._command(answer):
             raise RuntimeError("this lighthouse has been shut down")
@@ -155,11 +160,14 @@ class LighthouseServer:
         return not self._thread.is_alive()
 
     def request_stop(self) -> None:
-        """Like `shutdown`, but returns at once; fit for a signal handler of the main thread."""
+        """Like `shutdown`, but returns at once; a signal handler may call it."""
         self._command(None)
 
     def shutdown(self) -> None:
-        """Stop and release port, thread and files. Idempotent. Replicas look for the next one."""
+        """Stop, and release port, thread and files. Idempotent.
+
+        Replica groups keep looking for a lighthouse at this address.
+        """
         self.request_stop()
         self._thread.join()
         with self._lock:
@@ -193,8 +201,8 @@ class LighthouseServer:
         try:
             self._serve()
         except BaseException as error:
-            # Crash-only: a machine that failed its own check is not trusted with another step,
-            # and a fresh one in its place costs the replicas no more than a reconnect.
+            # Crash-only: a machine that failed must not decide another step, and a fresh process in
+            # its place costs the replica groups no more than a reconnect.
             self._failure = error
             log.exception("the lighthouse stops on an internal error")
         finally:
@@ -272,7 +280,7 @@ class LighthouseServer:
                 self._routes.closed(fd, now)
 
     def _drain_frames(self) -> bool:
-        """Handle what has arrived; True if nothing is left."""
+        """Handle frames that have arrived, up to `BATCH_MESSAGES`; True if none is left."""
         receive, fd_of = self._router.recv, self._routes.fd_of
         for _ in range(BATCH_MESSAGES):
             try:
@@ -304,7 +312,7 @@ class LighthouseServer:
             message = codec.decode(frame.buffer)
         except VersionMismatch as error:
             self.stats.other_versions += 1
-            # Unreadable over there, but for its version; and that is what it has to say.
+            # The sender can read no more of the answer than its version, and needs no more.
             self._send((peer,), codec.encode(Refused(JobKey(), str(error))))
             return
         except ProtocolError:
@@ -316,7 +324,7 @@ class LighthouseServer:
             request = cast(Request, message)
             self._apply(self._machine.handle(peer, request, time.monotonic()))
         else:
-            self.stats.malformed += 1  # only a lighthouse says such things
+            self.stats.malformed += 1  # a reply: only a lighthouse sends those
 
     def _apply(self, effects: list[Effect]) -> None:
         if not effects:

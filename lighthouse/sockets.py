@@ -1,4 +1,4 @@
-"""Sockets as this protocol wants them: bounded, with heartbeats, watched by a monitor."""
+"""ZeroMQ sockets as this protocol needs them: bounded, with heartbeats, watched by a monitor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_router(
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """(a ROUTER bound to `endpoint`, its monitor). Raises OSError with a sentence for a person.
 
-    The monitor is there before the first connection can be, so that none is missed.
+    The monitor exists before the first connection can, so that no connection is missed.
     """
     router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -64,7 +64,10 @@ def open_router(
 def open_dealer(
     context: zmq.Context[Any], endpoint: str, identity: bytes, timeouts: Timeouts
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """(a DEALER that connects, and reconnects for ever, to `endpoint`; its monitor)."""
+    """(a DEALER that connects to `endpoint`, and reconnects for ever; its monitor).
+
+    `identity`: tells this connection from all others at the ROUTER, 1 to 255 bytes.
+    """
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.IDENTITY, identity)
     dealer.setsockopt(zmq.SNDHWM, CLIENT_SEND_QUEUE_MESSAGES)
@@ -83,7 +86,7 @@ def open_dealer(
 
 
 def read_monitor(monitor: zmq.Socket[bytes]) -> tuple[int, int] | None:
-    """(event, file descriptor) of the next monitor event; None if there is none."""
+    """(event, file descriptor) of the next monitor event; None if there is none. Never blocks."""
     if not int(monitor.getsockopt(EVENTS)) & POLLIN:
         return None  # cheaper than the exception
     try:
@@ -95,17 +98,17 @@ def read_monitor(monitor: zmq.Socket[bytes]) -> tuple[int, int] | None:
 
 
 def close(watched: zmq.Socket[bytes], monitor: zmq.Socket[bytes], linger_ms: int = 0) -> None:
-    """Close a socket and its monitor; what is queued gets `linger_ms` in the background."""
+    """Close a socket and its monitor; queued messages get `linger_ms` in the background."""
     watched.disable_monitor()
     monitor.close(linger=0)
     watched.close(linger=linger_ms)
 
 
 def reachable(bound: str) -> str:
-    """The address that others should use for the endpoint that a socket is bound to.
+    """The address at which other hosts reach a socket that is bound to `bound`.
 
-    For "all interfaces" that is the one which routes outward, not gethostname(), which often
-    names the loopback interface or nothing at all.
+    For "all interfaces" it is the address of the interface that routes outward. gethostname() is no
+    substitute: it often names the loopback interface, or nothing that resolves.
     """
     host, port = split_address(bound)
     if host not in ("0.0.0.0", "::"):
@@ -127,7 +130,7 @@ def _set_common(watched: zmq.Socket[bytes], endpoint: str, timeouts: Timeouts) -
     watched.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_BYTES)
     watched.setsockopt(zmq.LINGER, 0)
     watched.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    # Both ends ping each other from ZeroMQ's own thread, which no GIL can starve.
+    # Both ends ping each other from ZeroMQ's own threads, which do not need the GIL.
     watched.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(timeouts.heartbeat_s * 1000)))
     timeout_ms = max(1, round(timeouts.heartbeat_timeout_s * 1000))
     watched.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
@@ -142,7 +145,7 @@ def _open_monitor(
     name = f"inproc://monitor-{os.urandom(8).hex()}"
     watched.monitor(name, events)
     monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    # No limit: at one, ZeroMQ's own thread would block. There are two events a connection.
+    # No limit: at a limit, ZeroMQ's own thread would block. There are two events a connection.
     monitor.setsockopt(zmq.RCVHWM, 0)
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.connect(name)

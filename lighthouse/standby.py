@@ -1,8 +1,8 @@
-"""A lighthouse for one machine that nobody has to start or stop.
+"""A lighthouse for one machine that starts when it is needed and ends when it is idle.
 
 `python -m lighthouse.standby --bind tcp://127.0.0.1:29510 --exit-when-idle 120` puts a lighthouse
-into the background, prints its address and returns. It ends when for so long nobody was connected
-and nobody asked anything. `ft_core` starts one if it is given no address.
+into the background, prints its address and returns. The lighthouse ends after 120 s without
+connections and requests. `ft_core` starts one if it is given no address.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from lighthouse.config import LighthouseConfig
 from lighthouse.server import LighthouseServer
 
 MAX_LOOK_S = 5.0
-"""Looks at the connections are at most so far apart, and at least four in the idle time."""
+"""The longest time between two looks at the connections (at least four in the idle time)."""
 
 
 class Idle:
-    """Whether a server has had nothing to do for `limit_s` seconds. Pure but for its memory."""
+    """Whether a server has had nothing to do for `limit_s` seconds. Reads no clock.
+
+    Raises ValueError unless `limit_s` is positive.
+    """
 
     def __init__(self, limit_s: float, now: float) -> None:
         if limit_s <= 0:
@@ -35,18 +38,22 @@ class Idle:
         self._received = -1
 
     def over(self, server: dict[str, Any], now: float) -> bool:
-        """`server`: the part "server" of `LighthouseServer.status()`."""
+        """Whether the server is idle at `now`; call it again and again.
+
+        `server`: the part "server" of `LighthouseServer.status()`.
+        """
         if server["connections"] > 0 or server["received"] != self._received:
             self._received = server["received"]
             self._since = now
         return now - self._since >= self.limit_s
 
     def next_look_s(self) -> float:
+        """Seconds until `over` should be called again."""
         return min(self.limit_s / 4, MAX_LOOK_S)
 
 
 def serve_until_idle(server: LighthouseServer, limit_s: float, stop: threading.Event) -> None:
-    """Return when `server` was idle for `limit_s`, has ended, or `stop` is set."""
+    """Return when `server` was idle for `limit_s` seconds, has ended, or `stop` is set. Blocks."""
     import time
 
     idle = Idle(limit_s, time.monotonic())
@@ -57,8 +64,14 @@ def serve_until_idle(server: LighthouseServer, limit_s: float, stop: threading.E
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--bind", default="tcp://127.0.0.1:29510", metavar="ADDRESS", help="Where to listen.")
-@click.option("--exit-when-idle", "idle_s", default=120.0, type=float, metavar="SECONDS",
-              help="End when nobody was connected for so long.")  # fmt: skip
+@click.option(
+    "--exit-when-idle",
+    "idle_s",
+    default=120.0,
+    type=float,
+    metavar="SECONDS",
+    help="End after so long without connections and requests.",
+)
 def main(bind: str, idle_s: float) -> None:
     """Put a lighthouse into the background; it ends by itself when it is not used.
 
@@ -77,11 +90,11 @@ def main(bind: str, idle_s: float) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(0)  # the click of the parent's process is not ours to unwind
+        os._exit(0)  # must not unwind the parent's click a second time
 
 
 def _serve(bind: str, idle_s: float, write_end: int) -> None:
-    os.setsid()  # a trainer's Ctrl-C, and its launcher's clean-up, are not for us
+    os.setsid()  # a trainer's Ctrl-C, and its launcher's clean-up, must not reach this process
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda _signum, _frame: stop.set())
@@ -98,7 +111,7 @@ def _serve(bind: str, idle_s: float, write_end: int) -> None:
 
 
 def _detach() -> None:
-    """Let go of the terminal and of whoever reads our output."""
+    """Close the terminal, or the pipe that reads our output."""
     sys.stdout.flush()
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):

@@ -1,15 +1,14 @@
-"""Sees a process die before its sockets close, and tells the lighthouse.
+"""Reports the death of a process to the lighthouse before the kernel closes its sockets.
 
-The kernel frees the memory of a killed process before it closes its sockets: for a process of
-many GiB that takes long enough to be worth avoiding. What it does first of all is to mark the
-robust futexes that the process' threads hold. So the training process holds a robust mutex in a
-page that it shares with a small process of its own (`python -m lighthouse.watcher`), which blocks
-in locking it; waking up with EOWNERDEAD is the news, and a `DeathNotice` is on its way at once over
-a connection that has been open since the start.
+The kernel frees the memory of a killed process before it closes its sockets, which takes about
+75 ms for each GiB. Before both, it marks the robust futexes that the process' threads hold. So the
+training process holds a robust mutex in a page that it shares with a small process of its own
+(`python -m lighthouse.watcher`). The watcher blocks in locking that mutex. When the lock returns
+EOWNERDEAD, it sends a `DeathNotice` over a connection that has been open since the start.
 
-Second lines of defence: the watcher also polls the parent's pidfd, and the lighthouse notices
-closed sockets by itself. Where the platform lacks what is needed, `ProcessWatch.start` says so in
-one log line, and deaths are seen by closed sockets alone.
+There are two fallbacks: the watcher also polls the parent's pidfd, and the lighthouse notices
+closed sockets by itself. Where the platform has no robust mutexes, `ProcessWatch.start` logs one
+line, and deaths are detected by closed sockets alone.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ log = logging.getLogger("lighthouse.watcher")
 
 CAUSE = "process died"
 FLUSH_MS = 2_000
-"""How long the death notice may take to leave a host whose lighthouse does not answer."""
+"""How long the watcher tries to send the death notice if the lighthouse does not answer."""
 CLOSE_TIMEOUT_S = 2.0
 MAX_LINE_BYTES = 1024 * 1024
 
@@ -50,14 +49,14 @@ _ATTRIBUTE_BYTES = 64  # generous: glibc and musl need 4
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Whom the lighthouse shall believe dead when this process is."""
+    """Which replica group, of which job, is dead when this process is."""
 
     job: JobKey
     replica_id: str
 
 
 class ProcessWatch:
-    """Training side: has this process watched by a small one.
+    """Training side: lets a small process watch this one. One thread at a time.
 
         watch = ProcessWatch("tcp://host:29510", timeouts)
         watch.start([Report(job, replica_id)])   # in a thread that lives as long as the process
@@ -66,7 +65,7 @@ class ProcessWatch:
 
     Args:
         address: the lighthouse's, normalized.
-        timeouts: heartbeats are taken from here.
+        timeouts: its heartbeats are used.
     """
 
     def __init__(self, address: str, timeouts: Timeouts) -> None:
@@ -81,10 +80,10 @@ class ProcessWatch:
         return self._child is not None and self._child.poll() is None
 
     def hold(self) -> None:
-        """Tie the watch to the calling thread: its end is reported as the process' death.
+        """Bind the watch to the calling thread: the thread's end is reported as the process' death.
 
-        `start` does this unless it was done before. Raises OSError where robust mutexes are
-        missing.
+        `start` does this unless it was done before. Raises OSError, or AttributeError, where the
+        platform has no robust mutexes. Idempotent.
         """
         if self._mutex is None:
             mutex = _RobustMutex.create()
@@ -92,7 +91,7 @@ class ProcessWatch:
             self._mutex = mutex
 
     def start(self, reports: Iterable[Report]) -> bool:
-        """Start watching; returns at once. False, after one log line, where that can't be."""
+        """Start watching; returns at once. False, after one log line, if the platform can't."""
         try:
             self.hold()
             self._spawn()
@@ -104,8 +103,8 @@ class ProcessWatch:
             )
         except (OSError, AttributeError) as error:
             log.warning(
-                "no process watcher (%s): the death of this process will be seen when its sockets"
-                " close, which takes about 75 ms for each GiB of its memory",
+                "no process watcher (%s): the death of this process will be noticed when its"
+                " sockets close, which takes about 75 ms for each GiB of its memory",
                 error,
             )
             self.close()
@@ -113,7 +112,7 @@ class ProcessWatch:
         return True
 
     def update(self, reports: Iterable[Report]) -> None:
-        """Replace what is to be reported. Any one thread at a time; never raises."""
+        """Replace what is to be reported. Never raises."""
         if self._child is None:
             return
         try:
@@ -161,7 +160,7 @@ class ProcessWatch:
             stdout=subprocess.PIPE,
             pass_fds=[fd],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # Ctrl-C and hang-ups of the terminal are not for it
+            start_new_session=True,  # Ctrl-C and hang-ups of the terminal must not reach it
         )
 
     def _write(self, **fields: Any) -> None:
@@ -178,7 +177,7 @@ def _as_json(reports: Iterable[Report]) -> list[tuple[str, str, str]]:
 class _RobustMutex:
     """A robust, process-shared pthread mutex at the start of a shared page.
 
-    Raises OSError, or AttributeError, where the platform has no such thing.
+    Raises OSError, or AttributeError, where the platform has no robust mutexes.
     """
 
     def __init__(self, fd: int) -> None:
@@ -186,8 +185,12 @@ class _RobustMutex:
         self._libc = ctypes.CDLL(None, use_errno=True)
         # Not through the mmap module: its maps end with their object and hold a descriptor.
         self._libc.mmap.restype = ctypes.c_void_p
-        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3,
-                                    ctypes.c_long]  # fmt: skip
+        self._libc.mmap.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            *[ctypes.c_int] * 3,
+            ctypes.c_long,
+        ]
         access = mmap.PROT_READ | mmap.PROT_WRITE
         address = self._libc.mmap(None, _PAGE_BYTES, access, mmap.MAP_SHARED, fd, 0)
         if address is None or address == _MAP_FAILED:
@@ -197,7 +200,7 @@ class _RobustMutex:
 
     @classmethod
     def create(cls) -> _RobustMutex:
-        """In a new anonymous file."""
+        """A new mutex, in an anonymous file that the watcher inherits."""
         if not sys.platform.startswith("linux"):
             raise OSError(f"robust mutexes are not used on {sys.platform}")
         fd = os.memfd_create("lighthouse-watch", os.MFD_CLOEXEC)
@@ -220,20 +223,20 @@ class _RobustMutex:
         _check(libc.pthread_mutexattr_destroy(attribute))
 
     def lock(self) -> None:
-        """Hold it until the calling thread ends. Must be free."""
+        """Lock it; it stays locked until the calling thread ends. It must be free."""
         _check(self._libc.pthread_mutex_trylock(self._address))
         self._owner = threading.get_ident()
 
     def wait_for_death(self) -> bool:
-        """Block until the owner lets go; True if that is because it has died."""
+        """Block until the mutex is free; True if its owner has died."""
         result: int = self._libc.pthread_mutex_lock(self._address)
         return result == errno.EOWNERDEAD
 
     def discard(self) -> None:
         """Unlock and release it.
 
-        Only its owner can unlock it. Where that is another thread, the page stays mapped for
-        good: the kernel walks the list of held mutexes when that thread ends.
+        Only its owner can unlock it. If that is another thread, the page stays mapped for good,
+        since the kernel walks the list of held mutexes when that thread ends.
         """
         os.close(self.fd)
         if self._owner is None or self._owner == threading.get_ident():
@@ -251,7 +254,7 @@ def _check(result: int) -> None:
 
 
 class _Watcher:
-    """The small process: waits for a death or for the word to go. One thread but for the lock's."""
+    """The small process. One thread waits for events, a second one in the mutex."""
 
     def __init__(self, mutex_fd: int, parent_pid: int) -> None:
         self._parent = _pidfd_of(parent_pid)
@@ -264,9 +267,9 @@ class _Watcher:
         self._told_ready = False
 
     def run(self) -> None:
-        """Until the parent is dead (then with death notices) or says to go (then without)."""
+        """Return when the parent is dead (after the notices), or has told this process to end."""
         if not self._read_lines():
-            return  # not even an address came
+            return  # the parent ended before it sent an address
         waiter = threading.Thread(target=self._wait_for_death, daemon=True)
         waiter.start()
         import zmq
@@ -291,7 +294,7 @@ class _Watcher:
             os.write(self._news_write, b"!")
 
     def _read_lines(self) -> bool:
-        """Take in what the parent says; False: go, without a death notice."""
+        """Read what the parent writes; False: end without a death notice."""
         while True:
             data = os.read(sys.stdin.fileno(), 65_536)
             self._lines += data
@@ -304,7 +307,7 @@ class _Watcher:
                     self._connect(said)
                 self._reports = said["reports"]
             if not data:
-                # The pipe's end is no goodbye; the pidfd or the mutex tells for certain.
+                # The pipe may close first; the pidfd or the mutex tells for certain.
                 return self._connection is not None and self._await_end()
             if lines or len(self._lines) > MAX_LINE_BYTES:
                 return bool(lines)
@@ -341,12 +344,12 @@ class _Watcher:
 
 
 def _pidfd_of(parent_pid: int) -> int | None:
-    """Readable when the parent has ended; None where the kernel (before 5.3) can't tell."""
+    """A descriptor that is readable when the parent has ended; None before Linux 5.3."""
     try:
         pidfd = os.pidfd_open(parent_pid)
     except OSError:
         return None
-    if os.getppid() != parent_pid:  # it was dead already, and its number may be another's
+    if os.getppid() != parent_pid:  # it is dead, and its number may belong to another process
         os.close(pidfd)
         return None
     return pidfd

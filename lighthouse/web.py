@@ -1,4 +1,4 @@
-"""A small status page: `/` for people, `/status` as JSON for tools. Read only."""
+"""A small status page: `/` for people, `/status` as JSON for tools. Read-only, no password."""
 
 from __future__ import annotations
 
@@ -61,11 +61,13 @@ refresh(); setInterval(refresh, 1000);
 
 
 class StatusPage:
-    """Serves the page from threads of its own until `close`.
+    """Serves the page from threads of its own until `close`; `url` is where. A context manager.
 
     Args:
-        address: "tcp://host:port"; port 0 chooses a free one. OSError if it is in use.
-        status: what to show; called from any thread.
+        address: "tcp://host:port" or "host:port"; port 0 means any free one.
+        status: what to show; called from any thread. On RuntimeError, `/status` answers 503.
+
+    Raises ValueError for a malformed address, OSError if it can't be bound.
     """
 
     def __init__(self, address: str, status: Status) -> None:
@@ -79,7 +81,7 @@ class StatusPage:
         self._thread.start()
 
     def close(self) -> None:
-        """Release port and threads."""
+        """Release port and threads. Any thread; once."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -98,7 +100,7 @@ class _Server(ThreadingHTTPServer):
 
 def _handler_of(status: Status) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10  # seconds that a silent visitor may hold a thread
+        timeout = 10  # seconds that a silent client may hold a thread
 
         def do_GET(self) -> None:
             if self.path == "/":
@@ -122,6 +124,6 @@ def _handler_of(status: Status) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: a page that refreshes every second would fill the log."""
+            """Does nothing: a page that refreshes every second would fill the log."""
 
     return Handler

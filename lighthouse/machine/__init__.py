@@ -1,1 +1,1 @@
-"""The lighthouse's decisions: which members form a quorum, and what becomes of each step. PURE."""
+"""The lighthouse's decisions: the quorums, and what becomes of each step. PURE."""

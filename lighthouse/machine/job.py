@@ -592,7 +592,7 @@ class Lighthouse:
     def disconnected(
         self, peer: Peer, now: float, cause: str = "connection closed"
     ) -> list[Effect]:
-        """The connection of `peer` is gone: every replica group behind it is dead or unreachable."""
+        """The connection of `peer` is gone: the replica groups behind it are unreachable."""
         effects: list[Effect] = []
         for job in self._jobs.values():
             for replica_id in job.replicas_of(peer):

@@ -129,8 +129,9 @@ def too_early(
         return Verdict(None, _missing(missed), expires)
     if first and count < expected_replicas:
         short = expected_replicas - count
-        return Verdict(None, f"waiting for {short} of {expected_replicas} expected replica groups",
-                       expires)  # fmt: skip
+        return Verdict(
+            None, f"waiting for {short} of {expected_replicas} expected replica groups", expires
+        )
     if first and not expected_replicas:
         return Verdict(None, "waiting for stragglers until the join timeout", expires)
     return None

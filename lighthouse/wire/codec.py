@@ -2,8 +2,8 @@
 
 A frame is `[version, tag, field, field, ...]` with the fields of the dataclass in order. Strict:
 an unknown tag, a missing or surplus field, a wrong type or a value that the message's own check
-refuses raises `ProtocolError`. Another version raises `VersionMismatch`, whatever else it holds,
-so that both sides can say so. No Python object is ever built from the wire but these.
+refuses raises `ProtocolError`. A frame of another version raises `VersionMismatch`, whatever else
+it holds, so that both sides can say so. Only these dataclasses are ever built from a frame.
 
 `Codec` serves any protocol of frozen dataclasses: the lighthouse's here, those of ft_core there.
 """
@@ -25,7 +25,7 @@ from lighthouse.wire import messages
 
 VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""Largest frame that is read: a full member list of 16,384 replica groups of one rank fits."""
+"""Largest frame that is read; a full list of 16,384 replica groups of one rank fits."""
 
 _TAGS: dict[str, type] = {
     "join": messages.Join,
@@ -103,7 +103,7 @@ def encode(message: messages.Message) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> messages.Message:
-    """The message in `frame`. Raises `ProtocolError` (or `VersionMismatch`) and nothing else."""
+    """The message in `frame`. Raises `ProtocolError` (`VersionMismatch` is one) only."""
     message: messages.Message = _LIGHTHOUSE.decode(frame)
     return message
 
@@ -226,7 +226,7 @@ class Codec:
         return frame
 
     def decode(self, frame: bytes | memoryview) -> Any:
-        """The message in `frame`. Raises `ProtocolError` (or `VersionMismatch`) and nothing else."""
+        """The message in `frame`. Raises `ProtocolError` (`VersionMismatch` is one) only."""
         if len(frame) > MAX_FRAME_BYTES:
             raise ProtocolError(
                 f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}"

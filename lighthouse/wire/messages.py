@@ -1,13 +1,14 @@
 """Wire types of the step protocol: frozen, slotted, validated when built, never subclassed.
 
-Two directions. A replica group (its leader rank) sends `Join`, `Vote`, `Heartbeat`, `Leave`; a watcher
-process sends `DeathNotice`; anyone may send `StatusRequest`. The lighthouse answers with `Waiting`,
-`Decision` (which carries the next `Quorum` when the quorum changes), `Quorum`, `Revoke`,
-`Expelled`, `Refused` and `Status`.
+Two directions. A replica group (its leader rank) sends `Join`, `Vote`, `Heartbeat` and `Leave`; a
+watcher process sends `DeathNotice`; tools send `StatusRequest`. The lighthouse answers with
+`Waiting`, `Decision` (which carries the next `Quorum` when the quorum changes), `Quorum`,
+`Revoke`, `Expelled`, `Refused` and `Status`.
 
-Every request is idempotent: a sender that hears nothing sends the same message again.
+Every request is idempotent: a sender that gets no answer sends the same message again.
 A state is versioned by (step, lineage); a result is bound to (quorum_id, step).
-See docs/protocol.md for who sends what when.
+docs/protocol.md says when each message is sent. All types raise ValueError when built from values
+out of range.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ Peer = bytes
 """Identity of a connection, as ZeroMQ's ROUTER socket tells connections apart."""
 
 TORN = "torn-"
-"""A lineage that starts so belongs to no state: one that was partly overwritten, or whose ranks
-stand at different positions. Whoever holds it must heal and is never a source."""
+"""Prefix of the lineage of a torn state: it was partly overwritten, or its ranks hold different
+positions. A replica group that holds it must heal, and is never a source."""
 
 NO_QUORUM = 0
-"""quorum_id of a replica that was never in a quorum."""
+"""quorum_id of a replica group that was never in a quorum."""
 
 
 def next_lineage(lineage: str, quorum_id: int, step: int) -> str:
@@ -79,7 +80,7 @@ class JobKey:
 
 @dataclass(frozen=True, slots=True)
 class InDoubt:
-    """A step whose yes vote was sent and whose decision was never heard."""
+    """A step whose yes vote was sent and whose decision never arrived."""
 
     quorum_id: int
     step: int
@@ -90,9 +91,9 @@ class InDoubt:
 class Member:
     """One replica group in a quorum.
 
-    `addresses` holds one opaque blob a group rank (how to reach its process group and its heal
-    server). `healing`: its state is not (step, lineage) of the quorum; it contributes nothing
-    and must heal before it votes yes.
+    `addresses` holds one opaque blob for each group rank (how to reach its process group and its
+    heal server). `healing`: its state is not (step, lineage) of the quorum, so that it contributes
+    nothing, and must heal before it votes yes.
     """
 
     replica_id: str
@@ -115,12 +116,12 @@ class Member:
 class Join:
     """Asks to be in the next quorum of a job.
 
-    `name` is what a person calls the replica group (stable over restarts); `replica_id` is new at
+    `name` is the replica group's name for people, stable over restarts; `replica_id` is new at
     every start. `quorum_id` and `last_members`: the last quorum this process was in, if any.
-    `schema` names what must be equal in all members (parameter names, shapes, settings);
-    `schema_text` is shown to a person when it is not. `min_replicas`, `expected_replicas`:
-    the job takes the largest asked for (0: no opinion). `can_heal` False: do not admit me if
-    I am behind. `group_commit`: see docs/protocol.md, "per-group commit".
+    `schema` is what must be equal in all members (parameter names, shapes, settings);
+    `schema_text` is shown to a person if it is not. `min_replicas`, `expected_replicas`: the job
+    takes the largest number asked for (0: no wish). `can_heal` False: leave the sender out if it is
+    behind. `group_commit`: see docs/protocol.md, "Per-group commit".
     """
 
     job: JobKey
@@ -164,11 +165,12 @@ _WRONG_PHASE = f"phase must be one of {PHASES}"
 class Vote:
     """A member's yes or no on (quorum_id, step), after its collectives.
 
-    `lineage`: of the state that the sender holds; a yes needs the quorum's. A no revokes the quorum. `phase` says what the member was doing when it voted no; one that
-    had started no collective loses nothing and goes on under the next quorum. `stalled`: a
-    collective of this member waited longer than its timeout, so members that are not reducing
-    are to blame. `leaving`: count me, then leave me out of the next quorum. `control`: bytes
-    that all members get back with the decision, the lowest-ranked member's (see `Decision`).
+    `lineage`: of the state that the sender holds; a yes needs the quorum's. A no revokes the
+    quorum. `phase`: what the member was doing when it voted no; one that had started no collective
+    loses nothing and goes on under the next quorum. `stalled`: a collective of this member waited
+    longer than its timeout, so members that are not reducing are to blame. `leaving`: the vote
+    counts, and the next quorum forms without the sender. `control`: bytes that all members get
+    back with the decision; the lowest-ranked yes voter's are taken (see `Decision`).
     """
 
     job: JobKey
@@ -192,7 +194,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Says where a member believes it is, after a silence; answered only if it is wrong."""
+    """Says, after a silence, where a member believes it is; answered only if it is wrong."""
 
     job: JobKey
     replica_id: str
@@ -201,14 +203,14 @@ class Heartbeat:
 
 
 FINISHED = "finished"
-"""Reason of a `Leave` that says: the training has come to its end, nothing is left to do."""
+"""Reason of a `Leave` that says that the training is complete."""
 GAVE_UP = "gave up its state: "
-"""A `Leave` whose reason starts so is followed by a `Join`: its sender goes in order to heal."""
+"""A `Leave` whose reason starts so is followed by a `Join`: its sender leaves in order to heal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A graceful goodbye: the replica group stops taking part now."""
+    """The replica group stops taking part now, as intended."""
 
     job: JobKey
     replica_id: str
@@ -241,12 +243,12 @@ class StatusRequest:
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """A new quorum: who trains together from (step, lineage) on.
+    """A new quorum: which members train together from (step, lineage) on.
 
     Replica ranks are positions in the full member list. To a receiver whose last quorum was
     `base_id` only the difference travels: drop `removed`, replace those in `changed` by
-    replica_id, append the rest of `changed` in order; members that are kept are not healing,
-    whatever they were. `base_id` 0: `changed` is the full list.
+    replica_id, append the rest of `changed` in order. Members that are kept are not healing, even
+    if they were before. `base_id` 0: `changed` is the full list.
     `settle`: what became of the receiver's step in doubt ("commit", "discard" or ""); `control`:
     that of the step's `Decision`, where it is still known.
     """
@@ -269,7 +271,7 @@ class Quorum:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The answer to a vote: what becomes of (quorum_id, step), and who is next.
+    """The answer to a vote: what becomes of (quorum_id, step), and the next quorum.
 
     `next_quorum` None: the same quorum goes on with step + 1 (the steady state; constant size).
     `waiting` True: no next quorum yet, one will follow (or `Waiting` says why not).
@@ -288,7 +290,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Stop the collectives of (quorum_id, step) now and vote on what you have."""
+    """Orders a member to stop the collectives of (quorum_id, step) now, and to vote."""
 
     job: JobKey
     quorum_id: int
@@ -306,9 +308,9 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Expelled:
-    """You are not a member (evicted, or unknown to me): join again.
+    """The receiver is not a member (evicted, diverged or unknown) and must join again.
 
-    `hung`: your training loop did not make progress; join when it does, not before.
+    `hung`: its training loop made no progress; it may join when the loop does, not before.
     """
 
     job: JobKey
@@ -338,14 +340,14 @@ Message = Request | Reply
 
 
 def healed(members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """A committed step leaves nobody behind: receivers of the decision conclude the same."""
+    """`members` after a committed step: none heals any more. Both ends conclude it alike."""
     if not any(member.healing for member in members):
         return members
     return tuple(replace(m, healing=False) if m.healing else m for m in members)
 
 
 def apply_delta(base: tuple[Member, ...], quorum: Quorum) -> tuple[Member, ...]:
-    """Full member list of `quorum` out of the receiver's previous one. See `Quorum`."""
+    """Full member list of `quorum`, from the receiver's previous list `base`. See `Quorum`."""
     if quorum.base_id == NO_QUORUM:
         return quorum.changed
     removed = set(quorum.removed)
@@ -363,8 +365,8 @@ def member_delta(
 ) -> tuple[tuple[str, ...], tuple[Member, ...]] | None:
     """(removed, changed) such that `apply_delta` turns `old` into `new`; None if none does.
 
-    Who heals is always named: receivers of one list may differ in whether they heard that a
-    step was committed, which ends healing.
+    A member that heals is always in `changed`: receivers of one list may differ in whether they
+    know that a step was committed, which ends healing.
     """
     new_by_id = {member.replica_id: member for member in new}
     old_by_id = {m.replica_id: replace(m, healing=False) if m.healing else m for m in old}
