@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ft_core.collectives.rows import gather_rows
+from ft_core.collectives.agreement import exchange_headers
 from ft_core.manager import Manager
 
 
@@ -49,6 +49,8 @@ NAMES = {
     Kind.PARAMETERS: "an average of parameters",
 }
 JUST_BACK_EVENTS = 1
+Said = tuple[int, int, int, int]
+"""A header: kind, event, bytes, the shape's hash."""
 
 
 class Diverged(RuntimeError):
@@ -76,7 +78,7 @@ class CheckedCollectives:
         shape: Sequence[int] = (),
         *,
         patience_s: float | None = None,
-    ) -> list[tuple[int, int, int, int] | None] | None:
+    ) -> list[Said | None] | None:
         """The header: (kind, event, bytes, shape's hash) of each process; None where one is away.
 
         Returns None if the attempt has failed, as it does when the others have not come within
@@ -84,37 +86,28 @@ class CheckedCollectives:
         same on tensors that don't fit together.
         """
         mine = (kind.value, event, nbytes, hash(tuple(shape)) % (1 << 31))
-        header = torch.tensor([[1, self.process_index, *mine, agreed]], device=self.device)
-        table = gather_rows(self.manager.step, header, patience_s)
-        if table is None:
+        header = [self.process_index, *mine, agreed]
+        said = exchange_headers(
+            self.manager.step, header, device=self.device, patience_s=patience_s
+        )
+        if not said:
             return None
-        rows: list[list[int]] = [[0] * header.shape[1] for _ in range(self.num_processes)]
-        for row in table.tolist():
-            if row[0] == 1:  # who does not take part sends zeros
-                rows[row[1]] = row
-        said = [tuple(row[2:6]) if row[0] == 1 else None for row in rows]
-        ages = [(row[6], -index) for index, row in enumerate(rows) if row[0] == 1]
-        if not ages:
-            return None
-        reference = said[-max(ages)[1]]  # those who have done most together are right
-        assert reference is not None
-        if reference[:2] != mine[:2]:
+        rows: list[list[int] | None] = [None] * self.num_processes
+        for row in said:
+            rows[row[0]] = row
+        # The processes that have done most together are right; of those the first.
+        reference = max(said, key=lambda row: (row[5], -row[0]))[1:5]
+        if reference[:2] != list(mine[:2]):
             raise Diverged(
                 f"this replica group is at {NAMES[kind]} (event {event} of its script), the others "
                 f"are at {NAMES[Kind(reference[0])]} (event {reference[1]}): all must run the same "
                 "script with the same options, and register objects that decide about its path "
                 "with accelerator.register_for_checkpointing"
             )
-        if any(s is not None and s[:2] != reference[:2] for s in said):
+        if any(row[1:3] != reference[:2] for row in said):
             self.manager.report_error(RuntimeError("another replica group's script has diverged"))
             return None
-        # One that has just come back may bring a tensor that was made (padded, say) when it did not
-        # count yet: it does not count in this either.
-        counted = [
-            None if s is not None and s[3] != reference[3] and row[6] <= JUST_BACK_EVENTS else s
-            for s, row in zip(said, rows, strict=True)
-        ]
-        return counted  # type: ignore[return-value]
+        return [None if row is None else _counted(row, reference) for row in rows]
 
     def rows(self, payload: Tensor, nbytes: int) -> Tensor:
         """`payload` (bytes, up to `nbytes` of them) of every process: shape (num_processes, nbytes)."""
@@ -139,7 +132,16 @@ class CheckedCollectives:
         return result
 
 
-def check_alike(said: Sequence[tuple[int, int, int, int] | None], what: str) -> None:
+def _counted(row: list[int], reference: list[int]) -> Said | None:
+    """What a process says. None for one that has just come back with a tensor that it made (padded,
+    say) when it did not count yet: it does not count in this operation either."""
+    _, kind, event, nbytes, shape, agreed = row
+    if shape != reference[3] and agreed <= JUST_BACK_EVENTS:
+        return None
+    return kind, event, nbytes, shape
+
+
+def check_alike(said: Sequence[Said | None], what: str) -> None:
     """Raise ValueError unless all processes bring the same shape."""
     here = {s[2:] for s in said if s is not None}
     if len(here) > 1:

@@ -24,6 +24,7 @@ from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Diverg
 from ft_accelerate.runtime.membership import Membership
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.script_position import Iteration, Phase
+from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 
 log = logging.getLogger("ft_accelerate")
@@ -32,7 +33,8 @@ PATIENCE = 0.25
 """Of the timeout: how long a header waits for those who may be at a gradient step (without one)."""
 NO_QUORUM = -1
 UNUSED_HINT = (
-    "pass kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] to Accelerator"
+    "pass kwargs_handlers="
+    "[DistributedDataParallelKwargs(find_unused_parameters=True)] to Accelerator"
 )
 
 
@@ -214,7 +216,6 @@ class Runtime(Membership):
         attempt commits. `alone()` answers where this process has nobody to ask. `size(result)`
         in bytes; `keep` False: those who come back get `alone()`, since it is in their state.
         """
-        position = self.position
         if self.unfinished is not None:
             finish, self.unfinished = self.unfinished, None
             finish()
@@ -222,21 +223,25 @@ class Runtime(Membership):
             return self.startup.operation(kind, attempt, alone)
         if not self.ready:
             return alone()
-        while True:
-            self._settle()
-            if position.op_is_done:
-                if position.phase is Phase.FAST_FORWARD:
-                    return alone()
-                result = position.replay_op()
-                return alone() if result is None else result
-            self._begin("op")
-            self._settle()
-            if position.op_is_done:
-                continue
-            result = self._attempt(kind, attempt)
-            if self._vote():
-                position.log(result if keep else None, size(result) if keep else 0)
-                return result
+        agreed = agree(
+            lambda: self._attempt(kind, attempt),
+            begin=lambda: self._begin("op"),
+            vote=self._vote,
+            is_behind=self._op_is_done,
+        )
+        if agreed is not None:
+            result = agreed.result
+            self.position.log(result if keep else None, size(result) if keep else 0)
+            return result
+        if self.position.phase is Phase.FAST_FORWARD:
+            return alone()
+        result = self.position.replay_op()
+        return alone() if result is None else result
+
+    def _op_is_done(self) -> bool:
+        """Whether the peers have done the operation that the script is about to do."""
+        self._settle()
+        return self.position.op_is_done
 
     def begin_early(
         self, kind: Kind, attempt: Callable[[CheckedCollectives, Callable[..., Any]], Any]
@@ -248,15 +253,13 @@ class Runtime(Membership):
         """
         if self.beginning or not self.ready:
             return None
-        self._settle()
-        if self.position.op_is_done:
+        if self._op_is_done():
             return None
         self._begin("op")
-        self._settle()
-        return None if self.position.op_is_done else self._attempt(kind, attempt)
+        return None if self._op_is_done() else self._attempt(kind, attempt)
 
     def _attempt(self, kind: Kind, attempt: Callable[..., Any]) -> Any:
-        def agree(nbytes: int = 0, shape: Any = ()) -> Any:
+        def headers(nbytes: int = 0, shape: Any = ()) -> Any:
             return self._agree(kind, nbytes, shape)
 
         manager = self._manager
@@ -265,7 +268,7 @@ class Runtime(Membership):
         try:
             return attempt(
                 CheckedCollectives(manager, self.process_index, self.num_processes, self._device),
-                agree,
+                headers,
             )
         except ValueError:
             self.close()

@@ -18,6 +18,7 @@ import torch
 from ft_accelerate.plugin.options import FaultTolerancePlugin, Supervision
 from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Diverged, Kind
 from ft_accelerate.runtime.group_ranks import GroupRanks, ended_with_its_group
+from ft_core.collectives.agreement import agree
 from ft_core.manager import Manager
 from ft_core.shell.local_lighthouse import DEFAULT_PORT
 from lighthouse.client import LighthouseClient
@@ -61,40 +62,56 @@ class StartupCollectives:
             return alone()
         if self._manager is None:
             self._manager = self._connect()
-        manager = self._manager
-        while True:
-            with ended_with_its_group():
-                manager.start_quorum()
-            if self._over:  # the others have done more than this process: it is late
-                self.close()
-                return alone()
-            collectives = CheckedCollectives(
-                manager, self._group_ranks.process_index, self._group_ranks.num_processes, _device()
-            )
-            result = None
-            if manager.errored() is None:
-                try:
-                    result = attempt(collectives, self._agree(collectives, kind))
-                except Diverged:
-                    self.close()
-                    raise
-            with ended_with_its_group():
-                committed = manager.should_commit()
-            if committed:
-                self._events += 1
-                return result
+        agreed = agree(
+            lambda: self._attempt(kind, attempt),
+            begin=self._begin,
+            vote=self._vote,
+            is_behind=lambda: self._over,
+        )
+        if agreed is None:  # the others have done more than this process: it is late
+            self.close()
+            return alone()
+        self._events += 1
+        return agreed.result
+
+    def _begin(self) -> None:
+        with ended_with_its_group():
+            self._connected.start_quorum()
+
+    def _vote(self) -> bool:
+        with ended_with_its_group():
+            committed = self._connected.should_commit()
+        return committed
+
+    def _attempt(
+        self, kind: Kind, attempt: Callable[[CheckedCollectives, Callable[..., Any]], Any]
+    ) -> Any:
+        if self._connected.errored() is not None:
+            return None
+        ranks = self._group_ranks
+        collectives = CheckedCollectives(
+            self._connected, ranks.process_index, ranks.num_processes, _device()
+        )
+
+        def headers(nbytes: int = 0, shape: Any = ()) -> Any:
+            return collectives.agree(kind, self._events, self._events, nbytes, shape)
+
+        try:
+            return attempt(collectives, headers)
+        except Diverged:
+            self.close()
+            raise
+
+    @property
+    def _connected(self) -> Manager:
+        assert self._manager is not None
+        return self._manager
 
     def close(self) -> None:
-        """Leave the quorum, if there is one. Twice is once."""
+        """Leave the quorum, if there is one. Idempotent."""
         manager, self._manager, self._over = self._manager, None, True
         if manager is not None:
             manager.shutdown()
-
-    def _agree(self, collectives: CheckedCollectives, kind: Kind) -> Callable[..., Any]:
-        def agree(nbytes: int = 0, shape: Any = ()) -> Any:
-            return collectives.agree(kind, self._events, self._events, nbytes, shape)
-
-        return agree
 
     def _connect(self) -> Manager:
         return self._group_ranks.manager(

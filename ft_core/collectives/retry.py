@@ -10,6 +10,10 @@ So user code runs once for each batch, also when a step is discarded. Every back
 synchronizes is a step with a vote of its own. Passes inside `no_sync` only add to `.grad`: a window
 of gradient accumulation votes at its last pass, which reduces the sum.
 
+Between `begin` and the vote the reducer's collectives are the step's only ones: a further attempt
+repeats nothing else, and Gloo ends processes whose collectives do not match. What members exchange
+besides is an agreement of its own (`ft_core.collectives.agreement`), committed before backward.
+
 Kept gradients cost memory and no time: autograd's own tensors, which torch's reducer has copied to
 its buckets and would release, live until the vote. A gradient that shares memory with its bucket
 (after `zero_grad(set_to_none=False)`, or accumulated there) is copied. docs/design.md says which

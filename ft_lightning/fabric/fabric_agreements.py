@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ft_core.collectives.rows import gather_rows
+from ft_core.collectives.agreement import exchange_headers
 from ft_lightning.fabric.fabric_window import Where, Window
 from ft_lightning.fabric.fabric_world import FabricScopedMixin
 from ft_lightning.shared.step_collectives import gather_in_step, reduce_in_step
@@ -156,12 +156,11 @@ class FabricRoundsMixin(FabricScopedMixin):
         """The collectives of a round; None: members have called different things."""
         manager = self._known_manager
         name, _, _, op = call
-        header = torch.tensor([[1, _number(repr(call)), self._rounds]], device=tensor.device)
-        said = gather_rows(manager.step, header)
+        header = [_number(repr(call)), self._rounds]
+        said = exchange_headers(manager.step, header, device=tensor.device)
         if said is None:
             return None  # the round has failed, and is repeated
-        said = said[said[:, 0] == 1]  # who takes no part sends zeros
-        if (said != said[:1]).any():
+        if any(other != said[0] for other in said):
             return None
         if name == "barrier":
             return tensor
