@@ -1,4 +1,4 @@
-"""DistributedDataParallel over replica groups that come and go.
+"""DistributedDataParallel over replica groups that join and leave.
 
 Bucket layout. torch's reducer starts with one bucket and regroups after the first step by the
 order in which gradients arrived. Members must agree on the layout, and one that restarted is in
@@ -8,9 +8,9 @@ bucket small. That is the layout which torch ends up with for models that use th
 order, and unlike `find_unused_parameters=True` (which also stops the regrouping) it costs nothing
 a step.
 
-Communication. The reducer sees a process group of ours (`_Reduction`), not a communication hook:
-with a hook it copies gradients into their bucket and leaves the division to the hook, which costs
-another pass over memory; without one it divides while it copies, by the size of the group.
+Communication. The reducer is given a process group of ours (`_Reduction`), not a communication hook.
+With a hook it copies gradients into their bucket and leaves the division to the hook, which costs
+another pass over memory. Without one it divides while it copies, by the size of the group.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _REFUSED = {
     "static_graph": "its first step has other collectives, and a restarted replica is in its first"
     " step when the others are not",
     "mixed_precision": "use torch.autocast",
-    "delay_all_reduce_named_params": "gradients travel with backward",
-    "param_to_hook_all_reduce": "gradients travel with backward",
+    "delay_all_reduce_named_params": "gradients are reduced during backward",
+    "param_to_hook_all_reduce": "gradients are reduced during backward",
     "init_sync": "the manager syncs members when they join",
 }
 
@@ -59,15 +59,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     equal: the manager brings members to one state (`init_sync`).
 
     Args:
-        manager: averages each bucket over the participants while backward goes on.
+        manager: averages each bucket over the participants while backward runs.
         module: as torch's. All replica groups must have the same parameters: checked when they
             join.
-        kwargs: as torch's, but for these. `gradient_as_bucket_view` is True by default. `find_unused_parameters=True` is needed if a forward
-            may leave out a parameter; which ones were used by anybody is then found out with one
-            more small collective. `forward_sync_buffers` (or `broadcast_buffers`) False leaves
-            buffers such as running statistics to each replica group; default True: they follow
-            the first participant, and go back when a step is discarded. `static_graph`,
-            `mixed_precision`, `process_group` and others that can't work are a ValueError.
+        kwargs: as torch's, with these differences. `gradient_as_bucket_view` is True by default.
+            `find_unused_parameters=True` is needed if a forward may leave out a parameter; one more
+            small collective then tells which were used by any member. `forward_sync_buffers` (or
+            `broadcast_buffers`) False leaves buffers such as running statistics to each replica
+            group; by default they follow the first participant, and are set back when a step is
+            discarded. `static_graph`, `mixed_precision`, `process_group` and others that cannot
+            work are a ValueError.
 
     A step whose backward did not reach every parameter is not committed (unless
     `find_unused_parameters`). No error of communication is raised in backward: `manager.errored`
@@ -115,8 +116,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return super().forward(*inputs, **kwargs)
 
     def mute(self, muted: bool) -> None:
-        """Whether gradients stay at home from here on, as those of a step that is computed again
-        though it was made. Unlike in `no_sync`, it matters where backward is, not forward.
+        """Keep the gradients of backward passes from here on local (or stop doing so), as those of
+        a step that the peers have committed already. Unlike `no_sync`, which must enclose the
+        forward, this concerns the backward.
         """
         self._reduction.muted = muted
 
@@ -129,7 +131,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.reducer._reset_state()
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Refused: a hook would reduce in the place of the manager."""
+        """Refused: a hook would reduce in place of the manager."""
         raise NotImplementedError(
             "communication hooks are not available with fault tolerance: the manager reduces "
             "gradients; change them before (parameter hooks) or after (the optimizer's pre-hook)"
@@ -247,15 +249,15 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
 
 @contextmanager
 def _touched_memory() -> Iterator[None]:
-    """torch fills what it allocates (`torch.utils.deterministic.fill_uninitialized_memory`).
+    """Have torch fill what it allocates (`torch.utils.deterministic.fill_uninitialized_memory`).
 
-    Else the kernel finds the buckets' memory in the first backward, for which the peers of a
-    process that joins a running job would wait (1 s for 336 MiB where it takes long).
+    Else the kernel would map the buckets' memory in the first backward, while the peers of a
+    process that joins a running job wait for it (up to 1 s for 336 MiB).
     """
-    with _FILLING:  # the setting is the whole process's
+    with _FILLING:  # the setting is global to the process
         before = torch.are_deterministic_algorithms_enabled()
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        # What torch.use_deterministic_algorithms calls, which imports inductor, too (0.9 s).
+        # Called by torch.use_deterministic_algorithms, which also imports inductor (0.9 s).
         torch._C._set_deterministic_algorithms(True, warn_only=True)
         try:
             yield
@@ -264,17 +266,16 @@ def _touched_memory() -> Iterator[None]:
 
 
 class _Reduction(dist.ProcessGroup):
-    """The group that torch's reducer sees. Its size is what gradients are divided by.
+    """The process group that torch's reducer is given. Its size is what gradients are divided by.
 
-    Sees backward passes that left out a bucket, before the step is voted on; torch sees them in
-    the next forward only, when the optimizer has stepped on gradients of which some were averaged
-    and some not.
+    Notices a backward pass that left out a bucket before the step's vote. torch notices it in the
+    next forward, when the optimizer has stepped on gradients of which only some were averaged.
 
-    Buckets are waited for at the end of backward, before the reducer does it: see
+    At the end of backward it waits for the buckets, before torch's reducer does: see
     `ft_core.collectives.allreduce.AsyncReduce`.
 
-    Thread: autograd's for `getSize` and `allreduce`, which never raise: in backward that would end
-    the process, and the vote tells it as well.
+    Thread: autograd's for `getSize` and `allreduce`. They never raise, since an error inside
+    backward would end the process; errors are reported to the manager.
     """
 
     def __init__(self, manager: GradientManager) -> None:
@@ -287,10 +288,10 @@ class _Reduction(dist.ProcessGroup):
         self._awaited_in = -1
         self.muted = False
         self.reduce_used: Callable[[Tensor], Future[Tensor]] = self._reduce_used
-        """Given how often each parameter was used here: what the reducer is to see of it."""
+        """Given how often this member used each parameter, gives what torch's reducer sees of it."""
 
     def begin_with(self, values: int, shared: SharedBuffers) -> None:
-        """Backward passes begin: each is to send so many values, then the buffers."""
+        """Backward passes begin: each sends `values` values, then the buffers."""
         self._values = values
         self._shared = shared
 
@@ -309,7 +310,7 @@ class _Reduction(dist.ProcessGroup):
         return "ft-reduction"
 
     def getSize(self) -> int:
-        """The reducer asks once a backward, with its first gradient; others may at any time."""
+        """torch's reducer asks once a backward pass, at its first gradient; others at any time."""
         if self._shared is not None and torch._C._current_graph_task_id() >= 0:
             self.unsent = 0 if self.muted else self._values
             self._divisor = 1 if self.muted else self._manager.mean_divisor()
@@ -334,7 +335,7 @@ class _Reduction(dist.ProcessGroup):
             return work_of(completed(tensor))
 
     def _await_later(self, bucket: StartedReduce) -> None:
-        """Wait for `bucket` when backward is over: before the reducer, which asks for a callback
+        """Wait for `bucket` when backward ends, before torch's reducer, which queues its callback
         after its last bucket. A backward within a backward (activation checkpointing) has callbacks
         of its own, at its own end."""
         self._on_their_way.append(bucket)
@@ -347,7 +348,7 @@ class _Reduction(dist.ProcessGroup):
 
     def _await_buckets(self) -> None:
         buckets, self._on_their_way = self._on_their_way, []
-        for bucket in reversed(buckets):  # when the last one is there, mostly all are
+        for bucket in reversed(buckets):  # when the last one has ended, mostly all have
             bucket.wait()
 
     def _reduce_used(self, counts: Tensor) -> Future[Tensor]:
@@ -361,8 +362,8 @@ _numbers: weakref.WeakKeyDictionary[GradientManager, int] = weakref.WeakKeyDicti
 
 
 def never_compile(package: str | None) -> None:
-    """Have torch.compile run this package's functions as they are, as it does torch's own
-    DistributedDataParallel, and compile the module inside. Twice is once."""
+    """Have torch.compile leave this package's functions alone, as it does torch's own
+    DistributedDataParallel, and compile the module inside. Idempotent."""
     assert package is not None
     if package not in _not_compiled:
         _not_compiled.add(package)
@@ -380,13 +381,13 @@ def _next_number(manager: GradientManager) -> int:
 
 
 class PureDistributedDataParallel(nn.Module):
-    """Averages each gradient by itself as soon as it is there, without buckets; plain Python.
+    """Averages each gradient as soon as it is complete, without buckets, in plain Python.
 
-    Slow for models with many parameters; `DistributedDataParallel` is meant for those. When
+    Slow for models with many parameters, for which `DistributedDataParallel` is meant. When
     backward returns, all gradients are averages. All members must use the same parameters in each
-    step. Gradients may accumulate over several backward passes: what is there is an average
-    already, and the average of sums is the sum of averages; `no_sync` saves the transfers.
-    Buffers follow the first participant, as in `DistributedDataParallel`.
+    step. Gradients may accumulate over several backward passes: earlier ones are averages already,
+    and the average of sums is the sum of averages. `no_sync` saves the transfers. Buffers follow
+    the first participant, as in `DistributedDataParallel`.
     """
 
     def __init__(self, manager: GradientManager, module: nn.Module) -> None:
@@ -420,7 +421,7 @@ class PureDistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside keep their gradients to themselves."""
+        """Backward passes inside keep their gradients local."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -437,7 +438,7 @@ class PureDistributedDataParallel(nn.Module):
                 Variable._execution_engine.queue_callback(self._backward_over)
             flat = gradient if gradient.is_contiguous() else gradient.contiguous()
             self._pending.append((gradient, flat, self._manager.allreduce(flat)))
-        except Exception as error:  # see _send_bucket
+        except Exception as error:  # see `_Reduction`
             self._manager.report_error(error)
 
     def _backward_over(self) -> None:
@@ -449,12 +450,12 @@ class PureDistributedDataParallel(nn.Module):
                 future.wait()
                 if flat is not gradient:
                     gradient.copy_(flat)
-        except Exception as error:  # see _send_bucket
+        except Exception as error:  # see `_Reduction`
             self._manager.report_error(error)
 
 
 def describe(module: nn.Module) -> str:
-    """What two replicas of `module` must have in common, in a line: names, shapes, dtypes."""
+    """One line that is equal for equal modules: a digest of names, shapes and dtypes."""
     named: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in named]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()

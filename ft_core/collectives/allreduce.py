@@ -1,4 +1,4 @@
-"""`Manager.allreduce` of one tensor: this member's contribution, the collective, what becomes of it."""
+"""`Manager.allreduce` of one tensor: this member's contribution, the collective, and its result."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ft_core.step import Step
 
 
 class AsyncReduce:
-    """An all-reduce on its way, for a caller that waits for it in a thread of its own.
+    """An all-reduce in flight, whose caller waits for it with `wait`.
 
-    No other thread runs Python code for it when it arrives, as a future's callbacks would in the
-    backend's: a thread that waits then gets the interpreter at once (0.15 ms a step of two
+    Its end runs in the thread that waits. A future's callbacks would run in a thread of the
+    backend, which would compete with the waiting one for the interpreter (0.15 ms a step of two
     replicas, benchmarks/RESULTS.md).
 
     Attributes:
-        future: of the tensor; done, and never failed, when somebody has called `wait`.
+        future: of the tensor. Done, and never failed, once `wait` has returned.
     """
 
     __slots__ = ("_end", "_tensor", "_work", "future")
@@ -40,7 +40,7 @@ class AsyncReduce:
         self._tensor, self._work, self._end = tensor, work, end
 
     def wait(self) -> Tensor:
-        """The reduced tensor, when it is there. Never raises. One thread at a time."""
+        """Wait, and return the reduced tensor. Never raises. One thread at a time."""
         if not self.future.done():
             error = None
             try:
@@ -53,7 +53,7 @@ class AsyncReduce:
         return self._tensor
 
     def done(self) -> bool:
-        """Whether it has arrived, or failed. Any thread."""
+        """Whether it has ended, well or badly. Any thread."""
         return self.future.done() or self._work.is_completed()
 
 
@@ -128,13 +128,13 @@ def find_weight(step: Step) -> None:
 
 
 def work_of(future: Future[Tensor]) -> dist.Work:
-    """What torch's reducer wants in the place of a future."""
+    """`future` as torch's reducer takes it."""
     work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)
     return work
 
 
 def _contribute(step: Step, tensor: Tensor, op: str, divided_by: int) -> Participation | None:
-    """Make `tensor` this member's contribution; None: the step is lost already."""
+    """Make `tensor` this member's contribution. None: the step has failed already."""
     part = step.bind()
     if part is None:
         return None
@@ -146,7 +146,7 @@ def _contribute(step: Step, tensor: Tensor, op: str, divided_by: int) -> Partici
 def _ending(
     step: Step, tensor: Tensor, op: str, part: Participation
 ) -> Callable[[Exception | None], Tensor]:
-    """What is done when the collective has ended: the result, or a report."""
+    """Called when the collective has ended: completes the result, or reports the error."""
 
     def end(error: Exception | None) -> Tensor:
         try:

@@ -1,7 +1,7 @@
 """Quantization for slow links: real numbers as bytes, with a scale for each block of values.
 
-Plain torch operations, CPU and CUDA, no kernels of our own. A codec is named in the settings that
-members compare when they join; which one is used never follows from what happens to be installed.
+Plain torch operations on CPU and CUDA, no kernels of our own. The settings that members compare when
+they join name the codec; the choice never depends on what happens to be installed.
 
 | name | a value | scale | block | bits a value | fewer bytes than fp32 |
 |---|---|---|---|---|---|
@@ -114,7 +114,7 @@ class Fp8(Codec):
 
 
 def _integers(scaled: Tensor, largest: int) -> Tensor:
-    # What is not a number has a scale that is none either; the conversion wants one all the same.
+    # A NaN decodes to NaN by its block's scale. The conversion to integers needs a number.
     return scaled.round().clamp(-largest, largest).nan_to_num(0.0).to(torch.int8)
 
 
@@ -122,7 +122,7 @@ _CODECS: dict[str, type[Codec]] = {"int8": Int8, "int4": Int4, "fp8": Fp8}
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of this name. Raises ValueError if there is none, or this torch can't have it."""
+    """The codec of this name. Raises ValueError if there is none, or this torch does not support it."""
     kind = _CODECS.get(name)
     if kind is None:
         raise ValueError(f"codec must be None or one of {', '.join(_CODECS)}, got {name!r}")

@@ -1,4 +1,4 @@
-"""What goes round an all-reduce: scaling, neutral elements (S4), futures. No process group."""
+"""The parts of an all-reduce that need no process group: scaling, neutral elements (S4), futures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES = {
 
 
 def op_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
-    """"sum", "avg", "min", "max" or "product". Raises ValueError for others."""
+    """ "sum", "avg", "min", "max" or "product". Raises ValueError for others."""
     for known, name in _NAMES.items():
         if op == known:
             return name
@@ -39,7 +39,7 @@ def op_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
 
 
 def fill_neutral(tensor: Tensor, op: str) -> None:
-    """Overwrite `tensor` (any shape) with what changes nothing under `op`, in place.
+    """Overwrite `tensor` (any shape) with the neutral element of `op`.
 
     Zero is neutral for a sum only: a member that contributes nothing must send the largest value
     under MIN, the smallest under MAX, and one under PRODUCT.
@@ -61,9 +61,9 @@ def prepare(tensor: Tensor, op: str, *, participating: bool, scale: float) -> No
     """Make `tensor` this member's contribution, in place.
 
     For a mean every contribution is scaled before the sum, as torch's own DDP does: the same
-    rounding (bit for bit the same result as DDP of as many processes), less danger of overflow
-    in half precision, and nothing left to do when the sum arrives. `scale`: what is left of that
-    scaling to do.
+    rounding (bit for bit the result of DDP with as many processes), less danger of overflow in
+    half precision, and nothing left to do when the sum arrives. `scale`: the part of that scaling
+    which is still to be done.
     """
     if not participating:
         fill_neutral(tensor, op)
@@ -72,13 +72,13 @@ def prepare(tensor: Tensor, op: str, *, participating: bool, scale: float) -> No
 
 
 def finish(tensor: Tensor, op: str, participants: int) -> None:
-    """What must be done to the result, in place: integer means are divided after the sum."""
+    """Complete the result, in place: integer means are divided after the sum."""
     if op == "avg" and not (tensor.is_floating_point() or tensor.is_complex()):
         tensor.div_(participants, rounding_mode="trunc")
 
 
 def wire_op(op: str) -> ReduceOp.RedOpType:
-    """The reduction that travels: means are sums of scaled contributions."""
+    """The backend's operation for `op`: a mean is a sum of scaled contributions."""
     return _ON_THE_WIRE[op]
 
 
@@ -97,7 +97,7 @@ def completed(tensor: Tensor) -> Future[Tensor]:
 
 
 def future_for(tensor: Tensor) -> Future[Tensor]:
-    """One that may hold `tensor`: torch wants to know the device if it has streams."""
+    """A future that may hold `tensor`: torch must know a device that has streams."""
     return Future() if tensor.is_cpu else Future(devices=[tensor.device])
 
 

@@ -1,10 +1,10 @@
-"""All-reduce of quantized tensors, with the same bits at every member; and its place in a step.
+"""All-reduce of quantized tensors. All members end with the same bits.
 
 Every member cuts its values into one shard a member and sends each, encoded, to its owner
 (all-to-all). The owner decodes them, adds them up in rank order in fp32, encodes the sum and sends
-it to all (all-gather). Everybody, the owner too, decodes the same bytes: whatever the codec loses,
-all members end with the same values (S3). Bytes sent by a member of n: 2 (n - 1) / n of the encoded
-size, as a ring all-reduce sends of the plain one.
+it to all (all-gather). Every member, the owner too, decodes the same bytes: whatever the codec
+loses, all end with the same values (S3). A member of n sends 2 (n - 1) / n of the encoded size, as a
+ring all-reduce does of the plain one.
 
 Error feedback (arXiv 1901.09847, algorithm 2: p = g + e, send Q(p), e = p - Q(p)): what encoding
 lost is kept and added the next time; the owner also keeps what its shard of the sum lost.
@@ -26,16 +26,16 @@ from ft_core.replica.participation import Participation
 from ft_core.step import Step
 
 DEFAULT_CODEC = Int8()
-"""Of `Manager.allreduce(should_quantize=True)`: a fixed one, so that members need not agree on it."""
-_PIECE_VALUES = 4 << 20  # one piece is encoded while another travels
+"""Of `Manager.allreduce(should_quantize=True)`. Fixed, so that members need not agree on it."""
+_PIECE_VALUES = 4 << 20  # one piece is encoded while another is sent
 
 
 @dataclass(slots=True)
 class Reduction:
-    """One bucket on its way.
+    """One bucket to reduce.
 
     Attributes:
-        bucket: flat floating tensor: this member's values, then the sum.
+        bucket: flat floating tensor. This member's values; afterwards the sum.
         residual: fp32, flat: what earlier encodings lost; None: no error feedback.
         next_residual: what `residual` becomes if the step is committed.
     """
@@ -46,7 +46,7 @@ class Reduction:
 
 
 def wire_bytes(codec: Codec, values: int, members: int) -> int:
-    """Bytes that a member sends for a bucket of so many values."""
+    """Bytes that a member sends for a bucket of `values`."""
     return 2 * (members - 1) * codec.row_bytes(_shard(codec, values, members))
 
 
@@ -61,7 +61,7 @@ def reduce_quantized(
 
     Non-participants send zeros. All members call it with buckets of the same sizes.
     """
-    members, rank = group.size(), group.rank()  # ranks, where each of a group holds a copy
+    members, rank = group.size(), group.rank()
     participating = part.rank is not None
     if members == 1:
         for job in jobs:
@@ -90,21 +90,19 @@ def reduce_quantized(
         if job.next_residual is not None and participating:
             own = job.next_residual[rank * shard : (rank + 1) * shard]
             own += total - codec.decode(data, shard).view(-1)
-        everybody = data.new_empty(members * data.shape[1])
-        gathered.append((everybody, data, group._allgather_base(everybody, data.view(-1))))
-    for job, (everybody, _, work) in zip(jobs, gathered, strict=True):
+        encoded = data.new_empty(members * data.shape[1])
+        gathered.append((encoded, data, group._allgather_base(encoded, data.view(-1))))
+    for job, (encoded, _, work) in zip(jobs, gathered, strict=True):
         work.wait()
         count = job.bucket.numel()
-        values = codec.decode(everybody.view(members, -1), _shard(codec, count, members))
+        values = codec.decode(encoded.view(members, -1), _shard(codec, count, members))
         job.bucket.copy_(values.view(-1)[:count])
         if job.next_residual is not None:
-            job.next_residual = (
-                job.next_residual[:count].clone() if participating else job.residual
-            )
+            job.next_residual = job.next_residual[:count].clone() if participating else job.residual
 
 
 def _alone(job: Reduction, participating: bool) -> None:
-    """Nothing travels, nothing is lost."""
+    """A single member sends nothing, and the codec loses nothing."""
     if not participating:
         job.bucket.zero_()
         job.next_residual = job.residual
@@ -132,7 +130,7 @@ def check_quantizable(tensor: Tensor, op: str) -> None:
 def reduce_in_turn(
     step: Step, tensor: Tensor, op: str, part: Participation, *, quantize: bool
 ) -> Future[Tensor]:
-    """`Manager.allreduce` of a prepared tensor, after what is queued."""
+    """`Manager.allreduce` of a prepared tensor, after the collectives that are queued."""
 
     def work(group: ProcessGroup) -> None:
         if not quantize:
