@@ -1,12 +1,18 @@
-"""LocalSGD and DiLoCo: replica groups train by themselves and meet every so many steps.
+"""LocalSGD and DiLoCo in Accelerate scripts: replica groups train by themselves between outer steps.
 
-A meeting is an operation over the quorum: voted on, and tried again with whoever is left, so that
-no group's work since the last meeting is lost. Newcomers enter right after a meeting, with its
-result. Between two meetings groups differ; a group that dies loses its steps since the last one.
+The outer step, its fragments, codecs and schedule are `ft_core.diloco`'s. The driver is this file:
+a script's outer step is an operation of `Runtime`. It is checked, voted on, and tried again with the
+members that are left, so no group's work since the last outer step is lost. `ft_core`'s `OuterLoop`
+can't drive it: it opens and votes on the manager's steps itself, where a script shares them with
+gather, reduce and the gradient steps around it, and it heals the global parameters only, where a
+process that comes back also needs its script's position.
+
+Newcomers enter after an outer step, with its result. A group that dies loses its steps since then.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +21,13 @@ from accelerate.local_sgd import LocalSGD as StockLocalSGD
 from torch import Tensor
 
 from ft_accelerate.runtime import process as processes
-from ft_accelerate.runtime.meeting import Meeting
-from ft_core.collectives.codecs import codec_named
-from ft_core.diloco.diloco import check_options, nesterov
-from ft_core.diloco.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, split
-from ft_core.diloco.schedule import Schedule, ScheduleEvent, trace
+from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Kind
+from ft_accelerate.runtime.runtime import Runtime
+from ft_core.diloco.diloco import OuterOptimizerStep, nesterov
+from ft_core.diloco.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, describe, split
+from ft_core.diloco.local_sgd import ParameterMean
+from ft_core.diloco.outer_step import OuterReduce, OuterStep
+from ft_core.diloco.schedule import Schedule, ScheduleEvent
 
 
 class LocalSGD(StockLocalSGD):
@@ -68,38 +76,38 @@ class LocalSGD(StockLocalSGD):
 
 class DiLoCo(LocalSGD):
     """
-    LocalSGD whose average is a step of an outer optimizer (arXiv 2311.08105): the mean over the
-    quorum of the pseudo-gradients, which are the parameters after the last meeting minus those now.
-    Make one for the whole training, and enter it as often as you like. At the end of each `with`
-    the parameters of all processes are equal.
+    LocalSGD whose average is a step of an outer optimizer (arXiv 2311.08105) on the mean of the
+    pseudo-gradients, which are the parameters after the last outer step minus those now. Make one
+    for the whole training, and enter it as often as you like. At the end of each `with` the
+    parameters of all processes are equal.
 
     Args:
         accelerator (`Accelerator`), model (`torch.nn.Module`), local_sgd_steps (`int`), enabled:
             As [`LocalSGD`]'s.
         outer_optimizer (`Callable`, *optional*):
-            Makes the outer optimizer of a list of parameters. Default: SGD with Nesterov momentum,
-            and the two numbers below. Its state heals.
+            Makes the outer optimizer, given the list of the model's trainable parameters. Default:
+            SGD with Nesterov momentum, and the two numbers below. Its state heals.
         outer_lr (`float`, *optional*, defaults to 0.7), outer_momentum (`float`, 0.9):
             Of the default outer optimizer.
         fragments (`int` or `list`, *optional*):
-            Parts of the model with a meeting of their own, spread over the `local_sgd_steps`
+            Parts of the model with outer steps of their own, spread over the `local_sgd_steps`
             (arXiv 2501.18512): a number, or a list with a module, or parameter names, for each.
         fragment_sync_delay (`int`, *optional*, defaults to 0):
             Steps between sending a fragment and applying it, behind which its transfer hides
             (tau). An operation of the script in between (a `gather`, say) applies it at once.
         fragment_update_alpha (`float`, *optional*, defaults to 0):
-            How much of the local parameters stays at a meeting.
+            How much of the local parameters stays when a fragment is applied.
         codec (`str`, *optional*):
             `"int8"`, `"int4"` or `"fp8"`: what pseudo-gradients travel as.
         error_feedback (`bool`, *optional*, defaults to `False`):
             Keep what the codec loses and send it the next time.
         bucket_bytes (`int`, *optional*, defaults to 32 MiB):
-            How much travels in one piece.
+            Of one all-reduce.
         backup_device (`torch.device`, *optional*):
-            Where the parameters after the last meeting are kept, and the outer optimizer steps.
-            Default: where the model is.
+            Where the global parameters (those after the last outer steps) are kept. Default: where
+            the model is.
         weighted, keep_windows:
-            As `ft_core.DiLoCo`'s; `False` and `True` are all that a script's loop has use for.
+            As `ft_core.DiLoCo`'s. Only `False` and `True` are accepted.
 
     Raises RuntimeError without fault tolerance, ValueError for options that contradict each other.
     """
@@ -125,35 +133,35 @@ class DiLoCo(LocalSGD):
         keep_windows: bool = True,
     ) -> None:
         super().__init__(accelerator, model, local_sgd_steps, enabled)
-        check_options(fragment_update_alpha, codec, error_feedback)
-        _check(weighted, bucket_bytes, keep_windows)
-        self._fragments = split(accelerator.unwrap_model(model), fragments)
-        schedule = Schedule(local_sgd_steps, len(self._fragments), fragment_sync_delay)
-        self._due: dict[int, list[tuple[ScheduleEvent, Fragment]]] = {}
-        for inner, event, index in trace(schedule, local_sgd_steps):
-            self._due.setdefault(inner, []).append((event, self._fragments[index]))
-        self._alpha, self._bucket_bytes = fragment_update_alpha, bucket_bytes
-        self._codec = None if codec is None else codec_named(codec)
-        self._feedback = error_feedback
-        self._residuals: dict[int, list[Tensor]] = {}
-        self._flight: tuple[Fragment, Meeting] | None = None
-        self._met: dict[int, int] = {f.index: 0 for f in self._fragments}
-        self._last = {
-            p: p.detach().clone().to(backup_device or p.device)
-            for f in self._fragments
-            for p in f.parameters
-        }
+        _refuse(weighted, keep_windows)
+        unwrapped = accelerator.unwrap_model(model)
+        parts = split(unwrapped, fragments)
+        parameters = [p for fragment in parts for p in fragment.parameters]
         make = outer_optimizer or nesterov(outer_lr, outer_momentum)
-        self.outer_optimizer = make(list(self._last.values()))
+        self.outer_optimizer = make([*parameters])
+        self._outer = OuterOptimizerStep(
+            unwrapped,
+            parts,
+            self.outer_optimizer,
+            fragment_update_alpha=fragment_update_alpha,
+            codec=codec,
+            error_feedback=error_feedback,
+            bucket_bytes=bucket_bytes,
+            backup_device=torch.device(backup_device or parameters[0].device),
+        )
+        self._schedule = Schedule(local_sgd_steps, len(parts), fragment_sync_delay)
+        self._outer_steps, self._local_step = 0, 0
+        self._sent: _Operation | None = None
+        self._synced_at = dict.fromkeys(range(len(parts)), 0)
         self.settings = (
-            f"DiLoCo every {local_sgd_steps} steps, fragments={len(self._fragments)}, "
-            f"fragment_sync_delay={fragment_sync_delay}, alpha={fragment_update_alpha}, "
-            f"codec={codec}, error_feedback={error_feedback}, {_told(self.outer_optimizer)}"
+            f"DiLoCo every {local_sgd_steps} steps, fragments={len(parts)}, "
+            f"fragment_sync_delay={fragment_sync_delay}, {self._outer.settings} "
+            f"{_numbers(self.outer_optimizer)}"
         )
         self._register(processes.current())
 
-    def _register(self, runtime: Any) -> None:
-        """Heal from now on; one that is made by a process that catches up continues its
+    def _register(self, runtime: Runtime) -> None:
+        """Heal from now on. One that is made by a process that catches up continues its
         predecessor, which has its peers' state."""
         before = None if runtime.live else runtime.reducer.registered("diloco")
         if before is not None:
@@ -164,105 +172,135 @@ class DiLoCo(LocalSGD):
         self.num_steps += 1
         if not self.enabled:
             return
-        for event, fragment in self._due.get((self.num_steps - 1) % self.local_sgd_steps + 1, ()):
-            if event is ScheduleEvent.LAUNCH:
-                self._launch(fragment)
-            else:
-                self._apply()
+        self._local_step += 1
+        due = self._schedule.due(self._outer_steps, self._local_step)
+        if ScheduleEvent.LAUNCH in due:
+            self._launch(self._schedule.fragment_of(self._outer_steps))
+        if ScheduleEvent.APPLY in due:
+            self._apply()
+            self._outer_steps += 1
+            self._local_step = 0
 
     def _sync_and_avg_model_params(self) -> None:
-        """The end of the `with`: whatever was done since each fragment's last meeting is brought
-        in, and nobody keeps parameters of its own."""
+        """The end of the `with`: bring in what was done since each fragment's last outer step, and
+        keep no parameters of this process's own."""
         self._apply()
-        for fragment in self._fragments:
-            if self._met[fragment.index] != self.num_steps:
-                self._launch(fragment)
+        for fragment in self._outer.fragments:
+            if self._synced_at[fragment.index] != self.num_steps:
+                self._launch(fragment.index)
                 self._apply()
         if processes.current().live:
-            with torch.no_grad():
-                for p, last in self._last.items():
-                    p.copy_(last)
+            for fragment in self._outer.fragments:
+                self._outer.state.restore(fragment)
 
-    @torch.no_grad()
-    def _launch(self, fragment: Fragment) -> None:
-        """Send a fragment; running statistics travel with the last one of a window."""
+    def _launch(self, index: int) -> None:
+        """Send a fragment; any operation of the script, or `_apply`, ends its outer step."""
         runtime = processes.current()
-        drift = [self._last[p].to(p.device) - p for p in fragment.parameters]
-        rest = _statistics(self.model) if fragment is self._fragments[-1] else []
-        meeting = Meeting(
-            runtime, drift, [t.clone() for t in rest],
-            settings=self.settings, codec=self._codec, error_feedback=self._feedback,
-            residuals=self._residuals.get(fragment.index), bucket_bytes=self._bucket_bytes,
-        )  # fmt: skip
-        self._flight = fragment, meeting
-        meeting.launch()
+        self._sent = _Operation(runtime, self._outer, self._outer.fragments[index], self.settings)
+        self._sent.launch()
         runtime.unfinished = self._apply
 
-    @torch.no_grad()
     def _apply(self) -> None:
-        """One outer step of the fragment that is on its way, if one is."""
-        flight, self._flight = self._flight, None
-        runtime = processes.current()
-        runtime.unfinished = None
-        if flight is None:
-            return
-        (fragment, meeting), mine = flight, flight[0].parameters
-        self._met[fragment.index] = self.num_steps
-        means = meeting.means()
-        if means is None or not runtime.live:
-            return
-        lost = meeting.lost()
-        if lost is not None:
-            self._residuals[fragment.index] = lost
-        for p, mean in zip(mine, means, strict=False):
-            self._last[p].grad = mean.to(self._last[p].device)
-        self.outer_optimizer.step()
-        self.outer_optimizer.zero_grad()
-        for p in mine:
-            p.copy_(torch.lerp(self._last[p].to(p.device), p, self._alpha))
-        rest = _statistics(self.model) if fragment is self._fragments[-1] else []
-        for tensor, mean in zip(rest, means[len(mine) :], strict=True):
-            tensor.copy_(mean)
+        """End the outer step of the fragment that is on its way, if one is."""
+        sent, self._sent = self._sent, None
+        processes.current().unfinished = None
+        if sent is not None:
+            self._synced_at[sent.fragment.index] = self.num_steps
+            sent.apply()
 
     def drop(self) -> None:
-        """The script has failed: what is on its way is nobody's any more."""
-        if self._flight is not None:
-            self._flight, processes.current().unfinished = None, None
+        """The script has failed: what is on its way is not applied."""
+        if self._sent is not None:
+            self._sent, processes.current().unfinished = None, None
 
     def _save(self) -> dict[str, Any]:
-        return {
-            "parameters": [p.clone() for p in self._last.values()],
-            "outer": self.outer_optimizer.state_dict(),
-        }
+        return self._outer.state.state_dict(copy=True)
 
-    @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
-        for mine, healed in zip(self._last.values(), state["parameters"], strict=True):
-            mine.copy_(healed)
-        self.outer_optimizer.load_state_dict(state["outer"])
-        self._residuals.clear()  # what was lost on the way to a state that this process missed
+        self._outer.state.load_state_dict(state)
+        self._outer.forget()
 
 
-def _check(weighted: bool | str, bucket_bytes: int, keep_windows: bool) -> None:
-    """Raises ValueError, in a sentence, for options that can't be in a script's loop."""
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+def _refuse(weighted: bool | str, keep_windows: bool) -> None:
+    """Raises ValueError, in a sentence, for options that a script's loop can't have."""
     if weighted:
         raise ValueError(
             f"weighted={weighted!r} has nothing to weigh under Accelerate, whose loaders give every "
-            "process as many batches between two meetings: leave it out"
+            "process as many batches between two outer steps: leave it out"
         )
     if not keep_windows:
         raise ValueError(
-            "keep_windows=False can't be had under Accelerate: a meeting that fails is tried again "
-            "on the spot, so that no window is ever dropped: leave it out"
+            "keep_windows=False is not possible under Accelerate: an outer step that fails is tried "
+            "again on the spot, so that no window is ever dropped: leave it out"
         )
 
 
-def _told(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's name and numbers."""
-    numbers = {k: v for k, v in optimizer.defaults.items() if isinstance(v, int | float) and v}
-    return f"outer={type(optimizer).__name__} {numbers}"
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {k: v for k, v in optimizer.defaults.items() if isinstance(v, int | float) and v}
+
+
+class _Operation:
+    """One outer step as an operation of the script, which may be launched some steps earlier.
+
+    Between launch and apply its values travel in the attempt that is open anyway. Should that be
+    discarded, the present values are sent in the next one.
+    """
+
+    def __init__(
+        self, runtime: Runtime, outer: OuterStep, fragment: Fragment, settings: str
+    ) -> None:
+        self.fragment = fragment
+        self._runtime, self._outer, self._settings = runtime, outer, settings
+        self._sent: OuterReduce | None = None
+        self._sent_in = 0
+
+    def launch(self) -> None:
+        """Send the fragment now. All processes launch at the same place of the script."""
+        self._sent_in = self._runtime.attempts_discarded
+        self._sent = self._runtime.begin_early(Kind.PARAMETERS, self._send)
+
+    def apply(self) -> bool:
+        """Wait until an attempt is committed, and take its result; False: a process that catches
+        up has this result in its state already."""
+        sent: OuterReduce | None = self._runtime.operation(
+            Kind.PARAMETERS, self._attempt, lambda: None, keep=False
+        )
+        if sent is None or not self._runtime.live:
+            return False
+        self._outer.finish(sent)
+        return True
+
+    def _attempt(
+        self, collectives: CheckedCollectives, agree: Callable[..., Any]
+    ) -> OuterReduce | None:
+        sent, self._sent = self._sent, None
+        if sent is None or self._sent_in != self._runtime.attempts_discarded:
+            sent = self._send(collectives, agree)
+        if sent is not None:
+            sent.wait()
+        return sent
+
+    def _send(
+        self, collectives: CheckedCollectives, agree: Callable[..., Any]
+    ) -> OuterReduce | None:
+        said = agree(self._fingerprint())
+        if said is None:
+            return None
+        if len({s[2] for s in said if s is not None}) > 1:
+            raise ValueError(
+                "the replica groups average parameters with different settings or models, this one "
+                f"with {self._settings}: start all of them with the same script and options"
+            )
+        state = self._outer.state
+        deltas = [] if state is None else state.deltas(self.fragment)
+        return self._outer.launch(collectives.manager, self.fragment, deltas)
+
+    def _fingerprint(self) -> int:
+        """Of what all must have in common, so that no two collectives of different sizes meet."""
+        outer = self._outer
+        known = (self._settings, outer.bucket_bytes, describe(outer.fragments, outer.model))
+        text = repr((*known, self.fragment.index))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
 # ---------------------------------------------------------------------- also for the stock class
@@ -273,8 +311,8 @@ def enter(local: Any, stock: Callable[[], Any]) -> Any:
     runtime = processes.active()
     if runtime is not None and local.enabled:
         runtime.serve_copies = True
-        if runtime.manager is None:  # who differs is refused when it joins
-            runtime.reducer.register_schema("meetings", settings_of(local))
+        if runtime.manager is None:  # a group with other settings is refused when it joins
+            runtime.reducer.register_schema("outer steps", settings_of(local))
     return stock()
 
 
@@ -292,27 +330,17 @@ def leave(local: Any, stock: Callable[..., Any], kind: Any, value: Any, tracebac
     runtime.serve_copies = False
 
 
-def average(local: Any, stock: Callable[[], Any]) -> bool:
-    """Parameters and running statistics become the mean over the quorum, in place; False where
-    this process only passes by."""
+def average(local: Any, stock: Callable[[], Any]) -> None:
+    """Parameters and running statistics become the mean over the quorum, in place."""
     runtime = processes.active()
     if runtime is None:
         stock()
-        return True
-    tensors = [p for p in local.model.parameters() if p.requires_grad] + _statistics(local.model)
-    means = Meeting(runtime, tensors, settings=settings_of(local)).means()
-    if means is None:
-        return False
-    with torch.no_grad():
-        for tensor, mean in zip(tensors, means, strict=True):
-            tensor.copy_(mean)
-    return True
+        return
+    model = local.accelerator.unwrap_model(local.model)
+    outer = ParameterMean(model, split(model, None), None, DEFAULT_BUCKET_BYTES)
+    _Operation(runtime, outer, outer.fragments[0], settings_of(local)).apply()
 
 
 def settings_of(local: Any) -> str:
     """What must be equal in all processes."""
     return str(getattr(local, "settings", f"LocalSGD every {local.local_sgd_steps} steps"))
-
-
-def _statistics(model: Any) -> list[Tensor]:
-    return [b for b in model.buffers() if b.is_floating_point()]

@@ -11,12 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ft_core.attempts import participation_of
-from ft_core.collectives.codecs import Codec, codec_named
-from ft_core.collectives.quantized import (
-    Reduction,
-    reduce_quantized,
-    wire_bytes,
-)
+from ft_core.collectives.codecs import codec_named
+from ft_core.collectives.quantized import Reduction, reduce_quantized, wire_bytes
 from ft_core.diloco.fragments import (
     DEFAULT_BUCKET_BYTES,
     Fragment,
@@ -25,8 +21,9 @@ from ft_core.diloco.fragments import (
     local_part,
     split,
 )
+from ft_core.diloco.global_state import GlobalState
 from ft_core.diloco.outer_loop import OuterLoop
-from ft_core.diloco.outer_step import OuterReduce
+from ft_core.diloco.outer_step import OuterReduce, OuterStep
 from ft_core.diloco.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_options(fragment_update_alpha: float, codec: str | None, error_feedback: bool) -> None:
-    """Raises ValueError for options of DiLoCo that can't be, whoever runs the algorithm."""
+    """Raises ValueError for options that contradict each other."""
     if not 0.0 <= fragment_update_alpha <= 1.0:
         raise ValueError(f"fragment_update_alpha must be from 0 to 1, got {fragment_update_alpha}")
     if error_feedback and codec is None:
@@ -42,7 +39,7 @@ def check_options(fragment_update_alpha: float, codec: str | None, error_feedbac
 
 
 def nesterov(outer_lr: float, outer_momentum: float) -> Callable[[list[Tensor]], Optimizer]:
-    """Makes the outer optimizer of arXiv 2311.08105, of given parameters. Raises ValueError."""
+    """A factory of the outer optimizer of arXiv 2311.08105. Raises ValueError."""
     if not outer_lr > 0:
         raise ValueError(f"outer_lr must be positive, got {outer_lr}")
     if not 0.0 <= outer_momentum < 1.0:
@@ -50,6 +47,106 @@ def nesterov(outer_lr: float, outer_momentum: float) -> Callable[[list[Tensor]],
     return partial(
         torch.optim.SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
     )
+
+
+class OuterOptimizerStep(OuterStep):
+    """The mean pseudo-gradient is the gradient of a step of `optimizer` on the global parameters.
+
+    Args:
+        optimizer: over all trainable parameters of the model.
+        fragment_update_alpha, codec, error_feedback: as `DiLoCo`'s.
+        backup_device, pin_memory: as `GlobalState`'s.
+
+    Raises ValueError for options that contradict each other.
+    """
+
+    state: GlobalState
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fragments: Sequence[Fragment],
+        optimizer: Optimizer,
+        *,
+        fragment_update_alpha: float,
+        codec: str | None,
+        error_feedback: bool,
+        bucket_bytes: int,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
+    ) -> None:
+        check_options(fragment_update_alpha, codec, error_feedback)
+        _check_covers(optimizer, fragments)
+        state = GlobalState(
+            model, fragments, optimizer, backup_device=backup_device, pin_memory=pin_memory
+        )
+        super().__init__(model, fragments, state, bucket_bytes)
+        self.optimizer = optimizer
+        self._alpha = fragment_update_alpha
+        self._codec = None if codec is None else codec_named(codec)
+        self._feedback = error_feedback
+        self._residuals: dict[int, list[Tensor]] = {}
+        self.settings = (
+            f"alpha={fragment_update_alpha}, codec={codec}, error_feedback={error_feedback}, "
+            f"outer={type(optimizer).__name__}"
+        )
+
+    def contribution(self, fragment: Fragment, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Delta_i = theta(t-1) - theta_i(t) (arXiv 2311.08105, algorithm 1, line 12)."""
+        return deltas
+
+    def mean_deltas(self, fragment: Fragment, means: Sequence[Tensor]) -> Sequence[Tensor]:
+        return means
+
+    def send_values(self, manager: Manager, sent: OuterReduce, weight: float) -> None:
+        if self._codec is None:
+            super().send_values(manager, sent, weight)
+            return
+        codec, buckets, part = self._codec, sent.values.buckets(), participation_of(manager)
+        residuals: list[Tensor | None] = [None] * len(buckets)
+        if self._feedback and weight:  # a window that was given up leaves earlier losses for later
+            known = self._residuals.get(sent.fragment.index)
+            zeros = (b.new_zeros(b.numel(), dtype=torch.float32) for b in buckets)
+            residuals = list(known or zeros)
+        jobs = [Reduction(b, r) for b, r in zip(buckets, residuals, strict=True)]
+        sent.quantized = jobs
+        sent.futures.append(
+            manager.step.queue.submit(lambda pg: reduce_quantized(pg, codec, jobs, part))
+        )
+        members = part.replica_world_size
+        self.stats.bytes_sent += sum(wire_bytes(codec, b.numel(), members) for b in buckets)
+
+    def finish(self, sent: OuterReduce) -> None:
+        super().finish(sent)
+        left = [job.next_residual for job in sent.quantized]
+        if left and all(r is not None for r in left):
+            self._residuals[sent.fragment.index] = left
+
+    @torch.no_grad()
+    def update(self, fragment: Fragment, means: Sequence[Tensor]) -> None:
+        """theta(t) = OuterOpt(theta(t-1), Delta(t)) (arXiv 2311.08105, algorithm 1, line 14), then
+        theta_m <- alpha theta_m + (1 - alpha) theta (arXiv 2501.18512, algorithm 2)."""
+        drifted = [local_part(p).clone() for p in fragment.parameters] if self._alpha else []
+        # The outer optimizer is over the model's parameters: it steps those that have a gradient.
+        every = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients: list[Any] = [p.grad for p in every]
+        try:
+            for p in every:
+                p.grad = None
+            self.state.restore(fragment)
+            for p, mean in zip(fragment.parameters, means, strict=True):
+                p.grad = like(mean.to(local_part(p).device), p)
+            self.optimizer.step()
+        finally:
+            for p, gradient in zip(every, gradients, strict=True):
+                p.grad = gradient
+        self.state.take(fragment)
+        for p, before in zip(fragment.parameters, drifted, strict=bool(drifted)):
+            # With alpha 0 the model has the global values already.
+            local_part(p).lerp_(before, self._alpha)
+
+    def forget(self) -> None:
+        self._residuals.clear()  # what was lost on the way to a state that this member missed
 
 
 class DiLoCo(OuterLoop):
@@ -113,92 +210,28 @@ class DiLoCo(OuterLoop):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         keep_windows: bool = False,
     ) -> None:
-        check_options(fragment_update_alpha, codec, error_feedback)
         if outer_optimizer is inner_optimizer:
             raise ValueError("inner_optimizer and outer_optimizer must be two optimizers")
-        parts = split(model, fragments)
-        _check_covers(outer_optimizer, parts)
-        self._outer = outer_optimizer
-        self._alpha = fragment_update_alpha
-        self._codec: Codec | None = None if codec is None else codec_named(codec)
-        self._feedback = error_feedback
-        self._residuals: dict[int, list[Tensor]] = {}
-        super().__init__(
-            manager,
+        outer = OuterOptimizerStep(
             model,
-            inner_optimizer,
-            Schedule(sync_every, len(parts), fragment_sync_delay),
-            parts,
+            split(model, fragments),
             outer_optimizer,
-            weighted=weighted,
+            fragment_update_alpha=fragment_update_alpha,
+            codec=codec,
+            error_feedback=error_feedback,
             bucket_bytes=bucket_bytes,
-            keep_windows=keep_windows,
-            settings=f", alpha={fragment_update_alpha}, codec={codec}, "
-            f"error_feedback={error_feedback}, outer={type(outer_optimizer).__name__}",
             backup_device=backup_device,
             pin_memory=pin_memory,
         )
-
-    def _contribution(self, fragment: Fragment, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Delta_i = theta(t-1) - theta_i(t) (arXiv 2311.08105, algorithm 1, line 12)."""
-        return deltas
-
-    def _reduce(self, flight: OuterReduce, weight: float) -> None:
-        if self._codec is None:
-            super()._reduce(flight, weight)
-            return
-        codec, buckets = self._codec, flight.values.buckets()
-        part = participation_of(self._manager)
-        residuals: list[Tensor | None] = [None] * len(buckets)
-        if self._feedback:
-            known = self._residuals.get(flight.fragment.index)
-            residuals = list(
-                known or [b.new_zeros(b.numel(), dtype=torch.float32) for b in buckets]
-            )
-        if not weight:  # a window that was given up leaves what earlier ones lost for later
-            residuals = [None] * len(buckets)
-        jobs = [Reduction(b, r) for b, r in zip(buckets, residuals, strict=True)]
-        flight.quantized = jobs
-        flight.futures.append(
-            self._manager.step.queue.submit(lambda pg: reduce_quantized(pg, codec, jobs, part))
+        super().__init__(
+            manager,
+            outer,
+            inner_optimizer,
+            Schedule(sync_every, len(outer.fragments), fragment_sync_delay),
+            weighted=weighted,
+            keep_windows=keep_windows,
+            settings=f", {outer.settings}",
         )
-        self.stats.bytes_sent += sum(
-            wire_bytes(codec, b.numel(), part.replica_world_size) for b in buckets
-        )
-
-    def _finish(self, flight: OuterReduce) -> None:
-        super()._finish(flight)
-        left = [job.next_residual for job in flight.quantized]
-        if left and all(r is not None for r in left):
-            self._residuals[flight.fragment.index] = left
-
-    @torch.no_grad()
-    def _outer_update(self, fragment: Fragment, means: Sequence[Tensor]) -> Sequence[Tensor]:
-        """theta(t) = OuterOpt(theta(t-1), Delta(t)) (arXiv 2311.08105, algorithm 1, line 14), then
-        theta_m <- alpha theta_m + (1 - alpha) theta (arXiv 2501.18512, algorithm 2)."""
-        drifted = [local_part(p).clone() for p in fragment.parameters] if self._alpha else []
-        # The outer optimizer is over the model's parameters: it steps those that have a gradient.
-        every = [p for group in self._outer.param_groups for p in group["params"]]
-        gradients: list[Any] = [p.grad for p in every]
-        try:
-            for p in every:
-                p.grad = None
-            self._state.restore(fragment)
-            for p, mean in zip(fragment.parameters, means, strict=True):
-                p.grad = like(mean.to(local_part(p).device), p)
-            self._outer.step()
-        finally:
-            for p, gradient in zip(every, gradients, strict=True):
-                p.grad = gradient
-        self._state.take(fragment)
-        for p, before in zip(fragment.parameters, drifted, strict=bool(drifted)):
-            # Global values once more if alpha is 0: nothing to do.
-            local_part(p).lerp_(before, self._alpha)
-        return means
-
-    def _load_healed(self, state: dict[str, Any]) -> None:
-        self._residuals.clear()  # what was lost on the way to a state that this member missed
-        super()._load_healed(state)
 
 
 def _check_covers(outer: Optimizer, fragments: Sequence[Fragment]) -> None:

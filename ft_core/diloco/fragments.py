@@ -173,16 +173,19 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     }
 
 
-def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """(owner, attribute, full name) of each buffer that a state dict holds, in order."""
-    found: list[tuple[nn.Module, str, str]] = []
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The model's present buffers that a state dict holds, by full name, in order; shared ones once.
+
+    Of DTensors the local parts.
+    """
+    found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for prefix, owner in model.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             if name in owner._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            found.append((owner, name, f"{prefix}.{name}" if prefix else name))
+            found[f"{prefix}.{name}" if prefix else name] = local_part(buffer)
     return found
 
 
@@ -194,8 +197,8 @@ def describe(fragments: Sequence[Fragment], model: nn.Module) -> str:
         for name, p in zip(f.names, f.parameters, strict=True)
     ]
     lines += [
-        f"buffer {name} {tuple(getattr(owner, attribute).shape)} {getattr(owner, attribute).dtype}"
-        for owner, attribute, name in persistent_buffers(model)
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+        for name, buffer in persistent_buffers(model).items()
     ]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
     sizes = "+".join(str(f.numel) for f in fragments[:8]) + ("+..." if len(fragments) > 8 else "")

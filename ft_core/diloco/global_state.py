@@ -35,12 +35,12 @@ class GlobalState:
         fragments: Sequence[Fragment],
         outer_optimizer: Optimizer | None,
         *,
-        backup_device: torch.device | None,
-        pin_memory: bool,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
     ) -> None:
         self._fragments = fragments
         self._outer = outer_optimizer
-        self._buffers = persistent_buffers(model)
+        self._model = model
         device = torch.device("cpu") if backup_device is None else torch.device(backup_device)
         pin = pin_memory and device.type == "cpu" and torch.cuda.is_available()
 
@@ -54,7 +54,7 @@ class GlobalState:
         self._parameters = {
             name: copy(p) for f in fragments for name, p in zip(f.names, f.parameters, strict=True)
         }
-        self._buffer_copies = {name: copy(b) for name, b in self._named_buffers().items()}
+        self._buffer_copies = {name: copy(b) for name, b in persistent_buffers(model).items()}
 
     def of(self, fragment: Fragment) -> list[Tensor]:
         """The global parameters of a fragment, in order: local parts, not to be changed."""
@@ -104,24 +104,17 @@ class GlobalState:
 
     # ------------------------------------------------------------------ buffers
 
-    def buffers(self) -> list[Tensor]:
-        """The model's persistent buffers, in order."""
-        return [local_part(b) for b in self._named_buffers().values()]
-
     @torch.no_grad()
     def take_buffers(self) -> None:
         """The model's present buffers are the global ones."""
-        for name, buffer in self._named_buffers().items():
-            self._buffer_copies[name].copy_(local_part(buffer))
+        for name, buffer in persistent_buffers(self._model).items():
+            self._buffer_copies[name].copy_(buffer)
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
         """Put the global buffers into the model."""
-        for name, buffer in self._named_buffers().items():
-            local_part(buffer).copy_(self._buffer_copies[name])
-
-    def _named_buffers(self) -> dict[str, Tensor]:
-        return {name: getattr(owner, attribute) for owner, attribute, name in self._buffers}
+        for name, buffer in persistent_buffers(self._model).items():
+            buffer.copy_(self._buffer_copies[name])
 
     # ------------------------------------------------------------------ heal and checkpoint
 

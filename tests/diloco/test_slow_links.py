@@ -102,7 +102,7 @@ def test_communication_hides_behind_inner_steps(codec: str | None) -> None:
                 with trainer.loop as loop:
                     for _ in range(3):
                         trainer.inner_step()
-                    futures = loop._flight.futures  # launched after the second
+                    futures = loop._sent.futures  # launched after the second
                     futures[-1].add_done_callback(lambda _: ended[trainer.number].set())
                     assert ended[trainer.number].wait(20)
                     ended[trainer.number].wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_core.diloco.windows import Windows
+from ft_core.diloco.schedule import Windows
 
 
 def test_unweighted_windows_count_one_unless_dropped() -> None:

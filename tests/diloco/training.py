@@ -58,7 +58,7 @@ def train(worker: Any, options: Any) -> None:
                     if shared.stopping:
                         return
                 worker._now = manager.current_step()
-                if loop._flight is not None:
+                if loop._sent is not None:
                     worker._at("overlap")
                 elif loop.local_step:
                     worker._at("inner")
@@ -83,8 +83,8 @@ def reporting(kind: Any, worker: Any) -> Any:
             drifts = [d for f in self._fragments for d in self._state.deltas(f)]
             worker._report("loaded", drift=squared_norm(drifts))
 
-        def _settle(self) -> bool:
-            committed = bool(super()._settle())
+        def _complete(self) -> bool:
+            committed = bool(super()._complete())
             outcome, position = self._manager.last_outcome(), self._manager.state_dict()
             worker._report(
                 "step",
