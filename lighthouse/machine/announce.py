@@ -98,7 +98,7 @@ class Announcer:
         return Send((member.peer,), Waiting(self._job, member.last_reason))
 
     def is_news(self, member: MemberState, live: Ballot | None) -> bool:
-        """Whether `member` waits for another reason than it was told."""
+        """Whether the reason for which `member` waits differs from the one it was told."""
         return member.last_reason != self._waiting_reason(live)
 
     def _waiting_reason(self, live: Ballot | None) -> str:
