@@ -1,8 +1,9 @@
 """Process groups whose members can change while they live.
 
-`base` says what such a group promises, `mesh` how its members meet and are revoked, `gloo` and
-`nccl` hold what is particular to a backend, `wrappers` and `dummy` what tests and trainers need.
-`device_sockets` frees who is blocked in Gloo; `forgotten` sees out, at the process's end, what it can't.
+`base` is the contract of such a group. `reconfigurable` implements what backends share; in it,
+`rendezvous` is how the members find each other and `work` what a collective returns. `gloo` and
+`nccl` hold what is particular to a backend, `gloo_sockets` how a blocked Gloo operation is ended.
+`wrappers` stand in for a group in tests and integrations.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import torch
 
 from ft_core.process_group.base import ProcessGroup
-from ft_core.process_group.dummy import ProcessGroupDummy
 from ft_core.process_group.errors import ProcessGroupError
 from ft_core.process_group.gloo import ProcessGroupGloo, native_reconfigure_available
 from ft_core.process_group.interfaces import choose_address, outgoing_address
@@ -19,12 +19,16 @@ from ft_core.process_group.wrappers import (
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
     ManagedProcessGroup,
+    ProcessGroupDummy,
     ProcessGroupWrapper,
 )
 
 
 def process_group_for(device: torch.device, timeout_s: float) -> ProcessGroup:
-    """The group that reduces tensors on `device`. Raises ValueError if there is none."""
+    """A new group that reduces tensors on `device`; `timeout_s` bounds a collective in seconds.
+
+    Raises ValueError for a device other than CPU and CUDA.
+    """
     if device.type == "cuda":
         return ProcessGroupNCCL(timeout_s)
     if device.type == "cpu":

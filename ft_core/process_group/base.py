@@ -1,17 +1,22 @@
 """The interface of a reconfigurable process group, and its place in torch.distributed.
 
 A group spans the ranks with one `group_rank` in all replica groups of a quorum. It is made once,
-and given other members with every new quorum:
+and gets other members with every new quorum:
 
 1. `address()` travels to the others in the join message.
 2. `configure(quorum_id, rank, addresses, timeout_s)` on every member, with the same addresses.
 3. Collectives, each of which returns a `Work`.
-4. `revoke(reason)` when a member is lost: all that this member waits for ends with an error now.
-   Then 2 again, with a higher `quorum_id`.
+4. `revoke(reason)` when a member is lost: all collectives that this member waits for end with an
+   error now. Then 2 again, with a higher `quorum_id`.
 
 Before the first `configure` and after a `revoke` a collective returns a failed `Work`; it does not
-raise. `configure` and `revoke` come from a control thread; whoever calls `configure` makes sure
-that no other thread issues collectives meanwhile, or they may run under the new quorum.
+raise. `configure` and `revoke` are called by a control thread. While `configure` runs, no other
+thread may issue collectives, or they may run under the new quorum.
+
+Registration. Most functions of `torch.distributed` only call the group they are given. DeviceMesh,
+the functional collectives and `get_process_group_ranks` look a group up by name or in torch's
+tables. For them `register` registers a backend that answers with this group, and makes a group of
+one rank with it: sizes in those tables are fixed, ours are not.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from ft_core.process_group.registration import register, unregister
+from ft_core.process_group.errors import ProcessGroupError
 from ft_core.process_group.work import CompletedWork
 
 Tensors = list[torch.Tensor] | torch.Tensor
@@ -47,9 +52,11 @@ class ProcessGroup(dist.ProcessGroup):
     """A torch.distributed process group whose members can change.
 
     The collectives have the signatures of c10d's groups, so that `torch.distributed.all_reduce(t,
-    group=pg)` and DistributedDataParallel take one. Their number of ranks differs over time:
-    don't cache `size()`.
+    group=pg)` and DistributedDataParallel take one. The number of members differs over time: don't
+    cache `size()`. Collectives may be issued by any thread, in the same order on every member.
     """
+
+    bound_quorum: int | None = None
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # torch's own idea of rank and size; overridden below
@@ -61,38 +68,39 @@ class ProcessGroup(dist.ProcessGroup):
 
     @abstractmethod
     def address(self) -> bytes:
-        """How other members reach this group: opaque, under 300 bytes, stable for its life."""
+        """How other members reach this group: opaque, under 300 bytes, the same for its whole life.
+
+        Any thread. Raises `ProcessGroupError` after `shutdown`.
+        """
 
     @abstractmethod
     def configure(
         self, quorum_id: int, rank: int, addresses: Sequence[bytes], timeout_s: float
     ) -> None:
-        """Meet the other members and connect; blocks until collectives can be issued.
+        """Connect to the other members; blocks until collectives can be issued. Control thread.
 
-        `addresses` are ordered by replica rank and the same on every member; `quorum_id` is higher
-        than every one before (`ValueError` otherwise) and the same on every member. Revokes
-        whatever was configured before. Raises `ProcessGroupError` when a member is missing at the
-        timeout, dies, or when `revoke` is called meanwhile; then the group stays revoked.
+        `addresses` are ordered by replica rank and the same on every member. `quorum_id` is the
+        same on every member and higher than all before (`ValueError` otherwise). Revokes the
+        previous quorum. Raises `ProcessGroupError` when a member is missing after `timeout_s`
+        seconds, when one dies, or when `revoke` is called meanwhile; the group stays revoked then.
         """
 
     @abstractmethod
     def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:
         """End every pending collective of this member with an error, and refuse later ones.
 
-        Any thread, any time, also during `configure`; returns within about a millisecond and may
-        be repeated. With `quorum_id`, does nothing if that quorum is not the current one any more.
+        Any thread, at any time, also during `configure`. Idempotent; returns within about a
+        millisecond. With `quorum_id`, does nothing unless that quorum is the current one.
         """
 
     def advertise(self, host: str) -> None:
-        """Use the address `host` unless the constructor was given one; before `address`."""
-
-    bound_quorum: int | None = None
+        """Use the address `host` unless the constructor was given one. Before `address`."""
 
     def bind(self, quorum_id: int | None) -> None:
         """Refuse collectives under any other quorum, until the next call (None: allow all).
 
-        The members may change between two collectives of one step; one that belongs to the old
-        quorum must not meet those of the new one (Gloo aborts the process on a mismatch).
+        The members may change between two collectives of one step. A collective of the old quorum
+        must not meet those of the new one: Gloo aborts the process on a mismatch. Any thread.
         """
         self.bound_quorum = quorum_id
 
@@ -107,16 +115,17 @@ class ProcessGroup(dist.ProcessGroup):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Revoke and give back every descriptor and thread. Idempotent; ends the group's life."""
+        """Revoke, and release every descriptor and thread. Idempotent; it can't be used again."""
 
     @abstractmethod
-    def _issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
-        """Start a collective."""
+    def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+        """Start the collective `operation` (c10d's name) with c10d's arguments.
+
+        A failure shows in the work. Raises `TypeError` and `ValueError` for bad arguments.
+        """
 
     def abort(self) -> None:
         """torch's name for `revoke`."""
-        from ft_core.process_group.errors import ProcessGroupError
-
         self.revoke(ProcessGroupError("abort() was called"))
 
     # --- torch.distributed's view; the get* names are those that C++ calls
@@ -171,38 +180,84 @@ class ProcessGroup(dist.ProcessGroup):
         """Make the group known to torch.distributed under `name`, for DeviceMesh and the
         functional collectives, which look groups up.
 
-        Needs an initialized default group (that of the replica group). In torch's tables the group
-        then has one rank, as a mesh can't change its size; collectives reach all members.
-        `unregister` takes it back.
+        In torch's tables the group has one rank, as a mesh can't change its size; collectives reach
+        all members. `unregister` takes it back. Not thread-safe: call it at set-up. Raises
+        `RuntimeError` without a default group (that of the replica group), and `ValueError` when
+        the group is registered already or the name is taken.
         """
-        register(self, name)
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "register() needs torch.distributed's default group; call init_process_group first"
+            )
+        if self._registered is not None:
+            raise ValueError("this process group is registered already")
+        backend_name = f"{self.getBackendName()}-{name}"
+        if backend_name in dist.Backend.backend_list:
+            raise ValueError(
+                f"a process group is registered as {backend_name!r}; take another name"
+            )
+
+        def this_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
+            return self
+
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        dist.Backend.register_backend(backend_name, this_group, devices=devices)
+        try:
+            dist.new_group(
+                ranks=[dist.get_rank()],
+                backend=backend_name,
+                group_desc=backend_name,
+                use_local_synchronization=True,  # only this rank makes it
+            )
+        except BaseException:
+            _remove_backend(backend_name)
+            raise
+        self._registered = (self.group_name, backend_name)
 
     def unregister(self) -> None:
-        """Undo `register`; does nothing when not registered."""
-        unregister(self)
+        """Undo `register`; does nothing when the group is not registered."""
+        if self._registered is None:
+            return
+        group_name, backend_name = self._registered
+        self._registered = None
+        # destroy_process_group() would shut the group down, and this one may live on.
+        world = dist.distributed_c10d._world
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            table.pop(self, None)  # type: ignore[attr-defined]
+        tag = world.pg_to_tag.pop(self, None)
+        for each in (tag or "", ""):
+            if self in world.tags_to_pg.get(each, []):
+                world.tags_to_pg[each].remove(self)
+        try:
+            torch._C._distributed_c10d._unregister_process_group(group_name)  # type: ignore[arg-type]
+        except RuntimeError:  # destroy_process_group() has done it already
+            pass
+        _remove_backend(backend_name)
 
-    # --- collectives (c10d's names and arguments)
+    # --- collectives: c10d's names and arguments; each reaches all members, and `opts` left out are
+    # c10d's defaults
 
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:  # type: ignore[override]
-        """Reduce in place over all members. `opts`: AllreduceOptions or a ReduceOp (SUM)."""
+        """Reduce `tensors` in place over all members. `opts`: AllreduceOptions or a ReduceOp (SUM)."""
         options = opts
         if not isinstance(opts, AllreduceOptions):
             options = AllreduceOptions()
             options.reduceOp = ReduceOp.SUM if opts is None else opts
         if timeout is not None:
             options.timeout = timeout
-        return self._issue("allreduce", _listed(tensors), options)
+        return self.issue("allreduce", _listed(tensors), options)
 
     def start_allreduce(self, tensors: list[torch.Tensor], opts: AllreduceOptions) -> Work:
-        """`allreduce` for a caller that is sure to call `wait()`, soon and in one thread only, and
-        needs no future. A failure may show then, and not before."""
+        """`allreduce` for a caller that is certain to call `wait()` soon, in one thread only, and
+        that needs no future. A failure may show in `wait()` and not before."""
         return self.allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+        """`allreduce` of several tensors in one operation."""
         options = AllreduceCoalescedOptions() if opts is None else opts
-        return self._issue("allreduce_coalesced", _listed(tensors), options)
+        return self.issue("allreduce_coalesced", _listed(tensors), options)
 
     def broadcast(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
@@ -214,68 +269,79 @@ class ProcessGroup(dist.ProcessGroup):
             options.rootRank = 0 if opts is None else opts
         if timeout is not None:
             options.timeout = timeout
-        return self._issue("broadcast", _listed(tensors), options)
+        return self.issue("broadcast", _listed(tensors), options)
 
     def barrier(self, opts: Any = None) -> Work:  # type: ignore[override]
+        """Return when every member has come here. `opts`: BarrierOptions or a timeout (timedelta)."""
         options = opts
         if not isinstance(opts, BarrierOptions):
             options = BarrierOptions()
             if isinstance(opts, timedelta):
                 options.timeout = opts
-        return self._issue("barrier", options)
+        return self.issue("barrier", options)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+        """Reduce to the member `opts.rootRank`."""
         options = ReduceOptions() if opts is None else opts
-        return self._issue("reduce", _listed(tensors), options)
+        return self.issue("reduce", _listed(tensors), options)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        """Gather every member's input into `output_tensors`, a list (of lists) by rank."""
         options = AllgatherOptions() if opts is None else opts
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
-        return self._issue("allgather", output_tensors, input_tensors, options)
+        return self.issue("allgather", output_tensors, input_tensors, options)
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # type: ignore[override]
+        """Gather every member's `input` into `output`, which is `size()` times as large."""
         options = AllgatherOptions() if opts is None else opts
-        return self._issue("_allgather_base", output, input, options)
+        return self.issue("_allgather_base", output, input, options)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Work:  # type: ignore[override]
+        """A newer name of `_allgather_base`."""
         return self._allgather_base(output, input, opts)
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        """`allgather` of several tensors in one operation."""
         options = AllgatherOptions() if opts is None else opts
-        return self._issue("allgather_coalesced", output_lists, input_list, options)
+        return self.issue("allgather_coalesced", output_lists, input_list, options)
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        """Gather every member's input at the member `opts.rootRank`."""
         options = GatherOptions() if opts is None else opts
-        return self._issue("gather", output_tensors, input_tensors, options)
+        return self.issue("gather", output_tensors, input_tensors, options)
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        """Scatter a list of tensors of the member `opts.rootRank`."""
         options = ScatterOptions() if opts is None else opts
-        return self._issue("scatter", output_tensors, input_tensors, options)
+        return self.issue("scatter", output_tensors, input_tensors, options)
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
         """Reduce and scatter. `opts`: ReduceScatterOptions or a ReduceOp (SUM)."""
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
-        return self._issue(
+        return self.issue(
             "reduce_scatter", output_tensors, input_tensors, _reduce_scatter_options(opts)
         )
 
     def _reduce_scatter_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Work:  # type: ignore[override]
-        return self._issue("_reduce_scatter_base", output, input, _reduce_scatter_options(opts))
+        """Reduce `input` and leave one share of it, by rank, in `output`."""
+        return self.issue("_reduce_scatter_base", output, input, _reduce_scatter_options(opts))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Work:  # type: ignore[override]
+        """A newer name of `_reduce_scatter_base`."""
         return self._reduce_scatter_base(output, input, opts)
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        """Send one input tensor to each member, receive one output tensor from each."""
         options = AllToAllOptions() if opts is None else opts
-        return self._issue("alltoall", output_tensors, input_tensors, options)
+        return self.issue("alltoall", output_tensors, input_tensors, options)
 
     def alltoall_base(  # type: ignore[override]
         self,
@@ -285,22 +351,26 @@ class ProcessGroup(dist.ProcessGroup):
         input_split_sizes: list[int],
         opts: Any = None,
     ) -> Work:
+        """`alltoall` with slices of single tensors; empty split sizes mean equal slices."""
         options = AllToAllOptions() if opts is None else opts
-        return self._issue(
+        return self.issue(
             "alltoall_base", output, input, output_split_sizes, input_split_sizes, options
         )
 
     def all_to_all_single(self, *args: Any, **kwargs: Any) -> Work:  # type: ignore[override]
+        """A newer name of `alltoall_base`."""
         return self.alltoall_base(*args, **kwargs)
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:  # type: ignore[override]
-        return self._issue("send", _listed(tensors), dst_rank, tag)
+        """Send `tensors` to the member `dst_rank`."""
+        return self.issue("send", _listed(tensors), dst_rank, tag)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:  # type: ignore[override]
-        return self._issue("recv", _listed(tensors), src_rank, tag)
+        """Receive into `tensors` from the member `src_rank`."""
+        return self.issue("recv", _listed(tensors), src_rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:  # type: ignore[override]
-        """Refused: a receive that names no member can't be freed when a member is lost."""
+        """Not supported: a receive that names no member can't be ended when a member is lost."""
         raise NotImplementedError("recv_anysource can't be revoked; name the source with recv")
 
 
@@ -316,8 +386,20 @@ def _reduce_scatter_options(opts: Any) -> Any:
     return options
 
 
+def _remove_backend(backend_name: str) -> None:
+    """Undo `Backend.register_backend`, which torch has no function for."""
+    backends = dist.Backend
+    if backend_name in backends.backend_list:
+        backends.backend_list.remove(backend_name)
+    backends._plugins.pop(backend_name.upper(), None)
+    backends.backend_type_map.pop(backend_name, None)
+    backends.backend_capability.pop(backend_name, None)
+    if hasattr(backends, backend_name.upper()):
+        delattr(backends, backend_name.upper())
+
+
 def outputs_of(operation: str, args: tuple[Any, ...]) -> Any:
-    """What the future of a collective holds when it is done, from its arguments."""
+    """What the future of a collective holds at its end, given the collective's arguments."""
     if operation == "barrier":
         return []
     if operation in ("_allgather_base", "_reduce_scatter_base", "alltoall_base"):
@@ -326,5 +408,5 @@ def outputs_of(operation: str, args: tuple[Any, ...]) -> Any:
 
 
 def completed(operation: str, args: tuple[Any, ...]) -> Work:
-    """A collective that did nothing and is done."""
+    """The work of a collective that did nothing and has ended."""
     return CompletedWork(outputs_of(operation, args))

@@ -1,8 +1,8 @@
 """The one error of this package.
 
-A caller does the same thing whatever went wrong in a process group: it gives up the step, votes no
-and waits for the next quorum. So there is one class; the sentence says what happened and the cause
-(`__cause__`) holds the original exception.
+A caller reacts in the same way to every failure of a process group: it gives up the step, votes no
+and waits for the next quorum. So there is one class. Its message says what happened, and `__cause__`
+holds the original exception.
 """
 
 from __future__ import annotations

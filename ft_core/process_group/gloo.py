@@ -9,13 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ft_core.process_group import forgotten
-from ft_core.process_group.communicator import Communicator
-from ft_core.process_group.gloo_sockets import DeviceSockets, pair_sequences, workers_asleep
+from ft_core.process_group.gloo_sockets import (
+    DeviceSockets,
+    orphaned_operations,
+    pair_sequences,
+    workers_asleep,
+)
 from ft_core.process_group.interfaces import choose_address
-from ft_core.process_group.meeting_store import RendezvousStore
-from ft_core.process_group.reconfigurable import ReconfigurableProcessGroup
-from ft_core.process_group.rendezvous import Rendezvous
+from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
+from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0
@@ -29,9 +31,14 @@ def native_reconfigure_available() -> bool:
 class ProcessGroupGloo(ReconfigurableProcessGroup):
     """A Gloo group whose members can change. See `ProcessGroup` for the contract.
 
-    `timeout` (seconds or timedelta) bounds a collective that nobody revokes. `hostname` or
-    `interface` choose the address that is bound and advertised; the default is the outgoing one.
-    `native` says whether to use torch's own reconfiguration; the default is to, where torch has it.
+    Args:
+        timeout: seconds or timedelta; bounds a collective that is not revoked.
+        hostname, interface: choose the address to bind and to advertise (at most one of them); the
+            default is the outgoing address.
+        native: whether to use torch's own reconfiguration instead of a new Gloo group for every
+            quorum; the default is to, where torch has it.
+
+    Raises `ValueError` for bad options.
     """
 
     def __init__(
@@ -68,7 +75,6 @@ class _GlooCommunicator(Communicator):
         self._timeout_s = timeout_s
         self._native = native
         self._store = RendezvousStore()
-        self._store.on_publish = None  # set while connecting: it would close a reference cycle
         self._lock = threading.Lock()  # no interrupt while the device goes away
         self._sockets: DeviceSockets | None = None
         self._sequences: list[int] = []
@@ -88,18 +94,19 @@ class _GlooCommunicator(Communicator):
     def handle(self) -> bytes:
         return self._handle
 
-    def connect(self, meeting: Rendezvous, timeout_s: float) -> None:
-        self._store.meeting, self._store.on_publish = meeting, self._published
+    def connect(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        # Only while connecting, as the callback closes a reference cycle.
+        self._store.rendezvous, self._store.on_publish = rendezvous, self._published
         # Gloo's own timeout must not come first: it would leave a callback behind for a pair that
-        # is gone, and a member that dials in then crashes the process.
+        # is gone, and a member that dials in afterwards crashes the process.
         patience_s = timeout_s + _CONNECT_MARGIN_S
         try:
-            if self._native and all(meeting.handles):
-                self._reconfigure(meeting, patience_s)
+            if self._native and all(rendezvous.handles):
+                self._reconfigure(rendezvous, patience_s)
             else:
-                self._build(meeting, patience_s)
+                self._build(rendezvous, patience_s)
         finally:
-            self._store.meeting = self._store.on_publish = None
+            self._store.rendezvous = self._store.on_publish = None
             self._sequences = []
 
     def interrupt(self) -> None:
@@ -109,19 +116,19 @@ class _GlooCommunicator(Communicator):
                 if self._sequences:
                     self._sockets.knock(self._sequences)
 
-    def at_rest(self) -> bool:
+    def quiescent(self) -> bool:
         return workers_asleep()
 
-    def stayed_behind(self, until: float) -> None:
-        super().stayed_behind(until)
-        forgotten.remember(until)
+    def operation_orphaned(self, until: float) -> None:
+        super().operation_orphaned(until)
+        orphaned_operations.add(until)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self._sockets = None
             backend, self.backend = self.backend, None
-        del backend  # outside the lock: takes 10 to 30 ms, or as long as a forgotten operation
+        del backend  # outside the lock: takes 10 to 30 ms, or as long as an orphaned operation
 
     def _options(self, timeout_s: float) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -134,33 +141,35 @@ class _GlooCommunicator(Communicator):
         return options
 
     def _published(self, blob: bytes) -> None:
-        """Gloo has told its address: now its descriptors can be found. Gloo's connecting thread."""
+        """Gloo has published its address: now its descriptors can be found. Builder thread."""
         sequences = pair_sequences(blob, self._world_size)
         if self._sockets is None:
             sockets = DeviceSockets.find(blob)
             if sockets is None:
-                _log.warning("this system does not show Gloo's sockets: a revoked collective ends "
-                             "at its timeout only")  # fmt: skip
+                _log.warning(
+                    "this system does not show Gloo's sockets: a revoked collective ends at its "
+                    "timeout only"
+                )
             with self._lock:
                 self._sockets = sockets
         self._sequences = sequences
 
-    def _build(self, meeting: Rendezvous, patience_s: float) -> None:
-        self._world_size = len(meeting.handles)
+    def _build(self, rendezvous: Rendezvous, patience_s: float) -> None:
+        self._world_size = len(rendezvous.handles)
         self.backend = None
         backend = dist.ProcessGroupGloo(
-            self._store, meeting.rank, self._world_size, self._options(patience_s)
+            self._store, rendezvous.rank, self._world_size, self._options(patience_s)
         )
         backend._set_default_timeout(timedelta(seconds=self._timeout_s))
         with self._lock:
             if not self._closed:
                 self.backend = backend
 
-    def _reconfigure(self, meeting: Rendezvous, patience_s: float) -> None:
-        self._world_size = len(meeting.handles)
+    def _reconfigure(self, rendezvous: Rendezvous, patience_s: float) -> None:
+        self._world_size = len(rendezvous.handles)
         options = dist.distributed_c10d.ReconfigureOptions()
-        options.uuid = meeting.quorum_id
-        options.handles = [(handle or b"").decode() for handle in meeting.handles]
+        options.uuid = rendezvous.quorum_id
+        options.handles = [(handle or b"").decode() for handle in rendezvous.handles]
         options.timeout = timedelta(seconds=patience_s)
         self.backend.reconfigure(options).wait()
         self._handle = self.backend.get_reconfigure_handle().encode()

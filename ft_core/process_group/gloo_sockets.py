@@ -1,48 +1,60 @@
-"""The sockets of one Gloo device, so that a blocked Gloo operation can be freed from outside.
+"""The sockets of one Gloo device, so that a blocked Gloo operation can be ended from outside.
 
 Gloo has no working abort: `ProcessGroupGloo.abort()` leaves a thread that waits in a ring whose
-neighbours are alive. What does end it is to cut its sockets: Gloo's loop thread reads the end of
-stream, fails the operations of that pair and closes it. A socket is cut by dissolving its
-connection (`connect` to nowhere: the peer gets a reset, nothing that still lies in the kernel can
-reach a tensor any more) and shutting its receiving side, which wakes Gloo.
+neighbours are alive. What ends such a wait is to cut the device's sockets: Gloo's loop thread reads
+the end of stream, fails the operations of that pair and closes it. A socket is cut by dissolving its
+connection (`connect` to an unspecified address: the peer gets a reset, and bytes that still lie in
+the kernel can't reach a tensor any more) and shutting its receiving side, which wakes Gloo.
 
-Not all operations end by that. A message that is half received, or half sent, when its connection
-ends is in none of the lists that Gloo goes through (2.13 to 2.15, transport/tcp/pair.cc): whoever
-waits for it waits until the operation's timeout, whatever ended the connection. That thread can't
-be freed from outside. But it will not touch the tensors again: it sleeps (`workers_asleep`), and
-nothing arrives.
+Orphaned operations. Not all operations end by that. A message that is half received, or half sent,
+when its connection ends is in none of the lists that Gloo goes through (2.13 to 2.15,
+transport/tcp/pair.cc). A thread that waits for it waits until the operation's timeout, whatever ended
+the connection. That thread can't be released from outside. But it will not touch the tensors again:
+it sleeps (`workers_asleep`), and no bytes arrive. If the timeout comes while the interpreter ends, a
+thread of Gloo reports the failure to an interpreter that is gone, and the process aborts (SIGABRT,
+SIGSEGV) after all its work was done: a launcher takes that for a crash. So the end of the process
+waits for a timeout that would come during it (`OrphanedOperations`); a later one finds no process.
 
-The question is which descriptors are Gloo's, in a process where ZeroMQ, stores and user code open
-and close sockets all the time. The kernel knows: a Gloo device has one epoll descriptor of its own
-in which exactly its listener, its wake-up pipe and its connections are registered, and Linux lists
-them, with their inodes, in /proc/self/fdinfo. The device is recognised by its listener, whose raw
-socket address is part of the blob that Gloo publishes through the rendezvous store. A descriptor
-number may be closed and reused between the listing and the `shutdown`; so it is duplicated first,
-the duplicate's inode compared with the listed one, and only the duplicate is shut.
+Which descriptors are Gloo's, in a process where ZeroMQ, stores and user code open and close sockets
+all the time? The kernel knows: a Gloo device has one epoll descriptor of its own in which exactly its
+listener, its wake-up pipe and its connections are registered, and Linux lists them, with their
+inodes, in /proc/self/fdinfo. The device is recognised by its listener, whose raw socket address is
+part of the blob that Gloo publishes through the store. A descriptor number may be closed and reused
+between the listing and the `shutdown`; so it is duplicated first, the duplicate's inode is compared
+with the listed one, and only the duplicate is shut.
 
 The listener itself must never be shut: Gloo would abort the process on the failing accept.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import logging
 import os
 import re
 import socket
 import stat
 import struct
+import threading
+import time
 from collections.abc import Iterator, Sequence
 
+_log = logging.getLogger(__name__)
 _TARGET = re.compile(rb"^tfd:\s*(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 _SEQUENCE_BYTES = 8
 _KNOCK_TIMEOUT_S = 0.2
 _NOWHERE = struct.pack("=H14x", socket.AF_UNSPEC)
 _libc = ctypes.PyDLL(None)  # PyDLL: calls keep the GIL
 _WORKER_NAME = b"pt_gloo_runloop"
+_EXIT_S = 10.0
+"""More than an interpreter with torch in it takes to end (measured: 1 s)."""
+_REPORT_S = 0.5
+"""More than Gloo's thread takes from the timeout to its own end."""
 
 
 class DeviceSockets:
-    """The descriptors of one live Gloo device. The caller keeps the device alive meanwhile."""
+    """The descriptors of one live Gloo device, which the caller keeps alive while it uses this."""
 
     def __init__(self, epoll: int, listener_inode: int, address: tuple[str, int]) -> None:
         self._epoll = epoll
@@ -51,7 +63,7 @@ class DeviceSockets:
 
     @classmethod
     def find(cls, blob: bytes) -> DeviceSockets | None:
-        """The device that published `blob`; None where this can't be told (not Linux).
+        """The device that published `blob`; None where that can't be determined (not Linux).
 
         Call it in the thread that publishes, before the store's `set` returns.
         """
@@ -91,8 +103,9 @@ class DeviceSockets:
             copy = -1 if inode == self._listener_inode else _copy_if_same(descriptor, inode)
             if copy >= 0:
                 copies.append(copy)
-        # All within microseconds, so through calls that keep the GIL: if Gloo saw some connections
-        # end much earlier than others, operations that fail would leave headless messages behind.
+        # All within microseconds, hence through calls that keep the GIL: if Gloo saw some
+        # connections end much earlier than others, failing operations would leave half-sent
+        # messages behind.
         for copy in copies:
             _libc.connect(copy, _NOWHERE, len(_NOWHERE))
             _libc.shutdown(copy, socket.SHUT_RD)
@@ -101,10 +114,10 @@ class DeviceSockets:
         return len(copies)
 
     def knock(self, sequences: Sequence[int]) -> None:
-        """Free pairs that wait for a peer to dial in: dial in for the peer and hang up.
+        """Release pairs that wait for a peer to dial in: dial in for the peer and close.
 
-        A pair is told from another by a sequence number, the first eight bytes on a connection.
-        Pairs that are not waiting are not disturbed by this.
+        `sequences` identify the pairs: the first eight bytes on a connection. Pairs that do not
+        wait are not disturbed. Any thread.
         """
         for sequence in sequences:
             try:
@@ -115,9 +128,9 @@ class DeviceSockets:
 
 
 def pair_sequences(blob: bytes, world_size: int) -> list[int]:
-    """The sequence numbers that Gloo gave to its pairs, read from the blob it published.
+    """The sequence numbers that Gloo gave to its pairs, from the blob that it published.
 
-    They are its last `world_size` eight-byte integers and rise by one; [] when they don't.
+    They are its last `world_size` eight-byte integers and increase by one; [] if they don't.
     """
     size = _SEQUENCE_BYTES * world_size
     if len(blob) < size:
@@ -143,7 +156,7 @@ def _listener_in(descriptor: int, blob: bytes) -> tuple[int, tuple[str, int]] | 
     copy = os.dup(descriptor)
     try:
         candidate = socket.socket(fileno=copy)
-    except OSError:  # the number was reused since it was looked at, and is no socket any more
+    except OSError:  # the number was reused meanwhile, and is no socket any more
         os.close(copy)
         return None
     with candidate:
@@ -161,7 +174,7 @@ def _listener_in(descriptor: int, blob: bytes) -> tuple[int, tuple[str, int]] | 
 
 
 def workers_asleep() -> bool:
-    """Whether no thread of a Gloo group in this process computes (they can't be told apart)."""
+    """Whether no Gloo thread of this process runs (threads of two groups can't be told apart)."""
     return not any(_is_working(task) for task in os.listdir("/proc/self/task"))
 
 
@@ -185,3 +198,34 @@ def _copy_if_same(descriptor: int, inode: int) -> int:
         return copy
     os.close(copy)
     return -1
+
+
+class OrphanedOperations:
+    """When Gloo will end the operations that it has lost. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.due: list[float] = []
+
+    def add(self, due: float) -> None:
+        """An operation was abandoned, which Gloo ends by itself at `due` (`time.monotonic()`)."""
+        now = time.monotonic()
+        with self._lock:
+            self.due[:] = [each for each in self.due if each > now - _REPORT_S] + [due]
+
+    def exit_delay_s(self, now: float) -> float:
+        """How long the end of the process should wait, in seconds."""
+        with self._lock:
+            soon = [due for due in self.due if now - _REPORT_S < due < now + _EXIT_S]
+        return max(soon) + _REPORT_S - now if soon else 0.0
+
+
+orphaned_operations = OrphanedOperations()
+
+
+@atexit.register
+def _wait_for_orphans() -> None:
+    wait_s = orphaned_operations.exit_delay_s(time.monotonic())
+    if wait_s > 0:
+        _log.info("waiting %.1f s for an operation that Gloo has lost", wait_s)
+        time.sleep(wait_s)

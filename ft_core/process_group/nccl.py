@@ -14,10 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_core.process_group.communicator import Communicator
-from ft_core.process_group.meeting_store import RendezvousStore
-from ft_core.process_group.reconfigurable import ReconfigurableProcessGroup
-from ft_core.process_group.rendezvous import Rendezvous
+from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
+from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0
@@ -26,18 +24,27 @@ _CONNECT_MARGIN_S = 30.0
 class ProcessGroupNCCL(ReconfigurableProcessGroup):
     """An NCCL group whose members can change. See `ProcessGroup` for the contract.
 
-    NOT RUN ON A GPU YET in this project: tested here is only that it refuses to be made without
-    one, and that what it shares with Gloo (meeting, revocation, works) is right.
+    NOT RUN ON A GPU YET in this project. Tests cover only that it refuses to be made without one,
+    and what it shares with Gloo: rendezvous, revocation, works.
 
     With torch 2.14 and later and `native` (the default there), the `nccl2` backend reconfigures
     itself. Otherwise every quorum gets a new communicator, and the old one is aborted.
     `ncclCommAbort` may block when a kernel hangs, so it runs in a thread of its own and `revoke`
     does not wait for it.
 
-    `timeout` bounds connecting and a collective that nobody revokes. `wait()` on a work blocks the
-    current CUDA stream, not the host; a revoked collective leaves garbage in its tensors, so ask
-    `errored()` after synchronizing and before using them. Set TORCH_NCCL_ASYNC_ERROR_HANDLING=0
-    in the environment of the process, or torch's watchdog ends the process on an error.
+    `wait()` on a work blocks the current CUDA stream, not the host. A revoked collective leaves
+    garbage in its tensors, so ask `errored()` after synchronizing and before using them. Set
+    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 in the environment of the process, or torch's watchdog ends
+    the process on an error.
+
+    Args:
+        timeout: seconds or timedelta; bounds connecting, and a collective that is not revoked.
+        hostname, interface: choose the address to bind and to advertise (at most one of them); the
+            default is the outgoing address.
+        device: of the tensors; the default is the current CUDA device.
+        native: whether to use `nccl2`; the default is to, where torch has it.
+
+    Raises `RuntimeError` without a CUDA device, `ValueError` for bad options.
     """
 
     def __init__(
@@ -69,7 +76,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
 
 
 class _NcclBase(Communicator):
-    """What both backends share: a store, and an abort that can't hang its caller."""
+    """What both backends share: a store, and an abort that can't block its caller."""
 
     backend_futures = True  # NCCL's futures carry CUDA events; its works end by stream order
 
@@ -94,10 +101,10 @@ class _NcclBase(Communicator):
     def _abort(backend: Any) -> None:
         try:
             backend.abort()
-        except Exception as error:  # it is being thrown away; nothing else can be done about it
+        except Exception as error:  # it is discarded anyway
             _log.warning("aborting an NCCL communicator failed: %s", error)
 
-    def at_rest(self) -> bool:
+    def quiescent(self) -> bool:
         aborting = self._aborting
         return aborting is None or not aborting.is_alive()
 
@@ -122,20 +129,20 @@ class _NcclCommunicator(_NcclBase):
     def handle(self) -> bytes:
         return b""
 
-    def connect(self, meeting: Rendezvous, timeout_s: float) -> None:
-        self._store.meeting = meeting
+    def connect(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        self._store.rendezvous = rendezvous
         try:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=self._timeout_s)
             options.config.blocking = 0  # so that an abort can end a blocked initialization
             backend = dist.ProcessGroupNCCL(
-                self._store, meeting.rank, len(meeting.handles), options
+                self._store, rendezvous.rank, len(rendezvous.handles), options
             )
             self.backend = backend
             # NCCL would connect at the first collective, and read the store then.
             backend.eager_connect_single_device(self._device)
         finally:
-            self._store.meeting = None
+            self._store.rendezvous = None
 
 
 class _Nccl2Communicator(_NcclBase):
@@ -151,18 +158,18 @@ class _Nccl2Communicator(_NcclBase):
 
     @property
     def reconnectable(self) -> bool:
-        return self._aborting is None  # an aborted backend is thrown away
+        return self._aborting is None  # an aborted backend is not used again
 
     def handle(self) -> bytes:
         return str(self.backend.get_reconfigure_handle()).encode()
 
-    def connect(self, meeting: Rendezvous, timeout_s: float) -> None:
-        self._store.meeting = meeting
+    def connect(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        self._store.rendezvous = rendezvous
         try:
             options = dist.distributed_c10d.ReconfigureOptions()
-            options.uuid = meeting.quorum_id
-            options.handles = [(handle or b"").decode() for handle in meeting.handles]
+            options.uuid = rendezvous.quorum_id
+            options.handles = [(handle or b"").decode() for handle in rendezvous.handles]
             options.timeout = timedelta(seconds=timeout_s + _CONNECT_MARGIN_S)
             self.backend.reconfigure(options).wait()
         finally:
-            self._store.meeting = None
+            self._store.rendezvous = None

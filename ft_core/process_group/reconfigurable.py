@@ -1,10 +1,15 @@
 """A process group whose members connect to each other: what Gloo and NCCL have in common.
 
-`configure` runs in two threads: the caller's serves the meeting (`Rendezvous.pump`) and watches the
-deadline and revocation; a short-lived one sits in the backend's blocking connect. So a revocation
-never waits for a backend: it sets a flag, hangs up, and interrupts the communicator. Another one
-destroys the communicator of the quorum before, which takes Gloo 10 to 30 ms that nobody needs to
-wait for. None of these threads outlives what it does.
+`configure` runs in two threads. The caller's serves the rendezvous (`Rendezvous.pump`) and watches
+the deadline and revocation; a short-lived one (`_Builder`) sits in the backend's blocking connect. So
+a revocation never waits for a backend: it sets a flag, ends the rendezvous, and interrupts the
+communicator. A third thread destroys the communicator of the previous quorum, which takes Gloo 10
+to 30 ms that the caller need not wait for. None of these threads outlives its task.
+
+Orphaned operations. A revoked operation usually ends within a millisecond, when the backend notices
+the interrupt. Gloo can lose one (`gloo_sockets` says why). Such an operation is abandoned: its work
+ends with an error once the backend no longer touches its tensors, and the communicator is not used
+again.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import logging
 import threading
 import time
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,24 +29,98 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, Work
 
 from ft_core.process_group.base import ProcessGroup, outputs_of
-from ft_core.process_group.communicator import Builder, Communicator
 from ft_core.process_group.errors import ProcessGroupError
 from ft_core.process_group.interfaces import choose_address
-from ft_core.process_group.rendezvous import Listener, Rendezvous
-from ft_core.process_group.wire import Address
+from ft_core.process_group.rendezvous import Address, Listener, Rendezvous
 from ft_core.process_group.work import BackendWork, FailedWork, PointToPointWork, StreamWork
 
 _log = logging.getLogger(__name__)
 _INTERRUPT_EVERY_S = 0.005
 _INTERRUPT_FOR_S = 5.0
-_LET_GO_CHECK_S = 0.005
-_LET_GO_CHECKS = 3
-_LET_GO_WITHIN_S = 1.0
+_ABANDON_CHECK_S = 0.005
+_ABANDON_CHECKS = 3  # so often in a row the backend must be found quiescent
+_ABANDON_WITHIN_S = 1.0
 _SHUTDOWN_S = 2.0
 
 
+class Communicator(ABC):
+    """A connected backend and the way to break it. One at a time belongs to a group."""
+
+    backend: Any  # c10d.Backend; set by `connect`
+    backend_futures = False  # whether works keep the backend's own waits and futures
+    has_orphans = False  # an orphaned operation holds one of the backend's threads
+
+    @abstractmethod
+    def handle(self) -> bytes:
+        """What the other members need to reach it, b"" if nothing. Any thread."""
+
+    @abstractmethod
+    def connect(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        """Connect to all members of the rendezvous. Blocks; may raise anything. Builder thread.
+
+        `timeout_s` is when the group interrupts; the backend's own timeout must come later.
+        """
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """End pending collectives, or a blocked `connect`, with an error. Returns quickly.
+
+        Any thread, any number of times. Afterwards the communicator can at most be connected
+        again. Some operations may be orphaned: they stay in the backend until their timeout.
+        """
+
+    @abstractmethod
+    def quiescent(self) -> bool:
+        """After an interrupt: whether operations that remain are asleep and leave their tensors
+        alone. Any thread."""
+
+    def operation_orphaned(self, until: float) -> None:
+        """An operation remains in the backend, which ends it at `until` (`time.monotonic()`). Any
+        thread."""
+        self.has_orphans = True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; may block for tens of milliseconds. Called once, in any thread."""
+
+    @property
+    @abstractmethod
+    def reconnectable(self) -> bool:
+        """Whether `connect` may be called again after a success and an interrupt."""
+
+
+class _Builder(threading.Thread):
+    """Connects one communicator."""
+
+    def __init__(
+        self, communicator: Communicator, rendezvous: Rendezvous, timeout_s: float
+    ) -> None:
+        super().__init__(name="ft-pg-configure", daemon=True)
+        self.communicator = communicator
+        self.error: Exception | None = None
+        self.connected = threading.Event()  # or failed
+        self._rendezvous = rendezvous
+        self._timeout_s = timeout_s
+
+    def run(self) -> None:
+        try:
+            self.communicator.connect(self._rendezvous, self._timeout_s)
+        except Exception as error:
+            self.error = error
+        self.connected.set()
+        self._rendezvous.wake()
+
+
 class ReconfigurableProcessGroup(ProcessGroup):
-    """See `ProcessGroup`. Subclasses say how a communicator is made."""
+    """See `ProcessGroup`. Subclasses say how a communicator is made.
+
+    Args:
+        timeout: seconds or timedelta; bounds a collective that is not revoked.
+        hostname, interface: choose the address to bind and to advertise (at most one of them); the
+            default is the outgoing address.
+
+    Raises `ValueError` for a timeout that is not positive.
+    """
 
     def __init__(
         self, timeout: timedelta | float, *, hostname: str | None, interface: str | None
@@ -52,7 +131,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
             raise ValueError(f"timeout must be positive, not {timeout}")
         self._hostname = hostname
         self._interface = interface
-        self._doorbell: Listener | None = None
+        self._listener: Listener | None = None
         self._configure_lock = threading.Lock()  # held through configure
         self._issue_lock = threading.Lock()  # held while a collective is handed to the backend
         self._lock = threading.Lock()  # guards what follows; held for microseconds
@@ -61,11 +140,14 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._size = 1
         self._open = False
         self._error: ProcessGroupError | None = None
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._connecting: Communicator | None = None
         self._communicator: Communicator | None = None
-        self._epitaph: tuple[int, ProcessGroupError | None] = (-1, None)  # of the quorum before
-        self._in_flight: set[BackendWork] = set()  # single operations on it are atomic
+        self._previous_error: tuple[int, ProcessGroupError | None] = (
+            -1,
+            None,
+        )  # (quorum, its error)
+        self._in_flight: set[BackendWork] = set()  # each operation on it is atomic
         self._background: list[threading.Thread] = []
         self._shut_down = False
         # A backend that is alive when the interpreter ends can abort the process.
@@ -85,34 +167,34 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
     def advertise(self, host: str) -> None:
         with self._lock:
-            if self._hostname is None and self._interface is None and self._doorbell is None:
+            if self._hostname is None and self._interface is None and self._listener is None:
                 self._hostname = host
 
     def address(self) -> bytes:
         with self._lock:
             if self._shut_down:
                 raise ProcessGroupError("the process group was shut down; make a new one")
-            if self._doorbell is None:
-                self._doorbell = Listener(choose_address(self._hostname, self._interface))
-            return self._doorbell.address.encode()
+            if self._listener is None:
+                self._listener = Listener(choose_address(self._hostname, self._interface))
+            return self._listener.address.encode()
 
     def configure(
         self, quorum_id: int, rank: int, addresses: Sequence[bytes], timeout_s: float
     ) -> None:
         deadline = time.monotonic() + timeout_s
         own = self.address()
-        for address in addresses:
-            Address.decode(address)  # a ValueError here, before anything is torn down
+        # A ValueError must come here, before the previous quorum is revoked.
+        members = [Address.decode(address) for address in addresses]
         if not 0 <= rank < len(addresses) or addresses[rank] != own:
             raise ValueError(f"rank {rank} of the {len(addresses)} addresses is not this group's")
         if len(set(addresses)) != len(addresses):
             raise ValueError("two members have the same address")
         with self._configure_lock:
-            previous = self._begin(quorum_id, rank, len(addresses))
+            previous = self._enter(quorum_id, rank, len(addresses))
             try:
-                self._connect(previous, list(addresses), timeout_s, deadline)
+                self._connect(previous, members, timeout_s, deadline)
             except Exception as error:
-                failure = self._give_up(error)
+                failure = self._record_failure(error)
                 if failure is error:
                     raise
                 raise failure from error
@@ -125,15 +207,15 @@ class ReconfigurableProcessGroup(ProcessGroup):
             if self._error is None:
                 self._error = self._as_error(reason)
             error = self._error
-            meeting, connecting = self._meeting, self._connecting
+            rendezvous, connecting = self._rendezvous, self._connecting
             communicator = self._communicator
-        if meeting is not None:
-            meeting.abort(error)
+        if rendezvous is not None:
+            rendezvous.abort(error)
         if connecting is not None:
             connecting.interrupt()
         if communicator is not None:
             communicator.interrupt()
-            self._let_go(communicator, list(self._in_flight), error)
+            self._abandon(communicator, list(self._in_flight), error)
 
     def errored(self) -> Exception | None:
         return self._error
@@ -149,14 +231,14 @@ class ReconfigurableProcessGroup(ProcessGroup):
         with self._configure_lock:
             with self._issue_lock:
                 communicator, self._communicator = self._communicator, None
-            # In a thread: the backend may have lost an operation, whose thread it then waits for.
-            self._retire([communicator], None)
+            # In a thread: with an orphaned operation, the backend waits for the operation's thread.
+            self._close_in_background([communicator], None)
             deadline = time.monotonic() + _SHUTDOWN_S
             for one in self._background:
                 one.join(max(0.0, deadline - time.monotonic()))
             self._background.clear()
-            if self._doorbell is not None:
-                self._doorbell.close()
+            if self._listener is not None:
+                self._listener.close()
 
     def size(self) -> int:
         return self._size
@@ -167,12 +249,12 @@ class ReconfigurableProcessGroup(ProcessGroup):
     # --- collectives
 
     def start_allreduce(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work:
-        return self._issue("allreduce", tensors, opts, watched=not tensors[0].is_cpu)
+        return self.issue("allreduce", tensors, opts, watched=not tensors[0].is_cpu)
 
-    def _issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
+    def issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
         with self._issue_lock:
-            # Inside the lock: configure() waits for it before it gives the communicator other
-            # members, so a collective that saw an open group can't run under the next quorum.
+            # `configure` takes this lock before it gives the communicator other members, so a
+            # collective that saw an open group can't run under the next quorum.
             if not self._open or self.bound_quorum not in (None, self._quorum_id):
                 return FailedWork(self._refusal(operation))
             assert self._communicator is not None
@@ -196,14 +278,15 @@ class ReconfigurableProcessGroup(ProcessGroup):
         if watched:
             work.watch()
         error = self._error
-        if not self._open and error is not None:  # revoked meanwhile, before the work was listed
+        if not self._open and error is not None:  # revoked before the work was listed
             communicator.interrupt()
-            self._let_go(communicator, [work], error)
+            self._abandon(communicator, [work], error)
         return work
 
     # --- for its works
 
     def work_ended(self, work: BackendWork) -> None:
+        """A work has its result. Any thread."""
         self._in_flight.discard(work)
 
     def collective_failed(
@@ -211,16 +294,16 @@ class ReconfigurableProcessGroup(ProcessGroup):
     ) -> ProcessGroupError:
         """The error to raise for a collective of `quorum_id` that failed with `error`.
 
-        The communicator is of no use any more for anyone: it is broken on purpose, which tells the
-        neighbours at once. Never blocks.
+        The communicator is useless for all members from now on. It is broken on purpose, which
+        tells the neighbours at once. Never blocks. Any thread.
         """
         text = f"{operation} of quorum {quorum_id} failed: {error}"
         self.revoke(ProcessGroupError(text), quorum_id=quorum_id)
         with self._lock:
-            first = dict([self._epitaph, (self._quorum_id, self._error)]).get(quorum_id)
+            first = dict([self._previous_error, (self._quorum_id, self._error)]).get(quorum_id)
         if first is None:
             return ProcessGroupError(text)
-        if f"of quorum {quorum_id} " in str(first):  # says so itself
+        if f"of quorum {quorum_id} " in str(first):  # it names the collective itself
             return ProcessGroupError(str(first))
         return ProcessGroupError(f"{operation} of quorum {quorum_id} failed: {first}")
 
@@ -245,43 +328,40 @@ class ReconfigurableProcessGroup(ProcessGroup):
         error.__cause__ = reason
         return error
 
-    def _let_go(
-        self,
-        communicator: Communicator,
-        works: list[BackendWork],
-        error: ProcessGroupError,
+    def _abandon(
+        self, communicator: Communicator, works: list[BackendWork], error: ProcessGroupError
     ) -> None:
-        """See to it that revoked works end soon, also those that stay behind in the backend."""
+        """Make revoked works end soon, also those that the backend has lost."""
         works = [work for work in works if not work.watch()]
-        if not works:
-            return
-        threading.Thread(
-            target=self._outlast, args=(communicator, works, error), name="ft-pg-revoke", daemon=True
-        ).start()
+        if works:
+            threading.Thread(
+                target=self._end_or_abandon,
+                args=(communicator, works, error),
+                name="ft-pg-revoke",
+                daemon=True,
+            ).start()
 
-    def _outlast(
-        self,
-        communicator: Communicator,
-        works: list[BackendWork],
-        error: ProcessGroupError,
+    def _end_or_abandon(
+        self, communicator: Communicator, works: list[BackendWork], error: ProcessGroupError
     ) -> None:
-        # Not at once: who is told of the end may use the tensors again, so the backend must be
-        # done with them. It nearly always is within a millisecond, and then ends the works itself.
-        give_up_at = time.monotonic() + _LET_GO_WITHIN_S
-        resting = 0
+        # Not at once: a caller that sees the end of a work may use its tensors again, so the
+        # backend must be done with them. It nearly always is within a millisecond, and then ends
+        # the works itself.
+        give_up_at = time.monotonic() + _ABANDON_WITHIN_S
+        quiescent = 0
         while works:
-            works[-1].ended_within(_LET_GO_CHECK_S)
+            works[-1].ended_within(_ABANDON_CHECK_S)
             works = [work for work in works if not work.is_completed()]
-            resting = resting + 1 if communicator.at_rest() else 0
-            if resting >= _LET_GO_CHECKS or time.monotonic() > give_up_at:
+            quiescent = quiescent + 1 if communicator.quiescent() else 0
+            if quiescent >= _ABANDON_CHECKS or time.monotonic() > give_up_at:
                 break
         for work in works:
-            communicator.stayed_behind(work.issued_at + self.timeout_s)
-            _log.debug("%s of quorum %d: let go of", work.operation, work.quorum_id)
+            communicator.operation_orphaned(work.issued_at + self.timeout_s)
+            _log.debug("%s of quorum %d is orphaned", work.operation, work.quorum_id)
             work.resolve(None, error)
 
-    def _begin(self, quorum_id: int, rank: int, size: int) -> Communicator | None:
-        """Leave the old quorum; returns its communicator, interrupted."""
+    def _enter(self, quorum_id: int, rank: int, size: int) -> Communicator | None:
+        """Leave the previous quorum; returns its communicator, interrupted."""
         if quorum_id <= self._quorum_id:
             raise ValueError(
                 f"quorum {quorum_id} is not newer than {self._quorum_id}; ids must grow, so that "
@@ -291,7 +371,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         with self._issue_lock, self._lock:
             if self._shut_down:
                 raise ProcessGroupError("the process group was shut down; make a new one")
-            self._epitaph = (self._quorum_id, self._error)
+            self._previous_error = (self._quorum_id, self._error)
             self._quorum_id, self._rank, self._size = quorum_id, rank, size
             self._error = None
             previous, self._communicator = self._communicator, None
@@ -300,80 +380,85 @@ class ReconfigurableProcessGroup(ProcessGroup):
     def _connect(
         self,
         previous: Communicator | None,
-        addresses: list[bytes],
+        members: list[Address],
         timeout_s: float,
         deadline: float,
     ) -> None:
-        communicator, outworn = previous, None
+        communicator, replaced = previous, None
         if previous is None or not self._reusable(previous):
-            communicator, outworn = self._new_communicator(self._rank, self._size), previous
+            communicator, replaced = self._new_communicator(self._rank, self._size), previous
         assert communicator is not None
-        assert self._doorbell is not None
-        meeting = Rendezvous(
-            self._doorbell, self._quorum_id, self._rank, addresses, communicator.handle()
+        assert self._listener is not None
+        rendezvous = Rendezvous(
+            self._listener, self._quorum_id, self._rank, members, communicator.handle()
         )
-        builder = Builder(communicator, meeting, timeout_s)
-        kept = False
+        builder = _Builder(communicator, rendezvous, timeout_s)
+        connected = False
         try:
             with self._lock:
-                if self._error is not None:
-                    raise self._error
-                self._meeting = meeting
-            meeting.gather(deadline)
+                self._raise_if_revoked()
+                self._rendezvous = rendezvous
+            rendezvous.gather(deadline)
             with self._lock:
-                if self._error is not None:
-                    raise self._error
+                self._raise_if_revoked()
                 self._connecting = communicator
             builder.start()
-            meeting.pump(builder.connected.is_set, deadline)
+            rendezvous.pump(builder.connected.is_set, deadline)
             if builder.error is not None:
                 raise builder.error
             with self._issue_lock, self._lock:
-                if self._error is not None:
-                    raise self._error
+                self._raise_if_revoked()
                 self._communicator = communicator
-                self._open = kept = True
-            meeting.finish()
+                self._open = connected = True
+            rendezvous.finish()
         finally:
             with self._lock:
-                self._meeting = self._connecting = None
-            meeting.close()
-            self._wind_up(builder)
-            if kept:
-                self._retire([outworn], None)
+                self._rendezvous = self._connecting = None
+            rendezvous.close()
+            self._stop_builder(builder)
+            if connected:
+                self._close_in_background([replaced], None)
             else:
-                self._retire([outworn, communicator], meeting)
+                self._close_in_background([replaced, communicator], rendezvous)
+
+    def _raise_if_revoked(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _reusable(self, communicator: Communicator) -> bool:
-        """Whether no operation of an earlier quorum can hold a thread of it for long."""
+        """Whether it can be connected again: no operation of an earlier quorum holds a thread of it."""
         if not communicator.reconnectable:
             return False
         for work in list(self._in_flight):
-            work.ended_within(_LET_GO_CHECK_S)
-        return not communicator.tainted and not self._in_flight
+            work.ended_within(_ABANDON_CHECK_S)
+        return not communicator.has_orphans and not self._in_flight
 
-    def _wind_up(self, builder: Builder) -> None:
-        """See the builder out of the backend, interrupting it until it is."""
+    def _stop_builder(self, builder: _Builder) -> None:
+        """Interrupt the builder until it has left the backend."""
         give_up_at = time.monotonic() + _INTERRUPT_FOR_S
         while builder.ident is not None and not builder.connected.is_set():
-            # Once is not enough: the backend connects to one peer after the other.
+            # Repeatedly: the backend connects to one peer after the other.
             builder.communicator.interrupt()
             builder.connected.wait(_INTERRUPT_EVERY_S)
             if time.monotonic() > give_up_at:
-                _log.warning("quorum %d: a connect can't be interrupted here and ends at its own "
-                             "timeout", self._quorum_id)  # fmt: skip
+                _log.warning(
+                    "quorum %d: a connect can't be interrupted here and ends at its own timeout",
+                    self._quorum_id,
+                )
                 break
 
-    def _retire(self, outworn: list[Communicator | None], meeting: Rendezvous | None) -> None:
-        """Close communicators, and take leave from a failed meeting, in the background."""
-        communicators = [one for one in outworn if one is not None]
-        leave = meeting is not None and meeting.leave_owed()
-        if not communicators and not leave:
+    def _close_in_background(
+        self, replaced: list[Communicator | None], failed: Rendezvous | None
+    ) -> None:
+        """Close communicators, and tell the members of a failed rendezvous, in a thread."""
+        communicators = [one for one in replaced if one is not None]
+        notify = failed is not None and failed.must_notify_abort()
+        if not communicators and not notify:
             return
 
         def work() -> None:
-            if meeting is not None and leave:
-                meeting.notify_abort()
+            if failed is not None and notify:
+                failed.notify_abort()
             for one in communicators:
                 one.close()
 
@@ -381,11 +466,13 @@ class ReconfigurableProcessGroup(ProcessGroup):
         thread.start()
         self._background = [one for one in self._background if one.is_alive()] + [thread]
 
-    def _give_up(self, error: Exception) -> ProcessGroupError:
+    def _record_failure(self, error: Exception) -> ProcessGroupError:
         with self._lock:
             self._open = False
             if self._error is None:
-                failure = ProcessGroupError(f"configure of quorum {self._quorum_id} failed: {error}")
+                failure = ProcessGroupError(
+                    f"configure of quorum {self._quorum_id} failed: {error}"
+                )
                 self._error = error if isinstance(error, ProcessGroupError) else failure
             return self._error
 

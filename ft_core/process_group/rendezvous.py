@@ -1,190 +1,337 @@
-"""Members of a quorum find each other: no store, no polling, no server that could die.
+"""How the members of a quorum find each other: no store, no polling, no server that could die.
 
 Every process group owns one listening socket (`Listener`). To configure, the members of a quorum
-open one connection a pair (the lower rank dials), say hello on it, and then use it to hand each
-other the keys that a c10d backend puts into its rendezvous store (`RendezvousStore`). A wait for a key
-ends when the key arrives, within microseconds. The connections also tell at once when a member
-dies or gives up while the others still configure.
+open one connection for each pair (the lower rank dials) and exchange hellos. Over it they then hand
+each other the keys that a c10d backend puts into its store (`RendezvousStore`), so that a wait for a
+key ends within microseconds of its arrival. The connections also tell at once when a member dies or
+gives up while the others still configure.
 
-Nobody accepts outside a meeting: a member that comes early waits in the kernel's backlog, one of an
-older quorum is refused as soon as it is seen, one of a newer quorum is kept for the next meeting.
+No connection is accepted outside a rendezvous: a member that comes early waits in the kernel's
+backlog. A hello of an older quorum is rejected; one of a newer quorum is kept for the next
+rendezvous.
+
+A frame on a connection is its length (4 bytes, big-endian) and a message (`lighthouse.wire.codec`).
+Each group draws a random token, so that a port which another process reuses is not mistaken for it.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 
-from ft_core.process_group import wire
+import torch.distributed as dist
+
 from ft_core.process_group.errors import ProcessGroupError
+from lighthouse.errors import ProtocolError
+from lighthouse.wire.codec import Codec
 
+PROTOCOL_VERSION = 2
+_MAGIC = f"ftpg{PROTOCOL_VERSION}"
+FRAME_BYTES_MAX = 1 << 22  # Gloo publishes eight bytes per member, plus its addresses
+_TOKEN_BYTES = 8
+_LENGTH = struct.Struct("!I")
 _BACKLOG = 4096
-_EARLY_CALLERS_MAX = 4096
+_EARLY_CONNECTIONS_MAX = 4096
 _READ_BYTES = 1 << 16
-_LEAVE_TIMEOUT_S = 1.0
+_NOTIFY_TIMEOUT_S = 1.0
 
 
-class _Line:
-    """One connection to a member, or to a caller who has not said yet who it is."""
+# ---------------------------------------------------------------- messages
 
-    def __init__(self, connection: socket.socket, peer: int | None) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.peer = peer  # the rank, once known
-        self.hello: wire.Hello | None = None
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a process group can be reached. Travels as text: `ftpg2/<port>/<token>/<host>`."""
+
+    host: str
+    port: int
+    token: bytes
+
+    def encode(self) -> bytes:
+        """Under 300 bytes of UTF-8."""
+        return f"{_MAGIC}/{self.port}/{self.token.hex()}/{self.host}".encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Address:
+        """Raises `ValueError` when `data` did not come from `ProcessGroup.address()`."""
+        try:
+            magic, port, token, host = data.decode().split("/", 3)
+            address = cls(host, int(port), bytes.fromhex(token))
+        except ValueError as error:
+            raise ValueError(f"{data!r} is no address of a process group") from error
+        if magic != _MAGIC or len(address.token) != _TOKEN_BYTES or not host:
+            raise ValueError(f"{data!r} is no address of a process group of this version")
+        return address
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message on a connection, in both directions.
+
+    `digest`: of the member list. `token`: that of the receiver. `handle`: what the receiver's
+    backend needs to reach the sender's, maybe empty.
+    """
+
+    quorum_id: int
+    digest: bytes
+    rank: int
+    world_size: int
+    token: bytes
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKey:
+    """One entry of the rendezvous store."""
+
+    name: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The sender's communicator is connected; the connection ends here."""
+
+
+@dataclass(frozen=True, slots=True)
+class HelloRejected:
+    """The sender does not accept the receiver's hello."""
+
+    reason: str
+
+
+RendezvousMessage = Hello | StoreKey | Connected | HelloRejected
+_CODEC = Codec(
+    PROTOCOL_VERSION,
+    {
+        "hello": Hello,
+        "key": StoreKey,
+        "connected": Connected,
+        "rejected": HelloRejected,
+    },
+)
+
+
+def members_digest(addresses: Sequence[Address]) -> bytes:
+    """Sixteen bytes that differ when two members hold different member lists."""
+    text = b"\n".join(address.encode() for address in addresses)
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def to_frame(message: RendezvousMessage) -> bytes:
+    """The bytes of a message on a connection."""
+    data = _CODEC.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def take_message(buffer: bytearray) -> RendezvousMessage | None:
+    """Remove the first whole frame from `buffer` and return its message, or None if there is none.
+
+    Raises `ProtocolError` for bytes that no member sends.
+    """
+    if len(buffer) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack_from(buffer)
+    if size > FRAME_BYTES_MAX:
+        raise ProtocolError(f"a frame of {size} bytes")
+    end = _LENGTH.size + size
+    if len(buffer) < end:
+        return None
+    message: RendezvousMessage = _CODEC.decode(bytes(buffer[_LENGTH.size : end]))
+    del buffer[:end]
+    return message
+
+
+# ---------------------------------------------------------------- sockets
+
+
+class _Connection:
+    """A connection to one member; `peer` is its rank, None until an incoming hello was accepted."""
+
+    def __init__(self, sock: socket.socket, peer: int | None) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self.peer = peer
+        self.hello: Hello | None = None
         self.received = bytearray()
         self.unsent = bytearray()
         self.dialing = peer is not None
-        self.done = False  # the peer said DONE
+        self.done = False  # the peer said Connected
         self.mask = 0
 
+    @property
+    def closed(self) -> bool:
+        return self.socket.fileno() < 0
+
     def close(self) -> None:
-        self.connection.close()
+        self.socket.close()
 
 
 class Listener:
-    """The listening socket of one process group and the callers who came too early."""
+    """The listening socket of one process group, and the connections that came too early.
+
+    `address` is what the others connect to. Raises `OSError` if `host` can't be bound.
+    """
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self.early: list[_Line] = []
-        self.listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-        self.listener.setblocking(False)
-        self.address = wire.Address(host, self.listener.getsockname()[1], self.token)
+        self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self.early: list[_Connection] = []
+        self.socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self.socket.setblocking(False)
+        self.address = Address(host, self.socket.getsockname()[1], self.token)
 
     def close(self) -> None:
-        self.listener.close()
-        for line in self.early:
-            line.close()
+        """Close the socket and the early connections."""
+        self.socket.close()
+        for connection in self.early:
+            connection.close()
         self.early.clear()
 
 
 class Rendezvous:
-    """One member's side of one quorum's meeting.
+    """One member's side of the rendezvous of one quorum.
 
-    `gather` and `pump` belong to the configuring thread; `abort`, `wake`, `publish` and `lookup`
-    may be called from any thread.
+    `gather`, `pump`, `finish` and `close` belong to the configuring thread; `abort`, `wake`,
+    `publish`, `set_if_absent`, `lookup` and `knows` may be called from any thread.
+
+    Args:
+        listener: of this process group.
+        quorum_id, rank: of this member; `rank` is its index in `addresses`.
+        addresses: of all members.
+        handle: what the other members' backends need to reach this one's, maybe empty.
+
+    `handles` holds every member's handle, None until it said hello.
     """
 
     def __init__(
         self,
-        doorbell: Listener,
+        listener: Listener,
         quorum_id: int,
         rank: int,
-        addresses: Sequence[bytes],
+        addresses: Sequence[Address],
         handle: bytes,
     ) -> None:
         self.quorum_id = quorum_id
         self.rank = rank
         self.handles: list[bytes | None] = [None] * len(addresses)
         self.handles[rank] = handle
-        self._doorbell = doorbell
-        self._peers = [wire.Address.decode(address) for address in addresses]
-        self._digest = wire.members_digest(addresses)
-        self._lines: dict[int, _Line] = {}
-        self._callers: list[_Line] = []
+        self._handle = handle
+        self._listener = listener
+        self._peers = addresses
+        self._digest = members_digest(addresses)
+        self._connections: dict[int, _Connection] = {}  # by rank
+        self._unidentified: list[_Connection] = []
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._keys: dict[str, bytes] = {}
         self._error: ProcessGroupError | None = None
         self._closed = False
         self._selector = selectors.DefaultSelector()
-        self._alarm, self._alarm_button = socket.socketpair()
-        self._alarm.setblocking(False)
-        self._alarm_button.setblocking(False)
-        self._selector.register(self._alarm, selectors.EVENT_READ)
-        self._selector.register(doorbell.listener, selectors.EVENT_READ)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._selector.register(listener.socket, selectors.EVENT_READ)
 
     # --- the configuring thread
 
     def gather(self, deadline: float) -> None:
-        """Say hello to every other member. Raises `ProcessGroupError` on failure or at `deadline`
-        (`time.monotonic()`)."""
-        for line in self._doorbell.early:
-            self._callers.append(line)
-            self._listen_to(line)
-            self._read_frames(line)
-        self._doorbell.early.clear()
+        """Exchange hellos with every other member. Raises `ProcessGroupError` on failure or at
+        `deadline` (`time.monotonic()`)."""
+        for connection in self._listener.early:
+            self._unidentified.append(connection)
+            self._register(connection)
+            self._read_messages(connection)
+        self._listener.early.clear()
         for peer in range(self.rank + 1, len(self._peers)):
             self._dial(peer)
         self.pump(lambda: all(handle is not None for handle in self.handles), deadline)
 
     def pump(self, finished: Callable[[], bool], deadline: float) -> None:
-        """Serve the connections until `finished()`, which is asked after every event."""
+        """Serve the connections until `finished()`, which is called after every event.
+
+        Raises `ProcessGroupError` on failure or at `deadline` (`time.monotonic()`).
+        """
         while not finished():
             self._check()
             wait_s = deadline - time.monotonic()
             if wait_s <= 0:
                 raise ProcessGroupError(self._overdue())
             for key, mask in self._selector.select(wait_s):
-                if key.fileobj is self._doorbell.listener:
+                if key.fileobj is self._listener.socket:
                     self._accept()
-                elif key.fileobj is self._alarm:
-                    self._alarm.recv(_READ_BYTES)
+                elif key.fileobj is self._wake_read:
+                    self._wake_read.recv(_READ_BYTES)
                 else:
                     self._serve(key.data, mask)
         self._check()
 
     def finish(self) -> None:
-        """The communicator is connected: tell the others and hang up."""
+        """The communicator is connected: tell the other members and close."""
         with self._lock:
-            for line in self._lines.values():
-                line.unsent += wire.frame(wire.DONE)
-                self._flush(line)
-                # What is left unsent is at most the last bytes for a member that does not read;
-                # it notices by the closed line.
+            for connection in self._connections.values():
+                connection.unsent += to_frame(Connected())
+                self._flush(connection)
+                # At most these last bytes stay unsent, to a member that does not read; the closed
+                # connection tells it the same.
         self.close()
 
     def close(self) -> None:
-        """Hang up; callers of a newer quorum are kept for the next meeting. Idempotent."""
+        """Close the connections; those of a newer quorum are kept for the next rendezvous.
+        Idempotent."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             self._changed.notify_all()
             self._selector.close()
-            self._alarm.close()
-            self._alarm_button.close()
-            for line in self._lines.values():
-                line.close()
-            self._doorbell.early += self._callers
-            for line in self._doorbell.early[_EARLY_CALLERS_MAX:]:
-                line.close()
-            del self._doorbell.early[_EARLY_CALLERS_MAX:]
+            self._wake_read.close()
+            self._wake_write.close()
+            for connection in self._connections.values():
+                connection.close()
+            early = self._listener.early
+            early += self._unidentified
+            for connection in early[_EARLY_CONNECTIONS_MAX:]:
+                connection.close()
+            del early[_EARLY_CONNECTIONS_MAX:]
 
-    def leave_owed(self) -> bool:
-        """Whether some members may not have heard that this one was here and gave up."""
+    def must_notify_abort(self) -> bool:
+        """Whether some members may not know that this one was here and gave up."""
         return None in self.handles
 
     def notify_abort(self) -> None:
-        """Tell the members that were not met that this one has given up.
+        """Tell the members without a connection that this one has given up.
 
-        Lower ranks would dial, and wait in a backlog that nobody reads before the next quorum;
-        higher ones may not have been dialed. Each gets a hello and the end of the line: from a
-        lower rank that is a member that died, from a higher one (who should have waited to be
-        called) a member that gave up. After `close`; takes seconds if members are unreachable.
+        A lower rank would dial this member, and then wait in a backlog that is not read before the
+        next quorum; a higher one may not have been dialed yet. Each gets a hello and the end of the
+        connection. From a lower rank that means a member that died; from a higher rank, which
+        should have waited to be dialed, a member that gave up. Call it after `close`, in any
+        thread; it takes up to a second for each unreachable member.
         """
         for peer, address in enumerate(self._peers):
             if self.handles[peer] is None:
+                where = (address.host, address.port)
                 try:
-                    with socket.create_connection(
-                        (address.host, address.port), _LEAVE_TIMEOUT_S
-                    ) as line:
-                        line.sendall(self._hello(peer))
-                except OSError:  # gone itself
+                    with socket.create_connection(where, _NOTIFY_TIMEOUT_S) as connection:
+                        connection.sendall(self._hello(peer))
+                except OSError:  # it is gone itself
                     continue
 
     # --- any thread
 
     def abort(self, error: ProcessGroupError) -> None:
-        """End the meeting with `error` (the first one counts)."""
+        """End the rendezvous with `error`; the first one counts."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -192,31 +339,31 @@ class Rendezvous:
             self.wake()
 
     def wake(self) -> None:
-        """Have `pump` ask `finished()` again."""
+        """Have `pump` call `finished()` again."""
         with self._lock:
             if not self._closed:
                 try:
-                    self._alarm_button.send(b"!")
-                except BlockingIOError:  # it rings already
+                    self._wake_write.send(b"!")
+                except BlockingIOError:  # a wake-up is pending already
                     pass
 
     def publish(self, key: str, value: bytes) -> None:
-        """Set a key here and at every other member."""
+        """Set a key here and at every other member. Raises `ProcessGroupError` if it is over."""
         with self._changed:
             self._check()
             self._keys[key] = value
             self._changed.notify_all()
-            for line in self._lines.values():
-                line.unsent += wire.key_frame(key, value)
-                self._flush(line)
+            for connection in self._connections.values():
+                connection.unsent += to_frame(StoreKey(key, value))
+                self._flush(connection)
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
-        """Set a key here only; returns what it holds afterwards."""
+        """Set a key here only; returns its value afterwards."""
         with self._lock:
             return self._keys.setdefault(key, value)
 
     def lookup(self, key: str, timeout_s: float | None) -> bytes:
-        """The value of a key, when it has arrived. Raises `ProcessGroupError`."""
+        """Wait for a key to arrive; returns its value. Raises `ProcessGroupError`."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._keys or self._ended(), timeout_s)
             if key in self._keys:
@@ -225,6 +372,7 @@ class Rendezvous:
             raise ProcessGroupError(f"quorum {self.quorum_id}: no member published {key!r} in time")
 
     def knows(self, key: str) -> bool:
+        """Whether a key has arrived."""
         with self._lock:
             return key in self._keys
 
@@ -237,7 +385,7 @@ class Rendezvous:
         if self._error is not None:
             raise self._error
         if self._closed:
-            raise ProcessGroupError(f"the meeting of quorum {self.quorum_id} is over")
+            raise ProcessGroupError(f"the rendezvous of quorum {self.quorum_id} is over")
 
     def _fail(self, text: str) -> None:
         self.abort(ProcessGroupError(f"configure of quorum {self.quorum_id} failed: {text}"))
@@ -247,24 +395,24 @@ class Rendezvous:
         if missing:
             what = f"rank(s) {', '.join(missing)} of {len(self._peers)} never came"
         else:
-            slow = [str(rank) for rank, line in sorted(self._lines.items()) if not line.done]
+            slow = [str(rank) for rank, one in sorted(self._connections.items()) if not one.done]
             what = f"all came, but the connections were not made (not done: {', '.join(slow)})"
         return f"configure of quorum {self.quorum_id} timed out: {what}"
 
     def _name(self, peer: int | None) -> str:
         if peer is None:
-            return "a caller"
+            return "an unidentified connection"
         return f"rank {peer} ({self._peers[peer].host}:{self._peers[peer].port})"
 
     def _dial(self, peer: int) -> None:
         address = self._peers[peer]
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        line = _Line(socket.socket(family, socket.SOCK_STREAM), peer)
+        connection = _Connection(socket.socket(family, socket.SOCK_STREAM), peer)
         with self._lock:
-            self._lines[peer] = line
-            line.unsent += self._hello(peer)
-        code = line.connection.connect_ex((address.host, address.port))
-        self._listen_to(line)
+            self._connections[peer] = connection
+            connection.unsent += self._hello(peer)
+        code = connection.socket.connect_ex((address.host, address.port))
+        self._register(connection)
         if code not in (0, errno.EINPROGRESS):
             self._unreachable(peer, code)
 
@@ -273,156 +421,212 @@ class Rendezvous:
         self._fail(f"{self._name(peer)} can't be reached: {os.strerror(code)}{gone}")
 
     def _hello(self, peer: int) -> bytes:
-        handle = self.handles[self.rank]
-        assert handle is not None
-        token = self._peers[peer].token
-        world_size = len(self._peers)
-        return wire.Hello(
-            self.quorum_id, self._digest, self.rank, world_size, token, handle
-        ).encode()
+        return to_frame(
+            Hello(
+                quorum_id=self.quorum_id,
+                digest=self._digest,
+                rank=self.rank,
+                world_size=len(self._peers),
+                token=self._peers[peer].token,
+                handle=self._handle,
+            )
+        )
 
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._doorbell.listener.accept()
-            except OSError:  # nobody left, or the caller hung up already
+                sock, _ = self._listener.socket.accept()
+            except OSError:  # the backlog is empty, or the other end has closed already
                 return
-            line = _Line(connection, None)
-            self._callers.append(line)
-            self._listen_to(line)
+            connection = _Connection(sock, None)
+            self._unidentified.append(connection)
+            self._register(connection)
 
-    def _listen_to(self, line: _Line) -> None:
-        line.mask = selectors.EVENT_READ
-        if line.unsent:
-            line.mask |= selectors.EVENT_WRITE
-        self._selector.register(line.connection, line.mask, line)
+    def _register(self, connection: _Connection) -> None:
+        connection.mask = selectors.EVENT_READ
+        if connection.unsent:
+            connection.mask |= selectors.EVENT_WRITE
+        self._selector.register(connection.socket, connection.mask, connection)
 
-    def _serve(self, line: _Line, mask: int) -> None:
-        if line.connection.fileno() < 0:
+    def _serve(self, connection: _Connection, mask: int) -> None:
+        if connection.closed:
             return
-        if line.dialing:
-            error = line.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if connection.dialing:
+            error = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
-                self._unreachable(line.peer, error)
+                self._unreachable(connection.peer, error)
                 return
             if mask & selectors.EVENT_WRITE:
-                line.dialing = False
-                line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.dialing = False
+                connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if mask & selectors.EVENT_WRITE:
             with self._lock:
-                self._flush(line)
+                self._flush(connection)
         if mask & selectors.EVENT_READ:
-            self._read(line)
+            self._read(connection)
 
-    def _flush(self, line: _Line) -> None:
+    def _flush(self, connection: _Connection) -> None:
         """Send what fits; the selector sends the rest. The lock is held."""
-        if line.connection.fileno() < 0 or line.dialing:
+        if connection.closed or connection.dialing:
             return
         try:
-            while line.unsent:
-                del line.unsent[: line.connection.send(line.unsent)]
+            while connection.unsent:
+                del connection.unsent[: connection.socket.send(connection.unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            line.unsent.clear()  # the reading side sees the end of the line and judges it
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
-        if mask != line.mask and not self._closed:
-            line.mask = mask
-            self._selector.modify(line.connection, mask, line)
+            connection.unsent.clear()  # the reading side sees the end of the connection
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if mask != connection.mask and not self._closed:
+            connection.mask = mask
+            self._selector.modify(connection.socket, mask, connection)
 
-    def _read(self, line: _Line) -> None:
+    def _read(self, connection: _Connection) -> None:
         try:
-            data = line.connection.recv(_READ_BYTES)
+            data = connection.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        line.received += data
-        self._read_frames(line)
-        if not data or len(line.received) > 2 * wire.FRAME_BYTES_MAX:
-            self._hung_up(line)
+        connection.received += data
+        self._read_messages(connection)
+        if not data or len(connection.received) > 2 * FRAME_BYTES_MAX:
+            self._on_end(connection)
 
-    def _read_frames(self, line: _Line) -> None:
+    def _read_messages(self, connection: _Connection) -> None:
         try:
-            while line.connection.fileno() >= 0:
-                # A caller of a newer quorum is left unread after its hello: it isn't ours yet.
-                if line.peer is None and line.hello is not None:
-                    self._admit(line, line.hello)
-                    if line.peer is None:
+            while not connection.closed:
+                # After a hello of a newer quorum the rest stays unread: it is for that rendezvous.
+                if connection.peer is None and connection.hello is not None:
+                    self._admit(connection, connection.hello)
+                    if connection.peer is None:
                         return
-                taken = wire.take_frame(line.received)
-                if taken is None:
+                message = take_message(connection.received)
+                if message is None:
                     return
-                self._handle(line, *taken)
-        except wire.FrameError:
-            self._drop(line)
+                self._handle_message(connection, message)
+        except ProtocolError:
+            self._drop(connection)
 
-    def _handle(self, line: _Line, kind: int, body: bytes) -> None:
-        if kind == wire.HELLO and line.hello is None:
-            line.hello = wire.Hello.decode(body)
-            if line.peer is not None:
-                self._answered(line, line.hello)
-        elif line.hello is None and kind != wire.REFUSE:
-            raise wire.FrameError("a frame before the hello")
-        elif kind == wire.KEY:
+    def _handle_message(self, connection: _Connection, message: RendezvousMessage) -> None:
+        if isinstance(message, Hello) and connection.hello is None:
+            connection.hello = message
+            if connection.peer is not None:
+                self._on_answer(connection.peer, message)
+        elif isinstance(message, HelloRejected) and connection.peer is not None:
+            self._fail(f"{self._name(connection.peer)} refused: {message.reason}")
+        elif connection.hello is None:
+            raise ProtocolError("a message before the hello")
+        elif isinstance(message, StoreKey):
             with self._changed:
-                key, value = wire.parse_key(body)
-                self._keys[key] = value
+                self._keys[message.name] = message.value
                 self._changed.notify_all()
-        elif kind == wire.DONE:
-            line.done = True
-        elif kind == wire.REFUSE and line.peer is not None:
-            text = body.decode(errors="replace")
-            self._fail(f"{self._name(line.peer)} refused: {text}")
+        elif isinstance(message, Connected):
+            connection.done = True
         else:
-            raise wire.FrameError(f"a frame of kind {kind}")
+            raise ProtocolError(f"an unexpected {type(message).__name__}")
 
-    def _answered(self, line: _Line, hello: wire.Hello) -> None:
-        assert line.peer is not None
-        if (hello.quorum_id, hello.digest, hello.rank) != (self.quorum_id, self._digest, line.peer):
-            self._fail(f"{self._name(line.peer)} answered for another quorum or rank")
+    def _on_answer(self, peer: int, hello: Hello) -> None:
+        if (hello.quorum_id, hello.digest, hello.rank) != (self.quorum_id, self._digest, peer):
+            self._fail(f"{self._name(peer)} answered for another quorum or rank")
             return
-        self.handles[line.peer] = hello.handle
+        self.handles[peer] = hello.handle
 
-    def _admit(self, line: _Line, hello: wire.Hello) -> None:
-        """Judge a caller: a member, one of a newer quorum (left waiting), or refused."""
+    def _admit(self, connection: _Connection, hello: Hello) -> None:
+        """Judge an incoming hello: of a member, of a newer quorum (kept waiting), or rejected."""
         if hello.quorum_id > self.quorum_id:
             return
-        refusal = None
-        if hello.token != self._doorbell.token:
-            refusal = "this address belongs to another process group now"
+        reason = None
+        if hello.token != self._listener.token:
+            reason = "this address belongs to another process group now"
         elif hello.quorum_id < self.quorum_id:
-            refusal = f"it is in quorum {self.quorum_id}, quorum {hello.quorum_id} is over"
+            reason = f"it is in quorum {self.quorum_id}, quorum {hello.quorum_id} is over"
         elif hello.digest != self._digest or hello.world_size != len(self._peers):
-            refusal = f"it has another member list for quorum {self.quorum_id}"
+            reason = f"it has another member list for quorum {self.quorum_id}"
+        elif not 0 <= hello.rank < len(self._peers):
+            reason = f"there is no rank {hello.rank} in quorum {self.quorum_id}"
         elif hello.rank > self.rank:
             self._fail(f"{self._name(hello.rank)} gave up")
             return
-        elif hello.rank == self.rank or hello.rank in self._lines:
-            refusal = f"rank {hello.rank} is here already"
-        if refusal is not None:
+        elif hello.rank == self.rank or hello.rank in self._connections:
+            reason = f"rank {hello.rank} is here already"
+        if reason is not None:
             with self._lock:
-                line.unsent += wire.frame(wire.REFUSE, refusal.encode())
-                self._flush(line)
-            self._drop(line)
+                connection.unsent += to_frame(HelloRejected(reason))
+                self._flush(connection)
+            self._drop(connection)
             return
         with self._lock:
-            line.peer = hello.rank
-            self._callers.remove(line)
-            self._lines[hello.rank] = line
+            connection.peer = hello.rank
+            self._unidentified.remove(connection)
+            self._connections[hello.rank] = connection
             self.handles[hello.rank] = hello.handle
-            line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line.unsent += self._hello(hello.rank)
-            self._flush(line)
+            connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.unsent += self._hello(hello.rank)
+            self._flush(connection)
 
-    def _hung_up(self, line: _Line) -> None:
-        if line.peer is not None and not line.done:
-            self._fail(f"{self._name(line.peer)} died or gave up")
-        self._drop(line)
+    def _on_end(self, connection: _Connection) -> None:
+        if connection.peer is not None and not connection.done:
+            self._fail(f"{self._name(connection.peer)} died or gave up")
+        self._drop(connection)
 
-    def _drop(self, line: _Line) -> None:
-        if line.connection.fileno() >= 0:
-            self._selector.unregister(line.connection)
-            line.close()
-        if line in self._callers:
-            self._callers.remove(line)
+    def _drop(self, connection: _Connection) -> None:
+        if not connection.closed:
+            self._selector.unregister(connection.socket)
+            connection.close()
+        if connection in self._unidentified:
+            self._unidentified.remove(connection)
+
+
+# ---------------------------------------------------------------- the store
+
+
+class RendezvousStore(dist.Store):
+    """The store that a c10d backend is given: its keys travel through a rendezvous.
+
+    What is set here is set at every member; what is waited for comes from them. Backends keep their
+    store, so it outlives a rendezvous: `rendezvous` is the one under way, or None. `on_publish` is
+    called with every value that is set, in the backend's thread, before the members get it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rendezvous: Rendezvous | None = None
+        self.on_publish: Callable[[bytes], None] | None = None
+
+    def _current(self) -> Rendezvous:
+        if self.rendezvous is None:
+            raise ProcessGroupError("no quorum is being configured: the store is closed")
+        return self.rendezvous
+
+    @staticmethod
+    def _canonical(key: str) -> str:
+        # torch's native reconfiguration puts "reconfigure/<uuid>/" before the keys that a fresh
+        # group uses. A rendezvous knows one quorum only, so members of both kinds can meet.
+        parts = key.split("/", 2)
+        return parts[2] if parts[0] == "reconfigure" and len(parts) == 3 else key
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        if self.on_publish is not None:
+            self.on_publish(data)
+        self._current().publish(self._canonical(key), data)
+
+    def get(self, key: str) -> bytes:
+        return self._current().lookup(self._canonical(key), None)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        end = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        for key in keys:
+            left_s = None if end is None else max(0.0, end - time.monotonic())
+            self._current().lookup(self._canonical(key), left_s)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._current().knows(self._canonical(key)) for key in keys)
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        data = desired.encode() if isinstance(desired, str) else bytes(desired)
+        return self._current().set_if_absent(self._canonical(key), data)
+
+    def has_extended_api(self) -> bool:
+        return False

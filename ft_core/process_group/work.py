@@ -1,8 +1,8 @@
 """Work objects: what a collective of a reconfigurable group returns.
 
-Every collective returns a `Work` at once and reports its failure there, never by raising: a group
-may be revoked just before a call or just after it, and callers need one path for both. What does
-raise at the call are mistakes in the arguments (`TypeError`, `ValueError`).
+Every collective returns a `Work` at once and reports its failure there, not by raising: a group may
+be revoked just before a call or just after it, and callers need one path for both. Only mistakes in
+the arguments raise at the call (`TypeError`, `ValueError`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch.futures import Future
 
 from ft_core.process_group.errors import ProcessGroupError
 
-IN_BACKEND = timedelta(milliseconds=20)
-"""How long who waits for an unwatched work may sit in the backend, whose interruption can fail."""
+_IN_BACKEND = timedelta(milliseconds=20)
+"""How long a wait for an unwatched work may sit in the backend, whose interruption can fail."""
 
 
 def failed_future(error: Exception) -> Future[Any]:
     """A future that has already ended with `error`, for C++ callers too.
 
-    `Future.set_exception` only teaches the Python side of that one future to raise; a C++ reader
-    (DDP's reducer) would see a success. A callback that raises sets the error on both sides.
+    `Future.set_exception` makes only the Python side of that one future raise; a C++ reader (DDP's
+    reducer) would see a success. A callback that raises sets the error on both sides.
     """
 
     def raise_error(_: Future[Any]) -> Any:
@@ -39,10 +39,11 @@ def failed_future(error: Exception) -> Future[Any]:
 
 
 def copy_of(error: Exception) -> Exception:
-    """A `ProcessGroupError` to raise in the place of a kept one.
+    """A copy of a `ProcessGroupError`, to raise instead of one that is kept.
 
-    Raising the kept one would tie the raising frames, and so their tensors, to it and to the work
-    in a cycle that only the garbage collector ends.
+    Raising the kept one would attach the raising frames, and so their tensors, to it and to the
+    work, in a reference cycle that only the garbage collector ends. Other errors are returned as
+    they are.
     """
     if type(error) is not ProcessGroupError:
         return error
@@ -52,10 +53,10 @@ def copy_of(error: Exception) -> Exception:
 
 
 def finish_with(work: TorchWork, end: Callable[[Exception | None], Tensor]) -> Future[Tensor]:
-    """A future of what `end(error)` returns when `work` has ended, which must not raise.
+    """A future of what `end(error)` returns once `work` has ended. `end` must not raise.
 
-    `end` runs in the backend's thread, or in this one if the work has ended; on CUDA, when the
-    collective is in its stream.
+    `end` runs in the backend's thread, or in this one if the work has ended already; on CUDA, once
+    the collective is in its stream.
     """
     if isinstance(work, BackendWork) and not isinstance(work, StreamWork):
         return work.finish_with(end)
@@ -72,7 +73,7 @@ def finish_with(work: TorchWork, end: Callable[[Exception | None], Tensor]) -> F
 
 
 class CompletedWork(TorchWork):
-    """A collective that is done; `value` is what its future holds."""
+    """A collective that has ended well; `value` is what its future holds."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -156,17 +157,20 @@ class WorksOwner(Protocol):
 
 
 class BackendWork(TorchWork):
-    """A collective in flight in a backend, tied to the quorum under which it was issued.
+    """A collective in flight in a backend, bound to the quorum under which it was issued.
 
-    It ends when the backend's work ends, or when the group lets go of it (`resolve`): Gloo can lose
-    an operation (see `device_sockets`), and nobody may wait for that one. Its failure breaks
-    the group of its quorum, at once and whether or not anyone waits; a later quorum's group is left
-    alone. Futures end in the backend's thread, or in a thread of the group after a revocation.
-    Any thread may use one of these.
+    It ends when the backend's work ends, or when the group abandons it (`resolve`): Gloo can lose
+    an operation (see `gloo_sockets`), and a wait for that one would last until its timeout. Its
+    failure breaks the group of its quorum at once, whether or not a thread waits; the group of a
+    later quorum is left alone. Futures end in the backend's thread, or in a thread of the group
+    after a revocation. Any thread.
 
-    One that is not watched from the beginning (`ReconfigurableProcessGroup.start_allreduce`) costs the
-    backend's thread no Python, which takes the interpreter away from the thread that waits: it is
-    looked at by whoever waits for it or asks, and when the group is revoked.
+    A work that is not watched from the start (`ReconfigurableProcessGroup.start_allreduce`) runs no
+    Python in the backend's thread, which would take the interpreter away from the waiting thread.
+    Its end is noticed by `wait`, by a query, and when the group is revoked.
+
+    Popping the only element of a list is atomic, and decides which thread ends the work
+    (`_resolve_once`), starts to watch it (`_watch_once`) and completes its future (`_future_once`).
     """
 
     def __init__(
@@ -190,17 +194,18 @@ class BackendWork(TorchWork):
         self._finished = False
         self._ended = threading.Lock()  # held until the end; a lock is the cheapest thing to await
         self._ended.acquire()
-        self._ticket = [None]  # who pops it (atomically) ends the work
-        self._watch_ticket = [None]
+        self._resolve_once = [None]
+        self._watch_once = [None]
         self._future: Future[Any] | None = None
-        self._gate: Future[Any] | None = None
-        self._gate_ticket = [None]
+        self._gate: Future[Any] | None = None  # its end runs `_unpack`, which completes `_future`
+        self._future_once = [None]
         self._endings: list[tuple[Callable[[Exception | None], Tensor], Future[Tensor]]] = []
 
     def watch(self) -> bool:
-        """Follow the backend's work, holding no lock; whether it has ended. Twice is once."""
+        """Follow the backend's work; returns whether it has ended. Idempotent. Hold no lock: it may end
+        the work here and now."""
         try:
-            self._watch_ticket.pop()
+            self._watch_once.pop()
         except IndexError:
             return self._finished
         work = self._work
@@ -249,13 +254,13 @@ class BackendWork(TorchWork):
         self.resolve(None, failure)
 
     def resolve(self, value: Any, error: Exception | None) -> None:
-        """End the work; the first call counts."""
+        """End the work with a value or an error; the first call counts."""
         try:
-            self._ticket.pop()
+            self._resolve_once.pop()
         except IndexError:
             return
         self._value, self._error = value, error
-        # Lets go of the backend and, if nobody else holds them, the tensors.
+        # Drops the references to the backend and to the tensors.
         self._work = self._outputs = None
         self._finished = True
         self._group.work_ended(self)
@@ -265,7 +270,7 @@ class BackendWork(TorchWork):
         self._run_endings()
 
     def finish_with(self, end: Callable[[Exception | None], Tensor]) -> Future[Tensor]:
-        """See the function of this name; one future instead of the three of `get_future().then`."""
+        """See the function of this name. It makes one future where `get_future().then` makes three."""
         self.watch()
         future: Future[Tensor] = Future()
         self._endings.append((end, future))
@@ -276,14 +281,17 @@ class BackendWork(TorchWork):
     def _run_endings(self) -> None:
         while True:
             try:
-                end, future = self._endings.pop()  # atomic: each is run once
+                end, future = self._endings.pop()  # atomic: each runs once
             except IndexError:
                 return
             future.set_result(end(self._error))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the end. `timeout` bounds this wait only: after it, the collective goes on."""
-        if self._watch_ticket and not self._finished:
+        """Block until the end. Raises the error of the collective, a `ProcessGroupError`.
+
+        `timeout` bounds this wait only: afterwards the collective goes on. Zero: no timeout.
+        """
+        if self._watch_once and not self._finished:
             self._wait_in_backend(timeout)
         seconds = -1.0 if timeout is None else max(0.0, timeout.total_seconds())
         if timeout is not None and not seconds:
@@ -298,23 +306,23 @@ class BackendWork(TorchWork):
         return True
 
     def _wait_in_backend(self, timeout: timedelta | None) -> None:
-        """Wait where nothing but the backend ends it, for a moment: it may have lost it."""
+        """Wait in the backend, where a revocation can't end the wait: so only for a moment."""
         work = self._work
         if work is None:
             return
         try:
-            work.wait(min(timeout or IN_BACKEND, IN_BACKEND))
+            work.wait(min(timeout or _IN_BACKEND, _IN_BACKEND))
         except Exception:
             pass
         else:
             self.resolve(self._outputs, None)
             return
-        # It has failed, or is late; the future knows which. Not in the handler above, whose
-        # exception would become the context of what is kept, and tie this frame to it.
+        # It has failed, or is late; the future knows which. Not in the handler above: its exception
+        # would become the context of the kept error, and attach this frame to it.
         self.watch()
 
     def ended_within(self, seconds: float) -> bool:
-        """Wait a little; whether it has ended, well or not."""
+        """Wait up to `seconds`; returns whether it has ended, well or not."""
         if self._ended.acquire(timeout=seconds):
             self._ended.release()
         return self._finished
@@ -332,7 +340,7 @@ class BackendWork(TorchWork):
 
     def _open_gate(self, gate: Future[Any]) -> None:
         try:
-            self._gate_ticket.pop()
+            self._future_once.pop()
         except IndexError:
             return
         gate.set_result(None)
@@ -349,8 +357,8 @@ class BackendWork(TorchWork):
 
     def is_completed(self) -> bool:
         work = self._work
-        if self._watch_ticket and work is not None and work.is_completed():
-            self.watch()  # ends it here and now
+        if self._watch_once and work is not None and work.is_completed():
+            self.watch()  # ends the work in this thread
         return self._finished
 
     def is_success(self) -> bool:
@@ -369,8 +377,8 @@ class BackendWork(TorchWork):
 class StreamWork(BackendWork):
     """A collective on a CUDA stream: waiting and futures are the backend's own.
 
-    They order streams instead of blocking the host, which a future made here could not. An abort
-    of the communicator ends them; so `resolve` only records how the work ended.
+    They order streams instead of blocking the host, which a future made here could not. An abort of
+    the communicator ends them, so `resolve` only records the result.
     """
 
     def watch(self) -> bool:
@@ -400,8 +408,10 @@ class StreamWork(BackendWork):
 
 
 class PointToPointWork(BackendWork):
-    """A send or a receive, which Gloo completes only inside `wait()`. A thread waits for each one;
-    they are rare between replica groups."""
+    """A send or a receive, which Gloo completes only inside `wait()`.
+
+    A thread waits for each one; they are rare between replica groups.
+    """
 
     def _follow(self, work: TorchWork) -> None:
         self._watch_by_thread(timedelta(seconds=self._group.timeout_s))

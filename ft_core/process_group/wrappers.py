@@ -1,4 +1,4 @@
-"""Process groups around another one: swallow errors, go through the manager, inject faults."""
+"""Process groups that stand in for another: swallow errors, use the manager, inject faults, do nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ft_core.process_group.work import FailedWork
 
 
 class ProcessGroupWrapper(ProcessGroup):
-    """Passes everything on to `group`. A base for the wrappers below."""
+    """Passes every call on to `group`. A base for the wrappers below."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -60,15 +60,15 @@ class ProcessGroupWrapper(ProcessGroup):
     def getBackendName(self) -> str:
         return self.group.getBackendName()
 
-    def _issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
-        return self.group._issue(operation, *args, **kwargs)
+    def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+        return self.group.issue(operation, *args, **kwargs)
 
 
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     """After the first error, does nothing until the next `configure`, and reports success.
 
-    A training loop then runs to the end of its step on numbers that mean nothing; whoever decides
-    about the commit asks `error()` first. Errors show when a work ends, so ask after waiting.
+    A training loop then runs to the end of its step on meaningless numbers, and must ask `error()`
+    before it commits. Errors show when a work ends, so ask after waiting.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -83,7 +83,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         return self.error()
 
     def report_error(self, error: Exception) -> None:
-        """Take note of an error; from now on collectives do nothing. Any thread."""
+        """Record an error; from now on collectives do nothing. Any thread."""
         if self._first is None:
             self._first = error
 
@@ -96,11 +96,11 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     def getBackendName(self) -> str:
         return f"swallow-{super().getBackendName()}"
 
-    def _issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+    def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
         if self.error() is not None:
             return completed(operation, args)
         try:
-            work = super()._issue(operation, *args, **kwargs)
+            work = super().issue(operation, *args, **kwargs)
         except (TypeError, ValueError, NotImplementedError):
             raise  # a mistake in the call, not a fault
         except Exception as error:
@@ -110,7 +110,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
 
 
 class _WorkAround(TorchWork):
-    """A work that delegates to another one; subclasses bend its outcome."""
+    """A work that delegates to another one; subclasses change its outcome."""
 
     def __init__(self, work: TorchWork) -> None:
         super().__init__()
@@ -183,21 +183,23 @@ class ManagesAllreduce(Protocol):
     def allreduce(self, tensor: torch.Tensor) -> Future[torch.Tensor]:
         """Average `tensor` in place over the participants."""
 
-    def num_participants(self) -> int: ...
+    def num_participants(self) -> int:
+        """How many replica groups take part in the step."""
 
-    def participating_rank(self) -> int | None: ...
+    def participating_rank(self) -> int | None:
+        """This one's rank among them; None if it takes no part."""
 
 
 class ManagedProcessGroup(ProcessGroup):
     """A process group whose allreduce is the manager's: for DDP and HSDP's replicate dimension.
 
-    The manager averages over the participants, swallows errors until the vote, and knows who takes
-    part; so membership is its business (`configure` and the like raise), `size()` is
+    The manager averages over the participants, swallows errors until the vote, and knows which
+    replica groups take part. So `configure` and the like raise, `size()` is
     `manager.num_participants()`, and only allreduce, barrier and broadcast exist. Broadcasts do
-    nothing: who joins is healed by the manager, not by the first rank.
+    nothing: a joining member is healed by the manager, not by the first rank.
 
-    DDP divides the gradients by `size()` itself, so a SUM that is asked for is the average times
-    `size()`; AVG is the average.
+    DDP divides the gradients by `size()` itself, so SUM returns the average times `size()`; AVG
+    returns the average.
     """
 
     def __init__(self, manager: ManagesAllreduce) -> None:
@@ -231,7 +233,7 @@ class ManagedProcessGroup(ProcessGroup):
         """Undo `register`; the manager shuts its own process group down."""
         self.unregister()
 
-    def _issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+    def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
         if operation in ("barrier", "broadcast"):
             return completed(operation, args)
         if operation not in ("allreduce", "allreduce_coalesced"):
@@ -270,7 +272,7 @@ class _ManagedWork(TorchWork):
         return self._tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """`timeout` is not looked at: the manager's own bounds every collective."""
+        """`timeout` is ignored: the manager's own timeout bounds every collective."""
         self._future.wait()
         return True
 
@@ -295,9 +297,9 @@ class _Fault:
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):
-    """Injects faults, for tests of what is built on a process group.
+    """Injects faults, for tests of code that uses a process group.
 
-    Each `*_next_*` call concerns one later call, in order; faults are used up. Any thread.
+    Each call plans the fault of one later collective, in order. Any thread.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -307,7 +309,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         self._configure_error: Exception | None = None
 
     def report_future_error(self, error: Exception) -> None:
-        """The next collective is done, but its work and future end with `error`."""
+        """The next collective is issued, but its work and future end with `error`."""
         self._plan(_Fault("future", error))
 
     def raise_next(self, error: Exception) -> None:
@@ -343,7 +345,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         with self._lock:
             self._faults.append(fault)
 
-    def _issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+    def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
         with self._lock:
             fault = self._faults.pop(0) if self._faults else _Fault("none")
         if fault.kind == "raise":
@@ -352,7 +354,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
             return FailedWork(fault.error)
         if fault.kind == "delay":
             time.sleep(fault.delay_s)
-        work = super()._issue(operation, *args, **kwargs)
+        work = super().issue(operation, *args, **kwargs)
         return _FailingWork(work, fault.error) if fault.kind == "future" else work
 
 
@@ -378,3 +380,61 @@ class _FailingWork(_WorkAround):
 
     def exception(self) -> Any:
         return self._error if self.is_completed() else None
+
+
+class ProcessGroupDummy(ProcessGroup):
+    """Moves nothing: the tensors stay as they are and every work has ended at once.
+
+    For tests, dry runs and members that take no part. `rank` and `world` are what `rank()` and
+    `size()` return until `configure` changes them. After `revoke` collectives still succeed: there
+    is no member to lose. `configure_count` and `collective_count` count the calls. Raises
+    `ValueError` if `rank` is not one of `world`.
+    """
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        super().__init__()
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is not one of {world}")
+        self._rank = rank
+        self._size = world
+        self._error: Exception | None = None
+        self._quorum_id = -1
+        self.configure_count = 0
+        self.collective_count = 0
+
+    @property
+    def quorum_id(self) -> int:
+        return self._quorum_id
+
+    def address(self) -> bytes:
+        return b"dummy/%x" % id(self)
+
+    def configure(
+        self, quorum_id: int, rank: int, addresses: Sequence[bytes], timeout_s: float
+    ) -> None:
+        self._quorum_id, self._rank, self._size = quorum_id, rank, len(addresses)
+        self._error = None
+        self.configure_count += 1
+
+    def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:
+        if quorum_id in (None, self.quorum_id) and self._error is None:
+            self._error = reason
+
+    def errored(self) -> Exception | None:
+        return self._error
+
+    def shutdown(self) -> None:
+        self.unregister()
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def getBackendName(self) -> str:
+        return "ft-dummy"
+
+    def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+        self.collective_count += 1
+        return completed(operation, args)

@@ -1,4 +1,4 @@
-"""TransferPlan under a virtual clock: who is asked for what, whatever sources do."""
+"""TransferPlan under a virtual clock: which source is asked for what, whatever sources do."""
 
 from __future__ import annotations
 

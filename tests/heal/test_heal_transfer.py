@@ -409,7 +409,7 @@ class TestFaults:
         with pytest.raises(HealError, match="its tensors differ in shape or dtype under the same"):
             fetch([diverged.address, good.address], KEY, deadline=soon(), progress=diverge)
 
-    def test_readers_that_stop_reading_hold_nobody_up(self, make_server: MakeServer) -> None:
+    def test_readers_that_stop_reading_delay_no_other(self, make_server: MakeServer) -> None:
         """A target that asks for everything and reads nothing; publish stays quick."""
         tree = state(64)
         server = make_server()
@@ -547,7 +547,7 @@ def test_no_descriptors_are_left(make_server: MakeServer) -> None:
 
 
 def _until(true: Callable[[], Any], seconds: float = 10.0) -> None:
-    """Wait for something that announces itself to nobody."""
+    """Wait for a condition that can only be polled."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -145,7 +145,7 @@ def drive(revocations: int, native: bool, seed: int) -> Tally:
             for _ in chosen:
                 _expect_result(results, revoked_at, quorum_id, chosen)
             while tally.summing.acquire(blocking=False):
-                pass  # of those that nobody waited for
+                pass  # of works without a waiter
             tally.freed_s.append(time.monotonic() - revoked_at)
     finally:
         for member in members:
@@ -160,7 +160,7 @@ def _let_pass(choose: random.Random, tally: Tally) -> None:
     """The time until the revocation."""
     pause_s = choose.choice((0.0, 0.001, 0.003, 0.01)) * choose.random() * 2
     if choose.random() < 0.3:
-        assert tally.summing.acquire(timeout=HANG_S), "a quorum that nobody revokes has no sums"
+        assert tally.summing.acquire(timeout=HANG_S), "a quorum that is not revoked has no sums"
     time.sleep(pause_s)
 
 
@@ -198,7 +198,7 @@ def tasks() -> int:
 
 
 def settled(count: Any, at_most: int) -> int:
-    """Wait for a count to come down, as long as a forgotten operation of Gloo may last."""
+    """Wait for a count to come down, as long as an orphaned operation of Gloo may last."""
     end = time.monotonic() + 2 * OPERATION_S + 5.0
     while count() > at_most and time.monotonic() < end:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A program that ends while Gloo still holds an operation that it has forgotten. Argument: native or
+"""A program that ends while Gloo still holds an operation that it has lost. Argument: native or
 rebuild. Two members are revoked in the midst of a large all-reduce until that happens.
 """
 
@@ -10,13 +10,14 @@ import time
 
 import torch
 
-from ft_core.process_group import ProcessGroupError, forgotten
+from ft_core.process_group import ProcessGroupError
+from ft_core.process_group.gloo_sockets import orphaned_operations
 from tests.threads.process_group.members import configure, gloo_groups
 
 OPERATION_S = 3.0
 ROUNDS = 300
 INTO_THE_END_S = 0.4
-"""So long after the interpreter has begun to end Gloo gives the operation up."""
+"""Gloo gives the operation up this long after the interpreter has begun to end."""
 
 
 def main() -> None:
@@ -35,9 +36,9 @@ def main() -> None:
                     work.wait()
                 except ProcessGroupError:
                     pass
-            if forgotten.in_the_way(time.monotonic()):
+            if orphaned_operations.exit_delay_s(time.monotonic()):
                 break
-    due = forgotten._due[-1]  # an IndexError: it has forgotten nothing
+    due = orphaned_operations.due[-1]  # an IndexError: Gloo has lost none
     time.sleep(max(0.0, due - INTO_THE_END_S - time.monotonic()))
 
 

@@ -1,4 +1,4 @@
-"""Real Gloo groups in threads: configure, revoke, configure again; right sums, nobody left behind."""
+"""Real Gloo groups in threads: configure, revoke, configure again; right sums, no thread left behind."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_who_starts_an_allreduce_finds_it_when_it_waits_or_asks(
     assert result is tensors[3]
     works[4].wait(timedelta(seconds=5))
     assert works[5].result()[0].tolist() == [11.0] * 3
-    four[0].revoke(RuntimeError("gone"))  # what nobody has asked for is at its end, too
+    four[0].revoke(RuntimeError("gone"))  # a work without a waiter ends, too
     four[1].revoke(RuntimeError("gone"))
     until(lambda: works[6].is_completed() and works[7].is_completed())
     assert [tensor[0].item() for tensor in tensors[:6]] == [3.0, 3.0, 7.0, 7.0, 11.0, 11.0]
@@ -112,13 +112,13 @@ def test_who_starts_an_allreduce_finds_it_when_it_waits_or_asks(
     assert sums(four[:2]) == right_sum(2)
 
 
-def test_who_waits_long_for_a_started_allreduce_gets_it(four: list[ProcessGroupGloo]) -> None:
+def test_a_long_wait_for_a_started_allreduce_gets_it(four: list[ProcessGroupGloo]) -> None:
     """Longer than it sits in the backend, which might have lost it."""
     configure(four[:2], 1)
     tensor = torch.ones(1)
     work = four[0].start_allreduce([tensor], SUM)
     waiting = Calls(lambda _: work.wait(), [0])
-    until(lambda: not work._watch_ticket)  # type: ignore[attr-defined]
+    until(lambda: not work._watch_once)  # type: ignore[attr-defined]
     assert not work.is_completed()
     four[1].start_allreduce([torch.ones(1)], SUM).wait()
     assert waiting.values() == {0: True}
@@ -253,7 +253,7 @@ def test_members_with_other_lists_do_not_meet(four: list[ProcessGroupGloo]) -> N
 
 def test_a_dead_member_ends_a_configure_at_once(four: list[ProcessGroupGloo]) -> None:
     addresses = [group.address() for group in four[:3]]
-    four[2].shutdown()  # as a process that ends: nobody listens there any more
+    four[2].shutdown()  # as a process that ends: its port is closed
     began = time.monotonic()
     calls = Calls(lambda i: four[i].configure(1, i, addresses, 20.0), [0, 1])
     assert all(isinstance(outcome, ProcessGroupError) for outcome in calls.finish().values())

@@ -1,4 +1,4 @@
-"""The parts under a group: addresses, frames, the meeting, Gloo's descriptors."""
+"""The parts of a group: addresses, frames, the rendezvous, Gloo's descriptors."""
 
 from __future__ import annotations
 
@@ -13,104 +13,129 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ft_core.process_group import ProcessGroupError, choose_address, outgoing_address, wire
+from ft_core.process_group import ProcessGroupError, choose_address, outgoing_address
 from ft_core.process_group.gloo_sockets import DeviceSockets, pair_sequences
 from ft_core.process_group.interfaces import interface_address
-from ft_core.process_group.rendezvous import Listener, Rendezvous
+from ft_core.process_group.rendezvous import (
+    Address,
+    Connected,
+    Hello,
+    Listener,
+    Rendezvous,
+    RendezvousMessage,
+    StoreKey,
+    members_digest,
+    take_message,
+    to_frame,
+)
+from lighthouse.errors import ProtocolError
 
 
 def test_addresses_travel_and_are_small() -> None:
     for host in ("127.0.0.1", "fe80::1", "a-rather-long-name.of.some.cluster.example"):
-        address = wire.Address(host, 65535, b"12345678")
-        assert wire.Address.decode(address.encode()) == address
+        address = Address(host, 65535, b"12345678")
+        assert Address.decode(address.encode()) == address
         assert len(address.encode()) < 300
-    for wrong in (b"", b"x", b"ftpg1/1/00/h", b"ftpg1/a/3132333435363738/h", b"\xff\xfe//"):
+    for wrong in (
+        *(b"", b"x", b"\xff\xfe//", b"ftpg1/1/3132333435363738/h"),  # the last: another version
+        *(b"ftpg2/1/00/h", b"ftpg2/a/3132333435363738/h", b"ftpg2/1/3132333435363738/"),
+    ):
         with pytest.raises(ValueError, match="no address"):
-            wire.Address.decode(wrong)
+            Address.decode(wrong)
 
 
 def test_frames_arrive_in_any_pieces() -> None:
-    hello = wire.Hello(7, b"d" * 16, 1, 2, b"t" * 8, b"handle")
-    stream = hello.encode() + wire.key_frame("0/1", b"\0value") + wire.frame(wire.DONE)
-    buffer, frames = bytearray(), []
-    for byte in stream:
+    sent: list[RendezvousMessage] = [
+        Hello(7, b"d" * 16, 1, 2, b"t" * 8, b"handle"),
+        StoreKey("0/1", b"\0value"),
+        Connected(),
+    ]
+    buffer, received = bytearray(), []
+    for byte in b"".join(to_frame(message) for message in sent):
         buffer.append(byte)
-        while (taken := wire.take_frame(buffer)) is not None:
-            frames.append(taken)
-    assert [kind for kind, _ in frames] == [wire.HELLO, wire.KEY, wire.DONE]
-    assert wire.Hello.decode(frames[0][1]) == hello
-    assert wire.parse_key(frames[1][1]) == ("0/1", b"\0value")
+        while (message := take_message(buffer)) is not None:
+            received.append(message)
+    assert received == sent
     assert not buffer
 
 
-def test_what_no_member_sends_is_refused() -> None:
-    with pytest.raises(wire.FrameError):
-        wire.take_frame(bytearray(b"\xff\xff\xff\xff\x01"))
-    with pytest.raises(wire.FrameError):
-        wire.Hello.decode(b"short")
-    with pytest.raises(wire.FrameError):
-        wire.Hello.decode(b"other" + b"\0" * 100)
-    with pytest.raises(wire.FrameError):
-        wire.parse_key(b"\0\0\0\x09abc")
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\xff\xff\xff\xff\x01",  # too long
+        b"\0\0\0\x05short",
+        b"GET / HTTP/1.0\r\n\r\n",
+        to_frame(Connected()).replace(b"\x92\x02", b"\x92\x01"),  # another version
+        to_frame(StoreKey("k", b"v")).replace(b"\xa1k", b"\xc4\x01k"),  # a name that is bytes
+        b"\0\0\0\x01\x92",  # a message that is cut off
+    ],
+)
+def test_what_no_member_sends_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        take_message(bytearray(frame))
 
 
 @pytest.fixture
-def doorbells() -> Iterator[list[Listener]]:
-    bells = [Listener("127.0.0.1"), Listener("127.0.0.1")]
-    yield bells
-    for bell in bells:
-        bell.close()
+def listeners() -> Iterator[list[Listener]]:
+    made = [Listener("127.0.0.1"), Listener("127.0.0.1")]
+    yield made
+    for listener in made:
+        listener.close()
 
 
-def test_strangers_do_not_disturb_a_meeting(doorbells: list[Listener]) -> None:
-    addresses = [bell.address.encode() for bell in doorbells]
-    where = ("127.0.0.1", doorbells[1].address.port)
+def test_strangers_do_not_disturb_a_rendezvous(listeners: list[Listener]) -> None:
+    addresses = [listener.address for listener in listeners]
+    where = ("127.0.0.1", listeners[1].address.port)
     with (
         closing(socket.create_connection(where)) as garbage,
         closing(socket.create_connection(where)) as silent,
         closing(socket.create_connection(where)) as misled,
+        closing(socket.create_connection(where)) as surplus,
     ):
         garbage.sendall(b"GET / HTTP/1.0\r\n\r\n")
         silent.sendall(b"\0\0")
-        digest = wire.members_digest(addresses)
-        misled.sendall(wire.Hello(1, digest, 0, 2, b"another!", b"").encode())
-        meetings = [Rendezvous(doorbells[rank], 1, rank, addresses, b"h%d" % rank) for rank in (0, 1)]
-        other = threading.Thread(target=meetings[0].gather, args=(time.monotonic() + 10,))
+        digest = members_digest(addresses)
+        misled.sendall(to_frame(Hello(1, digest, 0, 2, b"another!", b"")))
+        token = listeners[1].address.token
+        surplus.sendall(to_frame(Hello(1, digest, -1, 2, token, b"")))
+        both = [Rendezvous(listeners[rank], 1, rank, addresses, b"h%d" % rank) for rank in (0, 1)]
+        other = threading.Thread(target=both[0].gather, args=(time.monotonic() + 10,))
         other.start()
-        meetings[1].gather(time.monotonic() + 10)
+        both[1].gather(time.monotonic() + 10)
         other.join(10)
-        assert meetings[0].handles == meetings[1].handles == [b"h0", b"h1"]
-        kind_and_body = misled.recv(1000)
-        assert b"another process group" in kind_and_body
-        for meeting in meetings:
-            meeting.finish()
+        assert both[0].handles == both[1].handles == [b"h0", b"h1"]
+        rejection = misled.recv(1000)
+        assert b"another process group" in rejection
+        assert b"no rank -1" in surplus.recv(1000)
+        for rendezvous in both:
+            rendezvous.finish()
 
 
-def test_a_key_reaches_the_other_member(doorbells: list[Listener]) -> None:
-    addresses = [bell.address.encode() for bell in doorbells]
-    meetings = [Rendezvous(doorbells[rank], 1, rank, addresses, b"h") for rank in (0, 1)]
+def test_a_key_reaches_the_other_member(listeners: list[Listener]) -> None:
+    addresses = [listener.address for listener in listeners]
+    both = [Rendezvous(listeners[rank], 1, rank, addresses, b"h") for rank in (0, 1)]
     deadline = time.monotonic() + 10
     known = threading.Event()
 
     def serve() -> None:
-        meetings[1].gather(deadline)
-        meetings[1].pump(known.is_set, deadline)
+        both[1].gather(deadline)
+        both[1].pump(known.is_set, deadline)
 
     server = threading.Thread(target=serve)
     server.start()
-    meetings[0].gather(deadline)
-    meetings[0].publish("0/0", b"blob")
-    assert meetings[1].lookup("0/0", 10) == b"blob"
+    both[0].gather(deadline)
+    both[0].publish("0/0", b"blob")
+    assert both[1].lookup("0/0", 10) == b"blob"
     with pytest.raises(ProcessGroupError, match="no member published"):
-        meetings[1].lookup("0/7", 0.01)
+        both[1].lookup("0/7", 0.01)
     known.set()
-    meetings[1].wake()
+    both[1].wake()
     server.join(10)
     assert not server.is_alive()
-    for meeting in meetings:
-        meeting.close()
+    for rendezvous in both:
+        rendezvous.close()
         with pytest.raises(ProcessGroupError):
-            meeting.publish("late", b"")
+            rendezvous.publish("late", b"")
 
 
 class _Tap(dist.Store):
@@ -197,13 +222,13 @@ def test_choosing_an_address() -> None:
         choose_address("no.such.host.invalid", None)
 
 
-def test_descriptors_are_given_back(doorbells: list[Listener]) -> None:
+def test_descriptors_are_given_back(listeners: list[Listener]) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    addresses = [bell.address.encode() for bell in doorbells]
+    addresses = [listener.address for listener in listeners]
     for quorum_id in range(5):
-        meeting = Rendezvous(doorbells[1], quorum_id, 1, addresses, b"")
+        rendezvous = Rendezvous(listeners[1], quorum_id, 1, addresses, b"")
         with pytest.raises(ProcessGroupError, match="never came"):
-            meeting.gather(time.monotonic() + 0.01)
-        meeting.close()
-        meeting.close()
+            rendezvous.gather(time.monotonic() + 0.01)
+        rendezvous.close()
+        rendezvous.close()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -138,7 +138,7 @@ def test_a_process_may_exit_without_shutdown() -> None:
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
-def test_a_process_ends_well_while_gloo_holds_a_forgotten_operation(kind: str) -> None:
+def test_a_process_ends_well_while_gloo_holds_an_orphaned_operation(kind: str) -> None:
     """Without waiting for it the process aborted, after all its work was done."""
     command = [sys.executable, "-m", "tests.threads.process_group.ending", kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

@@ -65,10 +65,10 @@ def test_swallowing_hides_the_error_until_configure(alone: ProcessGroupGloo) -> 
     assert group.error() is boom
 
     issued = []
-    fake._issue = lambda *args, **kwargs: issued.append(args)  # type: ignore[method-assign,assignment,return-value]
+    fake.issue = lambda *args, **kwargs: issued.append(args)  # type: ignore[method-assign,assignment,return-value]
     assert group.allreduce([tensor]).wait()
     assert not issued, "after an error nothing may reach the group"
-    del fake._issue
+    del fake.issue
 
     group.configure(2, 0, [group.address()], 5.0)
     assert group.error() is None
