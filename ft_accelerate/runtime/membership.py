@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
-import hashlib
 import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -29,7 +26,7 @@ from ft_accelerate.runtime.startup_collectives import StartupCollectives
 from ft_core.collectives.retry import RetryableReducer
 from ft_core.errors import QuorumUnavailable
 from ft_core.launch.sigterm import Sigterm
-from ft_core.launch.supervisor import die_with
+from ft_core.launch.supervisor import die_with, machine_lock
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import JoinRefused
@@ -151,16 +148,13 @@ class Membership:
         if self._has_turn:
             yield
             return
-        job = hashlib.blake2b(self.options.job_id.encode(), digest_size=6).hexdigest()
-        path = Path(tempfile.gettempdir()) / f"ft_accelerate-{os.getuid()}-{job}.lock"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = machine_lock("ft_accelerate", self.options.job_id)
+        self._has_turn = True
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            self._has_turn = True
             yield
         finally:
             self._has_turn = False
-            os.close(descriptor)
+            os.close(lock)
 
     @property
     def _device(self) -> torch.device:

@@ -1,11 +1,11 @@
-"""Call this when that module has been imported: for code that must act on a module that somebody
-else imports, later, and that must not be imported on its behalf.
+"""Call a function when a module has been imported, without importing it.
 
     when_imported("json.tool", lambda module: print(module))
 
-A finder in front of `sys.meta_path` sees the import, lets the other finders find the module, and
-has its loader call back after the module has run. It finds nothing itself, and is there only while
-somebody waits. Standard library only: this runs while torch itself is being imported.
+For code that must act on a module that the user's code may import later. A finder in front of
+`sys.meta_path` sees the import, lets the other finders find the module, and has its loader call back
+after the module has run. The finder finds nothing itself, and is installed only while a callback
+waits. Standard library only: this runs while torch itself is being imported.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def when_imported(module_name: str, callback: Callback) -> None:
     """Call `callback(module)` once `module_name` (dotted, absolute) has run to its end.
 
     At once if it has already; else in the thread that imports it, before its `import` statement
-    returns. A module that is half way through its import is waited for as well. An import that
-    fails does not count: the next attempt does. The same callback waits for one module once.
-    An Exception of the callback is logged and goes no further: the import is not the caller's.
+    returns. A module that is half way through its import is waited for too. An import that fails
+    does not count; the next attempt does. Registering the same callback for a module again does
+    nothing. An exception of the callback is logged and not raised in the importing code.
 
-    Any thread. No lock is held while the callback runs, other than Python's own on the module.
-    Waits if another thread is importing the module right now, as an `import` of it would.
+    Any thread. No lock is held while the callback runs, except Python's own on the module. Blocks
+    while another thread imports the module, as an `import` of it would.
     """
     with _lock:
         callbacks = _waiting.setdefault(module_name, [])
@@ -60,7 +60,7 @@ def when_imported(module_name: str, callback: Callback) -> None:
 
 
 def cancel(module_name: str, callback: Callback) -> bool:
-    """Wait no longer; returns whether it still did."""
+    """Forget a callback; returns whether it was still waiting. Any thread."""
     with _lock:
         callbacks = _waiting.get(module_name, [])
         if callback not in callbacks:
@@ -73,7 +73,7 @@ def cancel(module_name: str, callback: Callback) -> bool:
 
 
 def _imported(module: ModuleType, name: str = "") -> None:
-    """`module` has run: tell those that wait for it, each once."""
+    """`module` has run: call what waits for it, each once."""
     name = name or module.__name__
     with _lock:
         callbacks = _waiting.pop(name, [])
@@ -92,7 +92,7 @@ def _tear_down_if_idle() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Sees modules being imported that somebody waits for. Finds nothing itself."""
+    """Notices imports of modules that a callback waits for. Finds nothing itself."""
 
     def __init__(self) -> None:
         self._asking = threading.local()
@@ -100,7 +100,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # Another finder may ask all finders in turn, and so us again.
+        # Another finder may ask all finders in turn, and thus this one again.
         if fullname not in _waiting or getattr(self._asking, "name", None) == fullname:
             return None
         outer = getattr(self._asking, "name", None)
@@ -138,7 +138,7 @@ class _Notifier(Loader):
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # what was found, but is not imported: `find_spec`
+        return getattr(self._loader, name)  # for users of `find_spec` that do not import
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -148,15 +148,15 @@ class _Notifier(Loader):
         assert spec is not None
         spec.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        # A module may put another object in its own place.
+        # A module may replace itself in sys.modules.
         _imported(sys.modules.get(spec.name, module), spec.name)
 
 
 def _let_others_import(module_name: str) -> None:
-    """Return when no other thread is between its search for the module and the module's end.
+    """Return when no other thread is importing the module.
 
-    Python's own lock on the module's name, as its `import` takes it: reentrant, and it lets one
-    through where two threads would wait for each other.
+    Takes Python's own lock on the module's name, as `import` does: it is reentrant, and it detects
+    two threads that would wait for each other.
     """
     wait = getattr(importlib._bootstrap, "_lock_unlock_module", None)  # type: ignore[attr-defined]
     if wait is not None:
@@ -164,11 +164,11 @@ def _let_others_import(module_name: str) -> None:
 
 
 def _watch(spec: Any) -> bool:
-    """Have the end of an import noticed that was under way before the finder was there.
+    """Notice the end of an import that began before the finder was installed.
 
-    Python marks a spec while its module runs, and takes the mark off afterwards, whether that went
-    well or not. There is no public way to see that, so the spec gets a class that does.
-    Returns False if it could not be: then the module counts as imported.
+    Python marks a spec while its module runs and removes the mark afterwards, whether the import
+    succeeded or not. There is no public way to observe that, so the spec gets a class that does.
+    Returns False where that is impossible; the module counts as imported then.
     """
     cls = type(spec)
     original = getattr(cls, "_ft_original", cls)
@@ -181,7 +181,7 @@ def _watch(spec: Any) -> bool:
         if not value:
             self.__class__ = original
             module = sys.modules.get(self.name)
-            if module is not None:  # else it failed, and whoever waits goes on waiting
+            if module is not None:  # else it failed, and the callbacks go on waiting
                 _imported(module, self.name)
 
     namespace = {"__slots__": (), "_initializing": property(read, write), "_ft_original": cls}
@@ -192,6 +192,6 @@ def _watch(spec: Any) -> bool:
             return False
     if spec._initializing:
         return True
-    # It ended in another thread just now, and may have been too early for our class to see.
+    # It ended in another thread just now, perhaps before the class was in place.
     spec.__class__ = original
     return False

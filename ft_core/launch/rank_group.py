@@ -1,12 +1,12 @@
 """The ranks of one replica group on this machine: `python -m ft_core.launch.rank_group PARENT N ...`.
 
-They live and die together: when one ends badly the others are killed, and this process ends as it
-did (the same exit code, or the same signal), so that the supervisor above can tell a crash from a
-kill. A rank that ends with `BROKEN_EXIT_CODE` has noticed another's end, which is the one that
-counts. One that was told to end has taken the others along (`GroupLeft`), which get the time to end
-by themselves. It starts nothing again; the supervisor does. Imports no torch.
+They live and die together. When one fails, the others are killed, and this process ends as that one
+did (the same exit code, or the same signal), so that the supervisor above it can tell a crash from a
+kill. A rank that ends with `BROKEN_EXIT_CODE` has noticed the end of another rank, whose exit code
+is the one that counts. A rank that ends on SIGTERM has made the others leave too (`GroupLeft`); they
+get the time to end by themselves. Restarts are the supervisor's task. Imports no torch.
 
-PARENT names the environment variable in which a process is told its parent's id (`die_with`).
+PARENT is the name of the environment variable that holds the parent's process id (`die_with`).
 """
 
 from __future__ import annotations
@@ -24,21 +24,25 @@ from ft_core.launch.sigterm import EXIT_CODE
 from ft_core.launch.supervisor import ENV_JOINED, die_with
 
 STOP_TIMEOUT_S = 20.0
-"""Less than the supervisor's, which would kill us and so the ranks."""
+"""Less than the supervisor's, after which it kills this process and so the ranks."""
 
 BROKEN_EXIT_CODE = 75
-"""Of a rank that ends because its replica group has lost another (EX_TEMPFAIL: try again)."""
+"""Exit code of a rank whose replica group has lost another rank (EX_TEMPFAIL: try again)."""
 
 
 def group_command(command: Sequence[str], size: int, *, parent_env: str) -> list[str]:
-    """What runs `command` in a group of `size` ranks; `command` itself for a single one."""
+    """The command that runs `command` in a group of `size` ranks; `command` itself for one rank.
+
+    `parent_env`: PARENT, see above.
+    """
     if size == 1:
         return list(command)
     return [sys.executable, "-m", "ft_core.launch.rank_group", parent_env, str(size), *command]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Main thread only."""
+    """Run the group that `argv` (PARENT, N, command ...) describes; returns the exit code, or ends
+    by the signal that ended the group. Main thread only."""
     parent_env, size, command = argv[0], int(argv[1]), argv[2:]
     env = dict(os.environ)
     if env.get(parent_env, "0") != "0":
@@ -53,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rank_environment(env: Mapping[str, str], *, rank: int, size: int, port: int) -> dict[str, str]:
-    """`env` with the place in its group that rank `rank` of `size` is told."""
+    """`env` plus torchrun's variables for rank `rank` of `size`, with a store at `port`."""
     return {
         **env,
         "RANK": str(rank),
@@ -66,7 +70,7 @@ def rank_environment(env: Mapping[str, str], *, rank: int, size: int, port: int)
 
 
 def free_port() -> int:
-    """A port nobody listens at now."""
+    """A TCP port of this machine that is free at the moment."""
     import socket
 
     with socket.socket() as probe:
@@ -76,7 +80,10 @@ def free_port() -> int:
 
 
 def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> int:
-    """Run the group to its end; the exit code of the first rank that failed, as Popen's, or 0."""
+    """Run the group to its end; returns the exit code (as Popen's) of the first failed rank, or 0.
+
+    SIGINT and SIGTERM are passed on to the ranks. Main thread only.
+    """
     ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     port = free_port()
     pipes = (int(env[ENV_JOINED]),) if ENV_JOINED in env else ()
@@ -117,7 +124,7 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
             else:
                 send_all(signal.SIGKILL)
         elif code and failure == BROKEN_EXIT_CODE:
-            failure = code  # of the rank that was gone, or of one that we have killed for it
+            failure = code  # of the rank that was lost, or of one that was killed after it
     return failure
 
 

@@ -1,7 +1,7 @@
-"""What happened in a run, as the replica groups' own events tell it. Nothing is drawn here.
+"""What happened in a run, reconstructed from the events of its replica groups. Draws nothing.
 
 A *life* is one process of a replica group from its start to its end; a group that was killed and
-restarted has two. Times are Unix seconds: one host, or hosts whose clocks agree.
+restarted has two. Times are Unix seconds of one host, or of hosts with synchronized clocks.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 END = "end"
-"""Kind of the event that a process writes last, if it comes to that."""
+"""Kind of the last event of a process that ends regularly."""
 NEARLY_DONE_S = 0.2
-"""How long after a process was killed its last step may still be committed."""
+"""For this long after a kill, the step that was under way may still be committed."""
 
 
 @dataclass(slots=True)
 class Life:
-    """One process. `events`: its telemetry, in order (see ft_core/telemetry.py).
+    """One process.
 
-    `note`: what the picture says about the end of one that was killed.
+    Attributes:
+        group, number: the replica group, and which of its lives this is (from 0).
+        killed: whether it was killed; `note` is what the timeline says about that.
+        events: its telemetry, in order (see ft_core/telemetry.py).
+        result: what the process reports at its end.
     """
 
     group: int
@@ -36,18 +40,20 @@ class Life:
     killed: bool = False
     note: str = "SIGKILL, restarted at once"
     events: list[dict[str, Any]] = field(default_factory=list)
-    result: dict[str, Any] = field(default_factory=dict)  # what it says at its end
+    result: dict[str, Any] = field(default_factory=dict)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """All events of this kind, in order."""
         return [event for event in self.events if event["kind"] == kind]
 
     def last(self, kind: str) -> dict[str, Any] | None:
+        """The last event of this kind, or None."""
         return next((e for e in reversed(self.events) if e["kind"] == kind), None)
 
 
 @dataclass(slots=True)
 class Run:
-    """All lives of all replica groups; `kill_s` is when `victim` was killed, if that is known."""
+    """All lives of all replica groups. `kill_s`: when replica group `victim` was killed, if known."""
 
     lives: list[Life] = field(default_factory=list)
     victim: int | None = None
@@ -55,39 +61,42 @@ class Run:
     ended_s: float | None = None
 
     def groups(self) -> list[int]:
+        """The replica groups, in order."""
         return sorted({life.group for life in self.lives})
 
     def lives_of(self, group: int) -> list[Life]:
+        """The lives of one replica group, in order."""
         return [life for life in self.lives if life.group == group]
 
     def commit_times(self, group: int) -> list[tuple[float, int]]:
-        """(time, step) of each commit that `group` has seen."""
+        """(time, step) of each commit that `group` reported."""
         return [
             (e["t"], e["step"]) for life in self.lives_of(group) for e in life.of_kind("commit")
         ]
 
     def committed_steps(self) -> int:
-        """Optimizer steps of the job: steps count from 0."""
+        """How many optimizer steps the job committed."""
         steps = [step for group in self.groups() for _, step in self.commit_times(group)]
-        return max(steps) + 1 if steps else 0
+        return max(steps) + 1 if steps else 0  # steps count from 0
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """From the last commit before a moment to the first one after it."""
+    """The time from the last commit before a moment to the first one after it."""
 
     from_s: float
     until_s: float
-    typical_s: float  # what a step takes otherwise: the median
+    typical_s: float  # the median of the other steps
 
     @property
     def lost_s(self) -> float:
+        """The part of the gap that a usual step does not explain."""
         return max(0.0, self.until_s - self.from_s - self.typical_s)
 
 
 def gap_around(run: Run, group: int, moment_s: float) -> Gap | None:
-    """The longest time between two commits that `moment_s` falls into, or that begins soon after: a
-    step that is nearly done ends in spite of a kill.
+    """The longest gap between two commits of `group` that contains `moment_s` or begins up to
+    `NEARLY_DONE_S` later (a step that is nearly done is committed in spite of a kill).
 
     None if `group` did not commit both before and after `moment_s`.
     """
@@ -115,8 +124,8 @@ def event_file(folder: Path, group: int, pid: int) -> Path:
 def read_run(folder: Path) -> Run:
     """The run whose processes wrote their events to `folder` (see `event_file`).
 
-    A process that wrote no `END` and was followed by another of its group was killed. The last of
-    these is the run's `victim`. Files that are empty are left out.
+    A process that wrote no `END` and has a successor in its group was killed; the last one of these
+    is the run's `victim`. Empty files are skipped.
     """
     lives = []
     for path in folder.glob("events.*.jsonl"):
@@ -144,6 +153,6 @@ def _events(path: Path) -> list[dict[str, Any]]:
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             events.append(json.loads(text))
-        except json.JSONDecodeError:  # half written, by a process that was killed
+        except json.JSONDecodeError:  # half written by a killed process
             continue
     return events

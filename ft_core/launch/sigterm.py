@@ -1,8 +1,8 @@
-"""SIGTERM in a training loop (a preemption): the step under way is finished, and is the last one.
+"""SIGTERM in a training loop (a preemption): the current step is finished, and is the last one.
 
-The vote on it says goodbye, so that the others lose nothing; the next step that the loop would begin
-ends the process, as SIGTERM would have. A second SIGTERM ends it at once. The signal is noted here;
-what follows is its owner's.
+The vote on that step announces the departure, so that the other members lose nothing. The next step
+that the loop begins ends the process, as SIGTERM would have. A second SIGTERM ends it at once. This
+module only notes the signal; its owner does the rest.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Sigterm:
-    """Notes the signal, for the owner of `is_waiting`, a method, which is held weakly.
+    """Notes the signal in `noted`. A handler that was set before is called first.
 
-    `is_waiting()`: the loop waits for its quorum, so that there is no step to finish: the handler
-    raises SystemExit then. A handler that the user has set before is called as well, first.
+    Args:
+        is_waiting: a method, held weakly. It returns whether the loop waits for its quorum, so that
+            there is no step to finish; the signal handler raises SystemExit then.
     """
 
     def __init__(self, is_waiting: Callable[[], bool]) -> None:
@@ -32,7 +33,7 @@ class Sigterm:
         self.noted = False
 
     def watch(self) -> None:
-        """From now on. Does nothing outside of the main thread, or if SIGTERM is ignored."""
+        """Install the handler. Does nothing outside the main thread, or if SIGTERM is ignored."""
         if self._installed is not None or threading.current_thread() is not threading.main_thread():
             return
         before = signal.getsignal(signal.SIGTERM)
@@ -42,7 +43,7 @@ class Sigterm:
         signal.signal(signal.SIGTERM, self._installed)
 
     def unwatch(self) -> None:
-        """Put the former handler back, unless somebody has set another one since."""
+        """Restore the former handler, unless another one has been set since."""
         installed, self._installed = self._installed, None
         if installed is None or threading.current_thread() is not threading.main_thread():
             return
@@ -50,7 +51,7 @@ class Sigterm:
             signal.signal(signal.SIGTERM, self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again = self.noted or self._installed is None  # somebody has put us back after our end
+        again = self.noted or self._installed is None  # reinstalled after `unwatch`
         self.noted = True
         if callable(self._before):
             self._before(number, frame)
@@ -62,5 +63,5 @@ class Sigterm:
             self.end()
 
     def end(self) -> None:
-        """End the process as SIGTERM would have, but for what is to be undone in it."""
+        """End the process with SIGTERM's exit code, by SystemExit, so that `finally` clauses run."""
         raise SystemExit(EXIT_CODE)

@@ -1,23 +1,27 @@
-"""One process a replica group on this machine, each started again when it dies.
+"""One process for each replica group of this machine, restarted when it dies.
 
-The supervisor trains nothing: it holds the lighthouse and waits for its children. It does not
-poll: a thread a child waits for its end, signals arrive as events, and the main thread sleeps
-until an event or the next restart is due. Children end with the supervisor (`die_with`).
+The supervisor trains nothing: it holds the lighthouse and waits for its children. It does not poll.
+A thread per child waits for the child's end, signals arrive as events, and the main thread sleeps
+until an event or until the next restart is due. Children end with the supervisor (`die_with`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import os
 import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 FIRST_PAUSE_S = 0.5
@@ -31,9 +35,15 @@ Environment = Callable[[int, int], dict[str, str]]
 
 @dataclass(slots=True)
 class Child:
-    """One replica group's process, and those before it.
+    """The process of one replica group, and its predecessors.
 
-    `index`: among those of this supervisor; `number`: in the whole job, for people (-1: the same).
+    Attributes:
+        index: among the children of this supervisor.
+        number: of the replica group in the whole job, for messages; -1 means `index`.
+        restarts: how often it was restarted.
+        restart_at: when it is restarted (`time.monotonic()`), or None.
+        joined: whether the process that runs (or ended last) has taken part in a quorum.
+        exit_code: of the last process that ended, as Popen's: negative for a signal.
     """
 
     index: int
@@ -42,9 +52,7 @@ class Child:
     restarts: int = 0
     restart_at: float | None = None
     joined: bool = False
-    """Whether the process that runs (or ended last) has taken part in a quorum."""
     exit_code: int | None = None
-    """Of the last process that ended; as Popen's: negative for a signal."""
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -52,6 +60,7 @@ class Child:
 
     @property
     def running(self) -> bool:
+        """Whether its process has not been reported as ended."""
         return self.process is not None
 
 
@@ -68,12 +77,12 @@ class _Signalled:
 
 @dataclass(slots=True)
 class Policy:
-    """What follows the end of a child. PURE: times are given, nothing is started here.
+    """What follows the end of a child. Pure: times are given, and nothing is started here.
 
     Attributes:
         max_restarts: of each child.
         min_alive: with fewer children that run or will run, the rest cannot go on.
-        elsewhere: there are replica groups that others look after.
+        elsewhere: other supervisors have replica groups of this job.
     """
 
     max_restarts: int
@@ -82,7 +91,7 @@ class Policy:
     elsewhere: bool = False
 
     def ended(self, child: Child, exit_code: int, now: float) -> str:
-        """Book the end of a child's process; returns why it is (not) started again."""
+        """Record the end of a child's process; returns a sentence: what happened, what follows."""
         child.process, child.exit_code = None, exit_code
         how = _how(exit_code)
         if exit_code == 0:
@@ -110,8 +119,8 @@ class Policy:
         return f"replica group {child.number} {how}; it is started again in {pause_s:g} s"
 
     def too_late(self) -> list[Child]:
-        """Children that run for nothing: others have trained to the end, and these have not met
-        them, so that they would begin from nothing, alone."""
+        """Children that run in vain: others have trained to the end before these joined, so that
+        these would start from scratch, alone."""
         if not any(c.exit_code == 0 and not c.running and c.joined for c in self.children):
             return []
         for child in self.children:
@@ -119,7 +128,7 @@ class Policy:
         return [c for c in self.children if c.running and not c.joined]
 
     def due(self, now: float) -> list[Child]:
-        """Children to start now."""
+        """Children to restart now; marks them as restarted."""
         due = [c for c in self.children if c.restart_at is not None and now >= c.restart_at]
         for child in due:
             child.restart_at = None
@@ -128,23 +137,23 @@ class Policy:
         return due
 
     def next_due(self) -> float | None:
-        """When `due` has something, or None."""
+        """When `due` returns a child next, or None."""
         return min((c.restart_at for c in self.children if c.restart_at is not None), default=None)
 
     def over(self) -> bool:
-        """Nothing runs and nothing will."""
+        """Whether no child runs or will run."""
         return not any(c.running or c.restart_at is not None for c in self.children)
 
     def stuck(self) -> bool:
-        """Too few are left to go on, and none has finished."""
+        """Whether too few children are left to go on, and none has finished."""
         alive = sum(c.running or c.restart_at is not None for c in self.children)
         finished = any(c.exit_code == 0 and not c.running for c in self.children)
         return 0 < alive < self.min_alive and not finished
 
     def exit_code(self) -> int:
-        """The supervisor's own: 0 if the training came to its end and no script failed.
+        """The exit code of the supervisor: 0 if the training finished and no script failed.
 
-        A process that was killed when others had finished has lost nothing.
+        A process that was killed after others had finished has lost nothing.
         """
         codes = [c.exit_code or 0 for c in self.children]
         failed = [code for code in codes if code > 0]
@@ -169,10 +178,16 @@ def supervise(
 ) -> int:
     """Run `count` processes of `command` until all have ended; returns this process's exit code.
 
-    `environment(index, restarts)` gives a child's environment. SIGINT and SIGTERM are passed on;
-    children that have not ended `STOP_TIMEOUT_S` later are killed. What happens is told on stderr,
-    a line an event, under the name `speaker`; `first` is the first child's number there.
-    `elsewhere`: there are replica groups that others look after. Main thread only.
+    SIGINT and SIGTERM are passed on to the children; those that have not ended `STOP_TIMEOUT_S`
+    later are killed. Each event is one line on stderr. Main thread only.
+
+    Args:
+        command: of every child.
+        environment: called as `environment(index, restarts)`; returns a child's environment.
+        count, min_alive, max_restarts, elsewhere: see `Policy`.
+        first: the replica group number of the first child.
+        cwd: the children's working directory.
+        speaker: what the lines on stderr begin with.
     """
     say = partial(_say, speaker)
     events: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
@@ -182,7 +197,7 @@ def supervise(
     policy = Policy(max_restarts, min_alive, children, elsewhere)
 
     def start(child: Child) -> None:
-        # A group of their own: the terminal's Ctrl-C reaches them through us, and once.
+        # A process group of its own, so that the terminal's Ctrl-C reaches it only through us.
         env = {**environment(child.index, child.restarts), ENV_JOINED: str(tell_joined)}
         child.process = subprocess.Popen(
             command, env=env, cwd=cwd, process_group=0, pass_fds=(tell_joined,)
@@ -259,16 +274,19 @@ def _loop(
 
 
 def report_joined(env: Mapping[str, str], index: int) -> None:
-    """Tell the supervisor, if there is one, that this process takes part in a quorum."""
+    """Tell the supervisor, if there is one, that child `index` takes part in a quorum.
+
+    `env`: of this process. Call it before the first vote.
+    """
     if ENV_JOINED in env:
         try:
             os.write(int(env[ENV_JOINED]), b"%d\n" % index)
-        except OSError:  # it is gone, and this process will be at once
+        except OSError:  # the supervisor is gone, and so will be this process
             pass
 
 
 def _read_joined(policy: Policy, joined: int) -> None:
-    """A process tells before its first vote, so before any peer that met it can have finished."""
+    """A child reports before its first vote, hence before any peer that it trained with can finish."""
     try:
         for text in os.read(joined, 4096).split():
             policy.children[int(text)].joined = True
@@ -277,15 +295,29 @@ def _read_joined(policy: Policy, joined: int) -> None:
 
 
 def die_with(parent_pid: int) -> None:
-    """End this process at once when its parent ends, also if that is killed. Linux; else nothing.
+    """Have the kernel kill this process when its parent ends, even if the parent is killed.
 
-    Exits if the parent is gone already.
+    Exits if the parent `parent_pid` is gone already. Does nothing on systems other than Linux.
     """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def machine_lock(purpose: str, subject: str) -> int:
+    """Wait for a lock that one process of this user on this machine holds at a time.
+
+    `purpose` is part of the lock file's name; of `subject` (any text) a hash is. Returns a
+    descriptor: the lock is released when it is closed, or when this process ends. Any thread.
+    """
+    digest = hashlib.blake2b(subject.encode(), digest_size=6).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"{purpose}-{os.getuid()}-{digest}.lock"
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
 
 
 def _wait(

@@ -1,4 +1,4 @@
-"""The picture of a run: one lane a replica group, drawn from its events. No display needed."""
+"""The picture of a run: one lane per replica group, drawn from its events. Needs no display."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HEAL_TEXT = "#9a6700"
 LANE = 0.62
 SHORTEST_LABELLED_S = 1.5
 ZOOM_BEFORE_S, ZOOM_AFTER_S = 0.4, 0.8
-LONGEST_SHOWN_S = 3.0  # what is longer is seen in the first panel
+LONGEST_SHOWN_S = 3.0  # a longer gap shows in the first panel
 
 
 def draw(run: Run, path: Path) -> None:
-    """Write the timeline of `run` as PNG: the whole run; below it the kill and the heal.
+    """Write the timeline of `run` to `path` as PNG: the whole run, and below it the kill and heals.
 
-    Raises RuntimeError if matplotlib is missing, ValueError if nothing happened in the run.
+    Raises RuntimeError if matplotlib is missing, ValueError if the run has no events.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -26,7 +26,7 @@ def draw(run: Run, path: Path) -> None:
     except ImportError as error:
         raise RuntimeError("the timeline is drawn by matplotlib: pip install matplotlib") from error
     if not run.lives:
-        raise ValueError("there is nothing to draw: no replica group has told of any event")
+        raise ValueError("there is nothing to draw: no replica group has written any event")
 
     zooms = _moments(run)
     groups = run.groups()
@@ -50,7 +50,7 @@ def draw(run: Run, path: Path) -> None:
 
 
 def _moments(run: Run) -> list[tuple[float, str]]:
-    """(time, title) of what is worth a closer look."""
+    """(time, title) of each panel that zooms in."""
     found = []
     if run.kill_s is not None:
         found.append((run.kill_s, f"Replica group {run.victim} is killed"))
@@ -108,7 +108,7 @@ def _ticks(
 
 
 def _memberships(life: Life) -> list[tuple[float, float, int]]:
-    """(from, until, number of members) of each quorum that the process was in."""
+    """(from, until, number of members) of each quorum that the process took part in."""
     quorums = life.of_kind("quorum")
     end = life.events[-1]["t"] if life.events else life.started_s
     if life.killed and life.ended_s is not None:
@@ -119,7 +119,7 @@ def _memberships(life: Life) -> list[tuple[float, float, int]]:
 
 
 def _draw_zoom(panel: Any, run: Run, origin: float, moment_s: float, title: str) -> None:
-    """The moment, and how long each group that commits on both sides of it had no commit."""
+    """The moment, and the gap between commits of each group that commits on both sides of it."""
     _draw_lanes(panel, run, origin, width=1.3)
     panel.axvline(moment_s - origin, color=DISCARDED, linewidth=1.2, linestyle=":", zorder=2)
     latest = moment_s
@@ -140,7 +140,7 @@ def _draw_zoom(panel: Any, run: Run, origin: float, moment_s: float, title: str)
 
 
 def _text(panel: Any, x: float, y: float, text: str, color: str, *, va: str) -> None:
-    """A label that neither leaves its panel nor takes part in the layout."""
+    """A label that is clipped to its panel and ignored by the layout."""
     label = panel.text(x, y, text, fontsize=8, color=color, va=va, clip_on=True, zorder=6)
     label.set_in_layout(False)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import lighthouse
+from ft_core.launch.supervisor import machine_lock
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseError, LighthouseUnavailable
 
@@ -37,11 +34,14 @@ def ensure_local_lighthouse(
     thread; blocks for about 0.3 s if one must be started.
     """
     address = f"tcp://127.0.0.1:{port}"
-    with _one_at_a_time(port):
+    lock = machine_lock("ft-lighthouse", str(port))
+    try:
         if _answers(address):
             log.warning("no TORCHFT_LIGHTHOUSE set: using the lighthouse at %s", address)
             return address
         _start(address, exit_when_idle_s)
+    finally:
+        os.close(lock)
     log.warning(
         "no TORCHFT_LIGHTHOUSE set: started a lighthouse at %s; it ends after %g s without "
         "replica groups",
@@ -49,19 +49,6 @@ def ensure_local_lighthouse(
         exit_when_idle_s,
     )
     return address
-
-
-@contextmanager
-def _one_at_a_time(port: int) -> Iterator[None]:
-    """Hold this user's lock for `port`; it goes with the process that holds it."""
-    path = Path(tempfile.gettempdir()) / f"ft-lighthouse-{os.getuid()}-{port}.lock"
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _answers(address: str) -> bool:

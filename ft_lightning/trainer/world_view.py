@@ -13,18 +13,15 @@ metrics, so that early stopping and plateau schedulers decide alike everywhere.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import os
 import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_core.config import ENV_JOB
+from ft_core.launch.supervisor import machine_lock
 from ft_lightning.shared.ranks import NominalRanks
 from ft_lightning.shared.step_collectives import gather_in_step, reduce_in_step
 from ft_lightning.shared.topology import Scope
@@ -163,8 +160,4 @@ def lock_machine(job_id: str) -> int:
     Returns a file descriptor that holds the lock; closing it (or dying) lets the next one in.
     """
     job = f"{os.path.abspath(sys.argv[0])} {job_id} {os.environ.get(ENV_JOB, '')}"
-    digest = hashlib.blake2b(job.encode(), digest_size=6).hexdigest()
-    path = Path(tempfile.gettempdir()) / f"ft_lightning-{os.getuid()}-{digest}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
+    return machine_lock("ft_lightning", job)

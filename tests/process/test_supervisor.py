@@ -210,7 +210,7 @@ def test_a_rank_that_was_told_to_end_gives_its_group_the_time_to_end(tmp_path: P
         "import os, sys, time\n"
         f"if os.environ['RANK'] == '0': open({str(pipe)!r}, 'w'); os._exit(143)\n"
         f"open({str(pipe)!r}).read()\n"  # until rank 0 is gone
-        "time.sleep(0.5)\n"  # for whoever would kill this one now
+        "time.sleep(0.5)\n"  # time for a kill that must not come
         f"open({str(done)!r}, 'w').close(); sys.exit(143)"
     )
     command = group_command([sys.executable, "-c", script], 2, parent_env="PARENT")

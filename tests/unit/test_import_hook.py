@@ -23,7 +23,7 @@ Write = Callable[..., str]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes a module and returns its name, which nobody has used before."""
+    """Writes a module and returns its name, which has not been used before."""
     monkeypatch.syspath_prepend(str(tmp_path))
     # Where the package is installed, its entry points wait for modules in this very process.
     waiting = dict(import_hook._waiting)
