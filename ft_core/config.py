@@ -1,6 +1,8 @@
-"""Options of ft_core that environment variables may fill: the one place that reads the env.
+"""The options of one member of a job: made once, from arguments, environment and framework.
 
-Arguments beat environment variables. The names are torchft's where it has one.
+`JobOptions` is handed on whole, from `Manager` or an integration down to heal source and target.
+`ReplicaEnv` is where ft_core reads environment variables that fill options; arguments beat them.
+The names of the variables are torchft's where it has one. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,8 +11,13 @@ import os
 import socket
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any
 from urllib.parse import urlparse
+
+from ft_core.replica.participation import CopyIndex, RanksHold, WorldSizeMode
+from lighthouse.config import Timeouts
 
 ENV_LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 ENV_REPLICA_GROUP = "REPLICA_GROUP_ID"
@@ -87,6 +94,154 @@ class ReplicaEnv:
             interface=env.get(ENV_INTERFACE, ""),
             event_log=env.get(ENV_EVENTS, ""),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What one rank of a replica group was told about its job. `resolve` makes it.
+
+    Attributes:
+        name: of the replica group: stable over restarts, unique in the job.
+        job_id: keeps two jobs on one lighthouse apart.
+        lighthouse: "tcp://host:port"; "": one is started on this machine.
+        min_replicas: no quorum forms with fewer replica groups, and no step is committed with fewer
+            participants.
+        expected_replicas: the first quorum waits for this many replica groups; 0: not known.
+        commit: "quorum": all members commit a step or none does. "group": each replica group acts
+            on its own vote.
+        async_quorum: `start_quorum` returns at once, and a heal runs beside the step.
+        init_sync: members that start with different states take the first one's. False: their
+            states are equal already, and nothing is compared.
+        weighted: means are weighted by the samples of each participant's batch.
+        world_size_mode: see `WorldSizeMode`.
+        max_retries: how many discarded steps in a row are tried again; None: without end.
+        timeout_s: the knob from which `timeouts` derives.
+        quorum_timeout_s: how long a step waits for its quorum; None: while the lighthouse answers.
+        connect_timeout_s: how long the lighthouse may be away; None: derived.
+        heartbeat_s: how often a connected host proves that it lives; None: derived.
+        group_rank, group_world_size: of this process in its replica group.
+        ranks_hold: what the ranks of a replica group hold, see `RanksHold`.
+        store_addr, store_port: of the group's rendezvous store; "" and 0 with one rank.
+        interface: IP address, or name of a network interface, to advertise; "": the one that routes
+            to the lighthouse.
+        watch_process: start the watcher that sees this process die (Linux).
+        heal_port, token, heal_allow_objects: see `HealOptions`.
+        timeouts: every duration of the protocol; derived.
+
+    Raises ValueError, in one sentence, for a value that no job can have.
+    """
+
+    name: str
+    job_id: str = "default"
+    lighthouse: str = ""
+    min_replicas: int = 1
+    expected_replicas: int = 0
+    commit: str = "quorum"
+    async_quorum: bool = True
+    init_sync: bool = True
+    weighted: bool = False
+    world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
+    max_retries: int | None = None
+    timeout_s: float = 60.0
+    quorum_timeout_s: float | None = None
+    connect_timeout_s: float | None = None
+    heartbeat_s: float | None = None
+    group_rank: int = 0
+    group_world_size: int = 1
+    ranks_hold: RanksHold = RanksHold.SHARDS
+    store_addr: str = ""
+    store_port: int = 0
+    interface: str = ""
+    watch_process: bool = True
+    heal_port: int = 0
+    token: str = field(default="", repr=False)
+    heal_allow_objects: bool = False
+    timeouts: Timeouts = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("min_replicas", 1),
+            ("expected_replicas", 0),
+            ("max_retries", 0),
+            ("group_world_size", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if not 0 <= self.group_rank < self.group_world_size:
+            raise ValueError(
+                f"the rank in the replica group must be from 0 to {self.group_world_size - 1} "
+                f"(the group's world size less one), got {self.group_rank}"
+            )
+        if self.commit not in ("quorum", "group"):
+            raise ValueError(f'commit must be "quorum" or "group", got {self.commit!r}')
+        if not isinstance(self.ranks_hold, RanksHold):
+            raise ValueError(f'ranks_hold must be "shards" or "copies", got {self.ranks_hold!r}')
+        if self.quorum_timeout_s is not None and not self.quorum_timeout_s > 0:
+            raise ValueError(f"quorum_timeout_s must be positive, got {self.quorum_timeout_s}")
+        _ = self.heal  # it checks the port
+        timeouts = Timeouts.derive(
+            self.timeout_s,
+            connect_timeout_s=self.connect_timeout_s,
+            heartbeat_timeout_s=None if self.heartbeat_s is None else 3 * self.heartbeat_s,
+        )
+        object.__setattr__(self, "timeouts", timeouts)
+
+    @classmethod
+    def resolve(cls, chosen: object = None, **arguments: Any) -> JobOptions:
+        """Arguments beat the fields of `chosen`, which beat the environment, which beats defaults.
+
+        `chosen`: a framework's own options; its fields that are called as fields here are taken.
+        None or "" for a value means that nothing was said; durations may be timedeltas. Raises ValueError.
+        """
+        env = ReplicaEnv.read()
+        known: dict[str, Any] = {
+            "name": env.name or default_name(),
+            "job_id": env.job_id,
+            "lighthouse": env.lighthouse,
+            "expected_replicas": env.num_groups,
+            "group_rank": env.group_rank,
+            "group_world_size": env.group_world_size,
+            "store_addr": env.master_addr,
+            "store_port": env.master_port,
+            "interface": env.interface,
+        }
+        options = [f.name for f in fields(cls) if f.init]
+        taken = {name: getattr(chosen, name, None) for name in options}
+        for said in (taken, arguments):
+            known |= {name: value for name, value in said.items() if value not in (None, "")}
+        for name, value in known.items():
+            if isinstance(value, timedelta):
+                known[name] = value.total_seconds()
+        if known.get("ranks_hold") in ("shards", "copies"):
+            known["ranks_hold"] = RanksHold(known["ranks_hold"])
+        return cls(**known)
+
+    @property
+    def heal(self) -> HealOptions:
+        """How states travel."""
+        return HealOptions(
+            port=self.heal_port, token=self.token, allow_objects=self.heal_allow_objects
+        )
+
+    @property
+    def group_commit(self) -> bool:
+        """Whether a replica group acts on its own vote."""
+        return self.commit == "group"
+
+    @property
+    def place(self) -> CopyIndex:
+        """Of this rank among those of its group that hold a copy each."""
+        if self.ranks_hold is RanksHold.SHARDS:
+            return CopyIndex()
+        return CopyIndex(self.group_rank, self.group_world_size)
+
+    @property
+    def schema(self) -> dict[str, str]:
+        """What of this the members must have in common."""
+        size = self.place.size
+        found = {"ranks of a replica group": str(size)} if size > 1 else {}
+        return found | ({"mean": "by samples"} if self.weighted else {})
 
 
 def _int(env: Mapping[str, str], name: str, default: int) -> int:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.allreduce import AsyncReduce
 from ft_core.collectives.ops import with_default
+from ft_core.config import JobOptions, new_replica_id
 from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
@@ -32,8 +33,8 @@ from ft_core.replica.effects import Effect
 from ft_core.replica.machine import Replica
 from ft_core.replica.participation import Participation, ParticipationRule, WorldSizeMode
 from ft_core.replica.status import Attempt, Outcome, Stage
-from ft_core.shell.session import Session, SessionOptions
-from ft_core.state import State
+from ft_core.shell.session import Session
+from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 from lighthouse.errors import JoinRefused
@@ -44,10 +45,6 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
-CHANGED_WHILE_SERVED = (
-    "a tensor of the state was changed before should_commit while a peer healed from it: change "
-    "the state after should_commit only, or return a copy of that tensor from state_dict"
-)
 
 
 class Manager:
@@ -75,13 +72,11 @@ class Manager:
         world_size_mode: see `WorldSizeMode`.
         store_addr, store_port: the replica group's own rendezvous store (groups of several ranks
             only); default MASTER_ADDR and MASTER_PORT.
-        lighthouse_addr: "tcp://host:port"; default TORCHFT_LIGHTHOUSE; else a lighthouse is
-            started on this machine.
+        lighthouse_addr: "tcp://host:port"; default TORCHFT_LIGHTHOUSE; else one is started here.
         replica_id: what the replica group is called (stable over restarts, unique in the job);
             default REPLICA_GROUP_ID. A fresh suffix is added at every start.
-        port: of the heal server; 0: any.
-        hostname: address or interface to advertise; default: the one that routes to the
-            lighthouse.
+        port: of this rank's heal server; 0: any.
+        hostname: address or interface to advertise; default: the one that routes to the lighthouse.
         heartbeat_interval: how often a connected host proves that it lives.
         init_sync: True: members that start with different states all take the first one's.
             False: their states are equal already (same seed); nothing is compared.
@@ -138,51 +133,61 @@ class Manager:
     ) -> None:
         if min_replica_size < 1:
             raise ValueError(f"min_replica_size must be at least 1, got {min_replica_size}")
-        if commit not in ("quorum", "group"):
-            raise ValueError(f'commit must be "quorum" or "group", got {commit!r}')
-        self._options = SessionOptions.resolve(
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            heartbeat_interval=heartbeat_interval,
-            rank=rank,
-            world_size=world_size,
+        options = JobOptions.resolve(
+            name=replica_id,
+            job_id=job_id,
+            lighthouse=lighthouse_addr,
+            min_replicas=min_replica_size,
+            expected_replicas=expected_replicas,
+            commit=commit,
+            async_quorum=use_async_quorum,
+            init_sync=init_sync,
+            weighted=weighted,
+            world_size_mode=world_size_mode,
+            max_retries=max_retries,
+            timeout_s=timeout,
+            quorum_timeout_s=quorum_timeout,
+            connect_timeout_s=connect_timeout,
+            heartbeat_s=heartbeat_interval,
+            group_rank=rank,
+            group_world_size=world_size,
             ranks_hold=ranks_hold,
             store_addr=store_addr,
-            store_port=store_port,
-            lighthouse_addr=lighthouse_addr,
-            name=replica_id,
-            port=port,
+            store_port=store_port or None,
             interface=hostname,
-            job_id=job_id,
-            expected_replicas=expected_replicas,
-            min_replicas=min_replica_size,
-            group_commit=commit == "group",
-            allow_objects=heal_allow_objects,
-            token=token,
             watch_process=watch_process,
+            heal_port=port,
+            token=token,
+            heal_allow_objects=heal_allow_objects,
         )
-        self._pg = pg
-        self.step = Step(pg, weighted=weighted, bind=self._bind, on_error=self._tell_error)
-        """The step under way, for collectives and algorithms."""
-        self._min_replica_size = min_replica_size
-        self._async = use_async_quorum
-        self._quorum_timeout_s = quorum_timeout.total_seconds() if quorum_timeout else None
-        self._init_sync = init_sync
-        self._max_retries = max_retries
-        self.state = State()
+        self._set_up(pg, options)
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         elif load_state_dict is not None or state_dict is not None:
             raise ValueError("give both load_state_dict and state_dict, or neither")
+
+    @classmethod
+    def from_options(cls, pg: ProcessGroup, options: JobOptions) -> Manager:
+        """A manager whose options are settled already: how integrations make theirs."""
+        manager = cls.__new__(cls)
+        manager._set_up(pg, options)
+        return manager
+
+    def _set_up(self, pg: ProcessGroup, options: JobOptions) -> None:
+        self._options, self._replica_id = options, new_replica_id(options.name)
+        self._pg, self._async = pg, options.async_quorum
+        self.step = Step(pg, weighted=options.weighted, bind=self._bind, on_error=self._tell_error)
+        """The step under way, for collectives and algorithms."""
+        self.state = State()
         self._vote_checks: list[Callable[[], Callable[[], None] | None]] = []
         self._step_end_hooks: list[Callable[[], Callable[[bool], None] | None]] = []
-        self._schema = self._options.schema | ({"mean": "by samples"} if weighted else {})
+        self._schema = dict(options.schema)
         self._start = (0, "")
         self._batches_committed = 0
         self._session: Session | None = None
-        self._seat = ParticipationRule(world_size_mode, min_replica_size, self._options.place)
+        self._seat = ParticipationRule(options.world_size_mode, options.min_replicas, options.place)
         self._began_at = 0.0
-        self._quorum_wait_s = self._quorum_timeout_s
+        self._quorum_wait_s = options.quorum_timeout_s
         self._discards_in_a_row = 0
         self._last_outcome: Outcome | None = None
         self._closed = False
@@ -278,7 +283,8 @@ class Manager:
         self.step.open()
         self._began_at = time.monotonic()
         # Also where nothing is waited for now: the quorum may be lost before the first collective.
-        self._quorum_wait_s = self._quorum_timeout_s if timeout is None else timeout.total_seconds()
+        limit_s = self._options.quorum_timeout_s
+        self._quorum_wait_s = limit_s if timeout is None else timeout.total_seconds()
         if self._async and self._options.group_world_size == 1:  # saving may be a collective
             self.state.lend(session.replica)
         if self._begin(session) or (self._async and session.replica.stage is not Stage.MEMBER):
@@ -321,9 +327,10 @@ class Manager:
         part = self.step.part or self._take_part(session)
         ok = self.step.error is None
         reason = "" if ok else f"{type(self.step.error).__name__}: {self.step.error}"
-        needed = 1 if no_update else self._min_replica_size
+        needed = 1 if no_update else self._options.min_replicas
         if ok and (part is None or part.groups < needed):
-            ok, reason = False, f"fewer than min_replica_size={self._min_replica_size} participants"
+            ok = False
+            reason = f"fewer than min_replica_size={self._options.min_replicas} participants"
         wait_s = timeout or timedelta(seconds=self._options.timeouts.connect_timeout_s)
         deadline = time.monotonic() + wait_s.total_seconds()
 
@@ -474,7 +481,7 @@ class Manager:
     @property
     def replica_id(self) -> str:
         """This group's name with the suffix of this start."""
-        return self._options.replica_id
+        return self._replica_id
 
     @property
     def name(self) -> str:
@@ -532,13 +539,16 @@ class Manager:
         step, lineage = self._start
         if not lineage:
             # The lineage of a start is its state's digest: equal starts need no transfer.
-            alike = not self._init_sync or step > 0
-            lineage = f"init-{'same' if alike else self._state_digest()}"
+            alike = not self._options.init_sync or step > 0
+            objects = self._options.heal_allow_objects
+            same = "same" if alike else digest(self.state.save(), allow_objects=objects)
+            lineage = f"init-{same}"
         self.state.prepare()
         schema_text = "; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items()))
         session = Session(
             self._options,
             self._pg,
+            replica_id=self._replica_id,
             room_id=room_id,
             can_heal=allow_heal,
             step=step,
@@ -552,9 +562,6 @@ class Manager:
         self._session = session
         session.await_lighthouse()
         return session
-
-    def _state_digest(self) -> str:
-        return digest(self.state.save(), allow_objects=self._options.heal.allow_objects)
 
     def _begin(self, session: Session) -> bool:
         """Open an attempt; True if there is nothing to wait for, to serve or to heal."""
@@ -681,7 +688,8 @@ class Manager:
         self.telemetry.emit(DISCARD, step=outcome.step, reason=outcome.reason, seconds=seconds)
         log.info("step %s discarded: %s", outcome.step, outcome.reason)
         self._discards_in_a_row += 1
-        if self._max_retries is not None and self._discards_in_a_row > self._max_retries:
+        limit = self._options.max_retries
+        if limit is not None and self._discards_in_a_row > limit:
             raise TooManyDiscards(
                 f"{self._discards_in_a_row} steps in a row were discarded, the last because: "
                 f"{outcome.reason}"
@@ -694,9 +702,11 @@ class Manager:
         self._step_ended(False)
         self.telemetry.emit(DISCARD, step=self.current_step(), reason="never ended", seconds=0.0)
         session.control.call(
-            lambda replica, now: replica.vote(False, now, reason="the loop started over")
-            if replica.attempt is not Attempt.CLOSED
-            else []
+            lambda replica, now: (
+                replica.vote(False, now, reason="the loop started over")
+                if replica.attempt is not Attempt.CLOSED
+                else []
+            )
         )
 
     def _step_ended(self, committed: bool) -> None:

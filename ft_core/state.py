@@ -21,6 +21,10 @@ log = logging.getLogger("ft_core")
 LARGE_BYTES = 1024 * 1024
 """Tensors from this size on are served to healing peers, and received during a step, without a copy
 (`ft_core.heal`)."""
+CHANGED_WHILE_SERVED = (
+    "a tensor of the state was changed before should_commit while a peer healed from it: change "
+    "the state after should_commit only, or return a copy of that tensor from state_dict"
+)
 CHANGED_WHILE_RECEIVED = (
     "a tensor of the state was changed before should_commit while it was received from a peer: it is "
     "received once more, and from now on into other memory"

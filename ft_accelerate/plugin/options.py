@@ -21,7 +21,6 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 from ft_accelerate.plugin.values import check_names, number, read, truth
@@ -140,11 +139,6 @@ class FaultTolerancePlugin:
         "Processes of one replica group. 0: one; on several machines all of a machine.",
     )
     token: str = _option(str, "", "Shared secret that is asked for when a state is fetched.")
-
-    @property
-    def quorum_timeout(self) -> timedelta | None:
-        """`quorum_timeout_s` as the manager takes it."""
-        return None if self.quorum_timeout_s is None else timedelta(seconds=self.quorum_timeout_s)
 
     def __post_init__(self) -> None:
         self._fill(os.environ)

@@ -12,13 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ft_accelerate.plugin.options import FaultTolerancePlugin, GroupPlace
-from ft_core.config import HealOptions
+from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE
 from ft_core.launch.sigterm import EXIT_CODE
@@ -39,47 +39,31 @@ class GroupRanks:
             place.num_processes(options),
             place.process_index(options),
         )
-        self._in_group = IntraGroup(
-            place.rank,
-            place.size,
+        self._job = JobOptions.resolve(
+            options,
+            name=str(options.replica_group_id),
+            expected_replicas=options.num_replica_groups,
+            async_quorum=False,
+            group_rank=place.rank,
+            group_world_size=place.size,
+            ranks_hold="copies",
             store_addr=place.store_addr,
             store_port=place.store_port,
-            life=life,
             interface=place.interface,
         )
+        self._in_group = IntraGroup(self._job, life=life)
 
     # ------------------------------------------------------------------ the quorum
 
-    def manager(
-        self, device: torch.device, *, suffix: str = "", commit: str = "", **more: Any
-    ) -> Manager:
+    def manager(self, device: torch.device, *, suffix: str = "", **changes: Any) -> Manager:
         """A manager for this process; its group's other processes must make theirs, too.
 
-        `suffix`: of the job's name. `commit`: "": as the options say. `more`: as `Manager` takes
-        it. Waits for the others.
+        `suffix`: of the job's name. `changes`: fields of `JobOptions` that differ. Waits for the
+        others.
         """
         self.settle(lambda: None)  # what follows waits for as long as the lighthouse may be away
-        options = self.options
-        return Manager(
-            process_group_for(device, options.timeout_s),
-            min_replica_size=options.min_replicas,
-            use_async_quorum=False,
-            timeout=timedelta(seconds=options.timeout_s),
-            quorum_timeout=options.quorum_timeout,
-            rank=self.place.rank,
-            world_size=self.place.size,
-            ranks_hold="copies",
-            store_addr=self.place.store_addr,
-            store_port=self.place.store_port,
-            lighthouse_addr=options.lighthouse or None,
-            replica_id=str(options.replica_group_id),
-            job_id=options.job_id + suffix,
-            expected_replicas=options.num_replica_groups,
-            commit=commit or options.commit,
-            heal_allow_objects=options.heal_allow_objects,
-            token=options.token,
-            **more,
-        )
+        job = replace(self._job, job_id=self._job.job_id + suffix, **changes)
+        return Manager.from_options(process_group_for(device, job.timeout_s), job)
 
     # ------------------------------------------------------------------ before the quorum
 
@@ -96,17 +80,8 @@ class GroupRanks:
         into: Callable[[], Any],
     ) -> str:
         """As `IntraGroup.begin_alike`."""
-        options = self.options
         with ended_with_its_group():
-            return self._in_group.begin_alike(
-                name,
-                give,
-                take,
-                into=into,
-                options=HealOptions(
-                    token=options.token, allow_objects=options.heal_allow_objects
-                ),
-            )
+            return self._in_group.begin_alike(name, give, take, into=into)
 
     def close(self) -> None:
         """End the connections to the others of the group. Twice is once."""

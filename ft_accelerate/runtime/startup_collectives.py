@@ -114,14 +114,12 @@ class StartupCollectives:
             manager.shutdown()
 
     def _connect(self) -> Manager:
-        return self._group_ranks.manager(
-            _device(),
-            suffix=SUFFIX,
-            load_state_dict=self._late,
-            state_dict=lambda: {"events": self._events},
-            commit="quorum",
-            init_sync=False,  # there is no state that could differ, and nobody to sit out a step
+        # There is no state that could differ: nothing to compare, and no member to sit out a step.
+        manager = self._group_ranks.manager(
+            _device(), suffix=SUFFIX, commit="quorum", init_sync=False
         )
+        manager.set_state_dict_fns(self._late, lambda: {"events": self._events})
+        return manager
 
     def _late(self, state: dict[str, Any]) -> None:
         if state["events"] != self._events:

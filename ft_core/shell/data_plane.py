@@ -15,10 +15,11 @@ from typing import Any
 
 import msgpack
 
-from ft_core.config import HealOptions
+from ft_core.config import JobOptions
 from ft_core.heal import HealError, HealKey, HealServer, HealStats, Interrupt, fetch
 from ft_core.process_group import ProcessGroup, ProcessGroupError
 from ft_core.replica.effects import Abort, Configure, FetchState
+from ft_core.replica.participation import RanksHold
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
 from lighthouse.wire.messages import Member
 
@@ -51,22 +52,16 @@ class DataPlane:
     def __init__(
         self,
         process_group: ProcessGroup,
+        options: JobOptions,
         *,
-        group_rank: int,
-        spans_ranks: bool,
         host: str,
-        options: HealOptions,
-        configure_timeout_s: float,
-        heal_timeout_s: float,
         telemetry: Telemetry,
         into: Callable[[], Any],
     ) -> None:
         self.process_group = process_group
         process_group.advertise(host)
-        self._server = HealServer(host=host, options=options)
+        self._server = HealServer(host=host, options=options.heal)
         self._options = options
-        self._group_rank, self._spans_ranks = group_rank, spans_ranks
-        self._configure_timeout_s, self._heal_timeout_s = configure_timeout_s, heal_timeout_s
         self._telemetry, self._into = telemetry, into
         self._configuring = self._aborted = 0
         self._state: tuple[HealKey, Any] | None = None
@@ -98,7 +93,7 @@ class DataPlane:
         error = ""
         try:
             self.process_group.configure(
-                effect.quorum_id, *self._mesh(effect), self._configure_timeout_s
+                effect.quorum_id, *self._mesh(effect), self._options.timeouts.timeout_s
             )
         except Exception as failure:  # any failure here has one meaning: no group, vote no
             error = str(failure) or type(failure).__name__
@@ -118,9 +113,7 @@ class DataPlane:
             and time.monotonic() < give_up
         ):
             time.sleep(0)  # the plane thread is microseconds away from entering configure
-        self.process_group.revoke(
-            ProcessGroupError(effect.reason), quorum_id=effect.quorum_id
-        )
+        self.process_group.revoke(ProcessGroupError(effect.reason), quorum_id=effect.quorum_id)
 
     def interrupt(self) -> None:
         """Any thread: end a configure, a heal and all collectives, for good."""
@@ -168,14 +161,14 @@ class DataPlane:
         names = [m.replica_id for m in effect.sources]
         self._telemetry.emit(HEAL_START, step=effect.step, sources=names)
         key = HealKey(effect.step, effect.lineage)
-        deadline = time.monotonic() + self._heal_timeout_s
+        deadline = time.monotonic() + self._options.timeouts.heal_timeout_s
         try:
             tree, stats = fetch(
                 sources,
                 key,
                 into=self._into(),
                 deadline=deadline,
-                options=self._options,
+                options=self._options.heal,
                 interrupt=interrupt,
             )
         except Exception as failure:  # any failure here has one meaning: no state, vote no
@@ -229,11 +222,11 @@ class DataPlane:
 
     def _mesh(self, effect: Configure) -> tuple[int, list[bytes]]:
         """(this rank's number in the process group, the addresses of all of its ranks)."""
-        if not self._spans_ranks:
+        if self._options.ranks_hold is RanksHold.SHARDS:
             return effect.replica_rank, [self._unpack(m)[0] for m in effect.members]
         before = sum(len(m.addresses) for m in effect.members[: effect.replica_rank])
         blobs = [blob for m in effect.members for blob in m.addresses]
-        return before + self._group_rank, [unpack_address(blob)[0] for blob in blobs]
+        return before + self._options.group_rank, [unpack_address(blob)[0] for blob in blobs]
 
     def _unpack(self, member: Member) -> tuple[bytes, str]:
-        return unpack_address(member.addresses[self._group_rank])
+        return unpack_address(member.addresses[self._options.group_rank])

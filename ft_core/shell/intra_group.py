@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ft_core.config import DEFAULT_HEAL, HealOptions, advertised_host
+from ft_core.config import JobOptions, advertised_host
 from ft_core.errors import GroupBroken
 from ft_core.heal import HealKey, HealServer, fetch
 from ft_core.shell.group_server import group_store
@@ -42,24 +42,22 @@ class IntraGroup:
     """Calls among the ranks of a replica group; with one rank they return at once.
 
     Args:
-        rank, size: this process's number in the group, and how many there are.
-        store_addr, store_port: of the group's rendezvous store; "" and 0 with one rank.
+        options: of the job: the rank in the group, the group's rendezvous store, the interface to
+            meet at, how states travel.
         life: how often the group was started again; the store may outlive a group.
         timeout_s: bounds a call once all ranks have met.
-        interface: network interface or IP address to meet at; "": the one that routes to the store.
 
     Thread: the training loop's. Raises GroupBroken if another rank is gone or late, RuntimeError if
     it calls something else.
     """
 
     def __init__(
-        self, rank: int, size: int, *, store_addr: str, store_port: int, life: int = 0,
-        timeout_s: float = OPEN_TIMEOUT_S, interface: str = "",
-    ) -> None:  # fmt: skip
-        self._rank, self._size = rank, size
-        self._where = store_addr, store_port
-        self._life, self._interface = life, interface
-        self._timeout_s = timeout_s
+        self, options: JobOptions, *, life: int = 0, timeout_s: float = OPEN_TIMEOUT_S
+    ) -> None:
+        self._options = options
+        self._rank, self._size = options.group_rank, options.group_world_size
+        self._where = options.store_addr, options.store_port
+        self._life, self._timeout_s = life, timeout_s
         self._peers: list[socket.socket] = []
         self._store: Any = None
         self._alone = 0
@@ -117,7 +115,6 @@ class IntraGroup:
         take: Callable[[Any], None],
         *,
         into: Callable[[], Any] = lambda: None,
-        options: HealOptions = DEFAULT_HEAL,
     ) -> str:
         """Let all ranks begin with the state of rank 0; returns that state's name.
 
@@ -134,8 +131,10 @@ class IntraGroup:
         if not differ:
             return first
         key, server = HealKey(0, first), None
+        # The port of the job's options is for the server that serves the other groups.
+        options = dataclasses.replace(self._options.heal, port=0)
         if self._rank == 0:
-            server = HealServer(host=self._host, options=dataclasses.replace(options, port=0))
+            server = HealServer(host=self._host, options=options)
             server.publish(key, give(), expected_targets=len(differ))
         with contextlib.closing(server) if server else contextlib.nullcontext():
             address = self.broadcast(server.address if server else "")
@@ -257,7 +256,7 @@ class IntraGroup:
         addr, port = self._where
         if addr == "127.0.0.1":
             return addr
-        return advertised_host(f"tcp://{addr}:{port}", self._interface)
+        return advertised_host(f"tcp://{addr}:{port}", self._options.interface)
 
 
 _meetings: defaultdict[tuple[str, int, int], itertools.count[int]] = defaultdict(itertools.count)

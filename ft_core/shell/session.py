@@ -5,25 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import zmq
 
-from ft_core.config import HealOptions, ReplicaEnv, advertised_host, default_name, new_replica_id
+from ft_core.config import JobOptions, advertised_host
 from ft_core.process_group import ProcessGroup
 from ft_core.replica.effects import Effect, FetchState
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
-from ft_core.replica.participation import CopyIndex, RanksHold
 from ft_core.replica.status import Stage
 from ft_core.shell.control import Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
 from ft_core.shell.group_server import GroupLink, GroupServer, Leader, announce_leader, find_leader
 from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection
-from lighthouse.config import Timeouts, normalize_address
+from lighthouse.config import normalize_address
 from lighthouse.errors import LighthouseUnavailable
 from lighthouse.watcher import ProcessWatch, Report
 from lighthouse.wire.messages import JobKey, Join
@@ -34,93 +31,6 @@ LOCAL_PATIENCE_S = 3.0
 """For a lighthouse on this machine that was there a moment ago, before another is started."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOptions:
-    """A manager's options with the environment filled in. See `Manager`."""
-
-    timeouts: Timeouts
-    group_rank: int
-    group_world_size: int
-    ranks_hold: RanksHold
-    store_addr: str
-    store_port: int
-    lighthouse: str
-    name: str
-    replica_id: str
-    heal: HealOptions
-    interface: str
-    job_id: str
-    expected_replicas: int
-    min_replicas: int
-    group_commit: bool
-    watch_process: bool
-
-    @property
-    def place(self) -> CopyIndex:
-        """Of this rank among those of its group that hold a copy each."""
-        if self.ranks_hold is RanksHold.SHARDS:
-            return CopyIndex()
-        return CopyIndex(self.group_rank, self.group_world_size)
-
-    @property
-    def schema(self) -> dict[str, str]:
-        """What of this the members must have in common."""
-        size = self.place.size
-        return {"ranks of a replica group": str(size)} if size > 1 else {}
-
-    @classmethod
-    def resolve(
-        cls,
-        *,
-        timeout: timedelta,
-        connect_timeout: timedelta | None,
-        heartbeat_interval: timedelta | None,
-        rank: int | None,
-        world_size: int | None,
-        ranks_hold: str,
-        store_addr: str | None,
-        store_port: int | None,
-        lighthouse_addr: str | None,
-        name: str | None,
-        port: int | None,
-        interface: str | None,
-        job_id: str | None,
-        expected_replicas: int | None,
-        min_replicas: int,
-        group_commit: bool,
-        allow_objects: bool,
-        token: str,
-        watch_process: bool,
-    ) -> SessionOptions:
-        """Arguments beat the environment. Raises ValueError."""
-        env = ReplicaEnv.read()
-        heartbeat_s = heartbeat_interval.total_seconds() if heartbeat_interval else None
-        timeouts = Timeouts.derive(
-            timeout.total_seconds(),
-            connect_timeout_s=connect_timeout.total_seconds() if connect_timeout else None,
-            heartbeat_timeout_s=3 * heartbeat_s if heartbeat_s else None,
-        )
-        chosen = name or env.name or default_name()
-        return cls(
-            timeouts=timeouts,
-            group_rank=env.group_rank if rank is None else rank,
-            group_world_size=env.group_world_size if world_size is None else world_size,
-            ranks_hold=_ranks_hold(ranks_hold),
-            store_addr=store_addr or env.master_addr,
-            store_port=store_port or env.master_port,
-            lighthouse=lighthouse_addr or env.lighthouse,
-            name=chosen,
-            replica_id=new_replica_id(chosen),
-            heal=HealOptions(port=port or 0, token=token, allow_objects=allow_objects),
-            interface=interface or env.interface,
-            job_id=job_id or env.job_id,
-            expected_replicas=env.num_groups if expected_replicas is None else expected_replicas,
-            min_replicas=min_replicas,
-            group_commit=group_commit,
-            watch_process=watch_process,
-        )
-
-
 class Session:
     """Owns the ZeroMQ context, the control and plane threads, the heal server and the watcher.
 
@@ -129,9 +39,10 @@ class Session:
 
     def __init__(
         self,
-        options: SessionOptions,
+        options: JobOptions,
         process_group: ProcessGroup,
         *,
+        replica_id: str,
         room_id: str,
         can_heal: bool,
         step: int,
@@ -148,22 +59,12 @@ class Session:
         self._closed = False
         limits = options.timeouts
         host = advertised_host(self.lighthouse, options.interface)
-        self.plane = DataPlane(
-            process_group,
-            group_rank=options.group_rank,
-            spans_ranks=options.ranks_hold is RanksHold.COPIES,
-            host=host,
-            options=options.heal,
-            configure_timeout_s=limits.timeout_s,
-            heal_timeout_s=limits.heal_timeout_s,
-            telemetry=telemetry,
-            into=into,
-        )
+        self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
         self._context = zmq.Context()
         self._group: GroupServer | None = None
         self._store: Any = None
         try:
-            link, replica_id = self._connect(host)
+            link, replica_id = self._connect(host, replica_id)
         except BaseException:
             self.plane.close()
             if self._group is not None:
@@ -196,25 +97,28 @@ class Session:
         self.plane.report_configured = self._configured
         self.plane.report_fetched = self._fetched
 
-    def _connect(self, host: str) -> tuple[Link, str]:
-        """(the link to the lighthouse or to the group's leader, the replica_id of the group)."""
+    def _connect(self, host: str, replica_id: str) -> tuple[Link, str]:
+        """(the link to the lighthouse or to the group's leader, the replica_id of the group).
+
+        `replica_id`: of a group whose leader is this rank.
+        """
         options, limits = self._options, self._options.timeouts
         if options.group_world_size == 1:
-            identity = options.replica_id.encode()
+            identity = replica_id.encode()
             link = Connection(
                 self.lighthouse, identity=identity, timeouts=limits, context=self._context
             )
-            return link, options.replica_id
+            return link, replica_id
         store, job = (options.store_addr, options.store_port), options.job_id
         if options.group_rank == 0:
             self._group = GroupServer(
                 options.group_world_size,
                 host=host,
                 lighthouse=self.lighthouse,
-                replica_id=options.replica_id,
+                replica_id=replica_id,
                 timeouts=limits,
             )
-            leader = Leader(self._group.address, options.replica_id)
+            leader = Leader(self._group.address, replica_id)
             self._store = announce_leader(*store, job, leader, limits.connect_timeout_s)
         else:
             leader = find_leader(*store, job, limits.connect_timeout_s, rank=options.group_rank)
@@ -295,13 +199,6 @@ class Session:
     def _on_told(self, text: str) -> None:
         log.info("%s: %s", self._options.name, text)
         self._telemetry.emit(WAITING, reason=text)
-
-
-def _ranks_hold(text: str) -> RanksHold:
-    try:
-        return RanksHold(text)
-    except ValueError:
-        raise ValueError(f'ranks_hold must be "shards" or "copies", got {text!r}') from None
 
 
 def _local_lighthouse() -> str:

@@ -256,7 +256,7 @@ class FTFabricMixin(FabricStepMixin):
 
     def _ensure_manager(self) -> Manager:
         if self._manager is None:
-            self._manager = make_manager(self._options, self.scope, self.root_device)
+            self._manager = make_manager(self._job, self._options, self.scope, self.root_device)
             apart = self._in_group.apart
             self._manager.set_state_dict_fns(apart(self._load), apart(self._state))
             self._manager.register_schema("replica groups", str(self.scope.num_groups))
@@ -287,9 +287,7 @@ class FTFabricMixin(FabricStepMixin):
         def give() -> list[dict[str, Any]]:
             return [model.state_dict() for model in self._models]
 
-        start = self._in_group.begin_alike(
-            name, give, take, into=give, options=self._options.heal
-        )
+        start = self._in_group.begin_alike(name, give, take, into=give)
         self._manager.load_state_dict(
             {"step": self.progress.step, "batches_committed": 0, "lineage": f"start-{start}"}
         )

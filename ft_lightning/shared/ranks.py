@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ft_core.config import ReplicaEnv
+from ft_core.config import JobOptions
 from ft_core.shell.intra_group import IntraGroup
-from ft_lightning.shared.strategy_options import Options
-from ft_lightning.shared.topology import ENV_DEVICE, Role, Scope, resolve
+from ft_lightning.shared.strategy_options import Options, job_options
+from ft_lightning.shared.topology import ENV_DEVICE, Scope, resolve
 
 _TIMEOUT = timedelta(minutes=30)
 
@@ -25,6 +25,7 @@ class NominalRanks:
     """Not where a replica group trains on its own between two meetings: it is one process then."""
     _scope: Scope | None = None
     _in_group: IntraGroup
+    _job: JobOptions
     _leader = False
 
     @property
@@ -84,16 +85,9 @@ class NominalRanks:
                 'group must decide as one: use commit="quorum", or group_size=1'
             )
         timeout = getattr(self, "_timeout", None) or _TIMEOUT
-        # A supervisor has ranks to look after, and no peers.
-        peers = scope.group_size if scope.role is Role.MEMBER else 1
+        self._job = job_options(self._options, scope)
         self._in_group = IntraGroup(
-            scope.group_rank,
-            peers,
-            store_addr=scope.store_addr,
-            store_port=scope.store_port,
-            life=scope.restarts,
-            timeout_s=timeout.total_seconds(),
-            interface=ReplicaEnv.read().interface,
+            self._job, life=scope.restarts, timeout_s=timeout.total_seconds()
         )
         self._scope = scope
         return scope

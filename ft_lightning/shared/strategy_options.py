@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ft_core.config import HealOptions, ReplicaEnv
+from ft_core.config import JobOptions, ReplicaEnv
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
-from ft_lightning.shared.topology import Scope
+from ft_lightning.shared.topology import Role, Scope
 
 _REFUSED = {
     "ddp_comm_state": "gradients travel through the manager",
@@ -42,16 +41,6 @@ class Options:
     job_id: str | None
     group_size: int | None = None
     validation: str = "replicated"
-
-    @property
-    def heal(self) -> HealOptions:
-        """How states travel."""
-        return HealOptions(token=self.token, allow_objects=self.heal_allow_objects)
-
-    @property
-    def quorum_timeout(self) -> timedelta | None:
-        """`quorum_timeout_s` as the manager takes it."""
-        return None if self.quorum_timeout_s is None else timedelta(seconds=self.quorum_timeout_s)
 
     def __post_init__(self) -> None:
         if self.min_replicas < 1:
@@ -121,25 +110,24 @@ def job_of(options: Options, scope: Scope, known: ReplicaEnv) -> str | None:
     return f"alone-{uuid.uuid4().hex[:12]}"
 
 
-def make_manager(options: Options, scope: Scope, device: torch.device) -> Manager:
-    """The manager of one fit. Opens no connection yet."""
-    return Manager(
-        process_group_for(device, options.timeout_s),
-        min_replica_size=options.min_replicas,
-        use_async_quorum=False,
-        timeout=timedelta(seconds=options.timeout_s),
-        quorum_timeout=options.quorum_timeout,
-        rank=scope.group_rank,
-        world_size=scope.group_size,
+def job_options(options: Options, scope: Scope) -> JobOptions:
+    """The strategy's options, settled for this process. A supervisor has ranks, and no peers."""
+    return JobOptions.resolve(
+        options,
+        name=scope.name,
+        expected_replicas=scope.num_groups,
+        async_quorum=False,
+        group_rank=scope.group_rank,
+        group_world_size=scope.group_size if scope.role is Role.MEMBER else 1,
         ranks_hold="copies",
         store_addr=scope.store_addr,
         store_port=scope.store_port,
-        lighthouse_addr=options.lighthouse,
-        replica_id=scope.name,
-        max_retries=options.max_retries,
-        job_id=job_of(options, scope, ReplicaEnv.read()),
-        expected_replicas=scope.num_groups,
-        commit=options.commit,
-        heal_allow_objects=options.heal_allow_objects,
-        token=options.token,
     )
+
+
+def make_manager(job: JobOptions, options: Options, scope: Scope, device: torch.device) -> Manager:
+    """The manager of one fit. Opens no connection yet."""
+    job_id = job_of(options, scope, ReplicaEnv.read())
+    if job_id is not None:
+        job = replace(job, job_id=job_id)
+    return Manager.from_options(process_group_for(device, job.timeout_s), job)

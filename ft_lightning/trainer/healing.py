@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from ft_core.config import JobOptions
 from ft_core.heal import digest
 from ft_core.shell.intra_group import IntraGroup
-from ft_lightning.shared.strategy_options import Options
 from ft_lightning.trainer import leader
 from ft_lightning.trainer import loop_counters as position
 
@@ -37,7 +37,7 @@ def lineage_of_start(trainer: Any, *, allow_objects: bool) -> str:
     return f"start-{digest(state, allow_objects=allow_objects)}"
 
 
-def begin(trainer: Any, in_group: IntraGroup, options: Options) -> str:
+def begin(trainer: Any, in_group: IntraGroup, options: JobOptions) -> str:
     """Make the ranks of this replica group begin alike; returns `lineage_of_start`, after that."""
     strategy, allow_objects = trainer.strategy, options.heal_allow_objects
     return in_group.begin_alike(
@@ -45,7 +45,6 @@ def begin(trainer: Any, in_group: IntraGroup, options: Options) -> str:
         strategy.lightning_module_state_dict,
         lambda state: strategy.load_model_state_dict({"state_dict": state}, strict=True),
         into=strategy.lightning_module_state_dict,
-        options=options.heal,
     )
 
 

@@ -183,7 +183,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         self._batches = Batches(
             self._at_boundary, self._from("fabric.utilities.data")._set_sampler_epoch
         )
-        self._manager = make_manager(self._options, self.scope, self.root_device)
+        self._manager = make_manager(self._job, self._options, self.scope, self.root_device)
         self.counts = count(self._manager, self.scope.num_groups)
         show_in_bar(trainer, self.counts, visible=self._shows_bar and self.scope.rank == 0)
         if self.scope.event_log and self.scope.group_rank == 0:
@@ -255,7 +255,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         return {
             "step": known.get("step", self._trainer.global_step),
             "batches_committed": known.get("batches_committed", 0),
-            "lineage": healing.begin(self._trainer, self._in_group, self._options),
+            "lineage": healing.begin(self._trainer, self._in_group, self._job),
         }
 
     def process_dataloader(self, dataloader: object) -> object:

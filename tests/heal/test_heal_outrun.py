@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.config import HealOptions
+from ft_core.config import JobOptions
 from ft_core.heal import HealKey, HealServer
 from ft_core.process_group import ProcessGroupDummy
 from ft_core.replica.effects import FetchState
@@ -32,10 +32,11 @@ class Target:
         self.news = threading.Condition()
         self.plane = DataPlane(
             ProcessGroupDummy(),
-            group_rank=0, spans_ranks=False, host="127.0.0.1", options=HealOptions(),
-            configure_timeout_s=5.0, heal_timeout_s=60.0,
-            telemetry=Telemetry(), into=into or (lambda: {"w": self.mine}),
-        )  # fmt: skip
+            JobOptions(name="target", timeout_s=120.0),
+            host="127.0.0.1",
+            telemetry=Telemetry(),
+            into=into or (lambda: {"w": self.mine}),
+        )
         self.plane.report_fetched = self._report
 
     def _report(self, fetch: FetchState, error: str) -> None:

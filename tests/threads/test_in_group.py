@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import free_port
 from ft_core.shell.intra_group import IntraGroup
@@ -24,7 +25,16 @@ pytestmark = pytest.mark.timeout(60)
 def ranks(size: int) -> Iterator[list[IntraGroup]]:
     port = free_port()
     groups = [
-        IntraGroup(rank, size, store_addr="127.0.0.1", store_port=port, timeout_s=20.0)
+        IntraGroup(
+            JobOptions(
+                name="group",
+                group_rank=rank,
+                group_world_size=size,
+                store_addr="127.0.0.1",
+                store_port=port,
+            ),
+            timeout_s=20.0,
+        )
         for rank in range(size)
     ]
     try:
