@@ -1,16 +1,15 @@
-"""`all_reduce`, `all_gather` and `barrier` of a Fabric: within a step, and in rounds of their own.
+"""`all_reduce`, `all_gather` and `barrier` of a Fabric: agreements of their own.
 
-From a batch's fetch to `optimizer.step()` they are part of the step, and what comes back of a step
-that is discarded is thrown away with it. Elsewhere in a training under way (after the step, in a
-validation, at an epoch's end) each call is a *round*: a step of the manager's without an update,
-repeated until it is committed, so that all have the result or none has. Members run the same
-script, so they come to the same calls in the same order; a round says which one it is, and raises
-in all of them if they differ.
+In a training under way (in a step, after it, in a validation, at an epoch's end) each call is an
+agreement: a step of the manager's without an update, repeated until it is committed, so that all
+members have the result or none has. A call within a step (between a batch's fetch and its backward)
+uses the attempt that is open. Members run the same script, so they come to the same calls in the
+same order; an agreement says which call it is, and raises in all members if they differ.
 
-A replica group that comes back in the meantime adds nothing to a round and goes on waiting for its
-batch. One that finds that the others went on without it has its own value from there to its next
+A replica group that comes back in the meantime adds nothing to an agreement and goes on waiting for
+its batch. One that finds that the others went on without it has its own value from there to its next
 batch, where it heals. Before the first batch, and where members need not be at the same place (data
-that Fabric does not know, iterables, per-group commit), there are no rounds: this process's value.
+that Fabric does not know, iterables, per-group commit), nothing is sent: this process's value.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ft_core.collectives.agreement import exchange_headers
+from ft_core.collectives.agreement import agree, exchange_headers
 from ft_lightning.fabric.fabric_window import Where, Window
 from ft_lightning.fabric.fabric_world import FabricScopedMixin
 from ft_lightning.shared.step_collectives import gather_in_step, reduce_in_step
@@ -38,14 +37,14 @@ Call = tuple[str, str, list[int], str]
 """What is called: its name, dtype, shape, and how it reduces. Plain values: it travels."""
 
 
-class FabricRoundsMixin(FabricScopedMixin):
+class FabricAgreementsMixin(FabricScopedMixin):
     """The part of the strategy that reduces."""
 
     _window: Window
+    _wrapped: list[Any]
     _open = _lost = False
     _votes_each_step = True
     """Not those strategies that meet every so many steps: their collectives stay at home."""
-    _rounds = 0
     _where: Where | None = None
     """Where a quorum is asked for; None: nowhere."""
     _round_of: Call | None = None
@@ -57,46 +56,38 @@ class FabricRoundsMixin(FabricScopedMixin):
     # ------------------------------------------------------------------ what Fabric calls
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over all who take part in the step, or in a round of its own. In place."""
+        """Over the participants, in place."""
         if not isinstance(tensor, Tensor):
             return tensor
         with torch.no_grad():
-            if self._open:
-                if self._window.local:
-                    return tensor
-                target = tensor.clone() if tensor.requires_grad else tensor
-                return reduce_in_step(self._known_manager, target, reduce_op)
             result = self._round("all_reduce", tensor, _name_of(reduce_op))
             if result is None:
                 return tensor
             return result if tensor.requires_grad else tensor.copy_(result)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As `all_reduce`: `(participants, *shape)`; a row where it reaches nobody, and no further
-        dimension if there is but one replica group."""
-        within = self._open and not self._window.local
-        if sync_grads and tensor.requires_grad and (within or self._meets()):
+        """As `all_reduce`: `(participants, *shape)`; a row where it reaches no other process, and no
+        further dimension if there is but one replica group."""
+        if sync_grads and tensor.requires_grad and self._meets():
             raise ValueError(
                 "ft_ddp cannot send gradients back through all_gather: the replica groups that "
                 "a loss was made of may be gone by then; gather detached tensors"
             )
         with torch.no_grad():
-            if within:
-                return gather_in_step(self._known_manager, tensor)
-            result = None if self._open else self._round("all_gather", tensor, "")
+            result = self._round("all_gather", tensor, "")
         if result is not None:
             return result
-        # In a batch that comes again others' rows are expected, and thrown away.
+        # In a pass whose results are thrown away rows of other processes are expected.
         rows = max(self.participants, 1) if self._window.local else 1
         return tensor.expand(rows, *tensor.shape) if self.world_size > 1 else tensor
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """A round between steps; within a step, and before the first batch, only the ranks of
-        this replica group wait for each other.
+        """An agreement; before the first batch only the ranks of this replica group wait for each
+        other.
 
-        Who does not come within a few timeouts is left behind.
+        A process that does not come within a few timeouts is left behind.
         """
-        met = None if self._open else self._round("barrier", torch.zeros(1), "sum")
+        met = self._round("barrier", torch.zeros(1), "sum")
         if met is None and self._scope is not None:
             self._in_group.barrier()
 
@@ -120,43 +111,66 @@ class FabricRoundsMixin(FabricScopedMixin):
         manager = self._manager
         if manager is None or not self._votes_each_step or self.world_size == 1:
             return False
-        if manager.last_outcome() is None:
-            return False  # peers train perhaps, and this group has just come back
-        if self._window.local or self._lost or manager.left():
+        if self._window.local or manager.left():
             return False
+        if self._open:
+            return True
+        if self._lost or manager.last_outcome() is None:
+            return False  # peers train perhaps, and this group has just come back
         return self._options.commit == "quorum" and self._aligned()
 
     def _round(self, name: str, tensor: Tensor, op: str) -> Tensor | None:
         """What all have together; None: nothing is sent, this process's value counts."""
-        self._rounds += 1
+        self._window.agreed()
         if not self._meets():
             self._warn(name)
             return None
         manager = self._known_manager
         self._round_of = (name, str(tensor.dtype).partition(".")[2], list(tensor.shape), op)
-        patience = timedelta(seconds=_PATIENCE * self._options.timeout_s)
+        call = self._round_of
+        if self._open and self._options.commit == "group":
+            return self._agreed(name, self._exchange(call, tensor))  # with the step's own vote
+        self._lost = not self._open and manager.is_healing()  # evicted, and let in again
+        if self._lost:
+            return None
         try:
-            self._lost = manager.is_healing()  # evicted, and let in again
-            while not self._lost:
-                result, committed = None, False
-                self._attempt(Where.ROUND)
-                if not self._lost:
-                    result = self._exchange(self._round_of, tensor)
-                    committed = manager.should_commit(patience, no_update=True)
-                self._where = None  # until here: who joins before the vote is told so, too
-                if self._lost:
-                    manager.forget_state("fell behind between steps")
-                elif committed:
-                    return self._agreed(name, result)
+            agreed = agree(
+                lambda: self._exchange(call, tensor),
+                begin=self._begin_round,
+                vote=self._vote_on_round,
+                is_behind=lambda: self._lost,
+            )
         finally:
             self._where = self._round_of = None
-        return None
+        if agreed is None:
+            self._open = False
+            manager.forget_state("fell behind between steps")
+            return None
+        return self._agreed(name, agreed.result)
+
+    def _begin_round(self) -> None:
+        """Within a step its attempt is the first one; a group that joins before its vote is told."""
+        if self._open:
+            self._where = Where.ROUND
+        else:
+            self._attempt(Where.ROUND)
+
+    def _vote_on_round(self) -> bool:
+        manager = self._known_manager
+        patience = timedelta(seconds=_PATIENCE * self._options.timeout_s)
+        put_back = [model.keep_buffers() for model in self._wrapped]
+        committed: bool = manager.should_commit(patience, no_update=True)
+        self._where, self._open = None, False
+        if not committed:
+            for put in put_back:  # the discard has undone the forward's statistics
+                put()
+        return committed
 
     def _exchange(self, call: Call, tensor: Tensor) -> Tensor | None:
         """The collectives of a round; None: members have called different things."""
         manager = self._known_manager
         name, _, _, op = call
-        header = [_number(repr(call)), self._rounds]
+        header = [_number(repr(call)), self._window.place.agreements]
         said = exchange_headers(manager.step, header, device=tensor.device)
         if said is None:
             return None  # the round has failed, and is repeated
@@ -204,7 +218,7 @@ class FabricRoundsMixin(FabricScopedMixin):
         )
         log.warning(
             "fabric.%s was called outside of a step, %s: it gives this replica group's own value. "
-            "Call it between fetching a batch and optimizer.step(), or set up all data with "
+            "Call it after fetching a batch, and set up all data with "
             "fabric.setup_dataloaders (and use_distributed_sampler=False for validation data, "
             "which each group then sees as a whole)",
             name,

@@ -23,7 +23,7 @@ log = logging.getLogger("ft_lightning")
 
 
 @dataclass(slots=True)
-class Place:
+class LoaderPlace:
     """Of one loader.
 
     Attributes:
@@ -63,7 +63,7 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
 
     def __init__(self) -> None:
         self.epoch = self.step = 0
-        self.places: list[Place] = []
+        self.places: list[LoaderPlace] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -103,7 +103,7 @@ def is_placeable(loader: Any) -> bool:
 
 def follow(
     loader: Any,
-    place: Place,
+    place: LoaderPlace,
     *,
     boundary: Callable[[], None],
     set_epoch: Callable[[Any, int], None],
@@ -130,7 +130,7 @@ def follow(
 def _batches(
     loader: Any,
     cls: Any,
-    place: Place,
+    place: LoaderPlace,
     sampler: _SkippingSampler | None,
     boundary: Callable[[], None],
     set_epoch: Callable[[Any, int], None],

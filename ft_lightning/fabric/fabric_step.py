@@ -1,34 +1,38 @@
-"""Optimizer steps of a Fabric loop under a quorum: begin, vote, and what follows a discard.
+"""Gradient steps of a Fabric loop under a quorum.
 
-    a training loader fetches a batch   a step begins: start_quorum; heal if behind, serve who is
-    forward, backward                   DDP averages gradients over the participants
-    optimizer.step()                    vote, and step only if committed
-    backward (of the same batch)        another step begins; optimizer.step() ends it
+    a training loader fetches a batch   a window begins: start_quorum; heal if behind, serve peers
+    forward, backward                   gradients are averaged over the participants; at the end of
+                                        backward the step is voted on, and retried from the kept
+                                        gradients until it is committed
+    backward (of the same batch)        a further step
+    optimizer.step()                    local: its gradients are committed
 
-The loop is the user's: it cannot be rewound, as a Trainer's can. So what was discarded is repeated
-by the loader, which gives the batches of the window again (`fabric_window.py`). With data that
-Fabric does not know a step begins at the forward, and a discarded one is lost.
+So the loop sees each batch once, whatever happens to other groups. A group that heals away from the
+batch at hand finishes this pass of its loop without effect, and its loader goes to the peers' place
+(`fabric_window.py`). With data that Fabric does not know a window begins at the forward.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import report_joined
-from ft_lightning.fabric.fabric_agreements import FabricRoundsMixin
-from ft_lightning.fabric.fabric_data import Place, Progress
+from ft_lightning.fabric.fabric_agreements import FabricAgreementsMixin
+from ft_lightning.fabric.fabric_data import LoaderPlace, Progress
 from ft_lightning.fabric.fabric_window import Where, Window
 from ft_lightning.trainer.world_view import act_as_leader
 
 
-class FabricStepMixin(FabricRoundsMixin):
+class FabricStepMixin(FabricAgreementsMixin):
     """The part of the strategy that begins and ends steps. The loop's thread."""
 
     progress: Progress
@@ -44,19 +48,20 @@ class FabricStepMixin(FabricRoundsMixin):
         self._sigterm = Sigterm(self._is_waiting)
         self._starting = self._started = self._healed = False
         self._fed_by_loader = False
-        self._fetching: Place | None = None
-        self._lead: Place | None = None
+        self._fetching: LoaderPlace | None = None
+        self._lead: LoaderPlace | None = None
         """Of the loader whose batches windows begin with."""
         self._before: list[tuple[int, int, bool]] = []
         """Places of the loaders when the window began."""
         self._alone: Any = None
         """The optimizer that steps, where no loader says where a batch begins."""
+        self._reducer: RetryableReducer | None = None
         self._kept: list[Tensor] | None = None
         """Buffers to put back when this pass of the loop has left out what it must."""
 
     # ------------------------------------------------------------------ begin
 
-    def _before_batch(self, place: Place) -> None:
+    def _before_batch(self, place: LoaderPlace) -> None:
         """A loader is about to fetch: for training, if models train and gradients are recorded."""
         training = torch.is_grad_enabled() and any(model.training for model in self._models)
         self._end_if_told(training)
@@ -70,10 +75,10 @@ class FabricStepMixin(FabricRoundsMixin):
             return
         window = self._window
         if not by_loader:
-            if self._fed_by_loader or self._open:
-                return  # the second step of one batch begins with its backward
+            if self._fed_by_loader or window.open:
+                return  # a further step of one batch begins with its backward
             self._end_if_told(True)
-        elif not self._leads(self._fetching) or (self._open and not window.void):
+        elif not self._leads(self._fetching) or (window.open and not window.void):
             return
         self._fed_by_loader = by_loader
         if not self._started:
@@ -84,16 +89,16 @@ class FabricStepMixin(FabricRoundsMixin):
         if window.void and not self._abandoned():
             self._go_to_window()
         else:
-            window.done, self._before = 0, self._places()
+            window.start_over()
+            self._before = self._places()
         if not self._open:
             self._attempt(Where.BOUNDARY)
         self._before = self._places()
-        self._lost, self._rounds = False, 0
+        self._lost = self._healed = False
         window.begin()
-        self._kept = self._copies() if window.muted else None
+        self._kept = None if window.arrived else self._copies()
         for model in self._wrapped:
             model.forget_forward()
-        self._mute()
 
     def _abandoned(self) -> bool:
         """Whether the loop began a new epoch in place of the batches that were to come again."""
@@ -103,7 +108,7 @@ class FabricStepMixin(FabricRoundsMixin):
         known = dict(zip(map(id, self.progress.places), self._before, strict=False))
         return id(lead) not in known or lead.epoch != known[id(lead)][0]
 
-    def _leads(self, place: Place | None) -> bool:
+    def _leads(self, place: LoaderPlace | None) -> bool:
         """Whether windows begin with this loader's batches: with those of the first one that was
         read, as long as it is; others are read within."""
         lead = self._lead
@@ -118,6 +123,7 @@ class FabricStepMixin(FabricRoundsMixin):
     def _attempt(self, where: Where) -> None:
         """Be in a quorum. Raises as `Manager.start_quorum`. Who asks for a round ends it, too."""
         manager = self._known_manager
+        self._thread = threading.get_ident()
         self._starting, self._where, self._healed = True, where, False
         try:
             manager.start_quorum()
@@ -146,62 +152,114 @@ class FabricStepMixin(FabricRoundsMixin):
         act_as_leader(self._leader, self.scope)
         report_joined(os.environ, self.scope.number)
 
+    # ------------------------------------------------------------------ gradients
+
+    def _make_reducer(self) -> RetryableReducer:
+        hooks = RetryHooks(
+            begin=self._begin_gradients,
+            vote=self._vote,
+            again=self._begin_again,
+            committed=self._window.committed,
+            refused=self._gradients_refused,
+            unused_hint="pass find_unused_parameters=True to the strategy",
+        )
+        return RetryableReducer(hooks, self._known_manager)
+
     def _before_backward(self) -> bool:
-        """Gradients are about to be computed; whether they are to be.
+        """`fabric.backward` is called; whether it is to compute gradients.
 
         Not in a pass that is void: parameters or running statistics may have changed under what
         it has computed. Its gradients are zeros.
         """
-        window = self._window
-        ready = self._manager is not None and self._started and self._fed_by_loader
-        if ready and not self._open and not window.muted and self._votes_each_step:
-            self._attempt(Where.BATCH)
-            if self._healed:
-                # Away from this batch: the step is open, and has what the loader gives next.
+        window, manager = self._window, self._manager
+        ready = manager is not None and self._started and self._fed_by_loader
+        if ready and self._votes_each_step and not window.muted and not self._open:
+            assert manager is not None
+            if manager.left() or not self._open_in_batch():
                 self._break_off()
-        window.gradients()
+        window.before_backward()
+        self._put_back_on_arrival()
         if window.void:
-            for parameter in self._parameters():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+            self._zero_gradients()
         return not window.void
 
-    # ------------------------------------------------------------------ end
+    def _begin_gradients(self) -> bool:
+        """The first gradients of a backward pass are there: whether they are to be averaged."""
+        if not self._window.gradients():
+            return False
+        self._put_back_on_arrival()
+        if not self._open and not self._open_in_batch():
+            self._break_off()
+            raise RuntimeError(
+                "this replica group has healed to another place within loss.backward(), which "
+                "ends its graph: call fabric.backward(loss) in place of loss.backward()"
+            )
+        return True
+
+    def _open_in_batch(self) -> bool:
+        """Be in a quorum; False: away from the batch at hand, since this group has healed."""
+        self._attempt(Where.BATCH)
+        healed, self._healed = self._healed, False
+        return not healed
+
+    def _vote(self) -> bool:
+        """Backward has ended."""
+        manager = self._known_manager
+        self._thread = threading.get_ident()
+        if self._sigterm.noted:
+            # The vote says goodbye: the next quorum is formed without this group at once.
+            manager.leave_after_step()
+        committed: bool = manager.should_commit()
+        self._open = False
+        if committed and self._healed:
+            # It was evicted while it computed: its loop is not where its peers' loops are.
+            manager.forget_state("healed within a step")
+            self._break_off()
+        return committed
+
+    def _begin_again(self) -> bool:
+        """The step was discarded: open the next attempt; False: the kept gradients are void."""
+        if not self._known_manager.left() and self._open_in_batch():
+            return True
+        self._break_off()
+        return False
+
+    def _gradients_refused(self) -> None:
+        self._window.refused()
+        if self._window.void:
+            self._zero_gradients()
+
+    def _zero_gradients(self) -> None:
+        for parameter in self._parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
+
+    # ------------------------------------------------------------------ updates
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Called by `optimizer.step()`: vote, and step if all agreed.
+        """Called by `optimizer.step()`: update the parameters with committed gradients.
 
-        A discarded step leaves the parameters alone, clears the gradients, and has the loader give
-        out its batches again; `last_step_committed` tells. Several optimizers that step on the
-        gradients of one backward are one step.
+        Does nothing in a pass that is void, and where the peers have made the update already;
+        `last_step_committed` tells. Several optimizers may step on the gradients of one backward.
         """
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
         result = None if closure is None else closure()
-        self.last_step_committed = self._decide(optimizer)
+        self.last_step_committed = not self._window.local
         if self.last_step_committed:
+            self._check_update(optimizer)
+            self.progress.step += self._window.count_update()
             output = super().optimizer_step(optimizer, **kwargs)
             return output if closure is None else result
         self._forget_scaling(optimizer)
         return result
 
-    def _decide(self, optimizer: Any) -> bool:
-        """Whether the gradients at hand are to be applied."""
-        window, manager = self._window, self._manager
-        if window.void:
-            return False
-        if window.settled and manager is not None and manager.errored() is None:
-            return window.fate
-        if window.muted:
-            window.skip()
-            if not window.muted:
-                self._put_back()
-                self._mute()
-            return False
-        if manager is None or not self._open:
+    def _check_update(self, optimizer: Any) -> None:
+        if self._manager is None or not self._window.fresh:
             raise RuntimeError(
-                "the optimizer was stepped without a step under way: fetch a batch (in train mode, "
-                "with gradients enabled) before, and compute the gradients of a further update of "
-                "that batch with fabric.backward(loss), in place of loss.backward()"
+                "the optimizer was stepped without gradients of a step: fetch a batch (in train mode, "
+                "with gradients enabled) and call fabric.backward(loss) before"
             )
         if self._fed_by_loader or self._alone is None or self.world_size == 1:
             self._alone = optimizer
@@ -210,32 +268,6 @@ class FabricStepMixin(FabricRoundsMixin):
                 "optimizers that take turns need data from fabric.setup_dataloaders: else a "
                 "replica group that comes back cannot know whose turn it is"
             )
-        return self._vote()
-
-    def _vote(self) -> bool:
-        manager, window = self._known_manager, self._window
-        leaving = self._sigterm.noted
-        if leaving:
-            # The vote says goodbye: the next quorum is formed without this group at once.
-            manager.leave_after_step()
-        committed: bool = manager.should_commit()
-        self._open = False
-        if committed:
-            window.committed()
-            self.progress.step += 1
-            self._rounds = 0
-        else:
-            self._discard()
-        if leaving:
-            self._break_off()
-        return committed
-
-    def _discard(self) -> None:
-        self._forget_gradients()
-        self._window.discarded(comes_again=self._fed_by_loader)
-        self._go_to_window()
-        self._kept = self._copies()
-        self._mute()
 
     def _forget_gradients(self) -> None:
         for each in self._optimizers:
@@ -259,7 +291,6 @@ class FabricStepMixin(FabricRoundsMixin):
         self._window.break_off()
         self._before = self._places()
         self._kept = self._copies()
-        self._mute()
 
     def _places(self) -> list[tuple[int, int, bool]]:
         return [(p.epoch, p.batch, p.active) for p in self.progress.places]
@@ -267,10 +298,6 @@ class FabricStepMixin(FabricRoundsMixin):
     def _go_to_window(self) -> None:
         for place, before in zip(self.progress.places, self._before, strict=False):
             place.go_to(*before)
-
-    def _mute(self) -> None:
-        for model in self._wrapped:
-            model.mute(self._window.muted)
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for model in self._models for buffer in model.buffers()]
@@ -285,6 +312,12 @@ class FabricStepMixin(FabricRoundsMixin):
             # Past autograd: batch norm saves its statistics for a backward that does not read them.
             buffer.data.copy_(value)
 
+    def _put_back_on_arrival(self) -> None:
+        """What this group's forward passes have done to the statistics before it came to the place of
+        its peers is in the statistics that it took from them."""
+        if self._kept is not None and self._window.arrived and not self._window.void:
+            self._put_back()
+
     # ------------------------------------------------------------------ SIGTERM
 
     def _is_waiting(self) -> bool:
@@ -297,5 +330,5 @@ class FabricStepMixin(FabricRoundsMixin):
             return
         manager = self._manager
         finishes = manager is not None and self._votes_each_step and not manager.left()
-        if not self._open and not (training and finishes):
+        if not self._window.open and not (training and finishes):
             self._sigterm.end()

@@ -1,8 +1,8 @@
 """The strategy for Lightning Fabric, written once for both of its namespaces.
 
-The loop is the user's: it cannot be rewound, as a Trainer's can. So a step begins before a training
-loader fetches a batch (or, with data that Fabric does not know, at the forward), and ends with
-`optimizer.step()`. A discarded step changes nothing; its batches come out of the loader again.
+The loop is the user's and cannot be rewound. A step begins before a training loader fetches a batch (or,
+with data that Fabric does not know, at the forward) and is committed when backward ends; a discarded
+one is tried again there, from kept gradients. See `fabric_step.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import astuple
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +23,9 @@ from torch import nn
 from ft_core.heal import digest
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
-from ft_lightning.fabric.fabric_data import Place, Progress, follow, is_placeable
+from ft_lightning.fabric.fabric_data import LoaderPlace, Progress, follow, is_placeable
 from ft_lightning.fabric.fabric_step import FabricStepMixin
-from ft_lightning.fabric.fabric_window import Where
+from ft_lightning.fabric.fabric_window import Where, WindowPlace
 from ft_lightning.shared.launcher import SupervisorLauncher, live_with_group
 from ft_lightning.shared.strategy_options import (
     Options,
@@ -86,6 +87,7 @@ class FTFabricMixin(FabricStepMixin):
         def backward(self: Any, *args: Any, **options: Any) -> None:
             if self._before_backward():
                 inherited(self, *args, **options)
+            self._window.after_backward()
 
         cls.backward = backward  # type: ignore[method-assign]
 
@@ -143,8 +145,9 @@ class FTFabricMixin(FabricStepMixin):
 
     @property
     def num_participants(self) -> int:
-        """How many processes contribute to the step; 0 before the first. Never waits."""
-        return self._manager.num_participants() if self._open and self._manager else 0
+        """How many processes contribute to the step under way, or to the last one; 0 before the
+        first. Never waits."""
+        return self.participants
 
     @property
     def current_step(self) -> int:
@@ -200,14 +203,16 @@ class FTFabricMixin(FabricStepMixin):
 
     def setup_module(self, module: nn.Module) -> Any:
         """Called by `fabric.setup` and `setup_module`. A frozen module is left as it is."""
-        from ft_core.ddp import DistributedDataParallel as FTDistributedDataParallel
+        from ft_core.ddp import RetryableDistributedDataParallel
 
         if self._started:
             raise RuntimeError("set up all models before the first batch: peers heal them as one")
         self._models.append(module)
         if not any(p.requires_grad for p in module.parameters()):
             return module
-        wrapped = FTDistributedDataParallel(self._ensure_manager(), module, **self._ddp_kwargs)
+        self._ensure_manager()
+        self._reducer = self._reducer or self._make_reducer()
+        wrapped = RetryableDistributedDataParallel(self._reducer, module, **self._ddp_kwargs)
         strategy = weakref.ref(self)
 
         def before_forward(module: nn.Module, args: Any) -> None:
@@ -247,7 +252,7 @@ class FTFabricMixin(FabricStepMixin):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Called by `fabric.setup_dataloaders`."""
         loader = super().process_dataloader(dataloader)
-        place = Place()
+        place = LoaderPlace()
         self.progress.places.append(place)
         set_epoch = importlib.import_module(f"{self._namespace}.utilities.data")._set_sampler_epoch
         place.placeable = is_placeable(loader)
@@ -316,7 +321,7 @@ class FTFabricMixin(FabricStepMixin):
         places = self._before if self._votes_each_step else self._places()
         return {
             **self._places_to_receive(),
-            "updates": self._window.done,
+            "window": astuple(self._window.place),
             "lead": -1 if lead is None else self.progress.places.index(lead),
             "schedulers": [s.state_dict() for s in self._schedulers],
             "precision": self.precision.state_dict(),
@@ -342,7 +347,7 @@ class FTFabricMixin(FabricStepMixin):
             self._visit = (name, dtype, list(shape), op)
             return
         self._healed = True
-        self._window.done = state["updates"]
+        self._window.place = WindowPlace(*state["window"])
         for name in ("models", "optimizers", "schedulers"):
             for mine, its in zip(getattr(self, f"_{name}"), state[name], strict=True):
                 mine.load_state_dict(its)

@@ -1,22 +1,23 @@
-"""Several optimizer steps for one batch of a Fabric loop: what counts when the batch comes again.
+"""The batches of one update, and what of them counts when this group joins in their midst. PURE.
 
-Each `optimizer.step()` with gradients of its own is a step of the quorum's: one vote. Its batch, or
-the batches that are accumulated, are its *window*. The loop is the user's, so when the second
-update of a window is discarded, the rest of this pass of the loop is void: nothing that it computes
-reaches peers, no optimizer steps. Then the loader gives the window's batches again, and the updates
-that are committed are left out. A replica group whose peers are in the midst of a window joins in
-the same way.
+A *window* is the batch (or the accumulated batches) of a Fabric loop's update. Every backward pass
+that synchronizes is a step of the quorum: it has a vote of its own, and is tried again from kept
+gradients until it is committed (`ft_core.collectives.retry`). A batch may hold several, as a GAN's
+does. The loop is the user's and can't be rewound; so a replica group whose peers are in the midst of
+a window starts with the window's first batch, and leaves out what its peers have done already.
 
-| | gradients | `optimizer.step()` | `all_reduce` |
+| | gradients | `optimizer.step()` | collectives |
 |---|---|---|---|
-| a window's open update | reduced | votes | over the step |
-| between two updates | | | a round of its own |
-| left out, as it is committed | stay at home | does nothing | this process's value |
-| void, until the loader is asked for a batch | zeros | does nothing | this process's value |
+| before the place where the peers are | stay local | does nothing | this process's value |
+| from there on | averaged, committed | updates | over the participants |
+| void, until the loader fetches a batch | zeros | does nothing | this process's value |
+
+A window is void where this group has healed inside it: what the loop holds belongs to another place.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -25,67 +26,100 @@ class Where(Enum):
 
     BOUNDARY = "before a batch"
     BATCH = "in a batch"
-    ROUND = "between steps"
+    ROUND = "in an agreement"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlace:
+    """How far the members are in their window; heals with the state.
+
+    Attributes:
+        committed: backward passes that were committed.
+        passes: calls of `fabric.backward`.
+        agreements: collectives since the last commit, or since the window's first batch.
+    """
+
+    committed: int = 0
+    passes: int = 0
+    agreements: int = 0
 
 
 class Window:
-    """Of the batches under way. The loop's thread.
+    """The window under way. Thread: the loop's, or autograd's while the loop waits in backward.
 
     Attributes:
-        done: updates of the window that are committed.
-        void: the rest of this pass counts for nothing.
-        arrived: this pass is past all that peers have done already.
-        settled: what becomes of the gradients at hand is known: `fate`. Another optimizer that
-            steps on them needs no vote.
-        fate: they are applied.
+        open: it was begun, and no backward pass has been committed since.
+        void: the rest of this pass of the loop counts for nothing.
+        arrived: this pass is where the peers are.
+        fresh: there are committed gradients for an optimizer.
+        place: how far this group is, or (before it has arrived) its peers are.
     """
 
     def __init__(self) -> None:
-        self.done = self._left = 0
-        self.void = self.settled = self.fate = False
+        self.open = self.void = self.fresh = self._uncounted = False
         self.arrived = True
+        self.place = WindowPlace()
+        self._left_out = self._passes = 0
 
     @property
     def muted(self) -> bool:
-        """Gradients stay at home: of updates that are committed, or void."""
-        return self.void or self._left > 0
+        """Gradients stay local: they are committed already, or void."""
+        return self.void or self._left_out > 0
 
     @property
     def local(self) -> bool:
-        """Collectives stay at home: peers are past them, or will not come to them."""
+        """Collectives stay local: the peers are past them, or will not come to them."""
         return self.void or not self.arrived
 
-    def begin(self) -> None:
-        """A pass begins, with the window's first batch; `done` updates are left out."""
-        self._left = self.done
-        self.void = self.settled = self.fate = False
-        self.arrived = self.done == 0
+    def start_over(self) -> None:
+        """The next pass is a new window's."""
+        self.place = WindowPlace()
 
-    def gradients(self) -> None:
-        """A backward begins."""
-        self.settled = False
-        if not self.muted:
+    def begin(self) -> None:
+        """A pass begins with the window's first batch; what `place` says is left out."""
+        self._left_out, self._passes = self.place.committed, 0
+        self.open, self.void, self.fresh = True, False, False
+        self.arrived = self.place == WindowPlace()
+
+    def agreed(self) -> None:
+        """A collective was called."""
+        if self.arrived:
+            place = self.place
+            self.place = WindowPlace(place.committed, place.passes, place.agreements + 1)
+
+    def before_backward(self) -> None:
+        """`fabric.backward` is called."""
+        if not self.muted and self._passes >= self.place.passes:
             self.arrived = True
+        self._passes += 1
+
+    def gradients(self) -> bool:
+        """The first gradients of a backward pass: whether they are to be averaged."""
+        if self.muted:
+            return False
+        self.arrived = True
+        return True
+
+    def after_backward(self) -> None:
+        """`fabric.backward` returns."""
+        if self.arrived:
+            place = self.place
+            self.place = WindowPlace(place.committed, self._passes, place.agreements)
 
     def committed(self) -> None:
-        """The open update is committed."""
-        self.done += 1
-        self._settle(True)
+        """A backward pass is committed."""
+        self.place = WindowPlace(self.place.committed + 1, self._passes, 0)
+        self.open, self.fresh, self._uncounted = False, True, True
 
-    def discarded(self, *, comes_again: bool) -> None:
-        """The open update is discarded; `comes_again`: the loader will give out its batches."""
-        self.void = comes_again
-        self._settle(False)
+    def refused(self) -> None:
+        """The gradients of a backward pass have stayed local."""
+        self._left_out = max(0, self._left_out - 1)
 
-    def skip(self) -> None:
-        """An update that is committed was left out."""
-        assert self._left > 0
-        self._left -= 1
-        self._settle(False)
+    def count_update(self) -> bool:
+        """An optimizer steps: whether it is the first one since the last commit."""
+        first, self._uncounted = self._uncounted, False
+        return first
 
     def break_off(self) -> None:
         """The rest of this pass is void."""
         self.void = True
-
-    def _settle(self, fate: bool) -> None:
-        self.settled, self.fate = True, fate

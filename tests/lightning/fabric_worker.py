@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {
     "step_delay_s": 0.0,
     "hold": None,  # before this step wait until the file <log>/go is there
     "holds": {},  # {"<place>": file}: write <name>.at.<place>, and wait for the file
-    "inject": {},  # {"<step>": replica index}: this replica reports an error once
+    "inject": {},  # {"<step>": replica index}: this replica reports an error once, in backward
     "critic": False,  # every second window has two updates: of a critic, then of the net
     "save_at": None,  # save after this step
     "load": False,  # start from what was saved
@@ -133,6 +133,8 @@ class Worker:
                         # As in a GAN: the critic's update first, then the net's, through both.
                         self.criticise(logits, labels)
                         loss = loss + 0.1 * self.critic(logits).mean()
+                    if last:
+                        self.inject(loss)
                     self.fabric.backward(loss / k)
                 if last:
                     self.finish_step(loss, epoch, number, window)
@@ -161,8 +163,9 @@ class Worker:
         """The first update of a window that has two."""
         self.critic_optimizer.zero_grad()
         wanted = (labels == 0).float()[:, None]
-        self.fabric.backward((self.critic(logits.detach()) - wanted).square().mean())
-        self.inject()
+        loss = (self.critic(logits.detach()) - wanted).square().mean()
+        self.inject(loss)
+        self.fabric.backward(loss)
         self.critic_optimizer.step()
         # Outside of a step: between two. Where it comes again, it is this process's value.
         mean = self.fabric.all_reduce(self.critic(logits.detach()).mean().detach())
@@ -189,7 +192,6 @@ class Worker:
         everyone = self.gather_ranks()
         if self.options["clip"]:
             self.fabric.clip_gradients(self.net, self.optimizer, max_norm=self.options["clip"])
-        self.inject()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -221,14 +223,15 @@ class Worker:
             while not (self.log / self.options["holds"][place]).exists():
                 time.sleep(0.02)
 
-    def inject(self) -> None:
-        """In the step under way."""
+    def inject(self, loss: Any) -> None:
+        """In the step that begins, when the backward pass from `loss` does."""
         step = str(self.step)
         if self.options["inject"].get(step) == self.fabric.global_rank and (
             step not in self.injected
         ):
             self.injected.add(step)
-            self.strategy.manager.report_error(RuntimeError("injected"))
+            error = RuntimeError("injected")
+            loss.register_hook(lambda gradient: self.strategy.manager.report_error(error))
 
     def end(self) -> None:
         end = {
