@@ -24,7 +24,6 @@ from lighthouse.config import Timeouts  # noqa: E402
 from lighthouse.wire import messages  # noqa: E402
 
 SEEDS = range(150)
-EVENTS = ("begin", "pin", "fail", "vote", "load", "leave", "configured", "fetched", "received")
 
 
 def first_sentence(text: str | None) -> str:
@@ -54,31 +53,24 @@ def transitions() -> str:
     def state(replica: Replica) -> str:
         return f"{replica.stage.value} / {replica.attempt.value}"
 
-    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Replica, *args: Any, **kwargs: Any) -> Any:
-            before = state(self)
-            event = name
-            if name == "received":
-                event = type(args[0]).__name__
-                if event == "Decision":
-                    event += " (commit)" if args[0].committed else " (discard)"
-            result = method(self, *args, **kwargs)
-            after = state(self)
-            if after != before:
-                seen[(before, event)].add(after)
-            return result
+    original = Replica.handle
 
-        return call
+    def handle(self: Replica, message: Any, now: float) -> Any:
+        before, event = state(self), type(message).__name__
+        if event == "Decision":
+            event += " (commit)" if message.committed else " (discard)"
+        effects = original(self, message, now)
+        after = state(self)
+        if after != before:
+            seen[(before, event)].add(after)
+        return effects
 
-    originals = {name: getattr(Replica, name) for name in EVENTS}
-    for name, method in originals.items():
-        setattr(Replica, name, watched(name, method))
+    Replica.handle = handle  # type: ignore[method-assign]
     try:
         for seed in SEEDS:
             run(seed)
     finally:
-        for name, method in originals.items():
-            setattr(Replica, name, method)
+        Replica.handle = original  # type: ignore[method-assign]
     order = {
         f"{s.value} / {a.value}": (i, j) for i, s in enumerate(Stage) for j, a in enumerate(Attempt)
     }

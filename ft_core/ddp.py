@@ -106,12 +106,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             key=f"{key}.buffers",
             ignored=set(self.parameters_to_ignore),
         )
+        self._shares = bool(self._shared)
         reduction.begin_with(self._trained_values(), self._shared)
         manager.register_vote_check(reduction.before_vote)
         self._reduction = reduction
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled():
+        if self._shares and self.training and torch.is_grad_enabled():
             self._shared.begin()
         return super().forward(*inputs, **kwargs)
 
@@ -282,6 +283,7 @@ class _Reduction(dist.ProcessGroup):
         super().__init__(0, 1)
         self._manager = manager
         self._shared: SharedBuffers | None = None
+        self._begun = False
         self._values = self.unsent = 0
         self._divisor = 1
         self._on_their_way: list[StartedReduce] = []
@@ -292,8 +294,8 @@ class _Reduction(dist.ProcessGroup):
 
     def begin_with(self, values: int, shared: SharedBuffers) -> None:
         """Backward passes begin: each sends `values` values, then the buffers."""
-        self._values = values
-        self._shared = shared
+        self._values, self._begun = values, True
+        self._shared = shared or None
 
     def before_vote(self) -> None:
         """Report a backward that has begun and not reached all parameters."""
@@ -311,7 +313,7 @@ class _Reduction(dist.ProcessGroup):
 
     def getSize(self) -> int:
         """torch's reducer asks once a backward pass, at its first gradient; others at any time."""
-        if self._shared is not None and torch._C._current_graph_task_id() >= 0:
+        if self._begun and torch._C._current_graph_task_id() >= 0:
             self.unsent = 0 if self.muted else self._values
             self._divisor = 1 if self.muted else self._manager.mean_divisor()
         return self._divisor

@@ -29,10 +29,9 @@ from ft_core.config import JobOptions, new_replica_id
 from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal import digest
 from ft_core.process_group import ProcessGroup
-from ft_core.replica.effects import Effect
-from ft_core.replica.machine import Replica
-from ft_core.replica.participation import Participation, ParticipationRule, WorldSizeMode
-from ft_core.replica.status import Attempt, Outcome, Stage
+from ft_core.replica import events
+from ft_core.replica.participation import WorldSizeMode
+from ft_core.replica.status import Attempt, Outcome, Participation, ReplicaStatus, Stage
 from ft_core.shell.session import Session
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
@@ -185,7 +184,6 @@ class Manager:
         self._start = (0, "")
         self._batches_committed = 0
         self._session: Session | None = None
-        self._seat = ParticipationRule(options.world_size_mode, options.min_replicas, options.place)
         self._began_at = 0.0
         self._quorum_wait_s = options.quorum_timeout_s
         self._discards_in_a_row = 0
@@ -230,7 +228,7 @@ class Manager:
     def preallocate_state(self, *optimizers: Optimizer) -> None:
         """The state of these optimizers is part of the registered state: allocate it before the
         first quorum, so that a restarted process heals into memory that is there."""
-        self.state.expect(*optimizers)
+        self.state.preallocate(*optimizers)
 
     def state_dict(self) -> dict[str, Any]:
         """The manager's own state: save and restore it with every checkpoint."""
@@ -278,7 +276,7 @@ class Manager:
         if room_id != session.room_id:
             known = session.room_id
             raise ValueError(f"this manager is in room {known!r}; use one manager for {room_id!r}")
-        if session.replica.attempt is not Attempt.CLOSED:
+        if session.control.status.attempt is not Attempt.CLOSED:
             self._abandon(session)
         self.step.open()
         self._began_at = time.monotonic()
@@ -286,10 +284,35 @@ class Manager:
         limit_s = self._options.quorum_timeout_s
         self._quorum_wait_s = limit_s if timeout is None else timeout.total_seconds()
         if self._async and self._options.group_world_size == 1:  # saving may be a collective
-            self.state.lend(session.replica)
-        if self._begin(session) or (self._async and session.replica.stage is not Stage.MEMBER):
-            return
-        self._enter(session, heal=not self._async)
+            before = session.control.status
+            self.state.offer(behind=before.stage is not Stage.MEMBER or before.healing)
+        status = session.control.submit(events.Begin(heal_in_step=self._async))
+        if status.entered:
+            self.step.part = status.part
+        elif not self._async or status.stage is Stage.MEMBER:
+            self._enter(session, heal=not self._async)
+
+    def try_start_quorum(self) -> bool:
+        """`start_quorum`, but only if this rank is a member of a quorum and stays one; whether it is.
+
+        At the end of a training members leave one after the other: a quorum may not come any more,
+        and a member that waited for one after its last step would wait for ever.
+        """
+        session = self._session
+        if session is None or self.left():
+            return False
+        limit_s = self._options.timeouts.timeout_s
+        session.control.wait(
+            lambda status: status.ready or status.stage is not Stage.MEMBER,
+            time.monotonic() + limit_s,
+        )
+        if not session.control.status.ready:
+            return False
+        try:
+            self.start_quorum(timeout=timedelta(seconds=limit_s))
+        except QuorumUnavailable:  # lost in this very moment
+            return False
+        return True
 
     def wait_quorum(self) -> None:
         """Wait until collectives may start. Raises as `start_quorum` does."""
@@ -312,8 +335,8 @@ class Manager:
             JoinRefused, GroupBroken: as `start_quorum`.
         """
         session = self._need_session()
-        replica = session.replica
-        if replica.attempt is Attempt.CLOSED:
+        control_channel = session.control
+        if control_channel.status.attempt is Attempt.CLOSED:
             raise RuntimeError("should_commit must follow start_quorum")
         for known in self._vote_checks:
             check = known()
@@ -322,9 +345,10 @@ class Manager:
         if not self.state.unchanged():
             self.report_error(RuntimeError(CHANGED_WHILE_SERVED))
         self.step.drain()
-        if self.step.error is None and (replica.attempt is Attempt.OPEN or replica.healing):
+        status = control_channel.status
+        if self.step.error is None and (status.attempt is Attempt.OPEN or status.healing):
             self._enter(session, heal=True)
-        part = self.step.part or self._take_part(session)
+        part = self.step.part or control_channel.status.part
         ok = self.step.error is None
         reason = "" if ok else f"{type(self.step.error).__name__}: {self.step.error}"
         needed = 1 if no_update else self._options.min_replicas
@@ -333,21 +357,14 @@ class Manager:
             reason = f"fewer than min_replica_size={self._options.min_replicas} participants"
         wait_s = timeout or timedelta(seconds=self._options.timeouts.connect_timeout_s)
         deadline = time.monotonic() + wait_s.total_seconds()
-
-        def vote(machine: Replica, now: float) -> list[Effect]:
-            if ok and machine.attempt is not Attempt.FAILED and not machine.may_vote:
-                return machine.vote(False, now, reason="lost the quorum before the vote")
-            return machine.vote(ok, now, reason=reason, control=control)
-
-        session.control.call_and_wait(vote, _answered, deadline)
-        outcome = replica.outcome
-        if outcome is None:
+        status = control_channel.vote(events.CastVote(ok, reason, control), deadline)
+        if status.outcome is None:
             self._check_fatal(session)
             raise StepInDoubt(
-                f"no answer to the vote on step {replica.step} within {wait_s.total_seconds():g} s:"
-                f" is the lighthouse at {session.lighthouse} alive? ({replica.reason})"
+                f"no answer to the vote on step {status.step} within {wait_s.total_seconds():g} s:"
+                f" is the lighthouse at {session.lighthouse} alive? ({status.reason})"
             )
-        return self._conclude(session, outcome, part)
+        return self._conclude(session, status, part)
 
     def set_samples(self, samples: int) -> None:
         """How many samples this member's batch has; before the step's first collective.
@@ -396,8 +413,17 @@ class Manager:
         return reduction.start(self.step, tensor, reduce_op, divided_by=divided_by)
 
     def bind(self) -> bool:
-        """Settle who takes part in this step, as its first collective does; False: it failed."""
+        """Bind this step to its quorum, as its first collective does; False: it has failed."""
         return self.step.bind() is not None
+
+    def bind_step(self) -> int | None:
+        """`bind`; the step that the quorum works on, also for a member that is behind. None: the
+        attempt has failed, `errored` says why, and this member has reduced nothing."""
+        if self.step.bind() is None or self._session is None:
+            return None
+        status = self._session.control.status
+        bound = status.attempt is Attempt.BOUND and status.view is not None
+        return status.view.step if bound and status.view is not None else None
 
     def mean_divisor(self) -> int:
         """What a tensor may be divided by on its way, for `allreduce(divided_by=)` to do no more.
@@ -414,7 +440,7 @@ class Manager:
 
     def _tell_error(self, reason: str) -> None:
         if self._session is not None:
-            self._session.control.call(lambda replica, now: replica.fail(reason, now))
+            self._session.control.submit(events.Fail(reason))
 
     def errored(self) -> Exception | None:
         """The first error of this step, or None."""
@@ -456,7 +482,12 @@ class Manager:
 
     def is_healing(self) -> bool:
         """Whether this group's state is still to be loaded (asynchronous quorum)."""
-        return self._session is not None and self._session.replica.healing
+        return self._session is not None and self._session.control.status.healing
+
+    def step_failed(self) -> bool:
+        """Whether this step can't be committed any more, whichever member failed. Any thread."""
+        session = self._session
+        return session is not None and session.control.status.attempt is Attempt.FAILED
 
     def collectives_began(self) -> bool:
         """Whether this step has had a collective: it is bound to its quorum now."""
@@ -488,34 +519,45 @@ class Manager:
         """This group's name."""
         return self._options.name
 
+    @property
+    def group_world_size(self) -> int:
+        """How many ranks this replica group has."""
+        return self._options.group_world_size
+
+    @property
+    def world_size_mode(self) -> WorldSizeMode:
+        """As given to the constructor."""
+        return self._options.world_size_mode
+
     # ------------------------------------------------------------------ leaving
 
-    def forget_state(self, reason: str, *, keep_state: bool = False) -> None:
-        """This group's state is not what the quorum takes it for: leave the quorum, as one that
-        holds no state; the next `start_quorum` joins again and heals.
+    def forget_state(self, reason: str) -> None:
+        """This group's state is not what the quorum takes it for: `rejoin` without a state."""
+        self.rejoin(reason)
 
-        After a decision, or in place of one (the open attempt is discarded). One rank forgets for
-        its whole group. The members lose at most the step that they are in. `keep_state`: it only
-        leaves; what it holds when it joins again is still the state that it left with, from which
-        the job goes on if nobody else has a newer one.
+    def rejoin(self, reason: str, *, discard_state: bool = True) -> None:
+        """Leave the quorum; the next `start_quorum` joins again, and heals.
+
+        After a decision, or in place of one (the open attempt is discarded). One rank does it for
+        its whole group. The members lose at most the step that they are in. `discard_state`: join as
+        a member that holds no state. False: as one that holds the state with which it left, from
+        which the job goes on if no member has a newer one.
         """
         self.step.drain()
         self.step.part, self.step.bound_at = None, None
-        session = self._need_session()
-        session.control.call(lambda replica, now: replica.give_up(reason, keep_state=keep_state))
+        self._need_session().control.submit(events.Rejoin(reason, discard_state))
 
     def leave_after_step(self) -> None:
         """The next committed or discarded step is this group's last (graceful leave)."""
-        session = self._need_session()
-        session.control.call(lambda replica, now: replica.leave_after_step())
+        self._need_session().control.submit(events.LeaveAfterStep())
 
     def in_quorum(self) -> bool:
         """Whether this group is in a quorum now. Never waits."""
-        return self._session is not None and self._session.replica.stage is Stage.MEMBER
+        return self._session is not None and self._session.control.status.stage is Stage.MEMBER
 
     def left(self) -> bool:
         """Whether this group has left its quorum for good."""
-        return self._session is not None and self._session.replica.stage is Stage.LEFT
+        return self._session is not None and self._session.control.status.stage is Stage.LEFT
 
     def shutdown(self, wait: bool = True, *, finished: bool = False) -> None:
         """Leave the quorum and free everything: threads, sockets, the process group.
@@ -556,63 +598,53 @@ class Manager:
             schema=hashlib.blake2b(schema_text.encode(), digest_size=8).hexdigest(),
             schema_text=schema_text[:1500],
             telemetry=self.telemetry,
-            into=lambda: self.state.room(self._need_session(), in_step=self._async),
+            into=lambda: self.state.room_to_receive(self._need_session(), in_step=self._async),
             on_tick=self._check_stall,
         )
         self._session = session
         session.await_lighthouse()
         return session
 
-    def _begin(self, session: Session) -> bool:
-        """Open an attempt; True if there is nothing to wait for, to serve or to heal."""
-
-        def begin(replica: Replica, now: float) -> list[Effect]:
-            effects = replica.begin(now, heal_in_step=self._async)
-            if replica.ready and replica.healed and not replica.targets and not replica.published:
-                replica.entered()
-                self._update_part(replica, now)
-            return effects
-
-        session.control.call(begin)
-        return self.step.part is not None
-
     def _enter(self, session: Session, *, heal: bool) -> None:
         """Wait until this attempt may reduce (or has failed); serve and heal at its boundary."""
-        replica, wait_s = session.replica, self._quorum_wait_s
+        control, wait_s = session.control, self._quorum_wait_s
         deadline = None if wait_s is None else time.monotonic() + wait_s
         while True:
-            session.wait_for(lambda r: _may_enter(r, heal), deadline)
+            session.wait_for(lambda status: status.may_enter(heal=heal), deadline)
             self._check_fatal(session)
-            if replica.attempt is Attempt.FAILED:
+            status = control.status
+            if status.attempt is Attempt.FAILED:
                 return
-            if not _may_enter(replica, heal):
+            if not status.may_enter(heal=heal):
                 raise QuorumUnavailable(
-                    f"no quorum within the timeout: {replica.reason}; the lighthouse is "
+                    f"no quorum within the timeout: {status.reason}; the lighthouse is "
                     f"{session.lighthouse}"
                 )
-            if not (heal and replica.healing):
+            if not (heal and status.healing):
                 break
             self._batches_committed = self.state.load(session, self._batches_committed)
-        targets = replica.targets
-        if targets and replica.published != (replica.step, replica.lineage):
+        if status.targets and status.published != (status.step, status.lineage):
             self.state.publish(session, self._batches_committed)
-        elif not targets and replica.published is not None:
-            replica.published = None
+        elif not status.targets and status.published is not None:
+            control.submit(events.Published(None))
             session.plane.retire()
-        session.control.call(lambda machine, now: machine.entered())
-        self._take_part(session)
+        self.step.part = control.submit(events.Entered()).part
 
     def _bind(self) -> None:
         """The first collective of the step: from here on it belongs to this quorum."""
-        session = self._need_session()
+        session, step = self._need_session(), self.step
         while True:
-            session.control.call(self._try_pin)
-            if self.step.bound_at is not None:
-                assert self.step.part is not None
-                reduction.find_weight(self.step)
+            status = session.control.submit(events.Bind())
+            if status.attempt is Attempt.BOUND:
+                assert status.part is not None
+                # Its collectives are refused if the process group is another quorum's by now.
+                self._pg.bind(status.part.quorum_id)
+                step.part, step.bound_at = status.part, time.monotonic()
+                if step.weighted:
+                    reduction.find_weight(step)
                 return
-            if session.replica.attempt is not Attempt.OPEN:
-                self.report_error(RuntimeError(session.replica.failure or "not in a step"))
+            if status.attempt is not Attempt.OPEN:
+                self.report_error(RuntimeError(status.failure or "not in a step"))
                 return
             try:
                 self._enter(session, heal=not self._async)
@@ -620,61 +652,41 @@ class Manager:
                 self.report_error(error)
                 return
 
-    def _try_pin(self, replica: Replica, now: float) -> None:
-        """Under the machine's lock: what is pinned and who takes part must be one quorum."""
-        if replica.attempt is not Attempt.OPEN or not replica.ready:
-            return
-        if replica.loop_waits or (replica.healing and not self._async):
-            return  # the boundary of the step is still to be crossed (`_enter`)
-        assert replica.view is not None
-        replica.pin()
-        self._pg.bind(replica.view.quorum_id)
-        self.step.part = self._participation(replica)
-        self.step.bound_at = now
-
-    def _take_part(self, session: Session) -> Participation | None:
-        if session.replica.view is not None:
-            session.control.call(self._update_part)
-        return self.step.part
-
-    def _update_part(self, replica: Replica, now: float) -> None:
-        self.step.part = self._participation(replica)
-
-    def _participation(self, replica: Replica) -> Participation:
-        view = replica.view
-        assert view is not None
-        return self._seat.under(view, replica.replica_id, behind=_was_behind(replica))
-
     def _known_part(self) -> Participation:
         session = self._need_session()
         if self.step.part is None:
             self.wait_quorum()
-        part = self.step.part or self._take_part(session)
+        status = session.control.status
+        part = self.step.part or status.part
         if part is None:
-            raise QuorumUnavailable(f"no quorum: {session.replica.reason}")
+            raise QuorumUnavailable(f"no quorum: {status.reason}")
         return part
 
-    def _check_stall(self, replica: Replica, now: float) -> list[Effect]:
-        """Control thread: a collective that waits for too long has somebody to blame."""
+    def _check_stall(self, status: ReplicaStatus, now: float) -> events.Fail | None:
+        """Control thread: a collective that takes too long waits for a member that hangs."""
         since = self.step.bound_at
-        if since is None or replica.attempt is not Attempt.PINNED or not self.step.pending:
-            return []
-        view, limits = replica.view, self._options.timeouts
+        if since is None or status.attempt is not Attempt.BOUND or not self.step.pending:
+            return None
+        view, limits = status.view, self._options.timeouts
         healing = view is not None and any(m.healing for m in view.members)
         patience_s = limits.heal_timeout_s if healing else limits.timeout_s
         if now - since < patience_s or all(f.done() for f in list(self.step.pending)):
-            return []
-        return replica.fail(f"a collective waited {now - since:.1f} s", now, stalled=True)
+            return None
+        return events.Fail(f"a collective waited {now - since:.1f} s", stalled=True)
 
-    def _conclude(self, session: Session, outcome: Outcome, part: Participation | None) -> bool:
-        """Book the outcome of a step."""
+    def _conclude(
+        self, session: Session, status: ReplicaStatus, part: Participation | None
+    ) -> bool:
+        """Record the outcome of a step; whether it is committed."""
+        outcome = status.outcome
+        assert outcome is not None
         seconds = time.monotonic() - self._began_at
         self._last_outcome = outcome
         self.step.bound_at = None
         if outcome.committed:
-            if session.replica.published is not None:
-                # The optimizer is next. All members have voted, the healed ones too: nobody reads
-                # on, but where a group acts on its own vote.
+            if status.published is not None:
+                # The optimizer is next. All members have voted, the healed ones too, so that none
+                # reads the state any more, except where a group acts on its own vote.
                 (session.plane.freeze if self._options.group_commit else session.plane.retire)()
             self._batches_committed += outcome.participants if part is None else part.participants
             self._discards_in_a_row = 0
@@ -701,13 +713,7 @@ class Manager:
         self.step.drain()
         self._step_ended(False)
         self.telemetry.emit(DISCARD, step=self.current_step(), reason="never ended", seconds=0.0)
-        session.control.call(
-            lambda replica, now: (
-                replica.vote(False, now, reason="the loop started over")
-                if replica.attempt is not Attempt.CLOSED
-                else []
-            )
-        )
+        session.control.submit(events.CastVote(False, "the loop started over"))
 
     def _step_ended(self, committed: bool) -> None:
         for known in self._step_end_hooks:
@@ -716,16 +722,17 @@ class Manager:
                 hook(committed)
 
     def _check_fatal(self, session: Session) -> None:
-        replica = session.replica
-        if replica.stage is Stage.REFUSED:
+        status = session.control.status
+        if status.stage is Stage.REFUSED:
             if session.broken:
-                raise (GroupLeft if session.has_left else GroupBroken)(replica.reason)
-            raise JoinRefused(replica.reason)
+                raise (GroupLeft if session.has_left else GroupBroken)(status.reason)
+            raise JoinRefused(status.reason)
 
     def _position(self) -> tuple[int, str]:
         if self._session is None:
             return self._start
-        return self._session.replica.step, self._session.replica.lineage
+        status = self._session.control.status
+        return status.step, status.lineage
 
     def _need_session(self) -> Session:
         if self._session is None:
@@ -736,27 +743,6 @@ class Manager:
 def _weak_if_method(function: Callable[P, T]) -> Callable[[], Callable[P, T] | None]:
     """A reference to `function` that keeps no object alive whose method it is."""
     return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function
-
-
-def _answered(replica: Replica) -> bool:
-    return replica.outcome is not None or replica.stage is Stage.REFUSED
-
-
-def _may_enter(replica: Replica, heal: bool) -> bool:
-    """Whether a loop that waits at its step's boundary may go on (or must look again)."""
-    if replica.attempt is Attempt.FAILED or replica.stage in (Stage.REFUSED, Stage.LEFT):
-        return True
-    if not replica.ready:
-        return False
-    return not (heal and replica.healing) or replica.state_fetched
-
-
-def _was_behind(replica: Replica) -> bool:
-    """Whether the quorum counts this member as healing (also once it has loaded the state)."""
-    view = replica.view
-    if view is None or replica.healing:
-        return True
-    return any(m.healing for m in view.members if m.replica_id == replica.replica_id)
 
 
 __all__ = ["Manager", "WorldSizeMode"]

@@ -1,19 +1,29 @@
-"""The state that heals: how it is saved, served to peers, and loaded."""
+"""The state that heals: how it is saved, served to peers, received and loaded.
+
+A tree of named parts, each with a load and a save function. Large tensors are served and received
+*in place*, without a copy: the peer reads the source's own tensors until its optimizer is about to
+change them, and the receiver writes into its own.
+
+Memory for an optimizer's state that does not exist yet is *preallocated* before the process joins.
+If a fresh process allocated it while its peers' state arrives, the peers would wait for the kernel
+to find that memory: measured, 0.4 s a GiB, and up to 3 s on a virtual machine whose host must find
+it, too, against 0.2 s for the transfer.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ft_core.moments import PreallocatedState
-from ft_core.replica.machine import Replica
-from ft_core.replica.status import Attempt, Stage
+from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
 from ft_core.shell.session import Session
 
 log = logging.getLogger("ft_core")
@@ -21,6 +31,8 @@ log = logging.getLogger("ft_core")
 LARGE_BYTES = 1024 * 1024
 """Tensors from this size on are served to healing peers, and received during a step, without a copy
 (`ft_core.heal`)."""
+PREALLOCATE_BYTES = 64 * 1024 * 1024
+"""A smaller optimizer state is allocated in no time."""
 CHANGED_WHILE_SERVED = (
     "a tensor of the state was changed before should_commit while a peer healed from it: change "
     "the state after should_commit only, or return a copy of that tensor from state_dict"
@@ -39,33 +51,35 @@ Save = Callable[[], Any]
 class State:
     """A manager's named parts of state, each with its load and save function.
 
-    Thread: the training loop's, but for `room`.
+    Thread: the training loop's, but for `room_to_receive`.
     """
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[Load, Save]] = {}
-        self._private: set[str] = set()
-        self._moments: list[PreallocatedState] = []
+        self._read_in_step: set[str] = set()
+        self._preallocated: list[PreallocatedState] = []
         self._served: Versions = []
-        self._lends = True
-        self._lent: dict[str, Any] | None = None
+        self._in_place = True
+        self._offered: dict[str, Any] | None = None
         self._received: Versions = []
 
-    def register(self, key: str, load: Load, save: Save, *, lends: bool = True) -> None:
-        """Add or replace a part. `lends` False: its owner reads it during a step that counts for
-        nothing, too, so nothing may be received into it then."""
+    def register(self, key: str, load: Load, save: Save, *, in_place: bool = True) -> None:
+        """Add or replace a part. `in_place` False: its owner also reads it during a step that
+        contributes nothing, so nothing may be received into it then."""
         self._parts[key] = (load, save)
-        self._private = self._private - {key} if lends else self._private | {key}
+        if in_place:
+            self._read_in_step.discard(key)
+        else:
+            self._read_in_step.add(key)
 
-    def expect(self, *optimizers: Optimizer) -> None:
-        """These optimizers' states are in the parts. A process that has none yet gets memory for
-        them before it joins (`prepare`)."""
-        self._moments += map(PreallocatedState, optimizers)
+    def preallocate(self, *optimizers: Optimizer) -> None:
+        """The parts hold these optimizers' states: `prepare` allocates those that do not exist."""
+        self._preallocated += map(PreallocatedState, optimizers)
 
     def prepare(self) -> None:
-        """Do what takes long now: nobody waits for this process yet."""
-        for moments in self._moments:
-            moments.prepare()
+        """Do what takes long now: before it joins, no peer waits for this process."""
+        for optimizer_state in self._preallocated:
+            optimizer_state.prepare()
 
     def parts(self) -> Iterator[tuple[str, Save]]:
         """Each part's key and save function."""
@@ -73,92 +87,81 @@ class State:
             yield key, save
 
     def save(self) -> dict[str, Any]:
-        """All parts by key: what their functions give, not copied."""
+        """All parts by key: what their functions return, not copied."""
         return {key: save() for key, save in self.parts()}
 
     def publish(self, session: Session, batches_committed: int) -> None:
-        """Serve the state at the replica's position; large tensors as they are (`unchanged`)."""
-        replica = session.replica
-        step, lineage = replica.step, replica.lineage
+        """Serve the state at the replica's position; large tensors in place (`unchanged`)."""
+        status = session.control.status
+        position = status.step, status.lineage
         tree = {"user": self.save(), "batches_committed": batches_committed}
-        session.plane.publish(step, lineage, tree, len(replica.targets))
+        session.plane.publish(*position, tree, len(status.targets))
         self._served = _versions(tree)
-
-        def mark(machine: Replica, now: float) -> None:
-            machine.published = (step, lineage)
-
-        session.control.call(mark)
+        session.control.submit(Published(position))
 
     def unchanged(self) -> bool:
-        """Before a vote: whether what a peer may be reading is still what it was when the step
-        began."""
-        for moments in self._moments:
-            moments.drop()
+        """Before a vote: whether the tensors that a peer may be reading are as they were when the
+        step began."""
+        for optimizer_state in self._preallocated:
+            optimizer_state.drop()
         served, self._served = self._served, []
         return _unchanged(served)
 
-    def lend(self, replica: Replica) -> None:
-        """A step begins whose loop does not wait for its heal, if it needs one: what it computes
-        counts for nothing then, so large tensors may be received in place meanwhile. Only the
-        optimizer changes those, after the vote; what a forward changes (the statistics of a
-        BatchNorm) is small. A loop that does otherwise is noticed, and not trusted again.
-        """
-        self._lent = None
-        if self._lends and (replica.stage is not Stage.MEMBER or replica.healing):
-            places = self._places(without=self._private)
-            self._lent = tree_map(_if_large, places) if _versions(places) else None
+    def offer(self, *, behind: bool) -> None:
+        """A step begins whose loop does not wait for its heal. If it is `behind`, what it computes
+        contributes nothing, so large tensors may be received in place meanwhile: only the optimizer
+        changes those, after the vote, and what a forward changes (the statistics of a BatchNorm) is
+        small. A loop that changes them nevertheless is noticed, and not trusted again."""
+        self._offered = None
+        if self._in_place and behind:
+            tree = self._tree(without=self._read_in_step)
+            self._offered = tree_map(_if_large, tree) if _versions(tree) else None
 
     def load(self, session: Session, otherwise: int) -> int:
         """Put the fetched state in place; returns its `batches_committed`.
 
-        `otherwise`, if the loop has spoilt it in the step: then it is fetched again.
+        Where the loop has changed it during the step, it is fetched again: returns `otherwise`.
         """
         received, self._received = self._received, []
         if not _unchanged(received):
             log.warning(CHANGED_WHILE_RECEIVED)
-            self._lends, self._lent = False, None
-            session.control.call(lambda machine, now: machine.fetch_again())
+            self._in_place, self._offered = False, None
+            session.control.submit(FetchAgain())
             return otherwise
-        view = session.replica.view
+        view = session.control.status.view
         assert view is not None
         tree = session.plane.take_state(view.step, view.lineage)
         for key, (load, _) in self._parts.items():
             if key in tree["user"]:
                 load(tree["user"][key])
-        session.control.call(lambda machine, now: machine.load())
+        session.control.submit(Loaded())
         batches_committed: int = tree["batches_committed"]
         return batches_committed
 
-    def room(self, session: Session, *, in_step: bool) -> Any:
-        """Heal thread: where a fetched state may be received in place; None: elsewhere.
+    def room_to_receive(self, session: Session, *, in_step: bool) -> Any:
+        """Heal thread: the tree into which a fetched state may be received; None: into new memory.
 
-        All of it while the loop waits at its step's boundary; what was lent for a step that goes
-        on meanwhile (`in_step`). From here on the own state is torn until the heal has ended.
+        All of the own state while the loop waits at its step's boundary; `in_step`: what was
+        offered for a step that goes on meanwhile. From here on the own state is torn until the heal
+        has ended.
         """
-        whole, lent = False, None
+        self._received = []
+        offered = self._offered
+        if in_step and offered is None:
+            return None
+        if not session.control.submit(Overwrite(in_step)).overwriting:
+            return None
+        if in_step:
+            # The loop may run: what it changes before this is overwritten, and later is noticed.
+            self._received = _versions(offered)
+        tree = offered if in_step else self._tree()
+        return {"user": tree, "batches_committed": 0}
 
-        def spoil(replica: Replica, now: float) -> None:
-            nonlocal whole, lent
-            self._received = []
-            if replica.healed:
-                return
-            if not in_step:
-                whole = replica.loop_waits
-            elif replica.attempt in (Attempt.OPEN, Attempt.PINNED):
-                lent = self._lent
-                self._received = _versions(lent)
-            if whole or lent is not None:
-                replica.spoil()
-
-        session.control.call(spoil)
-        tree = self._places() if whole else lent
-        return None if tree is None else {"user": tree, "batches_committed": 0}
-
-    def _places(self, without: Set[str] = frozenset()) -> dict[str, Any]:
-        """What there is to receive into, by part."""
+    def _tree(self, without: Set[str] = frozenset()) -> dict[str, Any]:
+        """The tensors that there are to receive into, by part."""
         with ExitStack() as stack:
-            for moments in self._moments:
-                stack.enter_context(moments.shown())
+            for optimizer_state in self._preallocated:
+                stack.enter_context(optimizer_state.shown())
             return {key: save() for key, save in self.parts() if key not in without}
 
 
@@ -175,3 +178,87 @@ def _versions(tree: Any) -> Versions:
 
 def _unchanged(versions: Versions) -> bool:
     return all(tensor._version == version for tensor, version in versions)
+
+
+# ---------------------------------------------------------------- an optimizer's state in advance
+
+
+class PreallocatedState:
+    """What `optimizer.state` will be after its first step, in memory, on the CPU. Training thread."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._spare: dict[Tensor, dict[str, Any]] = {}
+
+    def prepare(self) -> None:
+        """Allocate, unless the optimizer has a state or its state cannot be foreseen."""
+        if self._optimizer.state or self._spare:
+            return
+        try:
+            shapes = _foresee(self._optimizer)
+        except Exception as error:  # not one of torch's: it will heal into new memory
+            log.debug("no memory is prepared for %s: %s", type(self._optimizer).__name__, error)
+            return
+        large = [t for s in shapes.values() for t in s.values() if _is_meta(t)]
+        if sum(tensor.nbytes for tensor in large) >= PREALLOCATE_BYTES:
+            self._spare = {
+                parameter: {key: _allocated(value) for key, value in values.items()}
+                for parameter, values in shapes.items()
+            }
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Within it the optimizer's state dict has the preallocated tensors."""
+        state = self._optimizer.state
+        if state or not self._spare:
+            yield
+            return
+        state.update(self._spare)
+        try:
+            yield
+        finally:
+            state.clear()
+
+    def drop(self) -> None:
+        """A state was received into the memory by now, or none will be."""
+        self._spare = {}
+
+
+def _foresee(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """The state that a step would create: one runs on tensors without memory ("meta").
+
+    Of torch's own optimizers only: what another one's step does is not known (collectives).
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        raise ValueError("not one of torch.optim")
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))
+    twin.state = defaultdict(dict)
+    twin.param_groups, twins = [], {}
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[hooks] = {}
+    plain = {"foreach": False, "fused": False, "capturable": False}
+    for group in optimizer.param_groups:
+        mine = group | {key: value for key, value in plain.items() if key in group}
+        mine["params"] = []
+        for parameter in group["params"]:
+            if type(parameter) not in (Tensor, nn.Parameter) or parameter.device.type != "cpu":
+                raise ValueError(f"a {type(parameter).__name__} on {parameter.device}")
+            meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            meta.grad = torch.empty_like(meta) if parameter.requires_grad else None
+            twins[meta] = parameter
+            mine["params"].append(meta)
+        twin.param_groups.append(mine)
+    type(optimizer).step(twin)
+    return {twins[meta]: values for meta, values in twin.state.items()}
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _allocated(value: Any) -> Any:
+    if not _is_meta(value):
+        return value
+    made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+    return made.zero_()  # not torch.zeros, whose memory is there when it is touched

@@ -287,7 +287,7 @@ class Membership:
         """Leave the quorum, to join it again and heal; the whole group leaves. `keep_state`: what it
         has healed is as new as any if all others die meanwhile."""
         self._open, self._aside = False, True
-        self._manager.forget_state(reason, keep_state=keep_state)
+        self._manager.rejoin(reason, discard_state=not keep_state)
 
     def _at_exit(self) -> None:
         """The script has ended without `end_training`: in a pass over data, or by an error?"""

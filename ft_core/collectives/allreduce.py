@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.collectives.ops import completed, finish, future_for, op_name, options_for, prepare
+from ft_core.collectives.ops import completed, finish, future_for, prepare, resolve
 from ft_core.collectives.quantized import check_quantizable, reduce_in_turn
 from ft_core.process_group.work import CompletedWork, finish_with
-from ft_core.replica.participation import Participation
+from ft_core.replica.status import Participation
 from ft_core.step import Step
 
 
@@ -66,7 +66,7 @@ def reduce(
     quantize: bool,
 ) -> Future[Tensor]:
     """See `Manager.allreduce`. Any thread; never raises but ValueError."""
-    op = op_name(reduce_op)
+    op, options = resolve(reduce_op)
     if quantize:
         check_quantizable(tensor, op)
     try:
@@ -75,7 +75,7 @@ def reduce(
             return completed(tensor)
         if quantize or step.queue.busy:
             return reduce_in_turn(step, tensor, op, part, quantize=quantize)
-        work = step.group.allreduce([tensor], options_for(op))
+        work = step.group.allreduce([tensor], options)
     except Exception as error:  # whatever the backend raises: the step is lost, not the run
         step.fail(error)
         return completed(tensor)
@@ -92,18 +92,19 @@ def start(
     divided_by: int,
 ) -> AsyncReduce:
     """See `Manager.start_allreduce`. Any thread; never raises but ValueError."""
-    op, end = op_name(reduce_op), None
-    work: dist.Work = CompletedWork(tensor)
+    op, options = resolve(reduce_op)
+    work: dist.Work | None = None
+    end: Callable[[Exception | None], Tensor] | None = None
     try:
         part = _contribute(step, tensor, op, divided_by)
         if part is not None and step.queue.busy:
             work = work_of(reduce_in_turn(step, tensor, op, part, quantize=False))
         elif part is not None:
-            work = step.group.start_allreduce([tensor], options_for(op))
+            work = step.group.start_allreduce([tensor], options)
             end = _ending(step, tensor, op, part)
     except Exception as error:  # as above
         step.fail(error)
-    started = AsyncReduce(tensor, work, end)
+    started = AsyncReduce(tensor, work or CompletedWork(tensor), end)
     step.pending.append(started)
     return started
 
@@ -138,7 +139,8 @@ def _contribute(step: Step, tensor: Tensor, op: str, divided_by: int) -> Partici
     part = step.bind()
     if part is None:
         return None
-    scale = step.mean_scale(divided_by)
+    # Integers first: for equal ones the factor is 1.
+    scale = step.weight * (divided_by / (1 if step.weighted else part.participants))
     prepare(tensor, op, participating=part.rank is not None, scale=scale)
     return part
 

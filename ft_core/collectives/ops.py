@@ -38,6 +38,12 @@ def op_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
     raise ValueError(f"reduce_op must be one of SUM, AVG, MIN, MAX, PRODUCT, got {op}")
 
 
+def resolve(op: ReduceOp | ReduceOp.RedOpType) -> tuple[str, Any]:
+    """The name of `op`, and torch's options of an all-reduce for it. Raises ValueError."""
+    name = op_name(op)
+    return name, options_for(name)
+
+
 def fill_neutral(tensor: Tensor, op: str) -> None:
     """Overwrite `tensor` (any shape) with the neutral element of `op`.
 

@@ -22,7 +22,7 @@ from torch.futures import Future
 from ft_core.collectives.codecs import Codec, Int8
 from ft_core.collectives.ops import finish, options_for
 from ft_core.process_group import ProcessGroup
-from ft_core.replica.participation import Participation
+from ft_core.replica.status import Participation
 from ft_core.step import Step
 
 DEFAULT_CODEC = Int8()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ft_core.attempts import participation_of
 from ft_core.collectives.codecs import codec_named
 from ft_core.collectives.quantized import Reduction, reduce_quantized, wire_bytes
 from ft_core.diloco.fragments import (
@@ -102,7 +101,7 @@ class OuterOptimizerStep(OuterStep):
         if self._codec is None:
             super().send_values(manager, sent, weight)
             return
-        codec, buckets, part = self._codec, sent.values.buckets(), participation_of(manager)
+        codec, buckets, part = self._codec, sent.values.buckets(), manager.step.participation()
         residuals: list[Tensor | None] = [None] * len(buckets)
         if self._feedback and weight:  # a window that was given up leaves earlier losses for later
             known = self._residuals.get(sent.fragment.index)

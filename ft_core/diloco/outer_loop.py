@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ft_core.attempts import attempt_failed, bind, start
 from ft_core.diloco.fragments import Fragment, describe
 from ft_core.diloco.global_state import drop_bad_state, refuse_drifting
 from ft_core.diloco.outer_step import OuterReduce, OuterStep, squared_norm
@@ -88,7 +87,7 @@ class OuterLoop:
             f"bucket_bytes={outer.bucket_bytes}, keep_windows={keep_windows}{settings}",
         )
         # A window that is to be kept is measured from the present globals until they are loaded.
-        manager.state.register(self.KEY, self._load_healed, self._served, lends=False)
+        manager.state.register(self.KEY, self._load_healed, self._served, in_place=False)
 
     # ------------------------------------------------------------------ for the training loop
 
@@ -192,17 +191,26 @@ class OuterLoop:
             self._launch()
         if ScheduleEvent.APPLY in due:
             self._apply()
-        elif self._sent is None and not self._manager.errored() and attempt_failed(self._manager):
+        elif self._sent is None and not self._manager.errored() and self._manager.step_failed():
             # The members changed in a way that this attempt can't follow (a peer must heal from
             # this state, or this member must). Nothing was reduced: nothing is lost.
             self._restart()
 
     def _open_slot(self, *, patient: bool = True) -> bool:
-        """Open an attempt: the slot begins. Whether it does (`attempts.start`)."""
+        """Open an attempt: the slot begins. Whether it does.
+
+        Not `patient`: only within the present quorum (`Manager.try_start_quorum`).
+        """
         self._loop_thread = threading.get_ident()
         self._local_step = 0
         self._healed_now = False
-        self._open = start(self._manager, patient=patient)
+        manager = self._manager
+        if not patient:
+            self._open = manager.try_start_quorum()
+        else:
+            self._open = not manager.left()
+            if self._open:
+                manager.start_quorum()
         return self._open
 
     def _restart(self) -> None:
@@ -228,13 +236,13 @@ class OuterLoop:
                 bad = "parameters are not finite"
                 self._give_up_window(bad)
                 deltas, squared = self._state.deltas(fragment), 0.0
-            step = bind(manager)
+            step = manager.bind_step()
             if step is not None:
                 break
             self._restart()
         else:
             return
-        if bad and manager._options.group_world_size > 1:
+        if bad and manager.group_world_size > 1:
             # The other ranks of the group know nothing of it, and would contribute.
             manager.report_error(RuntimeError(f"a rank's window was dropped: {bad}"))
         if not manager.is_healing():
@@ -335,7 +343,7 @@ class OuterLoop:
         drop_bad_state(self._inner)
 
     def _is_spare(self) -> bool:
-        return self._manager._seat.mode is WorldSizeMode.FIXED_WITH_SPARES
+        return self._manager.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
 
     # ------------------------------------------------------------------ heal
 

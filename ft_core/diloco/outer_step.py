@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.attempts import participation_of
 from ft_core.diloco.fragments import Flat, Fragment, persistent_buffers
 from ft_core.diloco.global_state import GlobalState
 
@@ -108,7 +107,7 @@ class OuterReduce:
     def send(self, manager: Manager, tensor: Tensor) -> None:
         """Start the plain sum of a tensor, in place."""
         self.futures.append(manager.allreduce(tensor, reduce_op=ReduceOp.SUM))
-        members = participation_of(manager).replica_world_size
+        members = manager.step.participation().replica_world_size
         self.stats.bytes_sent += 2 * (members - 1) * tensor.nbytes // members
 
     @torch.no_grad()
@@ -128,7 +127,7 @@ class OuterReduce:
             # A sum to which all but one member add zeros: exact for every dtype.
             joined = torch.cat([b.contiguous().view(-1).view(torch.uint8) for b in others])
             self.others = joined.to(device or joined.device)
-            if participation_of(manager).rank != 0:
+            if manager.step.participation().rank != 0:
                 self.others.zero_()
             self.send(manager, self.others)
 

@@ -165,7 +165,9 @@ class GroupLeader:
         if last is not None:
             job = last.job
             self._effects.append(SendUp(Leave(job, last.replica_id, f"rank {rank} is gone")))
-        self._send((r for r in range(self._size) if r not in self._gone), Refused(job, self._broken))
+        self._send(
+            (r for r in range(self._size) if r not in self._gone), Refused(job, self._broken)
+        )
 
     def expire(self, now: float) -> list[GroupEffect]:
         """No timers: the ranks repeat what is not answered."""

@@ -1,30 +1,55 @@
 """The replica's state machine: what one rank of a replica group does next. PURE.
 
-Theory (docs/protocol.md). A rank is *out*, *joining* (a `Join` is on its way), *seated* (the
-lighthouse knows it, no quorum yet), a *member* of a quorum, *refused* or *left*. As a member it
-works on one step at a time. The training loop opens an *attempt* at the step with `begin`,
-*pins* it to the quorum with its first collective, and ends it with `vote`:
+Theory (docs/protocol.md). A rank is *out*, *joining* (a `Join` was sent), *seated* (the lighthouse
+knows it, no quorum yet), a *member* of a quorum, *refused* or *left*. As a member it works on one
+step at a time. The training loop opens an *attempt* at the step with `Begin`, *binds* it to the
+quorum with its first collective, and ends it with `CastVote`:
 
-    closed --begin--> open --pin--> pinned --vote--> voted --decision--> closed
+    closed --Begin--> open --Bind--> bound --CastVote--> voted --decision--> closed
                        |              |
                        +--- quorum ---+-- quorum revoked: its collectives fail --> failed
                             changes: nothing was reduced, so the attempt just goes on
 
-A failed attempt has told the lighthouse no; the loop learns it from `vote`, which then answers
-discard at once. A voted attempt whose answer is lost is *in doubt*: the rank joins again, says so,
-and is told commit or discard (`Quorum.settle`).
+A failed attempt has sent the lighthouse a no; the loop learns it from `CastVote`, which is then
+answered with a discard at once. A voted attempt whose answer is lost is *in doubt*: the rank joins
+again, says so, and is told commit or discard (`Quorum.settle`).
 
-Who calls: a shell (`ft_core.manager`) under one lock; each call returns effects to carry out.
-The machine knows no clock, socket or thread. `ready` and `outcome` are what the training loop
-waits for.
+A shell (`ft_core.shell.control`) submits events under one lock, carries out the effects, and shows
+the status to the training loop. Only this file writes the machine. The machine knows no clock,
+socket or thread.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Remark, Transmit
-from ft_core.replica.status import Attempt, Outcome, Stage, View
+from ft_core.replica.events import (
+    Abort,
+    Begin,
+    Bind,
+    CastVote,
+    Configure,
+    Configured,
+    Connected,
+    Depart,
+    Disconnected,
+    Effect,
+    Entered,
+    Fail,
+    FetchAgain,
+    Fetched,
+    FetchState,
+    LeaveAfterStep,
+    Loaded,
+    Overwrite,
+    Published,
+    Rejoin,
+    Remark,
+    ReplicaEvent,
+    Transmit,
+)
+from ft_core.replica.participation import ParticipationRule
+from ft_core.replica.status import Attempt, Outcome, Participation, ReplicaStatus, Stage, View
 from lighthouse.wire.messages import (
     GAVE_UP,
     NO_QUORUM,
@@ -42,7 +67,6 @@ from lighthouse.wire.messages import (
     Member,
     Quorum,
     Refused,
-    Reply,
     Revoke,
     Vote,
     Waiting,
@@ -54,15 +78,29 @@ from lighthouse.wire.messages import (
 class Replica:
     """See the module's docstring.
 
-    `template` is the `Join` to send; its position, quorum and doubt are filled in here.
-    `resend_s`: an unanswered request is repeated after this. `revoke_grace_s`: a pinned attempt
-    whose quorum is revoked may still vote yes within this if its collectives are all done.
+    Args:
+        template: the `Join` to send; its position, quorum and doubt are filled in here.
+        resend_s: an unanswered request is repeated after this.
+        revoke_grace_s: a bound attempt whose quorum is revoked may still vote yes within this if
+            its collectives are all done.
+        rule: how this rank's participation follows from a quorum.
+
+    Attributes:
+        status: after the last event. Replaced, never changed.
     """
 
-    def __init__(self, template: Join, *, resend_s: float, revoke_grace_s: float) -> None:
+    def __init__(
+        self,
+        template: Join,
+        *,
+        resend_s: float,
+        revoke_grace_s: float,
+        rule: ParticipationRule | None = None,
+    ) -> None:
         self._template = template
         self._resend_s = resend_s
         self._revoke_grace_s = revoke_grace_s
+        self._rule = rule or ParticipationRule()
         self.replica_id = template.replica_id
         self.stage = Stage.OUT
         self.attempt = Attempt.CLOSED
@@ -72,21 +110,59 @@ class Replica:
         self.outcome: Outcome | None = None
         self.reason = "not joined yet"
         self.failure = ""
+        self.published: tuple[int, str] | None = None
+        self.leaving = False  # the next vote says that it is the last one
         self._configured = NO_QUORUM
         self._revoked = False
         self._vote: Vote | None = None
         self._unanswered: Vote | None = None  # per-group commit: decision still to come
-        self._loop_waits = False  # the training loop is inside begin
+        self._loop_waits = False  # at its step's boundary: it uses neither the state nor the group
         self._heal_in_step = False
         self._fetching: FetchState | None = None
         self._fetched: tuple[int, str] | None = None
-        self.published: tuple[int, str] | None = None
+        self._overwriting = False
+        self._related_key: tuple[object, ...] | None = None
+        self._part: Participation | None = None
+        self._targets: tuple[Member, ...] = ()
+        self._participants = 0  # how many members contribute: all but those that heal
         self._connected = True
         self._resend_at: float | None = None
         self._grace_at: float | None = None
-        self._leaving = False
+        self.status = self._status()
 
-    # ------------------------------------------------------------------ what the loop waits for
+    def handle(self, event: ReplicaEvent, now: float) -> list[Effect]:
+        """Take an event; return what the shell must do. Replies to something older are ignored."""
+        name = _HANDLERS.get(type(event))
+        if name is None:
+            return []
+        effects: list[Effect] = getattr(self, name)(event, now)
+        self.status = self._status()
+        return effects
+
+    def _status(self) -> ReplicaStatus:
+        view = self.view
+        key = (
+            view and view.members,
+            view and view.quorum_id,
+            self.stage is Stage.MEMBER,
+            self.healed,
+        )
+        if key != self._related_key:
+            # Not in the steady state: one tuple of members serves from step to step.
+            self._related_key = key
+            self._part = None
+            if view is not None:
+                self._part = self._rule.part(view, self.replica_id, behind=self.healing)
+            self._targets = self.targets
+            self._participants = sum(not m.healing for m in view.members) if view else 0
+        return ReplicaStatus(
+            self.stage, self.attempt, self.step, self.lineage, view, self._part,
+            self.attempt is Attempt.OPEN and not self._loop_waits, self.ready, self.healing,
+            self.state_fetched, self._overwriting, self._targets, self.published,
+            self.outcome, self.reason, self.failure, self.wants_group, self.deadline(),
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ what the status tells
 
     @property
     def ready(self) -> bool:
@@ -101,14 +177,14 @@ class Replica:
 
     @property
     def may_vote(self) -> bool:
-        """The loop may call `vote(True)`: its collectives count, and its state is the quorum's.
+        """A yes counts: the collectives do, and the state is the quorum's.
 
-        Not the same as `ready`: the collectives of a pinned attempt may all be done when its
-        quorum is revoked; then its yes still counts, and the step may still commit.
+        Not the same as `ready`: the collectives of a bound attempt may all be done when its quorum
+        is revoked. Then its yes still counts, and the step may still commit.
         """
         if self.stage is not Stage.MEMBER or not self.healed or self._vote is not None:
             return False
-        return self.attempt is Attempt.PINNED or (self.attempt is Attempt.OPEN and self.ready)
+        return self.attempt is Attempt.BOUND or (self.attempt is Attempt.OPEN and self.ready)
 
     @property
     def healing(self) -> bool:
@@ -116,12 +192,7 @@ class Replica:
         return self.stage is Stage.MEMBER and not self.healed
 
     @property
-    def loop_waits(self) -> bool:
-        """The loop is at its step's boundary: it uses neither the state nor the group."""
-        return self._loop_waits
-
-    @property
-    def wants_plane(self) -> int:
+    def wants_group(self) -> int:
         """quorum_id for which the process group is (to be) configured; 0: for none now."""
         return NO_QUORUM if self.view is None or self._revoked else self.view.quorum_id
 
@@ -141,88 +212,68 @@ class Replica:
 
     # ------------------------------------------------------------------ the training loop
 
-    def begin(self, now: float, *, heal_in_step: bool = False) -> list[Effect]:
-        """The loop starts an attempt (or keeps waiting in it).
-
-        `heal_in_step`: the loop does not wait here for its state; it computes on what it has,
-        contributes nothing, and loads the state before it votes (asynchronous quorum).
-        """
+    def _on_begin(self, event: Begin, now: float) -> list[Effect]:
         assert self.attempt in (Attempt.CLOSED, Attempt.OPEN), f"begin while {self.attempt.value}"
         if self.attempt is Attempt.CLOSED:
             self.attempt = Attempt.OPEN
             self.outcome = None
             self.failure = ""
-        self._loop_waits = True
-        self._heal_in_step = heal_in_step
-        if self.stage is Stage.OUT:
-            return self._join(now)
+        self._heal_in_step = event.heal_in_step
+        # The steady state: there is nothing to wait for, to serve or to heal.
+        at_once = self.ready and self.healed and not self.targets and not self.published
+        self._loop_waits = not at_once
+        return self._join(now) if self.stage is Stage.OUT else []
+
+    def _on_entered(self, event: Entered, now: float) -> list[Effect]:
+        self._loop_waits = False
         return []
 
-    def entered(self) -> None:
-        """The loop has left begin and computes now."""
-        self._loop_waits = False
+    def _on_bind(self, event: Bind, now: float) -> list[Effect]:
+        may_reduce = self.ready and not self._loop_waits and (self.healed or self._heal_in_step)
+        if self.attempt is Attempt.OPEN and may_reduce:
+            self.attempt = Attempt.BOUND
+        return []
 
-    def pin(self) -> None:
-        """The first collective of the attempt starts (call only while `ready`)."""
-        if self.attempt is Attempt.OPEN:
-            assert self.ready, "pinned to a quorum that is not ready"
-            self.attempt = Attempt.PINNED
+    def _on_fail(self, event: Fail, now: float) -> list[Effect]:
+        return self._fail(event.reason, now, stalled=event.stalled)
 
-    def fail(self, reason: str, now: float, *, stalled: bool = False) -> list[Effect]:
-        """This attempt can't commit: tell the others now."""
-        if self.attempt not in (Attempt.OPEN, Attempt.PINNED):
+    def _fail(self, reason: str, now: float, *, stalled: bool = False) -> list[Effect]:
+        if self.attempt not in (Attempt.OPEN, Attempt.BOUND):
             return []
         phase = self._phase()
         self.attempt = Attempt.FAILED
         self.failure = reason
         return self._vote_no(reason, now, phase=phase, stalled=stalled)
 
-    def vote(self, ok: bool, now: float, *, reason: str = "", control: bytes = b"") -> list[Effect]:
-        """The loop's collectives are over: yes or no. `outcome` has the answer when it is known.
-
-        Call it only while `ready` and not `healing`, or with ok False.
-        """
-        assert self.attempt is not Attempt.CLOSED, "vote without begin"
-        if self.attempt is Attempt.VOTED:
+    def _on_cast_vote(self, event: CastVote, now: float) -> list[Effect]:
+        if self.attempt in (Attempt.VOTED, Attempt.CLOSED):
             return []
-        if not ok and self.attempt is not Attempt.FAILED:
-            effects = self.fail(reason or "the loop voted no", now)
-            self._close(Outcome(self.step, False, self.failure))
-            return effects
+        effects: list[Effect] = []
+        if not event.ok:
+            effects = self._fail(event.reason or "the loop voted no", now)
+        elif not self.may_vote:
+            effects = self._fail("lost the quorum before the vote", now)
         if self.attempt is Attempt.FAILED:
             self._close(Outcome(self.step, False, self.failure))
-            return []
+            return effects
         view = self.view
-        assert view is not None and self.healed and not self.healing
+        assert view is not None and self.healed
         self.attempt = Attempt.VOTED
         self._vote = Vote(
             self._template.job, self.replica_id, view.quorum_id, view.step, view.lineage, True,
-            control=control, leaving=self._leaving,
+            control=event.control, leaving=self.leaving,
         )  # fmt: skip
-        # Per-group commit keeps one vote on its way: the next one waits for its decision.
+        # Per-group commit keeps one vote in flight: the next one waits for its decision.
         return [] if self._unanswered is not None else self._cast(view, now)
 
-    def fetch_again(self) -> list[Effect]:
-        """What has arrived is not what was sent any more."""
-        assert self.state_fetched and self.view is not None
-        self._fetched = None
-        return self._fetch(self.view)
+    def _on_leave_after_step(self, event: LeaveAfterStep, now: float) -> list[Effect]:
+        self.leaving = True
+        return []
 
-    def load(self) -> None:
-        """The loop has loaded the fetched state: this rank is at the quorum's position."""
-        view = self.view
-        assert view is not None and self.state_fetched
-        self.step, self.lineage = view.step, view.lineage
-        self.healed = True
+    def _on_depart(self, event: Depart, now: float) -> list[Effect]:
+        return self._leave(event.reason)
 
-    def spoil(self) -> None:
-        """The own state is about to be overwritten by the one being fetched: until that has
-        ended it is no state at all, and must never be anybody's source."""
-        assert not self.healed
-        self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
-
-    def leave(self, reason: str) -> list[Effect]:
-        """Leave now."""
+    def _leave(self, reason: str) -> list[Effect]:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
         was_out, self.stage = self.stage is Stage.OUT, Stage.LEFT
@@ -231,75 +282,78 @@ class Replica:
             self._close(Outcome(self.step, False, f"left: {reason}"))
         return [] if was_out else [Transmit(Leave(self._template.job, self.replica_id, reason))]
 
-    def give_up(self, reason: str, *, keep_state: bool = False) -> list[Effect]:
-        """Leave, as one that holds no state (or its own); the next `begin` joins, and heals."""
+    def _on_rejoin(self, event: Rejoin, now: float) -> list[Effect]:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
-        effects: list[Effect] = [Abort(self.view.quorum_id, reason)] if self.view else []
-        effects += self.leave(f"{GAVE_UP}{reason}"[:500])
-        if not keep_state or not self.healed:
+        effects: list[Effect] = []
+        if self.view is not None:
+            effects.append(Abort(self.view.quorum_id, event.reason))
+        effects += self._leave(f"{GAVE_UP}{event.reason}"[:500])
+        if event.discard_state or not self.healed:
             self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
         self.stage, self.healed, self._revoked = Stage.OUT, False, True
         self._vote = self._unanswered = self._fetching = self._fetched = self.published = None
         return effects
 
-    def leave_after_step(self) -> None:
-        """Let the next vote say that it is the last one."""
-        self._leaving = True
+    # ------------------------------------------------------------------ process group and state
 
-    # ------------------------------------------------------------------ the data plane and heal
-
-    def configured(self, quorum_id: int, error: str, now: float) -> list[Effect]:
-        """The process group has the members of `quorum_id`, or could not be made (`error`)."""
-        if self.view is None or quorum_id != self.view.quorum_id or self._revoked:
+    def _on_configured(self, event: Configured, now: float) -> list[Effect]:
+        if self.view is None or event.quorum_id != self.view.quorum_id or self._revoked:
             return []
-        if error:
-            return self._lost_plane(f"process group: {error}", now)
-        self._configured = quorum_id
+        if event.error:
+            return self._lost_group(f"process group: {event.error}", now)
+        self._configured = event.quorum_id
         return []
 
-    def fetched(self, fetch: FetchState, error: str, now: float) -> list[Effect]:
-        """What this effect asked for has arrived, or could not be had (`error`)."""
+    def _on_fetched(self, event: Fetched, now: float) -> list[Effect]:
+        fetch = event.fetch
         if self._fetching is not fetch:
-            return []  # outrun by another one, also of the same state: that one may be in memory
+            return []  # superseded by another one, also of the same state: that one may be in memory
         self._fetching = None
         view, key = self.view, (fetch.step, fetch.lineage)
         if view is None or not self.healing or (view.step, view.lineage) != key:
             return []
-        if not error:
+        if not event.error:
             self._fetched = key
             return []
-        self.reason = f"heal failed: {error}"
+        self.reason = f"heal failed: {event.error}"
         effects: list[Effect] = [Remark(self.reason)]
-        if self.attempt is Attempt.PINNED:
-            return effects + self.fail(self.reason, now)
+        if self.attempt is Attempt.BOUND:
+            return effects + self._fail(self.reason, now)
         return effects + self._vote_no(self.reason, now, phase=PHASE_HEALING)
+
+    def _on_overwrite(self, event: Overwrite, now: float) -> list[Effect]:
+        free = self._loop_waits
+        if event.in_step:
+            free = self.attempt in (Attempt.OPEN, Attempt.BOUND)
+        self._overwriting = free and not self.healed
+        if self._overwriting:
+            self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
+        return []
+
+    def _on_fetch_again(self, event: FetchAgain, now: float) -> list[Effect]:
+        assert self.state_fetched and self.view is not None
+        self._fetched = None
+        return self._fetch(self.view)
+
+    def _on_loaded(self, event: Loaded, now: float) -> list[Effect]:
+        view = self.view
+        assert view is not None and self.state_fetched
+        self.step, self.lineage = view.step, view.lineage
+        self.healed, self._overwriting = True, False
+        return []
+
+    def _on_published(self, event: Published, now: float) -> list[Effect]:
+        self.published = event.position
+        return []
 
     # ------------------------------------------------------------------ the lighthouse
 
-    def received(self, message: Reply, now: float) -> list[Effect]:
-        """A message from the lighthouse (or the group's leader)."""
-        if isinstance(message, Decision):
-            return self._on_decision(message, now)
-        if isinstance(message, Quorum):
-            return self._on_quorum(message, now)
-        if isinstance(message, Revoke):
-            return self._on_revoke(message, now)
-        if isinstance(message, Expelled):
-            return self._on_expelled(message, now)
-        if isinstance(message, Waiting):
-            return self._on_waiting(message, now)
-        if isinstance(message, Refused) and self.stage is not Stage.LEFT:
-            return self._on_refused(message)
-        return []
-
-    def disconnected(self, now: float) -> list[Effect]:
-        """The lighthouse can't be reached."""
+    def _on_disconnected(self, event: Disconnected, now: float) -> list[Effect]:
         self._connected = False
         return []
 
-    def connected(self, now: float) -> list[Effect]:
-        """The lighthouse can be reached (again): repeat what it may not have heard."""
+    def _on_connected(self, event: Connected, now: float) -> list[Effect]:
         self._connected = True
         return self._repeat(now)
 
@@ -309,9 +363,10 @@ class Replica:
         if self._grace_at is not None and now >= self._grace_at:
             self._grace_at = None
             if self._revoked:
-                effects += self.fail("quorum revoked", now)
+                effects += self._fail("quorum revoked", now)
         if self._resend_at is not None and now >= self._resend_at:
             effects += self._repeat(now)
+        self.status = self._status()
         return effects
 
     def deadline(self) -> float | None:
@@ -319,11 +374,13 @@ class Replica:
         resend, grace = self._resend_at, self._grace_at
         return resend if grace is None else grace if resend is None else min(resend, grace)
 
-    def _on_refused(self, message: Refused) -> list[Effect]:
-        """For good. A step that has begun is over, too: nobody will answer its vote."""
+    def _on_refused(self, message: Refused, now: float) -> list[Effect]:
+        """For good. A step that has begun is over, too: its vote will not be answered."""
+        if self.stage is Stage.LEFT:
+            return []
         self.stage, self.reason = Stage.REFUSED, message.reason
         self._resend_at = self._grace_at = None
-        if self.attempt in (Attempt.OPEN, Attempt.PINNED):
+        if self.attempt in (Attempt.OPEN, Attempt.BOUND):
             self.attempt, self.failure = Attempt.FAILED, message.reason
         if self.view is None or self._revoked:
             return []
@@ -331,7 +388,7 @@ class Replica:
         return [Abort(self.view.quorum_id, message.reason)]
 
     def _on_waiting(self, message: Waiting, now: float) -> list[Effect]:
-        """The lighthouse has heard the join; from here on beats keep the place in the line."""
+        """The lighthouse knows this rank; from here on heartbeats keep its place."""
         if self.stage is Stage.JOINING:
             self.stage = Stage.SEATED
             self._resend_at = now + self._resend_s
@@ -362,7 +419,7 @@ class Replica:
         if self.attempt is Attempt.VOTED and answers_mine:
             self._close(
                 Outcome(view.step, message.committed, message.reason,
-                        view.participants, message.control)
+                        self._participants, message.control)
             )  # fmt: skip
         self._vote = None
         if answers_mine and vote is not None and vote.leaving:
@@ -381,7 +438,7 @@ class Replica:
             return []
         self.stage = Stage.SEATED
         self.reason = "waiting for the next quorum"
-        if self.attempt is Attempt.PINNED:  # per-group commit: one step ahead of the decision
+        if self.attempt is Attempt.BOUND:  # per-group commit: one step ahead of the decision
             self.attempt, self.failure = Attempt.FAILED, "the quorum ended during the step"
             return [Abort(message.quorum_id, self.failure)]
         return []
@@ -406,8 +463,8 @@ class Replica:
         mine = next((m for m in members if m.replica_id == self.replica_id), None)
         if mine is None:
             return []
-        self._settle(message)
-        effects = self._outrun()
+        self._end_doubt(message)
+        effects = self._superseded()
         self.stage = Stage.MEMBER
         self.view = View(message.quorum_id, message.step, message.lineage, members, message.reason)
         self.reason = message.reason
@@ -425,7 +482,7 @@ class Replica:
             effects += self._fetch(self.view)
         return effects
 
-    def _outrun(self) -> list[Effect]:
+    def _superseded(self) -> list[Effect]:
         """A newer quorum is here while this one's group is being made: its others may never come."""
         view = self.view
         if view is None or self._revoked or self._configured == view.quorum_id:
@@ -435,7 +492,7 @@ class Replica:
     def _fail_if_bound(self, message: Quorum) -> None:
         """Under a new quorum an attempt goes on only if it has reduced nothing (S5), stands at
         the quorum's position, and need not serve its state at the step's boundary."""
-        if self.attempt is Attempt.PINNED:
+        if self.attempt is Attempt.BOUND:
             self.attempt, self.failure = Attempt.FAILED, "the quorum changed during the step"
         elif self.attempt is Attempt.OPEN and not self._loop_waits:
             position = (message.step, message.lineage)
@@ -461,15 +518,15 @@ class Replica:
         if self._revoked:
             return self._repeat(now)
         effects: list[Effect] = [Remark(f"step {message.step}: {message.reason}")]
-        return effects + self._lost_plane(message.reason, now)
+        return effects + self._lost_group(message.reason, now)
 
-    def _lost_plane(self, reason: str, now: float) -> list[Effect]:
+    def _lost_group(self, reason: str, now: float) -> list[Effect]:
         """The quorum's collectives are over: vote with what is there."""
         view = self.view
         assert view is not None
         self._revoked = True
         effects: list[Effect] = [Abort(view.quorum_id, reason)]
-        if self.attempt is Attempt.PINNED:
+        if self.attempt is Attempt.BOUND:
             # Its collectives may all be done; then the loop's vote comes soon.
             self._grace_at = now + self._revoke_grace_s
             return effects
@@ -495,7 +552,7 @@ class Replica:
         if not in_doubt:
             self._vote = None
         computing = self.attempt is Attempt.OPEN and not self._loop_waits
-        if self.attempt is Attempt.PINNED or (computing and message.hung):
+        if self.attempt is Attempt.BOUND or (computing and message.hung):
             self.attempt, self.failure = Attempt.FAILED, message.reason
         if in_doubt or self._loop_waits or not message.hung:
             effects += self._join(now)
@@ -505,7 +562,7 @@ class Replica:
     # ------------------------------------------------------------------ pieces
 
     def _phase(self) -> str:
-        if self.attempt is Attempt.PINNED or self.attempt is Attempt.VOTED:
+        if self.attempt is Attempt.BOUND or self.attempt is Attempt.VOTED:
             return PHASE_REDUCING
         if self.healing:
             return PHASE_HEALING
@@ -537,7 +594,7 @@ class Replica:
     def _cast(self, view: View, now: float) -> list[Effect]:
         """Send the yes; under per-group commit act on it at once, unless it is the last one."""
         effects = self._send_vote(now)
-        if self._template.group_commit and not self._leaving:
+        if self._template.group_commit and not self.leaving:
             self._unanswered = self._vote
             self._commit_locally(view)
         return effects
@@ -551,7 +608,7 @@ class Replica:
             return []
         self._vote = Vote(
             self._template.job, self.replica_id, view.quorum_id, view.step, self.lineage, False,
-            reason[:500], phase, stalled, self._leaving and self.attempt is Attempt.FAILED,
+            reason[:500], phase, stalled, self.leaving and self.attempt is Attempt.FAILED,
         )  # fmt: skip
         effects: list[Effect] = []
         if not self._revoked:
@@ -574,19 +631,18 @@ class Replica:
         quorum_id = self.view.quorum_id if self.view else NO_QUORUM
         return [Transmit(Heartbeat(self._template.job, self.replica_id, quorum_id, self.step))]
 
-    def _settle(self, quorum: Quorum) -> None:
-        """Learn from the next quorum what became of the step in doubt."""
+    def _end_doubt(self, quorum: Quorum) -> None:
+        """The next quorum says what became of the step in doubt."""
         if self.attempt is not Attempt.VOTED:
             return
         vote = self._vote
         assert vote is not None
         after = (vote.step + 1, next_lineage(vote.lineage, vote.quorum_id, vote.step))
         committed = quorum.settle == "commit" or (quorum.step, quorum.lineage) == after
-        participants = self.view.participants if self.view else 0
         if committed:
             self.step, self.lineage = after
         control = quorum.control if committed else b""
-        self._close(Outcome(vote.step, committed, "settled on return", participants, control))
+        self._close(Outcome(vote.step, committed, "settled on return", self._participants, control))
 
     def _advance(self, view: View) -> None:
         """The step of `view` is committed: move on under the same quorum."""
@@ -596,18 +652,13 @@ class Replica:
     def _commit_locally(self, view: View) -> None:
         """Per-group commit: act on the own yes; the decision follows."""
         self._advance(view)
-        self._close(Outcome(view.step, True, "own vote", view.participants, b""))
+        self._close(Outcome(view.step, True, "own vote", self._participants, b""))
         self._vote = None
 
     def _close(self, outcome: Outcome) -> None:
         self.outcome = outcome
         self.attempt = Attempt.CLOSED
         self._loop_waits = False
-
-    @property
-    def leaving(self) -> bool:
-        """The next vote says that it is the last one."""
-        return self._leaving
 
     def check(self) -> None:
         """Assert every invariant."""
@@ -618,6 +669,32 @@ class Replica:
                 assert (self.step, self.lineage) == (self.view.step, self.view.lineage)
         if self.attempt is Attempt.VOTED:
             assert self._vote is not None and self._vote.ok
-        if self.attempt is Attempt.PINNED:
+        if self.attempt is Attempt.BOUND:
             assert self.stage is Stage.MEMBER
         assert (self.outcome is None) or self.attempt is Attempt.CLOSED
+
+
+_HANDLERS: dict[type, str] = {
+    Begin: "_on_begin",
+    Entered: "_on_entered",
+    Bind: "_on_bind",
+    Fail: "_on_fail",
+    CastVote: "_on_cast_vote",
+    LeaveAfterStep: "_on_leave_after_step",
+    Depart: "_on_depart",
+    Rejoin: "_on_rejoin",
+    Configured: "_on_configured",
+    Fetched: "_on_fetched",
+    Overwrite: "_on_overwrite",
+    FetchAgain: "_on_fetch_again",
+    Loaded: "_on_loaded",
+    Published: "_on_published",
+    Connected: "_on_connected",
+    Disconnected: "_on_disconnected",
+    Decision: "_on_decision",
+    Quorum: "_on_quorum",
+    Revoke: "_on_revoke",
+    Expelled: "_on_expelled",
+    Waiting: "_on_waiting",
+    Refused: "_on_refused",
+}

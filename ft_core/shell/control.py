@@ -1,13 +1,16 @@
 """Shell of the replica's state machine: its socket, its clock, its threads. No policy.
 
+The machine takes events and is never seen from outside: after each event the shell stores the
+machine's frozen status, which any thread may read without a lock.
+
 Threads. The *control thread* ("ft-control") sleeps until its socket, a wake-up or the machine's
 deadline needs it. The *plane thread* ("ft-plane") configures the process group, which may block,
-and starts to fetch states. The training loop's thread calls in, and while it waits for the answer
-to its vote it drives the socket itself (`call_and_wait`), which saves two thread switches a
-step: whoever holds `_io` owns the socket (a lock is a full fence, as ZeroMQ asks for). It looks for
-the answer for a moment before it sleeps: a processor that has gone to sleep takes longer to come
-back than the lighthouse to answer (0.3 ms less a step, benchmarks/RESULTS.md). Where answers take
-longer than that, since another member is slower, it sleeps at once.
+and starts to fetch states. The training loop's thread submits events. While it waits for the answer
+to its vote it drives the socket itself (`vote`), which saves two thread switches a step: the thread
+that holds `_io` owns the socket (a lock is a full fence, as ZeroMQ asks for). It polls for the
+answer for a moment before it sleeps: a processor that has gone to sleep takes longer to come back
+than the lighthouse to answer (0.3 ms less a step, benchmarks/RESULTS.md). Where answers take longer
+than that, since another member is slower, it sleeps at once.
 
 Locks. `_io` before `_state`, never the other way round; effects that touch the socket are queued
 under `_state` and sent by the holder of `_io`.
@@ -27,14 +30,25 @@ from typing import Protocol
 
 import zmq
 
-from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Remark, Transmit
+from ft_core.replica.events import (
+    Abort,
+    CastVote,
+    Configure,
+    Connected,
+    Disconnected,
+    Effect,
+    FetchState,
+    Remark,
+    ReplicaEvent,
+    Transmit,
+)
 from ft_core.replica.machine import Replica
+from ft_core.replica.status import ReplicaStatus, Stage
 from lighthouse.wire.messages import Message, Request
 
 log = logging.getLogger("ft_core")
 
-Action = Callable[[Replica, float], list[Effect] | None]
-Condition = Callable[[Replica], bool]
+Condition = Callable[[ReplicaStatus], bool]
 FOREVER_S = 3600.0
 GOODBYE_LINGER_S = 1.0
 SPIN_S = 0.0005
@@ -68,7 +82,19 @@ class Plane(Protocol):
 
 
 class Control:
-    """See the module's docstring. `on_told` gets the machine's remarks (any thread, quick)."""
+    """See the module's docstring.
+
+    Args:
+        replica: the machine; this object is its only user.
+        link: to the lighthouse, or to the group's leader.
+        plane: carries out the effects on the process group and the state.
+        on_told: gets the machine's remarks (any thread, quick).
+        on_tick: called when the machine's deadline has passed; an event that it returns is handled.
+
+    Attributes:
+        status: of the machine after its last event. Replaced, never changed. Any thread.
+        away_since: `time.monotonic()` since when the lighthouse is silent; None: it is connected.
+    """
 
     def __init__(
         self,
@@ -77,9 +103,9 @@ class Control:
         plane: Plane,
         *,
         on_told: Callable[[str], None],
-        on_tick: Callable[[Replica, float], list[Effect]],
+        on_tick: Callable[[ReplicaStatus, float], ReplicaEvent | None],
     ) -> None:
-        self.replica = replica
+        self._replica, self.status = replica, replica.status
         self._link, self._plane = link, plane
         self._on_told, self._on_tick = on_told, on_tick
         self._state = threading.Condition(threading.RLock())
@@ -97,7 +123,7 @@ class Control:
         self._planned = 0.0  # when the control thread wakes by itself
         self._prompt = True  # the last answer to a vote came soon: worth spinning for the next
         self._closing = self._closed = False
-        self.away_since: float | None = time.monotonic()  # since when nobody answers
+        self.away_since: float | None = time.monotonic()
         self._crash: BaseException | None = None
         self._threads = [
             threading.Thread(target=self._run_control, name="ft-control", daemon=True),
@@ -108,18 +134,21 @@ class Control:
 
     # ------------------------------------------------------------------ for the training loop
 
-    def call(self, action: Action) -> None:
-        """Run `action` on the machine under the lock and carry out its effects. Any thread."""
+    def submit(self, event: ReplicaEvent) -> ReplicaStatus:
+        """Have the machine handle `event`, and carry out its effects; the status after it.
+
+        Any thread.
+        """
         with self._state:
-            self._carry_out(action(self.replica, time.monotonic()) or [])
-            self._tell_waiting()
-            wanted = self.replica.deadline()
+            status = self._handle(event, time.monotonic())
+            self._notify_waiting()
         if self._closing:
-            return  # the report of a heal that was still under way: nothing follows from it
+            return status  # the report of a heal that was still under way: nothing follows from it
         if self._outbox:
             self._flush()
-        elif wanted is not None and wanted < self._planned:
+        elif status.deadline is not None and status.deadline < self._planned:
             self.wake()
+        return status
 
     def wait(self, condition: Condition, deadline: float | None) -> bool:
         """Wait until `condition` holds or `deadline` (time.monotonic) passes; whether it holds.
@@ -127,7 +156,7 @@ class Control:
         Raises RuntimeError if the control thread has failed.
         """
         with self._state:
-            while not condition(self.replica):
+            while not condition(self.status):
                 self._raise_crash()
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -139,8 +168,8 @@ class Control:
                     self._waiting -= 1
         return True
 
-    def _tell_waiting(self) -> None:
-        """Something has changed. Holds `_state`."""
+    def _notify_waiting(self) -> None:
+        """The status has changed. Holds `_state`."""
         if self._waiting:
             self._state.notify_all()
 
@@ -148,20 +177,24 @@ class Control:
         """Wait until the link is up; whether it is."""
         return self.wait(lambda _: self.away_since is None, deadline)
 
-    def call_and_wait(self, action: Action, condition: Condition, deadline: float | None) -> bool:
-        """`call`, then `wait`, with the socket worked by the calling thread (the hot path)."""
+    def vote(self, vote: CastVote, deadline: float) -> ReplicaStatus:
+        """`submit`, then wait for the outcome, with the socket driven by the calling thread.
+
+        The status has no outcome if `deadline` (time.monotonic) has passed, or the rank was
+        refused. Raises RuntimeError if the control thread has failed. The hot path.
+        """
         with self._io:
             for fd in self._link_fds:  # or every message would wake the control thread, too
                 self._epoll.modify(fd, 0)
             try:
                 with self._state:
-                    self._carry_out(action(self.replica, time.monotonic()) or [])
-                    self._tell_waiting()
-                return self._drive(condition, deadline)
+                    self._handle(vote, time.monotonic())
+                    self._notify_waiting()
+                return self._await_outcome(deadline)
             finally:
                 for fd in self._link_fds:
                     self._epoll.modify(fd, select.EPOLLIN)
-                wanted = self.replica.deadline()
+                wanted = self.status.deadline
                 if wanted is not None and wanted < self._planned:
                     self.wake()
 
@@ -186,28 +219,26 @@ class Control:
 
     # ------------------------------------------------------------------ the socket
 
-    def _drive(self, condition: Condition, deadline: float | None) -> bool:
-        """Work the socket in the caller's thread until `condition` holds. Holds `_io`."""
+    def _await_outcome(self, deadline: float) -> ReplicaStatus:
+        """Drive the socket in the caller's thread until the step is over. Holds `_io`."""
         began = time.monotonic()
         while True:
             self._turn()
-            with self._state:
-                if condition(self.replica):
-                    self._prompt = time.monotonic() - began < 2 * SPIN_S
-                    return True
-                self._raise_crash()
-                timeout_s = self._timeout(deadline)
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
+            status = self.status
+            if status.outcome is not None or status.stage is Stage.REFUSED:
+                self._prompt = time.monotonic() - began < 2 * SPIN_S
+                return status
+            self._raise_crash()
+            timeout_s = self._timeout(deadline)
+            if time.monotonic() >= deadline:
+                return status
             spin_until = began + SPIN_S if self._prompt else 0.0
             self._sleep(self._drive_epoll, timeout_s, spin_until)
 
-    def _sleep(
-        self, epoll: select.epoll, timeout_s: float | None, spin_until: float = 0.0
-    ) -> None:
+    def _sleep(self, epoll: select.epoll, timeout_s: float | None, spin_until: float = 0.0) -> None:
         ready: list[tuple[int, int]] = []
         while not ready and time.monotonic() < spin_until:
-            os.sched_yield()  # whoever has something to do goes first
+            os.sched_yield()  # threads with work to do go first
             ready = epoll.poll(0)
         for fd, _ in ready or epoll.poll(-1 if timeout_s is None else timeout_s):
             if fd == self._link_fds[1]:
@@ -219,7 +250,7 @@ class Control:
                     pass  # the other thread has taken it
 
     def _timeout(self, deadline: float | None = None) -> float | None:
-        times = [t for t in (self.replica.deadline(), deadline) if t is not None]
+        times = [t for t in (self.status.deadline, deadline) if t is not None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _turn(self) -> None:
@@ -235,27 +266,25 @@ class Control:
             messages = self._link.receive()
             now = time.monotonic()
             with self._state:
-                replica = self.replica
                 for event in events:
                     self._on_link_event(event, now)
                 for message in messages:
-                    self._carry_out(replica.received(message, now))  # type: ignore[arg-type]
-                wanted = replica.deadline()
+                    self._handle(message, now)  # type: ignore[arg-type]
+                wanted = self.status.deadline
                 if wanted is not None and wanted <= now:
-                    self._carry_out(replica.expire(now))
-                    self._carry_out(self._on_tick(replica, now))
+                    self._expire(now)
                 if events or messages:
-                    self._tell_waiting()
+                    self._notify_waiting()
             if not self._outbox:
                 return
 
     def _on_link_event(self, event: str, now: float) -> None:
         if event == "connected":
             self.away_since = None
-            self._carry_out(self.replica.connected(now))
+            self._handle(Connected(), now)
         else:
             self.away_since = self.away_since or now
-            self._carry_out(self.replica.disconnected(now))
+            self._handle(Disconnected(), now)
 
     def _send_outbox(self) -> None:
         while self._outbox:
@@ -271,6 +300,27 @@ class Control:
                 self._io.release()
         # Sending may swallow the descriptor's edge; and a present owner may just have looked.
         self.wake()
+
+    # ------------------------------------------------------------------ the machine
+
+    def _handle(self, event: ReplicaEvent, now: float) -> ReplicaStatus:
+        """Holds `_state`."""
+        effects = self._replica.handle(event, now)
+        # Before the effects: the plane thread reads it.
+        self.status = status = self._replica.status
+        if effects:
+            self._carry_out(effects)
+        return status
+
+    def _expire(self, now: float) -> None:
+        """The machine's deadline has passed. Holds `_state`."""
+        effects = self._replica.expire(now)
+        self.status = self._replica.status
+        self._carry_out(effects)
+        event = self._on_tick(self.status, now)
+        if event is not None:
+            self._handle(event, now)
+        self._notify_waiting()
 
     # ------------------------------------------------------------------ effects and threads
 
@@ -292,7 +342,9 @@ class Control:
                     self._turn()
                 with self._state:
                     timeout_s = self._timeout()
-                    self._planned = time.monotonic() + (FOREVER_S if timeout_s is None else timeout_s)
+                    self._planned = time.monotonic() + (
+                        FOREVER_S if timeout_s is None else timeout_s
+                    )
                 self._sleep(self._epoll, timeout_s)
             with self._io:
                 self._send_outbox()
@@ -301,19 +353,17 @@ class Control:
             log.exception("fault tolerance: the control thread failed")
             with self._state:
                 self._crash = error
-                self._tell_waiting()
+                self._notify_waiting()
 
     def _run_plane(self) -> None:
         """Runs effects that take time, in their order."""
         while (job := self._jobs.get()) is not None:
             if isinstance(job, FetchState):
                 self._plane.fetch(job)
-            elif job.quorum_id == self.replica.wants_plane:
+            elif job.quorum_id == self.status.wants_group:
                 self._plane.configure(job)
-            # else: revoked already, or outrun by a newer quorum whose Configure follows
+            # else: revoked already, or superseded by a newer quorum whose Configure follows
 
     def _raise_crash(self) -> None:
         if self._crash is not None:
-            raise RuntimeError(
-                "fault tolerance stopped working in this process"
-            ) from self._crash
+            raise RuntimeError("fault tolerance stopped working in this process") from self._crash

@@ -18,7 +18,7 @@ import msgpack
 from ft_core.config import JobOptions
 from ft_core.heal import HealError, HealKey, HealServer, HealStats, Interrupt, fetch
 from ft_core.process_group import ProcessGroup, ProcessGroupError
-from ft_core.replica.effects import Abort, Configure, FetchState
+from ft_core.replica.events import Abort, Configure, Configured, Fetched, FetchState
 from ft_core.replica.participation import RanksHold
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
 from lighthouse.wire.messages import Member
@@ -43,10 +43,9 @@ def unpack_address(blob: bytes) -> tuple[bytes, str]:
 class DataPlane:
     """Carries out Configure, FetchState and Abort. See `control.Plane` for threads.
 
-    `report_configured(quorum_id, error)` and `report_fetched(effect, error)` are called when the
-    work is over; `error` is "" on success. `into` gives the tree to receive in place
-    (or None); the fetched tree waits in `take_state` for the training loop. `spans_ranks`: the
-    process group spans all ranks of all members, and not this rank's peers only.
+    `report` is called with an event when the work is over. `into` gives the tree to receive in
+    place (or None); the fetched tree waits in `take_state` for the training loop. `spans_ranks`: the
+    process group spans all ranks of all members, rather than the ranks of this one's number.
     """
 
     def __init__(
@@ -66,8 +65,7 @@ class DataPlane:
         self._configuring = self._aborted = 0
         self._state: tuple[HealKey, Any] | None = None
         self.heal_stats: HealStats | None = None
-        self.report_configured: Callable[[int, str], None] = lambda quorum_id, error: None
-        self.report_fetched: Callable[[FetchState, str], None] = lambda effect, error: None
+        self.report: Callable[[Configured | Fetched], object] = lambda event: None
         self._heal: tuple[threading.Thread, Interrupt] | None = None  # the newest one
 
     def address(self) -> bytes:
@@ -100,7 +98,7 @@ class DataPlane:
             given_up = self._aborted >= effect.quorum_id  # the machine knows, and has said why
             level = logging.DEBUG if given_up else logging.WARNING
             log.log(level, "quorum %s: no process group: %s", effect.quorum_id, error)
-        self.report_configured(effect.quorum_id, error)
+        self.report(Configured(effect.quorum_id, error))
 
     def abort(self, effect: Abort) -> None:
         """Any thread; does not block."""
@@ -125,8 +123,8 @@ class DataPlane:
         """Plane thread. Begin to bring a state here, in a thread of its own: the process group must
         be reconfigurable meanwhile.
 
-        One that is on its way already is stopped, and reports nothing any more: both may be
-        received into the same memory.
+        A fetch under way is stopped, and reports nothing any more: both may be received into the
+        same memory.
         """
         before, interrupt = self._stop_heal(), Interrupt()
         thread = threading.Thread(
@@ -142,10 +140,10 @@ class DataPlane:
         if before is not None:
             before.join()
         error = "" if interrupt.is_set else self._fetch(effect, interrupt)
-        outrun = interrupt.is_set
+        superseded = interrupt.is_set
         interrupt.close()
-        if not outrun:
-            self.report_fetched(effect, error)
+        if not superseded:
+            self.report(Fetched(effect, error))
 
     def _stop_heal(self) -> threading.Thread | None:
         """Any thread. Returns the thread, which ends soon."""

@@ -11,10 +11,11 @@ import zmq
 
 from ft_core.config import JobOptions, advertised_host
 from ft_core.process_group import ProcessGroup
-from ft_core.replica.effects import Effect, FetchState
+from ft_core.replica.events import Depart, ReplicaEvent
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
-from ft_core.replica.status import Stage
+from ft_core.replica.participation import ParticipationRule
+from ft_core.replica.status import ReplicaStatus, Stage
 from ft_core.shell.control import Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
 from ft_core.shell.group_server import GroupLink, GroupServer, Leader, announce_leader, find_leader
@@ -51,7 +52,7 @@ class Session:
         schema_text: str,
         telemetry: Telemetry,
         into: Callable[[], Any],
-        on_tick: Callable[[Replica, float], list[Effect]],
+        on_tick: Callable[[ReplicaStatus, float], ReplicaEvent | None],
     ) -> None:
         self.room_id = room_id
         self._options, self._telemetry = options, telemetry
@@ -86,16 +87,16 @@ class Session:
             schema=schema,
             schema_text=schema_text,
         )
-        self.replica = Replica(template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s)
+        rule = ParticipationRule(options.world_size_mode, options.min_replicas, options.place)
+        replica = Replica(
+            template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s, rule=rule
+        )
         self._watch: ProcessWatch | None = None
         if options.watch_process:
             self._watch = ProcessWatch(normalize_address(self.lighthouse), limits)
             self._watch.start([Report(job, replica_id)])
-        self.control = Control(
-            self.replica, link, self.plane, on_told=self._on_told, on_tick=on_tick
-        )
-        self.plane.report_configured = self._configured
-        self.plane.report_fetched = self._fetched
+        self.control = Control(replica, link, self.plane, on_told=self._on_told, on_tick=on_tick)
+        self.plane.report = self.control.submit
 
     def _connect(self, host: str, replica_id: str) -> tuple[Link, str]:
         """(the link to the lighthouse or to the group's leader, the replica_id of the group).
@@ -127,15 +128,15 @@ class Session:
     @property
     def broken(self) -> bool:
         """Whether the own replica group has lost a rank."""
-        return self.replica.reason.startswith((BROKEN, LEFT))
+        return self.control.status.reason.startswith((BROKEN, LEFT))
 
     @property
     def has_left(self) -> bool:
         """Whether it has lost it by leaving, with a rank that was told to end."""
-        return self.replica.reason.startswith(LEFT)
+        return self.control.status.reason.startswith(LEFT)
 
     def await_lighthouse(self) -> None:
-        """Raises LighthouseUnavailable unless somebody answers within the connect timeout."""
+        """Raises LighthouseUnavailable unless a lighthouse answers within the connect timeout."""
         limit_s = self._options.timeouts.connect_timeout_s
         deadline = time.monotonic() + limit_s
         while not self._options.lighthouse and time.monotonic() < deadline:
@@ -157,8 +158,7 @@ class Session:
         limit_s = self._options.timeouts.connect_timeout_s
         while True:
             away = self.control.away_since
-            give_up = None if away is None else away + limit_s
-            next_look = time.monotonic() + limit_s if give_up is None else give_up
+            next_look = limit_s + (time.monotonic() if away is None else away)
             until = next_look if deadline is None else min(deadline, next_look)
             if self.control.wait(condition, until):
                 return True
@@ -172,12 +172,12 @@ class Session:
                 )
 
     def close(self, reason: str = "shutdown") -> None:
-        """Leave, and free threads, sockets, processes. Twice is once."""
+        """Leave, and free threads, sockets, processes. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        if self.replica.stage is not Stage.LEFT:
-            self.control.call(lambda replica, now: replica.leave(reason))
+        if self.control.status.stage is not Stage.LEFT:
+            self.control.submit(Depart(reason))
         self.plane.interrupt()
         self.control.close()
         if self._watch is not None:
@@ -187,14 +187,6 @@ class Session:
             self._group.close()
             self._store = None
         self._context.term()
-
-    # ------------------------------------------------------------------ reports (other threads)
-
-    def _configured(self, quorum_id: int, error: str) -> None:
-        self.control.call(lambda replica, now: replica.configured(quorum_id, error, now))
-
-    def _fetched(self, fetch: FetchState, error: str) -> None:
-        self.control.call(lambda replica, now: replica.fetched(fetch, error, now))
 
     def _on_told(self, text: str) -> None:
         log.info("%s: %s", self._options.name, text)

@@ -37,7 +37,9 @@ LIGHTHOUSE_INSIDE = {
 }  # fmt: skip
 
 PURE = [
-    "ft_core.replica.effects",
+    "ft_core.replica.events",
+    "ft_core.replica.participation",
+    "ft_core.replica.status",
     "ft_core.replica.group_leader",
     "ft_core.heal.layout",
     "ft_core.heal.transfer_plan",

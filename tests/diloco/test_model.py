@@ -19,8 +19,6 @@ from ft_core.diloco.fragments import Flat, split
 from ft_core.diloco.local_sgd import LocalSGD, extract_local_tensor
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupDummy, ProcessGroupGloo
-from ft_core.replica.machine import Replica
-from lighthouse.wire.messages import JobKey, Join
 from tests.diloco.members import Trainer
 from tests.diloco.reference import inner_optimizer, network, outer_optimizer
 from tests.threads.cluster import lighthouse, replicas
@@ -342,8 +340,7 @@ def test_nothing_is_received_into_the_globals_under_a_window() -> None:
     DiLoCo(manager, model, inner_optimizer(model), outer_optimizer(model), 4, keep_windows=True)
     own = torch.ones(1 << 20)
     manager.register_state_dict_fn("own", lambda state: None, lambda: {"t": own})
-    joiner = Replica(Join(JobKey("job"), "a", "a", 0, "x", (b"",)), resend_s=1, revoke_grace_s=1)
-    manager.state.lend(joiner)
-    assert manager.state._lent is not None
-    assert [tensor for tensor in tree_leaves(manager.state._lent) if tensor is not None] == [own]
+    manager.state.offer(behind=True)
+    assert manager.state._offered is not None
+    assert [tensor for tensor in tree_leaves(manager.state._offered) if tensor is not None] == [own]
     manager.shutdown()

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core.attempts import participation_of
 from ft_core.collectives.codecs import codec_named
 from ft_core.collectives.quantized import Reduction, reduce_quantized, wire_bytes
 from ft_core.manager import WorldSizeMode
@@ -174,7 +173,7 @@ def test_bytes_on_the_wire(name: str, fewer: float) -> None:
                 meet(manager)
                 tensor = values_of(index, count)
                 if quantize:
-                    part = participation_of(manager)
+                    part = manager.step.participation()
                     reduce_quantized(manager._pg, codec, [Reduction(tensor)], part)
                 else:
                     manager.allreduce(tensor, reduce_op=ReduceOp.SUM).wait()
@@ -213,7 +212,7 @@ def test_error_feedback_sends_later_what_was_lost(name: str) -> None:
                     manager.start_quorum()
                     meet(manager)
                     job = Reduction(values_of(index, count), residual)
-                    reduce_quantized(manager._pg, codec, [job], participation_of(manager))
+                    reduce_quantized(manager._pg, codec, [job], manager.step.participation())
                     assert manager.should_commit()
                     residual = job.next_residual
                     total += job.bucket

@@ -12,7 +12,7 @@ import torch
 from ft_core.config import JobOptions
 from ft_core.heal import HealKey, HealServer
 from ft_core.process_group import ProcessGroupDummy
-from ft_core.replica.effects import FetchState
+from ft_core.replica.events import Configured, Fetched, FetchState
 from ft_core.shell.data_plane import DataPlane, pack_address
 from ft_core.telemetry import Telemetry
 from lighthouse.wire.messages import Member
@@ -37,11 +37,12 @@ class Target:
             telemetry=Telemetry(),
             into=into or (lambda: {"w": self.mine}),
         )
-        self.plane.report_fetched = self._report
+        self.plane.report = self._report
 
-    def _report(self, fetch: FetchState, error: str) -> None:
+    def _report(self, event: Configured | Fetched) -> None:
+        assert isinstance(event, Fetched)
         with self.news:
-            self.reports.append((fetch, error))
+            self.reports.append((event.fetch, event.error))
             self.news.notify_all()
 
     def fetch(self, key: HealKey, address: str) -> FetchState:

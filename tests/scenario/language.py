@@ -14,7 +14,25 @@ import shlex
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ft_core.replica.effects import FetchState, Transmit
+from ft_core.replica.events import (
+    Begin,
+    Bind,
+    CastVote,
+    Configured,
+    Connected,
+    Depart,
+    Disconnected,
+    Entered,
+    Fail,
+    Fetched,
+    FetchState,
+    LeaveAfterStep,
+    Loaded,
+    Overwrite,
+    Published,
+    ReplicaEvent,
+    Transmit,
+)
 from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Lighthouse, Note, Remember, Send
@@ -189,6 +207,17 @@ class JobStage:
         return Leave(JOB, who, words.given.get("reason", ""))
 
 
+PLAIN_EVENTS: dict[str, ReplicaEvent] = {
+    "entered": Entered(),
+    "bind": Bind(),
+    "loaded": Loaded(),
+    "leave_after_step": LeaveAfterStep(),
+    "leave": Depart("shutdown"),
+    "connected": Connected(),
+    "disconnected": Disconnected(),
+}
+
+
 class ReplicaStage:
     """One replica machine, called `a`."""
 
@@ -207,31 +236,32 @@ class ReplicaStage:
             self.now = float(plain[0])
             wanted = machine.deadline()
             effects = machine.expire(self.now) if wanted is not None and wanted <= self.now else []
-        elif name == "begin":
-            effects = machine.begin(now, heal_in_step=words.flag("heal_in_step"))
-        elif name in ("entered", "pin", "load", "spoil", "leave_after_step"):
-            getattr(machine, name)()
-        elif name == "fail":
-            effects = machine.fail(plain[0], now, stalled=words.flag("stalled"))
-        elif name == "vote":
-            control = words.given.get("control", "").encode()
-            effects = machine.vote(words.flag("yes"), now, control=control)
-        elif name == "leave":
-            effects = machine.leave("shutdown")
-        elif name == "configured":
-            effects = machine.configured(int(plain[0]), words.given.get("error", ""), now)
-        elif name == "fetched":
-            fetch = self.fetches[int(plain[0]), self.names.resolve(plain[1])]
-            effects = machine.fetched(fetch, words.given.get("error", ""), now)
-        elif name in ("connected", "disconnected"):
-            effects = getattr(machine, name)(now)
-        elif name == "published":
-            machine.published = (machine.step, machine.lineage)
         else:
-            effects = machine.received(getattr(self, f"_{name}")(words), now)
+            effects = machine.handle(self._event(words), now)
         machine.check()
         self.fetches |= {(e.step, e.lineage): e for e in effects if isinstance(e, FetchState)}
         return [show(effect) for effect in effects] + [self._state()]
+
+    def _event(self, words: Words) -> ReplicaEvent:
+        name, plain, error = words.name, words.plain, words.given.get("error", "")
+        if name in PLAIN_EVENTS:
+            return PLAIN_EVENTS[name]
+        if name == "begin":
+            return Begin(heal_in_step=words.flag("heal_in_step"))
+        if name == "fail":
+            return Fail(plain[0], stalled=words.flag("stalled"))
+        if name == "vote":
+            return CastVote(words.flag("yes"), control=words.given.get("control", "").encode())
+        if name == "configured":
+            return Configured(int(plain[0]), error)
+        if name == "fetched":
+            return Fetched(self.fetches[int(plain[0]), self.names.resolve(plain[1])], error)
+        if name == "overwrite":
+            return Overwrite(in_step=words.flag("in_step"))
+        if name == "published":
+            return Published((self.machine.step, self.machine.lineage))
+        reply: ReplicaEvent = getattr(self, f"_{name}")(words)
+        return reply
 
     def _state(self) -> str:
         machine = self.machine

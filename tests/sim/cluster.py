@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ft_core.replica.effects import Transmit
+from ft_core.replica.events import Transmit
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Stage
 from lighthouse.config import LighthouseConfig

@@ -14,7 +14,29 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ft_core.replica.effects import Abort, Configure, Effect, FetchState, Remark, Transmit
+from ft_core.replica.events import (
+    Abort,
+    Begin,
+    Bind,
+    CastVote,
+    Configure,
+    Configured,
+    Connected,
+    Depart,
+    Disconnected,
+    Effect,
+    Entered,
+    Fail,
+    Fetched,
+    FetchState,
+    Loaded,
+    Overwrite,
+    Published,
+    Rejoin,
+    Remark,
+    ReplicaEvent,
+    Transmit,
+)
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
 from lighthouse.wire.messages import JobKey, Join, Reply, Vote
@@ -81,7 +103,7 @@ class Process:
         self.fetches = 0
         self.commits = 0
         self._timer: float | None = None
-        self._pinned_at: float | None = None
+        self._bound_at: float | None = None
         self._loop: Generator[Wait, None, None] = self._train()
         self._waits: Callable[[], bool] | None = None
         self._sleeping = False
@@ -137,13 +159,13 @@ class Process:
         if cluster.tracing:
             cluster.log(f"{self.replica_id} <- {cluster.short(message)}")
         self.checker.heard(self.replica_id, message)
-        self.carry_out(self.replica.received(message, self.clock.now))
+        self.carry_out(self.replica.handle(message, self.clock.now))
 
     def link_up(self) -> None:
-        self._event(lambda: self.carry_out(self.replica.connected(self.clock.now)))
+        self._event(lambda: self.carry_out(self.replica.handle(Connected(), self.clock.now)))
 
     def link_down(self) -> None:
-        self._event(lambda: self.carry_out(self.replica.disconnected(self.clock.now)))
+        self._event(lambda: self.carry_out(self.replica.handle(Disconnected(), self.clock.now)))
 
     def group_made(self, quorum_id: int, error: str) -> None:
         self._event(self._configured, quorum_id, error)
@@ -151,7 +173,7 @@ class Process:
     def _configured(self, quorum_id: int, error: str) -> None:
         if self._configuring == quorum_id:
             self._configuring = 0
-        self.carry_out(self.replica.configured(quorum_id, error, self.clock.now))
+        self._tell(Configured(quorum_id, error))
 
     def reduced(self, quorum_id: int, sequence: int, total: Sum | None) -> None:
         self._event(self._reduced, quorum_id, sequence, total)
@@ -179,7 +201,7 @@ class Process:
         self._event(self._leave, reason)
 
     def _leave(self, reason: str) -> None:
-        self.carry_out(self.replica.leave(reason))
+        self._tell(Depart(reason))
         self._gone()
 
     def _gone(self) -> None:
@@ -187,6 +209,9 @@ class Process:
         for quorum_id in self._groups:
             self.plane.leave(self.replica_id, quorum_id)
         self.clock.after(0.05, self.cluster.process_ended, self)
+
+    def _tell(self, event: ReplicaEvent) -> None:
+        self.carry_out(self.replica.handle(event, self.clock.now))
 
     # ------------------------------------------------------------------ effects
 
@@ -250,9 +275,9 @@ class Process:
 
     def _break_own(self, quorum_id: int) -> None:
         """A blocked collective of an aborted group fails."""
-        pinned = self._pinned
-        if pinned is not None and pinned[0] == quorum_id and pinned not in self.results:
-            self.results[pinned] = None
+        bound = self._bound
+        if bound is not None and bound[0] == quorum_id and bound not in self.results:
+            self.results[bound] = None
 
     def _fetch(self, effect: FetchState, number: int, give_up: float) -> None:
         """Look for a source that serves exactly this state."""
@@ -285,10 +310,11 @@ class Process:
         """A loop that waits receives into its own state, which is no state from here on; so does
         one that computes on what counts for nothing."""
         replica = self.replica
-        free = replica.loop_waits if not self.habits.asynchronous else (
-            self.lent and replica.attempt in (Attempt.OPEN, Attempt.PINNED))  # fmt: skip
-        if self.cluster.profile.heal_in_place and free and not replica.healed:
-            replica.spoil()
+        in_step = self.habits.asynchronous
+        if not self.cluster.profile.heal_in_place or (in_step and not self.lent):
+            return
+        self._tell(Overwrite(in_step))
+        if replica.status.overwriting:
             self.state = -self.rng.getrandbits(40)
             self.checker.spoiled(self.replica_id, (replica.step, replica.lineage), self.state)
 
@@ -298,11 +324,11 @@ class Process:
         key = (effect.step, effect.lineage)
         if state is not None:
             self.fetched_state = (key, state)
-        self.carry_out(self.replica.fetched(effect, error, self.clock.now))
+        self._tell(Fetched(effect, error))
 
     # ------------------------------------------------------------------ the training loop
 
-    _pinned: tuple[int, int] | None = None
+    _bound: tuple[int, int] | None = None
 
     def _advance(self) -> None:
         """Run the loop until it computes or waits for something that is not so yet."""
@@ -339,7 +365,7 @@ class Process:
         replica = self.replica
         if replica.attempt is Attempt.FAILED or self._over():
             return True
-        if replica.attempt is Attempt.PINNED:
+        if replica.attempt is Attempt.BOUND:
             return not (heal and replica.healing) or replica.state_fetched
         if not replica.ready:
             return False
@@ -356,17 +382,17 @@ class Process:
                 break
             assert self.fetched_state is not None
             key, self.state = self.fetched_state
-            replica.load()
+            self._tell(Loaded())
             assert (replica.step, replica.lineage) == key, "loaded another state than fetched"
             self.checker.healed(self.replica_id, key, self.state)
         key = (replica.step, replica.lineage)
         if replica.targets and replica.published != key:
             self.snapshot = (key, self.state)
-            replica.published = key
+            self._tell(Published(key))
         elif not replica.targets and replica.published is not None:
-            replica.published = None
+            self._tell(Published(None))
             self.snapshot = None
-        replica.entered()
+        self._tell(Entered())
 
     def _train(self) -> Generator[Wait, None, None]:
         while not self._over():
@@ -386,17 +412,17 @@ class Process:
 
     def _give_up(self) -> None:
         """Its state is not what the quorum takes it for: join anew, and heal."""
-        self.carry_out(self.replica.give_up("simulated"))
+        self._tell(Rejoin("simulated"))
         self.snapshot, self.fetched_state, self.fetches = None, None, self.fetches + 1
         self.state = -self.rng.getrandbits(40)
         position = (self.replica.step, self.replica.lineage)
         self.checker.spoiled(self.replica_id, position, self.state)
 
     def _step(self) -> Generator[Wait, None, None]:
-        replica, clock, habits = self.replica, self.clock, self.habits
+        replica, habits = self.replica, self.habits
         in_step = habits.asynchronous
         self.lent = in_step and (replica.stage is not Stage.MEMBER or replica.healing)
-        self.carry_out(replica.begin(clock.now, heal_in_step=in_step))
+        self._tell(Begin(heal_in_step=in_step))
         if not in_step or replica.stage is Stage.MEMBER:
             yield from self._enter(heal=not in_step)
         if self._over():
@@ -410,11 +436,11 @@ class Process:
         total: Sum | None = None
         if replica.ready and replica.attempt is Attempt.OPEN:
             total = yield from self._collectives(computed_on)
-        if replica.attempt in (Attempt.OPEN, Attempt.PINNED):
+        if replica.attempt in (Attempt.OPEN, Attempt.BOUND):
             if total is None:
-                self.carry_out(replica.fail("collective failed", clock.now))
+                self._tell(Fail("collective failed"))
             elif self.rng.random() < habits.error_rate:
-                self.carry_out(replica.fail("simulated error", clock.now))
+                self._tell(Fail("simulated error"))
             else:
                 yield from self._enter(heal=True)
         if self._over():
@@ -423,7 +449,7 @@ class Process:
 
     def _collectives(self, computed_on: int) -> Generator[Wait, None, Sum | None]:
         replica, clock = self.replica, self.clock
-        replica.pin()
+        self._tell(Bind())
         view = replica.view
         assert view is not None
         mine = next(m for m in view.members if m.replica_id == self.replica_id)
@@ -433,21 +459,21 @@ class Process:
         total: Sum | None = None
         for bucket in range(self.habits.buckets):
             sequence = self.plane.enter(self, view.quorum_id, view.step, part)
-            self._pinned = key = (view.quorum_id, sequence)
+            self._bound = key = (view.quorum_id, sequence)
             clock.after(self._patience_s(), self._event, self._stall, key)
             yield partial(self._collective_over, key)
             total = self.results.pop(key, None)
-            self._pinned = None
-            if total is None or replica.attempt is not Attempt.PINNED:
+            self._bound = None
+            if total is None or replica.attempt is not Attempt.BOUND:
                 return None
             if bucket + 1 < self.habits.buckets:
                 yield 0.001
-                if replica.attempt is not Attempt.PINNED:
+                if replica.attempt is not Attempt.BOUND:
                     return None
         return total
 
     def _collective_over(self, key: tuple[int, int]) -> bool:
-        return key in self.results or self.replica.attempt is not Attempt.PINNED
+        return key in self.results or self.replica.attempt is not Attempt.BOUND
 
     def _stays_out(self) -> bool:
         """Whether a member that the quorum counts as healing stays out of sums (it must)."""
@@ -461,8 +487,8 @@ class Process:
 
     def _stall(self, key: tuple[int, int]) -> None:
         """A collective waited for longer than its timeout."""
-        if self._pinned == key and key not in self.results:
-            self.carry_out(self.replica.fail("a collective stalled", self.clock.now, stalled=True))
+        if self._bound == key and key not in self.results:
+            self._tell(Fail("a collective stalled", stalled=True))
 
     def _end_step(self, total: Sum | None) -> Generator[Wait, None, None]:
         replica, clock = self.replica, self.clock
@@ -473,7 +499,7 @@ class Process:
             self.checker.votes_yes(self.replica_id, quorum_id, step_before)
         control = f"{self.replica_id}".encode()
         reason = "" if ok else "lost the quorum"
-        self.carry_out(replica.vote(ok, clock.now, reason=reason, control=control))
+        self._tell(CastVote(ok, reason, control))
         yield lambda: replica.outcome is not None or replica.stage is Stage.REFUSED
         outcome = replica.outcome
         if outcome is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ft_core.replica.events import LeaveAfterStep
 from tests.sim.checker import Violation
 from tests.sim.cluster import Cluster
 from tests.sim.process import Process
@@ -240,7 +241,7 @@ def _leave(cluster: Cluster, process: Process, for_s: float) -> None:
 
 
 def _leave_after_step(cluster: Cluster, process: Process, for_s: float) -> None:
-    process.replica.leave_after_step()
+    process.replica.handle(LeaveAfterStep(), 0.0)
     cluster.cut(process, float("inf"))  # what only it holds goes with it
     cluster.clock.after(cluster.profile.restart_s + 2.0, cluster.spawn, process.slot)
 

@@ -73,5 +73,5 @@ def test_who_goes_on_making_a_group_that_is_outrun_is_caught(
 ) -> None:
     """Seed 57 found it: a quorum that was announced before its member gave up arrives after that
     member has joined again, and in the newer one the others wait for it."""
-    monkeypatch.setattr(Replica, "_outrun", lambda self: [])
+    monkeypatch.setattr(Replica, "_superseded", lambda self: [])
     assert "must wait for the group of quorum" in complaint()

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import ft_core.replica.machine as replica_module
-import ft_core.replica.status as standing_module
+import ft_core.replica.status as status_module
 import lighthouse.machine.history as history_module
+from ft_core.replica.events import CastVote, Rejoin
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Outcome
 from lighthouse.machine.ballot import Ballot
@@ -57,22 +58,22 @@ def reuses_ids_after_restart(patch: Patch) -> None:
 
 
 def commits_without_the_decision(patch: Patch) -> None:
-    original = Replica.vote
+    original = Replica._on_cast_vote
 
-    def vote(self: Replica, ok: bool, now: float, **rest: Any) -> Any:
-        effects = original(self, ok, now, **rest)
+    def on_cast_vote(self: Replica, event: CastVote, now: float) -> Any:
+        effects = original(self, event, now)
         if self.attempt is Attempt.VOTED and self.view is not None:
             self._commit_locally(self.view)
         return effects
 
-    patch.setattr(Replica, "vote", vote)
+    patch.setattr(Replica, "_on_cast_vote", on_cast_vote)
 
 
 def carries_sums_into_the_next_quorum(patch: Patch) -> None:
     original = Replica._fail_if_bound
 
     def fail_if_bound(self: Replica, message: Quorum) -> None:
-        if self.attempt is not Attempt.PINNED:
+        if self.attempt is not Attempt.BOUND:
             original(self, message)
 
     patch.setattr(Replica, "_fail_if_bound", fail_if_bound)
@@ -164,21 +165,21 @@ def names_a_lineage_by_step_alone(patch: Patch) -> None:
         return f"step-{step}"
 
     patch.setattr(replica_module, "next_lineage", by_step)
-    patch.setattr(standing_module, "next_lineage", by_step)
+    patch.setattr(status_module, "next_lineage", by_step)
     patch.setattr(history_module, "next_lineage", by_step)
     patch.setattr("tests.sim.checker.next_lineage", by_step)
 
 
 def gives_up_and_keeps_its_position(patch: Patch) -> None:
-    original = Replica.give_up
+    original = Replica._on_rejoin
 
-    def give_up(self: Replica, reason: str) -> Any:
+    def on_rejoin(self: Replica, event: Rejoin, now: float) -> Any:
         position = self.step, self.lineage
-        effects = original(self, reason)
+        effects = original(self, event, now)
         self.step, self.lineage = position
         return effects
 
-    patch.setattr(Replica, "give_up", give_up)
+    patch.setattr(Replica, "_on_rejoin", on_rejoin)
 
 
 CASES: list[tuple[Callable[[Patch], None], str]] = [

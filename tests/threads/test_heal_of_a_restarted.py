@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core import DistributedDataParallel, Manager, OptimizerWrapper, ProcessGroupGloo, moments
+from ft_core import DistributedDataParallel, Manager, OptimizerWrapper, ProcessGroupGloo
+from ft_core import state as state_module
 
 from .cluster import lighthouse, replicas
 
@@ -54,11 +55,11 @@ class Trainer:
 def test_its_moments_arrive_in_memory_made_before(
     monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    monkeypatch.setattr(moments, "WORTH_BYTES", 1)
+    monkeypatch.setattr(state_module, "PREALLOCATE_BYTES", 1)
     made: list[list[int]] = []
-    prepare = moments.PreallocatedState.prepare
+    prepare = state_module.PreallocatedState.prepare
 
-    def watched(self: moments.PreallocatedState) -> None:
+    def watched(self: state_module.PreallocatedState) -> None:
         prepare(self)
         (values,) = self._spare.values()
         made.append([values[key].data_ptr() for key in ("exp_avg", "exp_avg_sq")])
@@ -67,7 +68,7 @@ def test_its_moments_arrive_in_memory_made_before(
         old = Trainer(server.address(), "old", asynchronous=asynchronous)
         for _ in range(3):
             old.step()
-        monkeypatch.setattr(moments.PreallocatedState, "prepare", watched)
+        monkeypatch.setattr(state_module.PreallocatedState, "prepare", watched)
         new = Trainer(server.address(), "new", asynchronous=asynchronous)
         healed = threading.Event()
 

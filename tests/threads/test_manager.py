@@ -325,7 +325,7 @@ def test_a_quorum_lost_before_the_first_collective_is_waited_for_no_longer_than_
         a.manager.start_quorum(timeout=timedelta(seconds=0.2))
         b.close()
         session = a.manager._session
-        session.wait_for(lambda replica: not replica.ready, None)
+        session.wait_for(lambda status: not status.ready, None)
         a.manager.allreduce(torch.ones(8)).wait()
         assert isinstance(a.manager.errored(), QuorumUnavailable)
         assert not a.manager.should_commit()

@@ -7,7 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from ft_core.replica.effects import Configure, Effect, FetchState, Transmit
+from ft_core.replica.events import (
+    Begin,
+    Bind,
+    CastVote,
+    Configure,
+    Configured,
+    Connected,
+    Disconnected,
+    Entered,
+    Fail,
+    Fetched,
+    FetchState,
+    Loaded,
+    ReplicaEvent,
+    Transmit,
+)
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
 from lighthouse.wire.messages import (
@@ -64,35 +79,35 @@ def any_reply(rng: random.Random, replica: Replica) -> Reply:
 
 
 def act(
-    rng: random.Random, replica: Replica, now: float, fetches: list[FetchState]
-) -> list[Effect]:
+    rng: random.Random, replica: Replica, fetches: list[FetchState]
+) -> ReplicaEvent | None:
     """One thing that a shell may do in this state."""
     attempt = replica.attempt
     if rng.random() < 0.3:  # what a loop would do next
         if attempt is Attempt.CLOSED:
-            return replica.begin(now)
+            return Begin()
         if replica.may_vote or attempt is Attempt.FAILED:
-            return replica.vote(replica.may_vote, now)
+            return CastVote(replica.may_vote)
     kind = rng.randrange(9)
     if attempt in (Attempt.CLOSED, Attempt.OPEN) and kind == 0:
-        return replica.begin(now, heal_in_step=rng.random() < 0.3)
+        return Begin(heal_in_step=rng.random() < 0.3)
     if attempt is Attempt.OPEN and kind == 1:
-        replica.entered()
+        return Entered()
     elif attempt is Attempt.OPEN and replica.ready and kind == 2:
-        replica.pin()
+        return Bind()
     elif attempt is not Attempt.CLOSED and kind == 3:
-        return replica.vote(replica.may_vote and rng.random() < 0.8, now)
+        return CastVote(replica.may_vote and rng.random() < 0.8)
     elif kind == 4:
-        return replica.fail("any", now, stalled=rng.random() < 0.2)
+        return Fail("any", stalled=rng.random() < 0.2)
     elif kind == 5 and replica.view is not None:
-        return replica.configured(replica.view.quorum_id, rng.choice(["", "", "broken"]), now)
+        return Configured(replica.view.quorum_id, rng.choice(["", "", "broken"]))
     elif kind == 6 and fetches:
-        return replica.fetched(rng.choice(fetches[-3:]), rng.choice(["", "", "gone"]), now)
+        return Fetched(rng.choice(fetches[-3:]), rng.choice(["", "", "gone"]))
     elif kind == 7 and replica.healing and replica.state_fetched:
-        replica.load()
+        return Loaded()
     elif kind == 8:
-        return replica.connected(now) if rng.random() < 0.5 else replica.disconnected(now)
-    return []
+        return Connected() if rng.random() < 0.5 else Disconnected()
+    return None
 
 
 @pytest.mark.parametrize("group_commit", [False, True])
@@ -112,10 +127,14 @@ def test_nothing_that_is_received_breaks_an_invariant(group_commit: bool) -> Non
             if wanted is not None and wanted <= now:
                 effects = replica.expire(now)
             elif rng.random() < 0.5:
-                effects = act(rng, replica, now, fetches)
+                event = act(rng, replica, fetches)
+                effects = [] if event is None else replica.handle(event, now)
             else:
-                effects = replica.received(any_reply(rng, replica), now)
+                effects = replica.handle(any_reply(rng, replica), now)
             replica.check()
+            status = replica.status
+            assert (status.part is None) == (replica.view is None)
+            assert status.targets == replica.targets and status.deadline == replica.deadline()
             outcomes += replica.outcome is not None and replica.outcome is not before
             for effect in effects:
                 if isinstance(effect, FetchState):

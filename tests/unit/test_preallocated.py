@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from ft_core import moments
-from ft_core.moments import PreallocatedState
+from ft_core import state
+from ft_core.state import PreallocatedState
 
 
 @pytest.fixture(autouse=True)
 def small_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moments, "WORTH_BYTES", 1)
+    monkeypatch.setattr(state, "PREALLOCATE_BYTES", 1)
 
 
 def network(memory_format: torch.memory_format = torch.contiguous_format) -> nn.Module:
@@ -52,9 +52,9 @@ def test_it_is_what_the_first_step_makes(
     before = [p.detach().clone() for p in net.parameters()]
     optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.1, **options)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which puts a step of its own into the optimizer
-    room = PreallocatedState(optimizer)
-    room.prepare()
-    with room.shown():
+    allocated = PreallocatedState(optimizer)
+    allocated.prepare()
+    with allocated.shown():
         foreseen = form(optimizer.state_dict())
     assert not optimizer.state
     assert all(p.grad is None for p in net.parameters())
@@ -71,9 +71,9 @@ def test_frozen_parameters_and_groups_of_their_own_options() -> None:
     frozen.requires_grad_(False)
     groups = [{"params": [frozen, others[0]]}, {"params": others[1:], "amsgrad": True}]
     optimizer = torch.optim.Adam(groups)
-    room = PreallocatedState(optimizer)
-    room.prepare()
-    with room.shown():
+    allocated = PreallocatedState(optimizer)
+    allocated.prepare()
+    with allocated.shown():
         assert frozen not in optimizer.state
         assert "max_exp_avg_sq" not in optimizer.state[others[0]]
         assert "max_exp_avg_sq" in optimizer.state[others[1]]
@@ -90,18 +90,18 @@ def test_a_state_that_is_there_is_left_alone() -> None:
     late = PreallocatedState(optimizer)
     late.prepare()
     mine = {p: dict(values) for p, values in optimizer.state.items()}
-    for room in (early, late):
-        with room.shown():
+    for allocated in (early, late):
+        with allocated.shown():
             assert dict(optimizer.state) == mine
         assert dict(optimizer.state) == mine
 
 
 def test_after_drop_there_is_nothing_to_show() -> None:
     optimizer = torch.optim.Adam(network().parameters())
-    room = PreallocatedState(optimizer)
-    room.prepare()
-    room.drop()
-    with room.shown():
+    allocated = PreallocatedState(optimizer)
+    allocated.prepare()
+    allocated.drop()
+    with allocated.shown():
         assert not optimizer.state
 
 
@@ -117,17 +117,17 @@ class Own(torch.optim.Adam):
 @pytest.mark.parametrize("kind", [Own, torch.optim.ASGD, torch.optim.Adafactor])
 def test_what_cannot_be_foreseen_is_left_to_the_heal(kind: Any) -> None:
     optimizer = kind(network().parameters(), lr=0.1)
-    room = PreallocatedState(optimizer)
-    room.prepare()
-    with room.shown():
+    allocated = PreallocatedState(optimizer)
+    allocated.prepare()
+    with allocated.shown():
         assert not optimizer.state
     assert not Own.stepped
 
 
 def test_little_memory_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moments, "WORTH_BYTES", 1 << 20)
+    monkeypatch.setattr(state, "PREALLOCATE_BYTES", 1 << 20)
     optimizer = torch.optim.Adam(network().parameters())
-    room = PreallocatedState(optimizer)
-    room.prepare()
-    with room.shown():
+    allocated = PreallocatedState(optimizer)
+    allocated.prepare()
+    with allocated.shown():
         assert not optimizer.state

@@ -1,0 +1,197 @@
+"""What goes into the replica's machine, and what comes out: events and effects. Values only. PURE.
+
+The machine also takes the lighthouse's replies (`lighthouse.wire.messages.Reply`) as events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lighthouse.wire.messages import Member, Reply, Request
+
+# ---------------------------------------------------------------- events: the training loop
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The loop starts an attempt, or goes on waiting in it.
+
+    Attributes:
+        heal_in_step: the loop does not wait for its state. It computes on what it has, contributes
+            nothing, and loads the state before it votes (asynchronous quorum).
+    """
+
+    heal_in_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """The loop has left its step's boundary, and computes now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """The first collective of the attempt is about to start: bind the attempt to its quorum.
+
+    Nothing happens while the attempt may not reduce yet; the status tells.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """This attempt can't commit: tell the others now. `stalled`: a collective waits for a member."""
+
+    reason: str
+    stalled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CastVote:
+    """The loop's collectives are over: yes or no. The status has the outcome when it is known.
+
+    A yes that has lost its quorum counts as a no. `control` travels with a yes.
+    """
+
+    ok: bool
+    reason: str = ""
+    control: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAfterStep:
+    """The next vote says that it is the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Depart:
+    """Leave the quorum now, for good."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Leave the quorum; the next `Begin` joins again, and heals.
+
+    Attributes:
+        discard_state: join as a member that holds no state. False: as one that holds the state with
+            which it left, from which the job goes on if no member has a newer one.
+    """
+
+    reason: str
+    discard_state: bool = True
+
+
+# ---------------------------------------------------------------- events: state and process group
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """The process group has the members of `quorum_id`, or could not be configured (`error`)."""
+
+    quorum_id: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What the effect `fetch` (this very object) asked for has arrived, or not (`error`)."""
+
+    fetch: FetchState
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Overwrite:
+    """The own state is about to be overwritten by the one that is being fetched.
+
+    `ReplicaStatus.overwriting` says whether it may be. Then it is no state until it has been
+    loaded, and must never be a source for others.
+
+    Attributes:
+        in_step: the tensors that a step under way does not change, rather than all of the state.
+    """
+
+    in_step: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FetchAgain:
+    """The fetched state was changed before it was loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The loop has loaded the fetched state: this rank is at the quorum's position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The state at `position` (step, lineage) is served to healing peers; None: nothing is."""
+
+    position: tuple[int, str] | None
+
+
+# ---------------------------------------------------------------- events: the connection
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The lighthouse can be reached (again): repeat what it may not have heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The lighthouse can't be reached."""
+
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Transmit:
+    """Effect: send `message` to the lighthouse (or the group's leader)."""
+
+    message: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """Effect: give the process group these members; then report `Configured`."""
+
+    quorum_id: int
+    members: tuple[Member, ...]
+    replica_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Effect: revoke the process group now: blocked collectives fail, later ones too."""
+
+    quorum_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchState:
+    """Effect: fetch the state (step, lineage) from `sources`, and stop an earlier fetch that may
+    still be under way; then report `Fetched` with this very effect."""
+
+    step: int
+    lineage: str
+    sources: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Effect: something worth a log line."""
+
+    text: str
+
+
+Effect = Transmit | Configure | Abort | FetchState | Remark
+ReplicaEvent = (
+    Begin | Entered | Bind | Fail | CastVote | LeaveAfterStep | Depart | Rejoin
+    | Configured | Fetched | Overwrite | FetchAgain | Loaded | Published
+    | Connected | Disconnected | Reply
+)  # fmt: skip
