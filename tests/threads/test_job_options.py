@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import zmq
 
+from ft_accelerate.plugin.options import field_names
+from ft_core.config import JobOptions
 from ft_core.errors import QuorumUnavailable
 from ft_core.heal import UnsupportedObjectError
 from ft_core.launch.rank_group import free_port
+from ft_lightning.shared.strategy_options import Options
+from lighthouse import sockets
 
 from .cluster import Replica, lighthouse, replicas
 
@@ -98,7 +106,9 @@ def test_arbitrary_objects_heal_where_they_are_allowed(init_sync: bool) -> None:
 def test_an_arbitrary_object_is_refused_by_name() -> None:
     with lighthouse() as server:
         a = with_note(Replica(server, "r0"), "first")
-        sentence = r"\['note'\]\['note'\] is a .*test_job_options\.Note.*set heal_allow_objects=True"
+        sentence = (
+            r"\['note'\]\['note'\] is a .*test_job_options\.Note.*set heal_allow_objects=True"
+        )
         with pytest.raises(UnsupportedObjectError, match=sentence):
             a.manager.start_quorum()
         a.close()
@@ -119,3 +129,186 @@ def test_a_member_that_does_not_allow_objects_takes_none(caplog: pytest.LogCaptu
         assert b.note.text == "second"
         a.close()
         b.close()
+
+
+def test_another_token_is_refused_by_the_heal_server(caplog: pytest.LogCaptureFixture) -> None:
+    with lighthouse() as server:
+        a = Replica(server, "r0", token="ours")
+        a.run_to(1)
+        stranger = Replica(server, "r1", token="theirs")
+
+        def join() -> None:
+            with pytest.raises(QuorumUnavailable):
+                stranger.manager.start_quorum(timeout=timedelta(seconds=1))
+
+        beside(a, join)
+        assert "wrong token" in caplog.text
+        stranger.close()
+        friend = Replica(server, "r2", token="ours")
+        beside(a, friend.step)
+        assert friend.manager.current_step() >= 2
+        friend.close()
+        a.close()
+
+
+def test_quorum_timeout_bounds_the_wait_for_a_quorum() -> None:
+    with lighthouse() as server:
+        a = Replica(server, "r0", min_replica_size=2, quorum_timeout=timedelta(seconds=0.3))
+        with pytest.raises(QuorumUnavailable, match="no quorum within the timeout"):
+            a.manager.start_quorum()
+        a.close()
+
+
+def test_each_start_of_a_group_has_an_id_of_its_own() -> None:
+    with lighthouse() as server:
+        lives = [Replica(server, "r0") for _ in range(2)]
+        ids = {replica.manager.replica_id for replica in lives}
+        assert len(ids) == 2 and all(each.startswith("r0:") for each in ids)
+        for replica in lives:
+            replica.close()
+
+
+def test_hostname_is_where_a_member_is_reached() -> None:
+    port = free_port()
+    with lighthouse() as server:
+        replica = Replica(server, "r0", hostname="127.0.0.2", port=port)
+        replica.run_to(1)
+        socket.create_connection(("127.0.0.2", port), 5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5)
+        replica.close()
+
+
+def test_heartbeat_interval_reaches_the_sockets() -> None:
+    timeouts = JobOptions(name="r0", heartbeat_s=0.125).timeouts
+    context: zmq.Context[Any] = zmq.Context()
+    dealer, monitor = sockets.open_dealer(context, "tcp://127.0.0.1:9", b"r0", timeouts)
+    assert dealer.getsockopt(zmq.HEARTBEAT_IVL) == 125
+    assert dealer.getsockopt(zmq.HEARTBEAT_TIMEOUT) == 375
+    sockets.close(dealer, monitor)
+    context.term()
+
+
+def test_timeout_bounds_how_long_a_collective_waits() -> None:
+    with lighthouse() as server:
+        names = [("r0", 1.0), ("r1", 20.0)]
+        waits, hangs = (
+            Replica(server, name, expected_replicas=2, timeout=timedelta(seconds=limit_s))
+            for name, limit_s in names
+        )
+        over = threading.Event()
+
+        def wait() -> str:
+            waits.manager.start_quorum()
+            waits.manager.allreduce(torch.ones(8))
+            assert not waits.manager.should_commit()
+            over.set()
+            return str(waits.manager.last_outcome().reason)
+
+        def hang() -> None:
+            hangs.manager.start_quorum()
+            assert hangs.manager.bind()
+            over.wait(20)
+            assert not hangs.manager.should_commit()
+
+        reason, _ = replicas(wait, hang)
+        assert "a collective waited 1." in reason
+        waits.close()
+        hangs.close()
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_watch_process_starts_a_watcher_or_none(watch: bool) -> None:
+    def children() -> set[str]:
+        tasks = Path("/proc/self/task").iterdir()
+        return {child for task in tasks for child in (task / "children").read_text().split()}
+
+    with lighthouse() as server:
+        before = children()
+        replica = Replica(server, "r0", watch_process=watch)
+        replica.run_to(1)
+        started = children() - before
+        texts = [Path(f"/proc/{child}/cmdline").read_text() for child in started]
+        assert any("watcher" in text for text in texts) == watch
+        replica.close()
+
+
+def test_arguments_beat_the_frameworks_options_which_beat_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FT_JOB_ID", "environment")
+    monkeypatch.setenv("REPLICA_GROUP_ID", "environment")
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "tcp://environment:1")
+    framework = SimpleNamespace(name="framework", lighthouse="", job_id="framework")
+    found = JobOptions.resolve(framework, job_id="argument", name=None)
+    assert (found.job_id, found.name) == ("argument", "framework")
+    assert found.lighthouse == "tcp://environment:1"
+
+
+# ---------------------------------------------------------------- the table
+
+HERE = "threads/test_job_options.py::"
+MANAGER = "threads/test_manager.py::"
+COPIES = "threads/test_copies.py::"
+EFFECTS = {
+    "name": MANAGER + "test_the_same_name_twice_is_refused",
+    "job_id": MANAGER + "test_rooms_and_jobs_are_apart",
+    "lighthouse": MANAGER + "test_no_lighthouse_is_one_sentence",
+    "min_replicas": MANAGER + "test_too_few_participants_never_commit",
+    "expected_replicas": MANAGER + "test_steps_are_counted_and_averaged",
+    "commit": MANAGER + "test_per_group_commit_does_not_wait_and_agrees",
+    "async_quorum": MANAGER + "test_different_starts_take_the_first_ones_state",
+    "init_sync": HERE + "test_a_member_that_does_not_allow_objects_takes_none",
+    "weighted": MANAGER + "test_means_weighted_by_samples",
+    "world_size_mode": MANAGER + "test_spares_are_neutral_under_every_reduction",
+    "max_retries": MANAGER + "test_max_retries_ends_a_run_of_discards",
+    "timeout_s": HERE + "test_timeout_bounds_how_long_a_collective_waits",
+    "quorum_timeout_s": HERE + "test_quorum_timeout_bounds_the_wait_for_a_quorum",
+    "connect_timeout_s": MANAGER + "test_no_lighthouse_is_one_sentence",
+    "heartbeat_s": HERE + "test_heartbeat_interval_reaches_the_sockets",
+    "group_rank": COPIES + "test_means_counts_and_numbers_span_all_ranks",
+    "group_world_size": COPIES + "test_groups_of_other_sizes_are_refused",
+    "ranks_hold": COPIES + "test_means_counts_and_numbers_span_all_ranks",
+    "store_addr": COPIES + "test_means_counts_and_numbers_span_all_ranks",
+    "store_port": COPIES + "test_means_counts_and_numbers_span_all_ranks",
+    "interface": HERE + "test_hostname_is_where_a_member_is_reached",
+    "watch_process": HERE + "test_watch_process_starts_a_watcher_or_none",
+    "heal_port": HERE + "test_heal_server_listens_at_the_port_asked_for",
+    "token": HERE + "test_another_token_is_refused_by_the_heal_server",
+    "heal_allow_objects": HERE + "test_arbitrary_objects_heal_where_they_are_allowed",
+    "timeouts": HERE + "test_heartbeat_interval_reaches_the_sockets",
+}
+"""Each option, and the test that shows its effect."""
+
+TAKEN_BY_NAME = {
+    "min_replicas",
+    "lighthouse",
+    "timeout_s",
+    "quorum_timeout_s",
+    "commit",
+    "heal_allow_objects",
+    "token",
+    "job_id",
+}
+"""What users of both frameworks choose under the names of `JobOptions`."""
+SETTLED_BY_THE_LAUNCHER = {"num_replica_groups", "max_restarts", "group_size"}
+"""Not the member's: tests/process/test_supervisor.py, tests/lightning and tests/accelerate."""
+
+
+def test_each_option_has_a_test_of_its_effect() -> None:
+    assert set(EFFECTS) == {field.name for field in dataclasses.fields(JobOptions)}
+    for option, where in EFFECTS.items():
+        path, _, name = where.partition("::")
+        text = (Path(__file__).parents[1] / path).read_text()
+        assert f"def {name}(" in text, option
+
+
+def test_what_both_frameworks_choose_gets_here_whole() -> None:
+    """A field that is renamed on one side only would be lost without a word."""
+    mine = {field.name for field in dataclasses.fields(JobOptions)}
+    lightning = {field.name for field in dataclasses.fields(Options)}
+    accelerate = set(field_names())
+    assert lightning & mine == TAKEN_BY_NAME | {"max_retries"}
+    assert accelerate & mine == TAKEN_BY_NAME
+    assert lightning - mine == SETTLED_BY_THE_LAUNCHER | {"replica_name", "validation"}
+    assert accelerate - mine == SETTLED_BY_THE_LAUNCHER | {"replica_group_id"}
