@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlparse
 
 from ft_core.replica.participation import CopyIndex, RanksHold, WorldSizeMode
 from lighthouse.config import Timeouts
@@ -262,42 +261,3 @@ def new_replica_id(name: str) -> str:
 def default_name() -> str:
     """A name for a replica group that was given none."""
     return f"{socket.gethostname()}-{os.getpid()}"
-
-
-def advertised_host(lighthouse: str, interface: str = "") -> str:
-    """IP address under which peers reach this process.
-
-    `interface` (a name such as "eth1", or an IP address) wins; else the address of the interface
-    that routes to the lighthouse. Never the host name: it may resolve to the wrong network.
-    Raises ValueError if `interface` has no IPv4 address here.
-    """
-    if interface:
-        return _interface_address(interface)
-    host = urlparse(lighthouse).hostname or "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # UDP: no packet leaves, only a route is looked up
-            address: str = probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
-        return address
-
-
-def _interface_address(interface: str) -> str:
-    try:
-        socket.inet_aton(interface)
-        return interface
-    except OSError:
-        pass
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            packed = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, packed)[20:24])
-        except OSError:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise ValueError(
-                f"interface {interface!r} has no IPv4 address here; there are {names}"
-            ) from None

@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import socket
 import struct
+from urllib.parse import urlparse
 
 _SIOCGIFADDR = 0x8915
-_SOMEWHERE_ELSE = "192.0.2.1"  # reserved for documentation: routed like any far host, owned by none
+_FAR_HOSTS = ("192.0.2.1", "2001:db8::1")
+"""Reserved for documentation: routed like any far host, owned by none."""
 
 
-def outgoing_address(towards: str | None = None) -> str:
+def outgoing_address(towards: str | None = None, *, prefer_ipv6: bool = False) -> str:
     """The local address that packets to the host `towards` leave from; sends nothing.
 
-    Without `towards` the default route decides. With no route at all: 127.0.0.1, which is right
-    for tests and single machines and useless elsewhere. Raises `ValueError` when `towards` does
-    not resolve.
+    Without `towards` the default route decides, that of `prefer_ipv6` first. With no route at all:
+    127.0.0.1, which is right for tests and single machines and useless elsewhere. Raises
+    `ValueError` when `towards` does not resolve.
     """
-    try:
-        candidates = socket.getaddrinfo(towards or _SOMEWHERE_ELSE, 9, type=socket.SOCK_DGRAM)
-    except socket.gaierror as error:
-        raise ValueError(f"the host {towards!r} does not resolve ({error}); check it") from error
-    for family, kind, protocol, _, address in candidates:
-        with socket.socket(family, kind, protocol) as probe:
+    far = _FAR_HOSTS[::-1] if prefer_ipv6 else _FAR_HOSTS
+    for host in [towards] if towards else far:
+        try:
+            candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        except socket.gaierror as error:
+            raise ValueError(f"the host {host!r} does not resolve ({error}); check it") from error
+        for family, kind, protocol, _, address in candidates:
             try:
-                probe.connect(address)  # a datagram socket: picks the route, no packet leaves
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(address)  # a datagram socket: picks the route, no packet leaves
+                    return str(probe.getsockname()[0])
             except OSError:
                 continue
-            return str(probe.getsockname()[0])
     return "127.0.0.1"
 
 
@@ -72,3 +76,22 @@ def choose_address(hostname: str | None, interface: str | None) -> str:
         return str(socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as error:
         raise ValueError(f"the hostname {hostname!r} does not resolve ({error})") from error
+
+
+def advertised_host(lighthouse: str, interface: str = "") -> str:
+    """The IP address at which other members reach this process.
+
+    `interface` (a name such as "eth1", or an IP address) wins; else the address of the interface
+    that routes to the lighthouse. Raises ValueError if there is no such interface, or it has no
+    address.
+    """
+    if interface:
+        try:
+            socket.inet_aton(interface)
+        except OSError:
+            return interface_address(interface)
+        return interface
+    try:
+        return outgoing_address(urlparse(lighthouse).hostname or "127.0.0.1")
+    except ValueError:
+        return "127.0.0.1"  # the connection to the lighthouse fails, and says why

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import struct
 from typing import Any
 
 import zmq
 
 from lighthouse.config import Timeouts, split_address
+from lighthouse.own_address import outgoing_address
 from lighthouse.wire import codec
 
 SERVER_QUEUE_MESSAGES = 256
@@ -113,17 +113,8 @@ def reachable(bound: str) -> str:
     host, port = split_address(bound)
     if host not in ("0.0.0.0", "::"):
         return bound
-    # A connected UDP socket sends nothing; it only asks the routing table.
-    tries = [(socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")]
-    for family, elsewhere in tries if host == "0.0.0.0" else tries[::-1]:
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((elsewhere, 9))
-                found = str(probe.getsockname()[0])
-        except OSError:
-            continue
-        return f"tcp://[{found}]:{port}" if ":" in found else f"tcp://{found}:{port}"
-    return f"tcp://127.0.0.1:{port}"
+    found = outgoing_address(prefer_ipv6=host == "::")
+    return f"tcp://[{found}]:{port}" if ":" in found else f"tcp://{found}:{port}"
 
 
 def _set_common(watched: zmq.Socket[bytes], endpoint: str, timeouts: Timeouts) -> None:

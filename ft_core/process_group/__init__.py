@@ -13,7 +13,6 @@ import torch
 from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.errors import ProcessGroupError
 from ft_core.process_group.gloo import ProcessGroupGloo, native_reconfigure_available
-from ft_core.process_group.interfaces import choose_address, outgoing_address
 from ft_core.process_group.nccl import ProcessGroupNCCL
 from ft_core.process_group.wrappers import (
     ErrorSwallowingProcessGroupWrapper,
@@ -22,6 +21,7 @@ from ft_core.process_group.wrappers import (
     ProcessGroupDummy,
     ProcessGroupWrapper,
 )
+from lighthouse.own_address import choose_address, outgoing_address
 
 
 def process_group_for(device: torch.device, timeout_s: float) -> ProcessGroup:

@@ -15,9 +15,9 @@ from ft_core.process_group.gloo_sockets import (
     pair_sequences,
     workers_asleep,
 )
-from ft_core.process_group.interfaces import choose_address
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
+from lighthouse.own_address import choose_address
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0

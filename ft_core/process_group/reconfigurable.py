@@ -30,9 +30,9 @@ from torch.distributed import AllreduceOptions, Work
 
 from ft_core.process_group.base import ProcessGroup, outputs_of
 from ft_core.process_group.errors import ProcessGroupError
-from ft_core.process_group.interfaces import choose_address
 from ft_core.process_group.rendezvous import Address, Listener, Rendezvous
 from ft_core.process_group.work import BackendWork, FailedWork, PointToPointWork, StreamWork
+from lighthouse.own_address import choose_address
 
 _log = logging.getLogger(__name__)
 _INTERRUPT_EVERY_S = 0.005

@@ -25,16 +25,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ft_core.config import JobOptions, advertised_host
+from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.heal import HealKey, HealServer, fetch
 from ft_core.shell.group_server import group_store
+from lighthouse.own_address import advertised_host
 
 OPEN_TIMEOUT_S = 7 * 86_400.0
 """The first call waits for whoever starts late; the launcher ends a group that lost a rank."""
 _HANDSHAKE_TIMEOUT_S = 10.0
 _HEADER = struct.Struct("!Q")
-_TOKEN_BYTES = 32
+_COOKIE_BYTES = 32
 _KEY = "ft_core/in_group"
 
 
@@ -224,23 +225,23 @@ class IntraGroup:
         if self._rank == 0:
             self._wait_for_ranks(key)
             return
-        host, port, token = pickle.loads(self._store.get(key))
+        host, port, cookie = pickle.loads(self._store.get(key))
         peer = socket.create_connection((host, port), OPEN_TIMEOUT_S)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.sendall(token + _HEADER.pack(self._rank))
+        peer.sendall(cookie + _HEADER.pack(self._rank))
         self._peers = [peer]
 
     def _wait_for_ranks(self, key: str) -> None:
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        cookie = secrets.token_bytes(_COOKIE_BYTES)
         arrived: dict[int, socket.socket] = {}
         with socket.create_server((self._host, 0)) as server:
-            self._store.set(key, pickle.dumps((self._host, server.getsockname()[1], token)))
+            self._store.set(key, pickle.dumps((self._host, server.getsockname()[1], cookie)))
             while len(arrived) < self._size - 1:
                 peer, _ = server.accept()
                 peer.settimeout(_HANDSHAKE_TIMEOUT_S)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 try:
-                    known = hmac.compare_digest(_read(peer, _TOKEN_BYTES), token)
+                    known = hmac.compare_digest(_read(peer, _COOKIE_BYTES), cookie)
                     (rank,) = _HEADER.unpack(_read(peer, _HEADER.size))
                 except (OSError, EOFError):
                     known = False

@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from ft_core.config import JobOptions, advertised_host
+from ft_core.config import JobOptions
 from ft_core.process_group import ProcessGroup
 from ft_core.replica.events import Depart, ReplicaEvent
 from ft_core.replica.group_leader import BROKEN, LEFT
@@ -23,6 +23,7 @@ from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection
 from lighthouse.config import normalize_address
 from lighthouse.errors import LighthouseUnavailable
+from lighthouse.own_address import advertised_host
 from lighthouse.watcher import ProcessWatch, Report
 from lighthouse.wire.messages import JobKey, Join
 

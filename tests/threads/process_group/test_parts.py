@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from ft_core.process_group import ProcessGroupError, choose_address, outgoing_address
 from ft_core.process_group.gloo_sockets import DeviceSockets, pair_sequences
-from ft_core.process_group.interfaces import interface_address
 from ft_core.process_group.rendezvous import (
     Address,
     Connected,
@@ -29,6 +28,7 @@ from ft_core.process_group.rendezvous import (
     to_frame,
 )
 from lighthouse.errors import ProtocolError
+from lighthouse.own_address import interface_address
 
 
 def test_addresses_travel_and_are_small() -> None:
