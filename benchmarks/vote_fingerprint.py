@@ -59,7 +59,7 @@ def measure(trainer: Any, *, changing: bool) -> float:
 
     decisions = Decisions(trainer)
     decisions.begin()
-    optimizer, blocks = trainer.optimizers[0], []
+    blocks = []
     for _ in range(BLOCKS):
         spent = 0.0
         for call in range(CALLS):
@@ -68,7 +68,7 @@ def measure(trainer: Any, *, changing: bool) -> float:
                     for group in known.param_groups:
                         group["lr"] = 1e-3 / (call + 1)
             start = time.perf_counter()
-            decisions.control(optimizer, 0)
+            decisions.control(0)
             spent += time.perf_counter() - start
         blocks.append(spent / CALLS)
     decisions.release()

@@ -108,7 +108,8 @@ class SharedBuffers:
             _copy(self.tensors(), self._wire.views)
         elif not committed and self._began:
             _copy(self.tensors(), self._start.views)
-        self._began = self._sent = False
+        self._began = self._began and not committed  # another attempt begins at the same values
+        self._sent = False
         self._in_flight = None
 
     def _save(self) -> dict[str, Any]:

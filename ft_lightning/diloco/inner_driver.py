@@ -152,15 +152,12 @@ class InnerDriver:
             return zero_loss(module)
         return output
 
-    def optimizer_step(
-        self, closure: Callable[[], Any], step: Callable[[Any], Any], optimizer: Any
-    ) -> Any:
-        """One call of `Strategy.optimizer_step`."""
-        result = closure()
-        if self._pending is None:
-            step(result)
-            self._stepped = True
-        return result
+    def optimizer_step(self, closure: Callable[[], Any], step: Callable[[], Any]) -> Any:
+        """One call of `Strategy.optimizer_step`, which `step()` is. `closure()` computes only."""
+        if self._pending is not None:
+            return closure()
+        self._stepped = True
+        return step()
 
     def batch_end(self) -> bool:
         """The batch is done; whether the end of an outer step came with it."""
@@ -222,7 +219,7 @@ class InnerDriver:
             return {}
         if self._place is None:
             raise RuntimeError("a state was asked for in the middle of a batch")
-        state = healing.dump(self._trainer, batches=0)
+        state = healing.dump(self._trainer)
         diloco_state.keep_what_members_share(state["checkpoint"], self._trainer, self.algorithm)
         if self._place is _Place.BATCH_END:
             # To the boundary after it.

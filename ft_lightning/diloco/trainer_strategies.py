@@ -9,6 +9,8 @@ parameters, which are equal in all replica groups, not those that each is trying
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +97,17 @@ class PeriodicMixin(FTDDPMixin):
             self.algorithm.load_state_dict(state)
 
     # ------------------------------------------------------------------ the loop's hooks
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Called by Lightning (or by the user's `optimizer.step`): an inner step."""
+        assert self._driver is not None
+        update = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        output = self._driver.optimizer_step(closure, update)
+        if self._sink is not None and isinstance(output, Tensor):
+            self._tell_loss(output)
+        return output
 
     def _batch_end(self) -> None:
         assert self._driver is not None

@@ -115,7 +115,7 @@ class Batches:
     def mark(self, trainer: Any) -> None:
         """A step (or window of batches) begins here: note how far the streams are.
 
-        Only streams that have a state: other loaders are placed by index, or not at all.
+        Only streams have a state: other loaders are placed by index, or not at all.
         """
         fit_loop = trainer.fit_loop
         self._marked = []
@@ -164,13 +164,6 @@ class Batches:
         fetcher.fetched += done
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
-
-    def fetch(self, trainer: Any) -> Any:
-        """The next batch, made ready as the training loop does it."""
-        batch, _, _ = next(trainer.fit_loop._data_fetcher)
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def release(self) -> None:
         """Give all that was adopted its own class back."""

@@ -106,12 +106,12 @@ class Decisions:
 
     # ------------------------------------------------------------------ the vote
 
-    def control(self, optimizer: Any, update: int) -> bytes:
-        """What this member's vote on a step carries. `update`: number of the step in its batch."""
+    def control(self, number: int) -> bytes:
+        """What this member's vote on a step carries. `number`: of the step in its batch."""
         trainer = self._trainer
         metrics = trainer.callback_metrics if self._monitors else {}
         values = [float(metrics.get(name, math.nan)) for name in self._monitors]
-        self._mine = self._fingerprint(optimizer, update)
+        self._mine = self._fingerprint(number)
         packed: bytes = msgpack.packb([self._mine, self._wish, self._validation_due(), values])
         return packed
 
@@ -143,14 +143,13 @@ class Decisions:
             self._trainer._last_val_time = -math.inf
         return ""
 
-    def _fingerprint(self, optimizer: Any, update: int) -> list[bytes]:
+    def _fingerprint(self, number: int) -> list[bytes]:
         trainer = self._trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         hyperparameters = self._hyperparameters.digest(
             trainer.optimizers, scaler.state_dict() if scaler is not None else None
         )
-        number = next((i for i, o in enumerate(trainer.optimizers) if o is optimizer), -1)
-        place = [trainer.global_step, number, update]
+        place = [trainer.global_step, number]
         if self._aligned:
             place += [position.epoch(trainer), position.batch_index(trainer)]
         return [hyperparameters, digest(place)]

@@ -1,21 +1,32 @@
-"""Optimizer steps under a quorum: begin, vote, and what follows a discard.
+"""The step protocol of a Trainer under a quorum: begin, reduce, vote, retry, heal.
 
-    boundary (before a batch is fetched)   start_quorum; heal if behind, serve who is
-    forward, backward                      DDP averages gradients over the participants
-    optimizer_step                         run the closure, vote, and step only if committed
+    boundary (before a batch is fetched)   start_quorum: join, heal if behind, serve peers that are
+    forward                                `self.log(sync_dist=True)` and others reduce in the step
+    backward                               gradients are averaged over the participants
+    end of backward                        vote; a discarded step is tried again from kept gradients
+    optimizer.step                         local: its gradients are committed
 
-A step spans one batch, or as many as gradients are accumulated over (its window): a boundary
-inside an open step does nothing. With manual optimization a window may hold several steps; the
-second one begins with its first backward (`replay.py`). A discarded step is tried again on the
-spot, with all batches of its window, until it is committed: no batch is lost, and Lightning's
-counters, schedulers and callbacks see one step. It must be so, and not "skip the batch": a member
-that had reduced nothing when another failed goes on with its attempt under the next quorum, so
-members agree about batches only if the number of a step says which batches those are. What runs
-twice is what the user's `training_step` does besides computing a loss and logging.
+Every backward pass that synchronizes is a step (`ft_core.collectives.retry`). Without gradient
+accumulation and with one optimizer this is one step a batch. A window of accumulated batches votes
+at its last backward. With manual optimization a batch may hold several steps; a later one begins
+with its first gradient, or with the first collective of its forward. User code runs once: neither
+`training_step` nor a hook is repeated when a step is discarded.
+
+A group takes its peers' state at one place only, the boundary. One that finds in the midst of a
+batch that it is behind, or that it would apply another step than its peers, abandons the batch:
+`BatchAbandoned` unwinds to the loop, which fetches the next batch, at the peers' place.
+
+A group gives its state at the boundary, or while it tries again a step that began there: nothing
+that travels has changed since, but for the loops' counters, which are counted back. Where updates
+of the batch are made already (manual optimization) no state can be given, as the rest of the batch
+is in local variables of user code. A group that is let in there leaves again, and joins anew until
+it is let in at a boundary; its peers try the step again from kept gradients, without it. If they are
+too few without it (`min_replicas`), they give up the rest of the batch: it counts as done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -23,15 +34,17 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-from ft_core.errors import GroupLeft
+from torch import Tensor, nn
+
+from ft_core.collectives.retry import RetryableReducer, RetryHooks
+from ft_core.ddp import RetryableDistributedDataParallel
+from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.manager import Manager
-from ft_lightning.shared.step_collectives import gather_bytes
-from ft_lightning.trainer import healing, logged
+from ft_lightning.shared.step_collectives import gather_bytes, gather_in_step, reduce_in_step
+from ft_lightning.trainer import healing
 from ft_lightning.trainer import loop_counters as position
 from ft_lightning.trainer.batches import Batches
 from ft_lightning.trainer.decisions import Decisions
-from ft_lightning.trainer.repeat import Repeating, Window
-from ft_lightning.trainer.replay import Replay, StepDiscarded, untoggle
 
 log = logging.getLogger("ft_lightning")
 
@@ -44,12 +57,21 @@ class Place(Enum):
     ROUND = "between batches"
 
 
+class BatchAbandoned(BaseException):
+    """Unwinds a batch whose step this group cannot apply. Caught in `advance` of the epoch's loop.
+
+    Not an Exception: handlers in user code are not meant.
+    """
+
+
 class StepDriver:
-    """The step protocol of one fit. The loop's thread, but for `state`.
+    """The step protocol of one fit. The loop's thread, but for `state`, and on CUDA for what happens
+    at the end of backward: that is autograd's thread of the device, while the loop's waits.
 
     `on_quorum()` is called whenever membership may have changed; `hooks(name)` calls the
     callbacks' and the module's hook of that name; `leave()` raises what ends a fit on SIGTERM.
-    `patience_s`: how long a peer may be late at the end of a validation or an epoch.
+    `patience_s`: how long a peer may be late at the end of a validation or an epoch. `min_replicas`:
+    groups that a step needs.
     """
 
     def __init__(
@@ -63,34 +85,43 @@ class StepDriver:
         hooks: Callable[[str], None],
         leave: Callable[[], None],
         patience_s: float,
+        min_replicas: int,
     ) -> None:
         self._trainer, self._manager, self._batches = trainer, manager, batches
-        self._decisions, self._replay = decisions, Replay(trainer)
-        self._repeating = Repeating(trainer, self._repeat)
+        self._decisions = decisions
         self._on_quorum, self._hooks, self._leave = on_quorum, hooks, leave
-        self._patience = timedelta(seconds=patience_s)
+        self._patience, self._min_replicas = timedelta(seconds=patience_s), min_replicas
+        self._manual = not trainer.lightning_module.automatic_optimization
+        retry = RetryHooks(begin=self._begin_gradients, vote=self._vote, again=self._try_again)
+        self._reducer = RetryableReducer(retry, manager)
+        self._model: RetryableDistributedDataParallel | None = None
         self._thread = threading.get_ident()
-        self._place: Place | None = None  # where `start_quorum` is being called; None: nowhere
+        self._starting = 0  # thread that calls `start_quorum`
+        self._place: Place | None = None  # where it is called; None: nowhere
         self._gathers = False  # the round under way gathers
-        self._visit: bool | None = None  # let in while peers are in a round, that gathers or not
+        self._visit: str | None = None  # let in while peers cannot be joined: what they are doing
         self._lost = False  # behind, and not where it can heal: no round until the next boundary
-        self._window: Window = []  # arguments of `training_step` for each batch
-        self._instead: tuple[Any, ...] | None = None  # of the loop's arguments, once it has healed
-        self._logged: logged.Snapshot = {}
-        self._only_reduces = False  # the open step began after an update; no gradients yet
-        self._counted = True  # Lightning's counters hold the window's committed updates
+        self._peer: dict[str, Any] | None = None  # a state that came in the midst of a batch
+        self._operations: list[Callable[[], None]] = []  # of the open step, in order
+        self._window = 0  # batches since the open step began at a boundary
+        self._within = False  # or it began in the midst of a batch
+        self._given_up = False  # the rest of the batch, since no quorum can commit it
+        self._earlier: list[Tensor | None] | None = None  # gradients before the open step's first
+        self._votes = 0  # of the batch, committed
         self.open = self.computing = False
         self.last_committed: bool | None = None
         self.participants = 0
+        batches.adopt(trainer.fit_loop.epoch_loop, _catching(self))
 
     @property
     def waits(self) -> bool:
         """Whether a quorum is asked for, and the loop stands still."""
         return self._place is not None
 
-    @property
-    def _manual(self) -> bool:
-        return not self._trainer.lightning_module.automatic_optimization
+    def wrap(self, module: nn.Module, **options: Any) -> RetryableDistributedDataParallel:
+        """What averages the gradients of `module`."""
+        self._model = RetryableDistributedDataParallel(self._reducer, module, **options)
+        return self._model
 
     # ------------------------------------------------------------------ begin
 
@@ -98,22 +129,32 @@ class StepDriver:
         """Before a batch is fetched."""
         if self._place is not None:
             return
-        self._instead = None
+        self._votes = 0
         if not self.open:
-            self._window.clear()
-            self._replay.reset()
-            self._lost = False
+            self._lost = self._within = False
+            self._window, self._earlier = 0, None
             self._decisions.at_boundary()
             self._start(Place.BOUNDARY)
             self._batches.mark(self._trainer)
-            self._logged = logged.snapshot(self._trainer.fit_loop.epoch_loop._results)
-            if self._manual:
-                self._replay.mark()
-                self._only_reduces = self._replay.prepare()
+        if self._peer is not None:
+            state, self._peer = self._peer, None
+            self._window = 0
+            self._restore(state)
+        self._window += 1
+
+    def ensure_open(self) -> None:
+        """In a batch: another step begins if none is open. May raise BatchAbandoned."""
+        if not self.open:
+            self._within = True
+            self._start(Place.STEP)
+
+    def _begin_gradients(self) -> bool:
+        self.ensure_open()
+        return True
 
     def _start(self, place: Place) -> None:
-        """Begin a step (or a round): in a quorum, healed. Raises as `Manager.start_quorum`."""
-        self._place = place
+        """Begin an attempt at a step (or a round). Raises as `Manager.start_quorum`."""
+        self._starting, self._place = threading.get_ident(), place
         try:
             self._manager.start_quorum()
             while self._visit is not None:
@@ -123,202 +164,159 @@ class StepDriver:
         except GroupLeft:  # another rank of this group was told to end: so was this one
             self._leave()
         finally:
-            self._place = None
+            self._starting, self._place = 0, None
         self.open = place is not Place.ROUND
+        if place is Place.STEP:
+            self._check_place()
 
-    def _sit_in(self, gathers: bool) -> None:
-        """Peers are between batches: add nothing to what they do, and join again."""
+    def _check_place(self) -> None:
+        """In the midst of a batch: raise BatchAbandoned if this attempt is of no use."""
+        if self._peer is not None:
+            raise BatchAbandoned
+        if not self._within:
+            return
+        with contextlib.suppress(QuorumUnavailable):  # the attempt has failed already
+            if self._manager.num_participating_groups() < self._min_replicas:
+                # Those that are missing wait to be healed, which they can't be here.
+                log.warning("too few replica groups are left to finish the batch: its rest is given up")
+                self._given_up, self.open = True, False
+                raise BatchAbandoned
+
+    def _sit_in(self, doing: str) -> None:
+        """Peers cannot be joined where they are: add nothing to what they do, and join again."""
         self._visit = None
-        if gathers:
-            gather_bytes(self._manager, b"")
-        self._manager.should_commit(no_update=True)
-        self._visit = None  # again, if the quorum changed meanwhile
-        self._manager.forget_state("joined while its peers were between batches")
+        if doing != Place.STEP.value:
+            if doing == "gather":
+                gather_bytes(self._manager, b"")
+            self._manager.should_commit(no_update=True)
+            self._visit = None  # again, if the quorum changed meanwhile
+        self._manager.forget_state(f"joined while its peers were {doing}")
 
-    def ensure_open(self, *, to_reduce: bool = False) -> None:
-        """Inside a `training_step`: another step of the same batch begins, if none is open.
-
-        `to_reduce`: it may be over without an update. Raises StepDiscarded if this group has
-        healed to another place in it.
-        """
-        if self._replay.active:
-            return
-        self._replay.arrive()
-        self._only_reduces = to_reduce and (self._only_reduces or not self.open)
-        if self.open:
-            return
-        before = self._window
-        self._start(Place.STEP)
-        self._replay.mark()
-        if self._window is not before:
-            raise StepDiscarded
-
-    def before_backward(self, wrapper: Any) -> None:
-        """Gradients are about to be computed."""
-        if self._manual:
-            self.ensure_open()
-            wrapper.mute(self._replay.active)
-            self._replay.carry(writes=True)
-
-    # ------------------------------------------------------------------ compute
+    # ------------------------------------------------------------------ a batch
 
     def training_step(self, args: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
-        """One call of `Strategy.training_step`: `compute(*args)`, on the right batch."""
-        args = self._instead or args
-        while True:
-            self._window.append(args)
-            try:
-                output = self._compute(args, compute)
-                if self._only_reduces:
-                    self._replay.carry(writes=False)
-                if not self._only_reduces or self._vote(None):
-                    self._only_reduces = False
-                    return output
-            except StepDiscarded:  # manual optimization; automatic never raises it
-                pass
-            untoggle(self._trainer.lightning_module)
-            if not self.open:
-                self._again(updating=not self._only_reduces)
-            self._zero_grad()
-            self._only_reduces = self._replay.prepare()
-            window = self._take_window()
-            for earlier in window[:-1]:
-                self._window.append(earlier)
-                self._compute(earlier, compute)
-            args = self._instead = window[-1]
-
-    def _compute(self, args: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
+        """One call of `Strategy.training_step`: `compute(*args)`."""
         self.computing = True
         try:
-            return compute(*args)
+            output = compute(*args)
+            if self.open and self._within:  # something was reduced after the last backward
+                self._commit()
+            return output
         finally:
             self.computing = False
 
-    @property
-    def replaying(self) -> bool:
-        """Whether what is computed now is done already, and nothing of it may reach peers."""
-        return self._replay.active
+    def before_backward(self) -> None:
+        """Manual optimization: a `manual_backward` begins. Gradients of batches before may be there."""
+        if self._manual and self.open and not self._within and self._earlier is None:
+            self._earlier = self._gradients()
 
-    # ------------------------------------------------------------------ end
+    def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
+        """In a `training_step`: reduce over the participants, in place.
 
-    def optimizer_step(
-        self, closure: Callable[[], Any], step: Callable[[Any], Any], optimizer: Any
-    ) -> Any:
-        """One call of `Strategy.optimizer_step`. `step(result)` updates the parameters.
-
-        Returns what the closure returned, once the step is committed.
+        If the step is discarded later, the tensor is reduced again, so that a number that was
+        logged is the one of the committed attempt.
         """
-        if self._manual:
-            return self._manual_step(closure, step, optimizer)
-        if not self.open:
-            raise RuntimeError(
-                "the optimizer was stepped twice for one batch (or accumulation window), but with "
-                "automatic optimization a step holds one update: call optimizer.step once, or use "
-                "manual optimization"
-            )
-        result = closure()
-        if not self._vote(optimizer):
-            raise StepDiscarded
-        step(result)
-        self._window.clear()
-        return result
+        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        kept = flat.detach().clone()
 
-    def _repeat(self, earlier: Callable[[Window], None]) -> tuple[bool, Window]:
-        """See `Repeating`."""
-        healed, window = self._again(), self._take_window()
-        earlier(window)
-        self._instead = window[-1]
-        return healed, window
+        def again() -> Tensor:
+            flat.data.copy_(kept)
+            return reduce_in_step(self._manager, flat, reduce_op)
 
-    def _manual_step(
-        self, closure: Callable[[], Any], step: Callable[[Any], Any], optimizer: Any
-    ) -> Any:
-        if self._replay.active:
-            result = closure()
-            self._replay.skip()
-            return result
-        try:
-            result = closure()
-            self.ensure_open()
-        except StepDiscarded:
-            self._trainer.profiler.stop("optimizer_step")
-            raise
-        self._replay.carry(writes=False)
-        if not self._vote(optimizer):
-            raise StepDiscarded
-        step(result)
-        self._replay.done += 1
-        return result
+        return self._operation(again)
 
-    def _vote(self, optimizer: Any) -> bool:
+    def gather(self, tensor: Tensor) -> Tensor:
+        """In a `training_step`: a row for each participant."""
+        return self._operation(lambda: gather_in_step(self._manager, tensor))
+
+    def _operation(self, call: Callable[[], Tensor]) -> Tensor:
+        """`call()`, which reduces in the open step; tried again at once if its attempt has failed, so
+        that user code never sees what a broken collective has left."""
+        self.ensure_open()
+        results: list[Tensor] = []
+
+        def attempt() -> None:
+            results[:] = [call()]
+
+        self._operations.append(attempt)
+        attempt()
+        while self._manager.errored() is not None:
+            assert self._model is not None
+            put_back = self._model.keep_buffers()
+            self._vote()
+            self._try_again()
+            put_back()
+        return results[0]
+
+    def _commit(self) -> None:
+        """End a step that has no gradients: all that it reduces are operations."""
+        while not self._vote():
+            self._try_again()
+
+    def _try_again(self) -> bool:
+        """The step was discarded: begin it anew, up to its gradients."""
+        self._start(Place.STEP)
+        for attempt in self._operations:
+            attempt()
+        return True
+
+    def _vote(self) -> bool:
         leaving = self._trainer.received_sigterm
         if leaving:
             # The vote says goodbye: the next quorum is formed without this group at once.
             self._manager.leave_after_step()
-        control = self._decisions.control(optimizer, self._replay.done)
-        committed = self._manager.should_commit(control=control)
+        control = self._decisions.control(self._votes)
+        self.last_committed = self._manager.should_commit(control=control)
         self.open = False
-        if committed and not leaving:
-            committed = self._same_step()
-        self.last_committed = committed
-        if committed:
-            self._replay.settle()
-            self._on_quorum()  # it may have changed while the step had reduced nothing yet
-        if leaving and not committed:
-            self._leave()
-        return committed
+        if not self.last_committed:
+            if leaving:
+                self._leave()
+            return False
+        if not leaving:
+            self._check_same_step()
+        self._operations.clear()
+        self._votes += 1
+        self._on_quorum()  # it may have changed while the step had reduced nothing yet
+        return True
 
-    def _same_step(self) -> bool:
-        """Whether what was committed is what this group would apply; else it will heal."""
+    def _check_same_step(self) -> None:
+        """Raise BatchAbandoned if what was committed is not what this group would apply."""
         outcome = self._manager.last_outcome()
         difference = self._decisions.differs(outcome.control if outcome is not None else b"")
         if difference:
             log.warning("%s: it takes their state", difference)
+            self.last_committed = False
             self._manager.forget_state(difference)
-        return not difference
+            raise BatchAbandoned
 
-    def _again(self, *, updating: bool = True) -> bool:
-        """A discarded step begins anew; returns whether this group healed to another place.
+    def abandon(self) -> bool:
+        """A batch was left in its midst: nothing of it may reach the next one.
 
-        `updating`: it was discarded inside an optimizer's step.
+        Returns whether it counts as done; else this group goes to its peers' place.
         """
-        self._replay.keep()
-        self._zero_grad()
-        if updating:
-            position.uncount_attempt(self._trainer)
-        self._replay.uncount()
-        before = self._window
-        self._counted = False
-        try:
-            self._start(Place.STEP)
-        finally:
-            self._counted = True
-        healed = self._window is not before
-        results = self._trainer.fit_loop.epoch_loop._results
-        if healed:
-            self._logged = logged.snapshot(results)
-            self._replay.mark()
-        else:
-            logged.restore(results, self._logged)
-        return healed
-
-    def _zero_grad(self) -> None:
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        for optimizer in self._trainer.optimizers:
+        self._operations.clear()
+        trainer = self._trainer
+        module, scaler = trainer.lightning_module, getattr(trainer.precision_plugin, "scaler", None)
+        for parameter, wanted in module._param_requires_grad_state.items():
+            parameter.requires_grad = wanted  # `toggle_optimizer` was in force
+        module._param_requires_grad_state = {}
+        for optimizer in trainer.optimizers:
             optimizer.zero_grad()
             if scaler is not None:
                 # If the user has unscaled these gradients, the next ones may be unscaled again.
                 scaler._per_optimizer_states.pop(id(optimizer), None)
-
-    def _take_window(self) -> Window:
-        """The batches to compute again; each is noted anew when it is."""
-        window, self._window, self._instead = self._window, [], None
-        return window
+        if self._manual:
+            with contextlib.suppress(ValueError):  # it was not started
+                trainer.profiler.stop("optimizer_step")
+        given_up, self._given_up = self._given_up, False
+        if given_up:
+            position.count_as_done(trainer)
+        return given_up
 
     def close(self) -> None:
         """The fit is over."""
-        self._repeating.release()
-        self._instead, self._window, self._logged, self.open = None, [], {}, False
+        self._operations.clear()
+        self._peer, self.open = None, False
 
     # ------------------------------------------------------------------ rounds
 
@@ -328,18 +326,19 @@ class StepDriver:
         `mine` None: only to meet. Returns None if this group is behind: it heals at the next batch.
         """
         if self.open:
-            return None  # a window goes on over the end of an epoch: `optimizer_step` overridden
+            return None  # the last batch of the epoch had no backward
         self._lost = self._lost or self._manager.is_healing()  # evicted, and let in again
         while not self._lost:
             self._gathers, gathered, committed = mine is not None, list[bytes](), False
             self._start(Place.ROUND)
             if not self._lost:
-                self._place = Place.ROUND  # who joins before the vote is told so, too
+                # A group that joins before the vote is told so, too.
+                self._starting, self._place = threading.get_ident(), Place.ROUND
                 try:
                     gathered = [] if mine is None else gather_bytes(self._manager, mine)
                     committed = self._manager.should_commit(self._patience, no_update=True)
                 finally:
-                    self._place = None
+                    self._starting, self._place = 0, None
             if self._lost:
                 self._manager.forget_state("fell behind between batches")
             elif committed:
@@ -351,35 +350,41 @@ class StepDriver:
     # ------------------------------------------------------------------ heal
 
     def state(self) -> dict[str, Any]:
-        """What a healing peer needs (see `healing.dump`).
+        """What a healing peer needs (see `healing.dump`), or why it can't be had here.
 
         Called in a thread of ft_core it gives places to receive a state instead: the loop waits
         then, and the user's hooks stay in their own thread.
         """
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._starting:
+            if threading.get_ident() == self._thread:
+                raise RuntimeError("a state was asked for in the middle of a step")
             return healing.places(self._trainer)
-        if self._place is None:
-            raise RuntimeError("a state was asked for in the middle of a step")
         if self._place is Place.ROUND:
-            return {"round": self._gathers}
-        state = healing.dump(
-            self._trainer,
-            batches=len(self._window) if self._place is Place.STEP else 0,
-            updates=self._replay.done if self._counted else 0,
-        )
-        begins = self._place is Place.BOUNDARY
-        data = self._batches.states(self._trainer if begins else None)
-        gradients = self._replay.gradients(again=not self._counted) if self._manual else None
-        return {**state, "updates": self._replay.done, "data": data, "gradients": gradients}
+            return {"visit": "gather" if self._gathers else "meet"}
+        if self._place is Place.STEP and self._within:
+            return {"visit": Place.STEP.value}
+        state = healing.dump(self._trainer, batches=self._window)
+        gradients = (self._earlier or self._gradients()) if self._manual else None
+        data = self._batches.states(None if self._window else self._trainer)
+        return {**state, "data": data, "gradients": gradients}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take a peer's state and go to its place in epoch and data."""
+        """Take a peer's state, or learn why it can't be had."""
         if self._place is Place.ROUND:
             self._lost = True
-            return
-        if "round" in state:
-            self._visit = bool(state["round"])
-            return
+        elif self._place is Place.BOUNDARY and "visit" not in state:
+            self._restore(state)
+        elif "visit" not in state:
+            self._peer = state
+        else:
+            self._visit = state["visit"]
+        if self._place is None:
+            # By the first collective or the vote of a step whose quorum was lost before.
+            self._visit = None if self._visit is None else Place.STEP.value
+            self._manager.report_error(RuntimeError("fell behind in the midst of a batch"))
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Go to a peer's place in epoch and data."""
         trainer = self._trainer
         epoch_before = healing.restore(trainer, state)
         if position.epoch(trainer) != epoch_before:
@@ -387,15 +392,36 @@ class StepDriver:
             trainer.fit_loop.epoch_loop._results.reset()
             self._hooks("on_train_epoch_start")
         self._batches.jump(trainer, state["data"])
-        self._replay.arrive_with(state["updates"], state["gradients"])
-        if self._place is Place.STEP:
-            self._refill_window()
+        if state["gradients"] is not None:  # manual optimization may keep them over batches
+            for parameter, value in zip(self._parameters(), state["gradients"], strict=True):
+                parameter.grad = _copy(value, parameter.device)
 
-    def _refill_window(self) -> None:
-        """The loop holds batches of the place that it has left: fetch the right ones."""
-        trainer = self._trainer
-        arity, self._window, more = len(self._window[-1]), [], True
-        while more:
-            batch = self._batches.fetch(trainer)
-            more = position.count_fetched(trainer)
-            self._window.append((batch, position.batch_index(trainer))[:arity])
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self._trainer.lightning_module.parameters())
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [_copy(parameter.grad) for parameter in self._parameters()]
+
+
+def _copy(gradient: Tensor | None, device: Any = None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().to(device, copy=True)
+
+
+def _catching(driver: StepDriver) -> Callable[[Any], dict[str, Any]]:
+    """Lightning's loop over batches, which goes on with the next one if one is abandoned."""
+
+    def methods(cls: Any) -> dict[str, Any]:
+        def advance(self: Any, data_fetcher: Any) -> None:
+            module = self.trainer.lightning_module
+            while True:
+                name = module._current_fx_name
+                try:
+                    return cls.advance(self, data_fetcher)
+                except BatchAbandoned:
+                    module._current_fx_name = name
+                    if driver.abandon():
+                        return None
+
+        return {"advance": advance}
+
+    return methods

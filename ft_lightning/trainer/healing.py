@@ -48,10 +48,10 @@ def begin(trainer: Any, in_group: IntraGroup, options: JobOptions) -> str:
     )
 
 
-def dump(trainer: Any, *, batches: int, updates: int = 0) -> dict[str, Any]:
+def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
     """The state as of the boundary at which the current step began. The loop's thread only.
 
-    Tensors are the live ones: the caller copies. `batches`, `updates`: as in `position.capture`.
+    Tensors are the live ones: the caller copies. `batches`: as in `loop_counters.capture`.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for owner in (trainer.lightning_module, trainer.datamodule):
@@ -59,7 +59,7 @@ def dump(trainer: Any, *, batches: int, updates: int = 0) -> dict[str, Any]:
             # The target has its own; they may hold anything, and restoring does not read them.
             for key in ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_TYPE"):
                 checkpoint.pop(getattr(owner, key, key), None)
-    checkpoint["loops"] = {"fit_loop": position.capture(trainer, batches=batches, updates=updates)}
+    checkpoint["loops"] = {"fit_loop": position.capture(trainer, batches=batches)}
     metrics = {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for name, value in trainer.callback_metrics.items()

@@ -38,27 +38,23 @@ def check(trainer: Any) -> None:
         ) from error
 
 
-def capture(trainer: Any, *, batches: int = 0, updates: int = 0) -> dict[str, Any]:
+def capture(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
     """The fit loop's state as of the boundary at which the current step began. Plain values.
 
-    `batches`: of the step under way, if the Trainer is inside the optimizer's step of the last of
-    them; 0 at the boundary. `updates`: optimizer steps since then that are counted already
-    (manual optimization).
+    `batches`: of the step under way, if the Trainer computes the last of them; 0 at the boundary.
     """
     state: dict[str, Any] = trainer.fit_loop.state_dict()
     # Data has ways of its own to its place (`Batches.jump`).
     state.get("state_dict", {}).pop("combined_loader", None)
     state[BATCHES]["is_last_batch"] = False
-    for part in PARTS:
-        counts = state[UPDATES][part]
-        counts["completed"] -= updates
-        counts["ready"] = counts["completed"]
     for part in PARTS if batches else ():
         counts = state[BATCHES][part]
         counts["ready"] -= batches
         counts["started"] -= batches
         counts["processed"] -= batches - 1
         counts["completed"] -= batches - 1
+        for steps in (state[STEPS]["optimizer"]["step"][part], state[UPDATES][part]):
+            steps["ready"] = steps["completed"]
     return state
 
 
@@ -79,49 +75,18 @@ def settle(trainer: Any) -> None:
         loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
 
 
-def uncount_attempt(trainer: Any) -> None:
-    """The optimizer's step under way is discarded: leave no trace of it.
-
-    Afterwards the counters of steps and of `zero_grad` are those of the step's boundary.
-    """
+def count_as_done(trainer: Any) -> None:
+    """The rest of the batch under way is given up."""
     loop = trainer.fit_loop.epoch_loop
-    if trainer.lightning_module.automatic_optimization:
-        counts = loop.automatic_optimization.optim_progress.optimizer
-        for tracker in (counts.zero_grad.total, counts.zero_grad.current):
-            tracker.ready -= 1
-            tracker.started -= 1
-            tracker.completed -= 1
-        steps = counts.step
-    else:
-        steps = loop.manual_optimization.optim_step_progress
-        trainer.profiler.stop("optimizer_step")
-    steps.total.ready -= 1
-    steps.current.ready -= 1
-
-
-def uncount_updates(trainer: Any, updates: int) -> None:
-    """So many optimizer steps (manual optimization) are gone through once more."""
-    steps = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-    for tracker in (steps.total, steps.current):
-        tracker.ready -= updates
-        tracker.completed -= updates
-
-
-def count_fetched(trainer: Any) -> bool:
-    """Count a batch that was fetched for a step under way as the loop would have.
-
-    Returns whether the step needs another one (gradients are accumulated).
-    """
-    loop = trainer.fit_loop.epoch_loop
-    progress = loop.batch_progress
-    progress.is_last_batch = trainer.fit_loop._data_fetcher.done
-    progress.increment_ready()
-    progress.increment_started()
-    if not (trainer.lightning_module.automatic_optimization and loop._should_accumulate()):
-        return False
-    progress.increment_processed()
-    progress.increment_completed()
-    return True
+    loop.batch_progress.increment_processed()
+    loop.batch_progress.increment_completed()
+    for progress in (
+        loop.automatic_optimization.optim_progress.optimizer.step,
+        loop.manual_optimization.optim_step_progress,
+    ):
+        for part in PARTS:
+            counts = getattr(progress, part)
+            counts.ready = counts.completed
 
 
 def batch_index(trainer: Any) -> int:

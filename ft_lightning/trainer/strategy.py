@@ -32,7 +32,6 @@ from ft_lightning.trainer import loop_counters as position
 from ft_lightning.trainer.agreements import Rounds
 from ft_lightning.trainer.batches import Batches
 from ft_lightning.trainer.checkpoint_files import CheckpointMixin
-from ft_lightning.trainer.closures import once
 from ft_lightning.trainer.counts import Counts, count, hide_from_bar, show_in_bar
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
@@ -221,18 +220,17 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             hooks=self._call_hooks,
             leave=self._leave,
             patience_s=4 * self._options.timeout_s,  # the lighthouse evicts who hangs before
+            min_replicas=self._options.min_replicas,
         )
 
     def _setup_model(self, model: Any) -> Any:
-        from ft_core.ddp import DistributedDataParallel as FTDistributedDataParallel
-
-        if self._manager is None or self._trainer.state.fn != "fit":
+        if self._driver is None or self._trainer.state.fn != "fit":
             return model
         options = dict(self._ddp_kwargs)
         if not model.automatic_optimization:
             # With several optimizers each backward reaches some of the parameters only.
             options.setdefault("find_unused_parameters", True)
-        return FTDistributedDataParallel(self._manager, model, **options)
+        return self._driver.wrap(model, **options)
 
     def _register_ddp_hooks(self) -> None:
         """ft_core's wrapper has registered its own."""
@@ -286,32 +284,27 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             return zero_loss(module)
         return output
 
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        driver = self._driver
-        if isinstance(driver, StepDriver):
-            driver.before_backward(self.model)
-        super().pre_backward(closure_loss)
-
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Called by Lightning (or by the user's `optimizer.step`) once a step."""
-        assert self._driver is not None
-        assert self._manager is not None
-        update, output = super().optimizer_step, None
-
-        def step(result: Any) -> None:
-            nonlocal output
-            output = update(optimizer, once(result), model, **kwargs)
-
-        result = self._driver.optimizer_step(closure, step, optimizer)
-        if self._sink is not None and isinstance(result, torch.Tensor):
-            outcome = self._manager.last_outcome()
-            scale = self._trainer.accumulate_grad_batches
-            self._manager.telemetry.emit(
-                "loss", step=outcome.step if outcome else None, loss=float(result) * scale
-            )
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Called by Lightning (or by the user's `manual_backward`); its end is a step's."""
+        steps = self._driver if isinstance(self._driver, StepDriver) else None
+        if steps is not None:
+            steps.before_backward()
+        output = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._sink is not None and steps is not None and not steps.open:
+            self._tell_loss(closure_loss)
         return output
+
+    def _tell_loss(self, loss: torch.Tensor) -> None:
+        """To the event log: the loss of the last step."""
+        assert self._manager is not None
+        outcome = self._manager.last_outcome()
+        self._manager.telemetry.emit(
+            "loss",
+            step=outcome.step if outcome else None,
+            loss=float(loss) * self._trainer.accumulate_grad_batches,
+        )
 
     def _at_boundary(self) -> None:
         if self._driver is not None:

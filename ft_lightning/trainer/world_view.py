@@ -23,7 +23,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from ft_core.config import ENV_JOB
 from ft_core.launch.supervisor import machine_lock
 from ft_lightning.shared.ranks import NominalRanks
-from ft_lightning.shared.step_collectives import gather_in_step, reduce_in_step
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.ending import EndingMixin
 
@@ -65,7 +64,8 @@ class ScopedMixin(NominalRanks, EndingMixin, _Base):
         """Over all who take part in the step, inside `training_step`; else as it is."""
         if not isinstance(tensor, torch.Tensor) or not self._reaches_peers():
             return tensor
-        return reduce_in_step(self._manager, tensor, reduce_op)
+        reduced: torch.Tensor = self._driver.reduce(tensor, reduce_op)
+        return reduced
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Inside `training_step`: a row for each who takes part in the step; else, just this."""
@@ -76,15 +76,12 @@ class ScopedMixin(NominalRanks, EndingMixin, _Base):
             )
         if not self._reaches_peers():
             return tensor.unsqueeze(0)
-        return gather_in_step(self._manager, tensor)
+        rows: torch.Tensor = self._driver.gather(tensor)
+        return rows
 
     def _reaches_peers(self) -> bool:
         """Whether this call belongs to an open step, which all repeat if it fails."""
-        driver = self._driver
-        if not getattr(driver, "computing", False) or driver.replaying:
-            return False
-        driver.ensure_open(to_reduce=True)
-        return True
+        return getattr(self._driver, "computing", False)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Of the replica group."""

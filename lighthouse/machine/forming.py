@@ -166,8 +166,14 @@ class Forming:
         could not serve them), and members that keep hanging or failing to heal. They wait for a
         later commit if the job can go on without them.
         """
-        head, known = self._history.head, set(self._previous) if self._after_discard else None
-        everyone = tuple(_candidate(member) for member in self._members.by_id.values())
+        head, members = self._history.head, self._members.by_id.values()
+        # One that has left and joined again is a newcomer, and was in no quorum since.
+        known = (
+            {m.replica_id for m in members if m.was_member}.intersection(self._previous)
+            if self._after_discard
+            else None
+        )
+        everyone = tuple(_candidate(member) for member in members)
         kept = tuple(
             c
             for c in everyone

@@ -33,8 +33,7 @@ class Shared(Net):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self.place.tolerant:  # fails at the vote: also where a step has no collective
-            self.trainer.strategy.manager.register_vote_check(self.inject)
+        self.inject_at_votes()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         first, second = self.optimizers()

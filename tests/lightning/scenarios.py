@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import faulthandler
+import functools
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,11 +89,34 @@ class Place:
         )
 
 
+def counted(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A `training_step` that notes the batch it runs on; not again if a subclass's calls it."""
+
+    @functools.wraps(step)
+    def training_step(self: Net, batch: Any, batch_idx: int) -> Any:
+        if not self.inside:
+            self.runs.append((self.trainer.current_epoch, batch_idx))
+        before, self.inside = self.inside, True
+        try:
+            return step(self, batch, batch_idx)
+        finally:
+            self.inside = before
+
+    return training_step
+
+
 class Net(LightningModule):
     """Classifies noise. Reports an error for `place.inject`, once each."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "training_step" in vars(cls):
+            cls.training_step = counted(cls.training_step)  # type: ignore[method-assign]
+
     def __init__(self, place: Place) -> None:
         super().__init__()
+        self.runs: list[tuple[int, int]] = []
+        self.inside = False
         self.place = place
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         self.votes = 0
@@ -102,8 +127,13 @@ class Net(LightningModule):
             telemetry = self.trainer.strategy.manager.telemetry
             telemetry.add_sink(lambda event: self.events.append(event.kind))
 
+    def inject_at_votes(self) -> None:
+        """Fail at the votes themselves, in place of the beginning of `training_step`."""
+        if self.place.tolerant:
+            self.trainer.strategy.manager.register_vote_check(self.inject)
+
     def inject(self) -> None:
-        """Call once a vote, before its gradients."""
+        """Call once a vote, before it."""
         if not self.place.tolerant:
             return
         manager = self.trainer.strategy.manager
@@ -115,6 +145,7 @@ class Net(LightningModule):
     def loss(self, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
+    @counted
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.inject()
         loss = self.loss(batch)
@@ -129,9 +160,10 @@ class Net(LightningModule):
 
 
 class Trace(Callback):
-    """What must be equal after each batch."""
+    """What must be equal after each batch; and how often user code ran."""
 
     def __init__(self) -> None:
+        self.hooks: Counter[str] = Counter()
         self.digests: list[str] = []
         self.lrs: list[float] = []
         self.steps: list[int] = []
@@ -147,8 +179,25 @@ class Trace(Callback):
         if value is not None:
             self.logged.append(float(value))
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.hooks["batch start"] += 1
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.hooks["before backward"] += 1
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.hooks["after backward"] += 1
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.hooks["before optimizer step"] += 1
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.hooks["before zero_grad"] += 1
+
     def result(self, trainer: Trainer) -> Result:
         return {
+            "runs": trainer.lightning_module.runs,
+            "hooks": dict(self.hooks),
             "digests": self.digests,
             "lrs": self.lrs,
             "steps": self.steps,
@@ -222,7 +271,7 @@ def fp16(place: Place) -> Result:
 class Gan(Net):
     """Two optimizers, a scheduler stepped by hand, toggling: three votes a batch.
 
-    One for each update, and one for what is reduced after the last of them.
+    One for each backward, and one for what is reduced after the last of them.
     """
 
     def __init__(self, place: Place) -> None:
@@ -230,11 +279,14 @@ class Gan(Net):
         self.automatic_optimization = False
         self.generator = nn.Linear(4, 8)
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.inject_at_votes()
+
     def training_step(self, batch: Any, batch_idx: int) -> None:
         first, second = self.optimizers()
         noise = batch[0][:, :4]
         self.toggle_optimizer(first)
-        self.inject()
         loss = self.net(self.generator(noise)).square().mean()
         first.zero_grad()
         self.manual_backward(loss)
@@ -245,10 +297,8 @@ class Gan(Net):
             fake = self.net(self.generator(noise).detach()).square().mean()
             second.zero_grad()
             self.manual_backward(self.loss(batch) - 0.1 * fake)
-            self.inject()
             second.step()
         self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
-        self.inject()
 
     def configure_optimizers(self) -> Any:
         first = torch.optim.Adam(self.generator.parameters(), lr=0.01)

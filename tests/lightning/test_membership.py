@@ -84,10 +84,39 @@ def check_files(tmp_path: Path, before: list[str]) -> None:
     assert len(saved) == 4 * BATCHES // 10
 
 
-def test_joins_between_the_two_updates_of_a_batch(
+@pytest.mark.parametrize("gan", [False, True])
+def test_one_that_hangs_in_a_batch_abandons_it_and_heals(
+    tmp_path: Path, coordinator: LighthouseServer, gan: bool
+) -> None:
+    """It is evicted, and finds at the end of a backward that its peers are far ahead: nothing of
+    its batch is applied, and it goes on at their place. Its peers' code runs once a batch."""
+    options = {"max_epochs": 4, "gan": gan, "holds": {"step:12": "go"}, "step_delay_s": 0.1}
+    with running(tmp_path, coordinator.address(), **options) as run:
+        zero, one = run.start(0), run.start(1)
+        for rank in (0, 1):
+            until_at(run, rank, "step:12")
+        one.send_signal(signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        run.until_step(0, 20)
+        one.send_signal(signal.SIGCONT)
+        run.wait(zero, one)
+    lines = [run.lines(rank) for rank in (0, 1)]
+    steps = [line["step"] for line in lines[0]]
+    updates = 2 if gan else 1
+    assert steps == list(range(updates, 4 * BATCHES * updates + 1, updates))
+    assert compare(*lines) == len(lines[1]) > BATCHES
+    assert lines[1][12 // updates]["step"] > 20
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["runs"] == [[x["epoch"], x["batch_idx"]] for x in lines[0]]
+    seen = [[x["epoch"], x["batch_idx"]] for x in lines[1]]
+    assert run.end(1)["runs"] == [*seen[: 12 // updates], [0, 12 // updates], *seen[12 // updates :]]
+
+
+def test_one_let_in_between_two_steps_of_a_batch_heals_at_the_next(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
-    """Both are on one loss: the newcomer gets the gradients that its peers hold."""
+    """Peers are in the midst of user code, which no state can bring along: the newcomer leaves them
+    alone, and heals where the next batch begins. Theirs runs once."""
     options = {"max_epochs": 2, "gan": True, "holds": {"step:12": "go"}, "step_delay_s": 0.01}
     with running(tmp_path, coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)
@@ -105,6 +134,8 @@ def test_joins_between_the_two_updates_of_a_batch(
     assert compare(*lines) == len(lines[1])
     assert [line["step"] for line in lines[0]] == list(range(2, 4 * BATCHES + 1, 2))
     assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["runs"] == [[x["epoch"], x["batch_idx"]] for x in lines[0]]
+    assert run.end(1)["runs"] == [[x["epoch"], x["batch_idx"]] for x in healed]
 
 
 def test_one_that_hangs_between_epochs_is_left_behind_and_heals(

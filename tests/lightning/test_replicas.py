@@ -50,10 +50,32 @@ def test_equals_stock_ddp_bit_for_bit_and_retries_discarded_steps(
             assert [line["step"] for line in lines] == list(range(1, 2 * BATCHES + 1))
             for key in ("batch", "lr", "epoch", "batch_idx", "total"):
                 assert [x[key] for x in lines] == [x[key] for x in expected[index]], key
+            assert run.end(index)["runs"] == [[x["epoch"], x["batch_idx"]] for x in lines]
             assert run.end(index)["world_size"] == 2
             assert run.end(index)["rank"] == index
         assert run.end(0)["leader"] != run.end(1)["leader"]
         assert run.end(0)["val_loss"] == run.end(1)["val_loss"]  # not sharded, unlike stock's
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_training_step_runs_once_a_batch_though_members_die_in_the_step(
+    tmp_path: Path, lighthouse: str, manual: bool
+) -> None:
+    """The leader is killed in a backward, later another group; one step fails besides."""
+    faults = {"dies": {"4": 0, "11": 2}, "inject": {"7": 1}, "manual": manual}
+    with running(tmp_path, lighthouse, **faults) as run:
+        groups = [run.start(index, groups=3) for index in range(3)]
+        run.wait(groups[1])
+        run.wait(groups[0], groups[2], code=-signal.SIGKILL)
+    lines = [run.lines(index) for index in range(3)]
+    batches = -(-SAMPLES // BATCH // 3)
+    assert [len(each) for each in lines] == [4, 2 * batches, 11]
+    assert compare(lines[0], lines[1]) == 4
+    assert compare(lines[1], lines[2]) == 11
+    assert [line["participants"] for line in lines[1]] == [3] * 4 + [2] * 7 + [1] * (2 * batches - 11)
+    assert [line["leader"] for line in lines[1]] == [False] * 4 + [True] * (2 * batches - 4)
+    assert run.end(1)["runs"] == [[x["epoch"], x["batch_idx"]] for x in lines[1]]
+    assert run.end(1)["runs"] == [[e, b] for e in range(2) for b in range(batches)]
 
 
 def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path) -> None:
@@ -174,3 +196,4 @@ def test_manual_optimization_repeats_a_discarded_step(tmp_path: Path, lighthouse
     assert compare(run.lines(0), run.lines(1)) == BATCHES
     assert run.end(0)["digest"] == run.end(1)["digest"]
     assert run.end(0)["step"] == BATCHES
+    assert run.end(0)["runs"] == run.end(1)["runs"] == [[0, b] for b in range(BATCHES)]

@@ -112,17 +112,22 @@ def test_replicas_are_equal_after_every_step(runs: Runs, name: str) -> None:
 
 @pytest.mark.parametrize("name", RETRIED)
 def test_a_discarded_step_leaves_no_trace(runs: Runs, name: str) -> None:
-    """Not in parameters, counters, schedules, the loss scale, nor in what was logged."""
-    plain, retried = runs["ours"].result(0, name.partition(":")[0]), runs["ours"].result(0, name)
-    for key in ("lrs", "steps", "epoch", "stopped", "scale"):
-        assert retried.get(key) == plain.get(key), key
-    assert len(retried["logged"]) == len(plain["logged"])
-    mine, other = both(runs, name)
-    assert mine["digests"][-1] == other["digests"][-1]
-    if "gan" not in name:  # there, running statistics are updated anew with each repetition
-        assert retried["digests"][-1] == plain["digests"][-1]
-    if name not in ("gan:retry", "shared:retry"):  # there, losses are of what was updated since
-        assert retried["metrics"] == plain["metrics"]
+    """Not in parameters, counters, schedules, the loss scale, nor in what was logged, at any batch."""
+    for rank in (0, 1):
+        plain = runs["ours"].result(rank, name.partition(":")[0])
+        retried = runs["ours"].result(rank, name)
+        for key in ("digests", "lrs", "steps", "logged", "epoch", "stopped", "scale", "metrics"):
+            assert retried.get(key) == plain.get(key), key
+
+
+@pytest.mark.parametrize("name", [*AS_STOCK, *RETRIED])
+def test_user_code_runs_once_a_batch(runs: Runs, name: str) -> None:
+    """`training_step` and hooks, whether a step is discarded or not: as often as under `ddp`."""
+    stock = runs["stock"].result(0, name.partition(":")[0])
+    for ours in both(runs, name):
+        assert ours["runs"] == stock["runs"]
+        assert len(ours["runs"]) == len(ours["digests"])
+        assert ours["hooks"] == stock["hooks"]
 
 
 def test_two_optimizers_are_two_steps_a_batch(runs: Runs) -> None:

@@ -47,6 +47,7 @@ OPTIONS: dict[str, Any] = {
     "own_start": False,  # each process begins with other parameters
     "hold": None,  # at this global step wait until the file <log>/go is there
     "inject": {},  # {"<global step>": replica index}: this replica reports an error once
+    "dies": {},  # {"<global step>": replica index}: this replica is killed in that step's backward
     "manual": False,
     "gan": False,  # two optimizers, by hand; in every other batch on one loss
     "gathers": False,  # validation calls collectives
@@ -83,6 +84,7 @@ class Model(LightningModule):
         self.save_hyperparameters({"batch_size": options["batch_size"]})
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         self.injected: set[str] = set()
+        self.runs: list[list[int]] = []
         self.validated: list[int] = []
         self.go = Path(options["log"]) / "go"
 
@@ -116,6 +118,7 @@ class Model(LightningModule):
             self.hold(f"validation:{self.trainer.current_epoch}")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.runs.append([self.trainer.current_epoch, batch_idx])
         self.hold(f"step:{self.trainer.global_step}")
         time.sleep(self.options["step_delay_s"])
         while self.trainer.global_step == self.options["hold"] and not self.go.exists():
@@ -127,6 +130,8 @@ class Model(LightningModule):
         self.batch = [float(x) for x in batch[0][:, 0]]
         self.batch_idx = batch_idx
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.options["dies"].get(step) == self.global_rank:
+            loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         self.log("train_loss", loss)
         if self.options["gan"] and batch_idx % 2 == 0:
             for optimizer in self.optimizers():
@@ -290,6 +295,7 @@ def run(options: dict[str, Any]) -> Trainer:
         "digest": digest(model),
         "val_loss": float(trainer.callback_metrics["val_loss"]),
         "leader": trainer.is_global_zero,
+        "runs": model.runs,
         "world_size": trainer.world_size,
         "rank": trainer.global_rank,
     }
