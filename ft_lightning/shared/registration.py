@@ -51,7 +51,7 @@ COMMAND_LINES = {
 
 
 def install() -> None:
-    """Register in every registry that is imported, and wait for the others. Twice is once."""
+    """Register in every registry that is imported, and wait for the others. Idempotent."""
     for module_name, register_there in _REGISTER.items():
         when_imported(module_name, register_there)
     for module_name, load in _LOAD.items():

@@ -2,14 +2,13 @@
 
 | call | inside `training_step` | elsewhere |
 |---|---|---|
-| `barrier`, `broadcast`, `reduce_boolean_decision` | the replica group (`in_group.py`) | the same |
-| `reduce`, `log(sync_dist=True)` | all who take part in the step | this process |
-| `all_gather` | all who take part in the step: `(participants, ...)` | `(1, ...)` |
+| `barrier`, `broadcast`, `reduce_boolean_decision` | the replica group (`ft_core.shell.intra_group`) | the same |
+| `reduce`, `log(sync_dist=True)` | the participants of the step | this process |
+| `all_gather` | the participants of the step: `(participants, ...)` | `(1, ...)` |
 
-A `training_step` is repeated as a whole if its step is discarded, on all members alike: so what is
-reduced there belongs to the step. Elsewhere nothing says that all are at the same place, and a call
-that waits for peers could wait for a dead one. The ends of epochs and validations have `rounds.py`,
-which gathers bytes.
+What a `training_step` reduces belongs to its step, and is tried again with it. Elsewhere nothing says
+that all members are at the same place, and a call that waits for peers could wait for a dead one.
+The ends of epochs and validations have agreements (`trainer/agreements.py`), which gather bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _OPS: dict[str, Any] = {
 
 
 def reduce_in_step(manager: Manager, tensor: Tensor, reduce_op: Any) -> Tensor:
-    """`tensor` reduced in place over those who take part in the open step.
+    """`tensor` reduced in place over the participants of the open step.
 
     What comes back of a step that fails is of no use, and is thrown away with it.
     """
@@ -51,11 +50,11 @@ def reduce_in_step(manager: Manager, tensor: Tensor, reduce_op: Any) -> Tensor:
 
 
 def gather_in_step(manager: Manager, tensor: Tensor) -> Tensor:
-    """One row for each who takes part in the open step: shape `(participants, *tensor.shape)`.
+    """One row for each participant of the open step: shape `(participants, *tensor.shape)`.
 
     All must give tensors of one shape. Rows travel as a sum to which each adds its own.
     """
-    manager.bind()  # who takes part is settled from here on
+    manager.bind()  # the participants are fixed from here on
     rows = torch.zeros(
         (manager.num_participants(), *tensor.shape), dtype=tensor.dtype, device=tensor.device
     )
@@ -68,9 +67,9 @@ def gather_in_step(manager: Manager, tensor: Tensor) -> Tensor:
 
 
 def gather_bytes(manager: Manager, mine: bytes) -> list[bytes]:
-    """What each who takes part in the open step gives, in the order of ranks.
+    """What each participant of the open step contributes, in the order of ranks.
 
-    Lengths may differ. Who takes no part calls this, too; what it gives is left out. Empty: the
+    Lengths may differ. A member that does not participate calls this, too; its bytes are left out. Empty: the
     step has failed.
     """
     if not manager.bind():

@@ -1,14 +1,14 @@
 """Agreements between steps: at the end of a validation, and of an epoch.
 
-A round is a step of the manager's without an optimizer step: a quorum, perhaps a gathering of what
-each member has to say, a vote. It is repeated until it is committed, so that all members have the
-same result or none has; a peer that dies costs a repetition. Members with less than `min_replicas`
-participants may commit it: it changes no state.
+An agreement is a step of the manager without an update: a quorum, perhaps a gather of what each
+member contributes, a vote. It is repeated until it is committed, so that all members have the same
+result or none has; a peer that dies costs a further attempt. Fewer than `min_replicas`
+participants may commit it, since it changes no state.
 
-Replica groups join where batches begin, not in the midst of Lightning's hooks. One that is let in
-while its peers are in a round is told so in place of a state: it adds nothing to the round, and
-joins again. One that finds in a round of its own that it is behind goes on alone to the next
-batch, and heals there.
+Replica groups join where a batch begins, not in the middle of Lightning's hooks. A group that is
+let in while its peers are at an agreement is told so in place of a state: it contributes nothing
+and joins again. A group that finds at an agreement of its own that it is behind goes on alone to
+the next batch, and heals there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from ft_lightning.trainer import metric_states, totals
+from ft_lightning.trainer import logged_totals
 from ft_lightning.trainer.decisions import Decisions
 
 Gathered = tuple[list[Any], int]
-"""What each who takes part has given, in the order of ranks; and the rank of this group."""
+"""What each participant contributed, in the order of ranks; and the rank of this group."""
 Round = Callable[[bytes | None], tuple[list[bytes], int] | None]
 
 
@@ -45,26 +45,26 @@ class Rounds:
         return self._round is None or endless or outside
 
     def meet(self, *, tally: bool = False) -> None:
-        """A validation's batches are over, nothing is logged: who died meanwhile does not lead."""
+        """A validation's batches are done, nothing is logged yet: from here on no dead group leads."""
         if self._round is not None and not self.off and self.divided == tally:
             self._round(None)
 
     def gather(self, mine: Any) -> Gathered | None:
-        """Show all members what each has: plain values and tensors. None: each for itself now."""
+        """Show all members what each has: plain values and tensors. None: there is no agreement now."""
         if self._round is None or self.off:
             return None
-        result = self._round(metric_states.pack(mine))
+        result = self._round(logged_totals.pack(mine))
         if result is None:
             return None
-        return [metric_states.unpack(packed) for packed in result[0]], result[1]
+        return [logged_totals.unpack(packed) for packed in result[0]], result[1]
 
     def validation_metrics(self) -> None:
-        """A validation's metrics are complete, nobody has acted on them: take the first member's."""
+        """A validation's metrics are complete, no callback has acted on them: use the first member's."""
         if not self.off:
             self._agree(lambda result: False)
 
     def epoch_metrics(self) -> None:
-        """An epoch's metrics are complete, nobody has acted on them: sum up, then as above."""
+        """An epoch's metrics are complete, no callback has acted on them: sum up, then as above."""
         if not self.off:
             self._agree(lambda result: result.meta.sync.should or not result.is_tensor)
 
@@ -75,7 +75,7 @@ class Rounds:
         self._agree(lambda r: id(r) in new and r.is_tensor and r.meta.sync.should)
 
     def stop(self) -> None:
-        """All have acted on the metrics: stop if anybody wants to."""
+        """Callbacks have acted on the metrics: stop if any member wants to."""
         result = self.gather(bool(self._decisions.stop_wished))
         if result is not None:
             self._decisions.agree_to_stop(any(result[0]))
@@ -83,20 +83,20 @@ class Rounds:
     def _agree(self, summed: Callable[[Any], bool]) -> None:
         """Replace what callbacks and schedulers see by what is the same for all.
 
-        `summed(result)`: over those who are there, of what each has seen (torchmetrics objects:
+        `summed(result)`: over the participants, of what each has seen (torchmetrics objects:
         of their states). All other numbers: the first member's.
         """
         trainer, results = self._trainer, self._trainer._results or {}
         numbers = {k: v for k, v in trainer.callback_metrics.items() if v.numel() == 1}
         objects = {
-            key: metric_states.states(result.value, {})
+            key: logged_totals.states(result.value, {})
             for key, result in results.items()
             if not result.is_tensor and not result.has_reset and result.meta.on_epoch
             and summed(result)
         }  # fmt: skip
         mine: dict[str, dict[str, Any]] = {
             "first": {name: float(value) for name, value in numbers.items()},
-            "rows": totals.rows(results, lambda r: r.is_tensor and summed(r)),
+            "rows": logged_totals.rows(results, lambda r: r.is_tensor and summed(r)),
             "objects": objects,
         }
         gathered = self.gather(mine)
@@ -108,10 +108,10 @@ class Rounds:
                 self._adopt(name, torch.full_like(numbers[name], value))
         for key in mine["rows"]:
             same = [member["rows"][key] for member in members if key in member["rows"]]
-            results[key]._computed = totals.total(same).to(results[key].value.device)
+            results[key]._computed = logged_totals.total(same).to(results[key].value.device)
         for key in objects:
             metric = results[key].value
-            with metric_states.shared(
+            with logged_totals.shared(
                 metric, [member["objects"].get(key, {}) for member in members]
             ):
                 results[key]._computed = metric.compute()

@@ -26,7 +26,7 @@ _LIVE = (
 
 
 class Checkpoints:
-    """The checkpoint files of one strategy. Thread: whoever saves."""
+    """The checkpoint files of one strategy. Thread: the one that saves."""
 
     def __init__(self) -> None:
         self.failed = 0

@@ -7,12 +7,12 @@ hyperparameters and place. A member that differs in the fingerprint has neither 
 nor will it: it takes the first member's state instead.
 
 At the end of a validation and of an epoch, where Lightning decides by metrics, a round of its own
-(`rounds.py`) carries the first member's metrics, and everybody's wish to stop.
+(`agreements.py`) carries the first member's metrics, and every member's wish to stop.
 
 | decision | taken |
 |---|---|
 | `should_stop` set before the first step (a Timer that is resumed after its end) | at once |
-| `should_stop` set in `training_step` | with this step's commit |
+| `should_stop` set in `training_step`, before its last backward | with this step's commit |
 | `should_stop` at a validation's or an epoch's end (EarlyStopping, a Timer by epoch), or set earlier by another than the first member | there |
 | `should_stop` set anywhere else by the first member (Timer, `max_time`) | with the next commit |
 | `val_check_interval` by time | with the commit that finds the time over |
@@ -23,9 +23,11 @@ Per-group commit carries nothing: each group then decides for itself.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
+from operator import is_, itemgetter
 from typing import Any
 
 import msgpack
@@ -33,7 +35,6 @@ import torch
 
 from ft_lightning.trainer import loop_counters as position
 from ft_lightning.trainer.batches import adopt, release
-from ft_lightning.trainer.fingerprint import Hyperparameters, digest
 
 log = logging.getLogger("ft_lightning")
 
@@ -72,7 +73,7 @@ class Decisions:
         self._agreed = self._agreed or self._wish
         self._validated_at = time.monotonic()
         self._wait_with_validation()
-        # Epochs of a length that is known are as long everywhere (`scoping.schema`).
+        # Epochs of a length that is known are as long everywhere (`world_view.schema`).
         self._aligned = trainer.num_training_batches != float("inf")
         self._monitors = tuple(
             str(c.monitor)
@@ -151,7 +152,7 @@ class Decisions:
         )
         place = [trainer.global_step, number]
         if self._aligned:
-            place += [position.epoch(trainer), position.batch_index(trainer)]
+            place += position.place(trainer)
         return [hyperparameters, digest(place)]
 
     # ------------------------------------------------------------------ validation by the clock
@@ -205,3 +206,94 @@ def _asking(decisions: Decisions) -> Any:
         return {"should_stop": property(get, put), "early_stopping_callbacks": property(callbacks)}
 
     return methods
+
+
+# ---------------------------------------------------------------------- fingerprints
+
+_CONSTANT = {bool, int, float, str, type(None)}
+
+
+class Hyperparameters:
+    """What was last seen of some optimizers' hyperparameters."""
+
+    def __init__(self) -> None:
+        self._groups: list[_Group] = []
+        self._scaler: Any = None
+        self._digest = b""
+
+    def digest(self, optimizers: list[Any], scaler: dict[str, Any] | None) -> bytes:
+        """Of now. `scaler`: the loss scaler's state."""
+        groups = [group for known in optimizers for group in known.param_groups]
+        changed = len(groups) != len(self._groups) or not self._digest
+        if changed:
+            self._groups = [_Group() for _ in groups]
+        for known, group in zip(self._groups, groups, strict=True):
+            if known.changed(group):
+                changed = True
+        if changed or scaler != self._scaler:
+            self._scaler = scaler
+            self._digest = digest([[group.digest for group in self._groups], scaler])
+        return self._digest
+
+
+class _Group:
+    """One parameter group."""
+
+    def __init__(self) -> None:
+        self._keys: tuple[str, ...] = ()
+        self._get: Any = None
+        self._values: tuple[Any, ...] = ()
+        self._plain: list[Any] = []
+        self._mutable: set[int] = set()  # places of values that may change in place
+        self.digest = b""
+
+    def changed(self, group: dict[str, Any]) -> bool:
+        """Whether its digest is another one than at the last call."""
+        try:
+            values = self._get(group) if len(group) == len(self._keys) else None
+        except KeyError:
+            values = None
+        if values is None:
+            self._keys = tuple(sorted(group))  # "params" and at least a learning rate
+            self._get, self._mutable = itemgetter(*self._keys), set()
+            self._values, self._plain = (), [None] * len(self._keys)
+            values = self._get(group)
+        before = self._values or (self,) * len(self._keys)
+        if not self._mutable and all(map(is_, values, before)):
+            return False
+        for index, key in enumerate(self._keys):
+            value = values[index]
+            if key != "params" and (value is not before[index] or index in self._mutable):
+                self._plain[index] = _plain(value)
+                if _is_constant(value):
+                    self._mutable.discard(index)
+                else:
+                    self._mutable.add(index)
+        old, self._values = self.digest, values
+        self.digest = digest([self._keys, self._plain])
+        return self.digest != old
+
+
+def _is_constant(value: Any) -> bool:
+    return type(value) in _CONSTANT or (
+        type(value) is tuple and all(type(item) in _CONSTANT for item in value)
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Hyperparameters that all processes write alike; other objects say nothing."""
+    kind = type(value)
+    if kind in (float, int, bool):
+        return value + 0.0  # of minus zero, too
+    if kind is str or value is None:
+        return value
+    if kind in (tuple, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return _plain(value.item()) if value.numel() == 1 else None
+    return None
+
+
+def digest(value: Any) -> bytes:
+    """Eight bytes that stand for plain values."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()

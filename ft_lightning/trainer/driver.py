@@ -36,10 +36,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.manager import Manager
+from ft_core.replica.participation import Participation
 from ft_lightning.shared.step_collectives import gather_bytes, gather_in_step, reduce_in_step
 from ft_lightning.trainer import healing
 from ft_lightning.trainer import loop_counters as position
@@ -68,7 +70,7 @@ class StepDriver:
     """The step protocol of one fit. The loop's thread, but for `state`, and on CUDA for what happens
     at the end of backward: that is autograd's thread of the device, while the loop's waits.
 
-    `on_quorum()` is called whenever membership may have changed; `hooks(name)` calls the
+    `on_quorum()` is called when this process's part in the quorum has changed; `hooks(name)` calls the
     callbacks' and the module's hook of that name; `leave()` raises what ends a fit on SIGTERM.
     `patience_s`: how long a peer may be late at the end of a validation or an epoch. `min_replicas`:
     groups that a step needs.
@@ -111,6 +113,7 @@ class StepDriver:
         self.open = self.computing = False
         self.last_committed: bool | None = None
         self.participants = 0
+        self._part: Participation | None = None
         batches.adopt(trainer.fit_loop.epoch_loop, _catching(self))
 
     @property
@@ -160,7 +163,7 @@ class StepDriver:
             while self._visit is not None:
                 self._sit_in(self._visit)
                 self._manager.start_quorum()
-            self._on_quorum()
+            self._follow_quorum()
         except GroupLeft:  # another rank of this group was told to end: so was this one
             self._leave()
         finally:
@@ -168,6 +171,13 @@ class StepDriver:
         self.open = place is not Place.ROUND
         if place is Place.STEP:
             self._check_place()
+
+    def _follow_quorum(self) -> None:
+        """Tell `on_quorum` if this process's part in the quorum is another one than before."""
+        part = self._manager.step.part
+        if part is not None and part is not self._part:
+            self._part = part
+            self._on_quorum()
 
     def _check_place(self) -> None:
         """In the midst of a batch: raise BatchAbandoned if this attempt is of no use."""
@@ -178,7 +188,9 @@ class StepDriver:
         with contextlib.suppress(QuorumUnavailable):  # the attempt has failed already
             if self._manager.num_participating_groups() < self._min_replicas:
                 # Those that are missing wait to be healed, which they can't be here.
-                log.warning("too few replica groups are left to finish the batch: its rest is given up")
+                log.warning(
+                    "too few replica groups are left to finish the batch: its rest is given up"
+                )
                 self._given_up, self.open = True, False
                 raise BatchAbandoned
 
@@ -207,7 +219,7 @@ class StepDriver:
 
     def before_backward(self) -> None:
         """Manual optimization: a `manual_backward` begins. Gradients of batches before may be there."""
-        if self._manual and self.open and not self._within and self._earlier is None:
+        if self.open and not self._within and self._earlier is None:
             self._earlier = self._gradients()
 
     def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
@@ -276,7 +288,7 @@ class StepDriver:
             self._check_same_step()
         self._operations.clear()
         self._votes += 1
-        self._on_quorum()  # it may have changed while the step had reduced nothing yet
+        self._follow_quorum()  # it may have changed while the step had reduced nothing yet
         return True
 
     def _check_same_step(self) -> None:
@@ -321,31 +333,36 @@ class StepDriver:
     # ------------------------------------------------------------------ rounds
 
     def round(self, mine: bytes | None) -> tuple[list[bytes], int] | None:
-        """One agreement between batches: (what each who takes part gives, the rank of this group).
+        """One agreement between batches: (what each participant contributes, the rank of this group).
 
         `mine` None: only to meet. Returns None if this group is behind: it heals at the next batch.
         """
         if self.open:
             return None  # the last batch of the epoch had no backward
         self._lost = self._lost or self._manager.is_healing()  # evicted, and let in again
-        while not self._lost:
-            self._gathers, gathered, committed = mine is not None, list[bytes](), False
-            self._start(Place.ROUND)
-            if not self._lost:
-                # A group that joins before the vote is told so, too.
-                self._starting, self._place = threading.get_ident(), Place.ROUND
-                try:
-                    gathered = [] if mine is None else gather_bytes(self._manager, mine)
-                    committed = self._manager.should_commit(self._patience, no_update=True)
-                finally:
-                    self._starting, self._place = 0, None
-            if self._lost:
-                self._manager.forget_state("fell behind between batches")
-            elif committed:
-                rank = self._manager.participating_rank()
-                assert rank is not None
-                return gathered, rank
-        return None
+        if self._lost:
+            return None
+        self._gathers = mine is not None
+        try:
+            agreed = agree(
+                lambda: [] if mine is None else gather_bytes(self._manager, mine),
+                begin=self._begin_round,
+                vote=lambda: self._manager.should_commit(self._patience, no_update=True),
+                is_behind=lambda: self._lost,
+            )
+        finally:
+            self._starting, self._place = 0, None
+        if agreed is None:
+            self._manager.forget_state("fell behind between batches")
+            return None
+        rank = self._manager.participating_rank()
+        assert rank is not None
+        return agreed.result, rank
+
+    def _begin_round(self) -> None:
+        self._start(Place.ROUND)
+        # A group that joins before the vote is told so, too.
+        self._starting, self._place = threading.get_ident(), Place.ROUND
 
     # ------------------------------------------------------------------ heal
 

@@ -1,10 +1,10 @@
 """One replica group writes: logs, checkpoints, configuration. It may die, and another takes over.
 
-| when | who writes | who says what rank zero says |
+| when | writes | says what rank zero says |
 |---|---|---|
 | the only replica group there is to be | it does, as under stock `ddp` | it does |
-| until the first quorum of a fit | nobody: who leads is not known | group 0, if it was not restarted |
-| in a quorum | the first of those who take part (`FTDDPMixin._on_quorum`) | the same |
+| until the first quorum of a fit | none: the leader is not known | group 0, if it was not restarted |
+| in a quorum | the first participant (`FTDDPMixin._on_quorum`) | the same |
 | after a fit without a quorum | group 0: no other has done more | the same |
 
 What the one before has written stays.
@@ -58,7 +58,7 @@ def in_quorum(trainer: Any, scope: Scope, leads: bool) -> None:
 
 
 def without_quorum(trainer: Any, scope: Scope) -> bool:
-    """Whether this group writes after a fit that met nobody: it took no step, or failed before.
+    """Whether this group writes after a fit without a quorum: it took no step, or failed before.
 
     One that was started again may have peers whose files are newer than what it failed with.
     """
@@ -107,7 +107,7 @@ def begin(trainer: Any, log_hyperparams: Any, *, takes_over: bool) -> None:
 
 
 def _save_config(trainer: Any, callback: Any) -> None:
-    """LightningCLI's callback, which at set-up had found nobody to write."""
+    """LightningCLI's callback, which at set-up had found no leader."""
     directory, name = trainer.log_dir, getattr(callback, "config_filename", "")
     if directory and name and os.path.exists(os.path.join(directory, name)):
         callback.already_saved = True  # by the leader before this one

@@ -105,3 +105,8 @@ def batches_done(trainer: Any) -> int:
     """Batches of this epoch before the one that is fetched next (at the boundary)."""
     done: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return done
+
+
+def place(trainer: Any) -> list[int]:
+    """[epochs done, index in the epoch of the batch under way]."""
+    return [epoch(trainer), batch_index(trainer)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,9 +31,9 @@ from ft_lightning.trainer import loop_counters as position
 from ft_lightning.trainer.agreements import Rounds
 from ft_lightning.trainer.batches import Batches
 from ft_lightning.trainer.checkpoint_files import CheckpointMixin
-from ft_lightning.trainer.counts import Counts, count, hide_from_bar, show_in_bar
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
+from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
 from ft_lightning.trainer.validation import Validation
 from ft_lightning.trainer.world_view import ScopedMixin, lock_machine, schema
 
@@ -67,7 +66,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         group_size: processes a replica group, which live and die together. Default: 1; all devices
             of a machine with ``num_nodes`` > 1; WORLD_SIZE under torchrun.
         validation: "replicated": each group validates on all of the data. "sharded": the groups
-            divide it; metrics are those of all of it, whoever dies meanwhile.
+            divide it; metrics are those of all of it, also if a group dies meanwhile.
         **kwargs: options of :class:`DDPStrategy` and of torch's DistributedDataParallel.
     """
 
@@ -219,7 +218,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
             on_quorum=self._on_quorum,
             hooks=self._call_hooks,
             leave=self._leave,
-            patience_s=4 * self._options.timeout_s,  # the lighthouse evicts who hangs before
+            patience_s=4 * self._options.timeout_s,  # the lighthouse evicts a hung group before
             min_replicas=self._options.min_replicas,
         )
 
@@ -289,7 +288,8 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
     ) -> torch.Tensor:
         """Called by Lightning (or by the user's `manual_backward`); its end is a step's."""
         steps = self._driver if isinstance(self._driver, StepDriver) else None
-        if steps is not None:
+        module = self.lightning_module
+        if steps is not None and module is not None and not module.automatic_optimization:
             steps.before_backward()
         output = super().backward(closure_loss, optimizer, *args, **kwargs)
         if self._sink is not None and steps is not None and not steps.open:
@@ -348,7 +348,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
     def on_train_end(self) -> None:
         super().on_train_end()
         if not hooks.searching(self._trainer):
-            # Before user code that follows the fit: its duration is nobody's business.
+            # Before user code that follows the fit: peers must not wait for it.
             self._shut_down(finished=True)
 
     def teardown(self) -> None:
@@ -361,7 +361,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         super().teardown()
 
     def _shut_down(self, *, finished: bool = False) -> None:
-        """Leave the quorum and undo what was put into Lightning's objects. Twice is once."""
+        """Leave the quorum and undo what was put into Lightning's objects. Idempotent."""
         if self._driver is not None:
             self._driver.close()
         if self._batches is not None:

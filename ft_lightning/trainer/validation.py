@@ -1,7 +1,7 @@
 """Validation divided over the replica groups: `FTDDPStrategy(validation="sharded")`.
 
-Who takes which batches, and why each counts once whoever dies, is in `shares.py`. Here that meets
-Lightning, whose validation loop gets a subclass of its own class while a fit lasts:
+`validation_split.py` says which member takes which batches, and why each counts once if members die.
+Here that meets Lightning, whose validation loop gets a subclass of its own class while a fit lasts:
 
 - before its loaders start, a round agrees on the batches there are (index lists of the samplers:
   the same on all, or nothing is divided) and on the shares;
@@ -31,8 +31,8 @@ from typing import Any
 import msgpack
 from torch.utils.data import DataLoader
 
+from ft_lightning.trainer import logged_totals
 from ft_lightning.trainer import loop_counters as position
-from ft_lightning.trainer import metric_states, totals
 from ft_lightning.trainer import validation_split as shares
 from ft_lightning.trainer.agreements import Rounds
 from ft_lightning.trainer.batches import Batches, adopt
@@ -85,14 +85,14 @@ class Validation:
         result = self._rounds.gather(mine)
         if result is None:
             return
-        everybody, rank = result
-        if indices is None or any(theirs != everybody[0] for theirs in everybody):
+        members, rank = result
+        if indices is None or any(theirs != members[0] for theirs in members):
             self._warn()
             return
         self.active = self._rounds.divided = True
         self._indices = indices
         self._places = [(i, j) for i, each in enumerate(indices) for j in range(len(each))]
-        self._take(range(len(self._places)), rank, len(everybody))
+        self._take(range(len(self._places)), rank, len(members))
 
     def begun(self) -> None:
         """The data fetcher is there."""
@@ -109,7 +109,7 @@ class Validation:
     def next(self, fetcher: Any) -> Any:
         """The next batch that is this group's. Raises StopIteration when none is missing."""
         if self._counts is None:  # hooks at the start have reset what they reset
-            self._counts = metric_states.counts(self._module)
+            self._counts = logged_totals.counts(self._module)
         while not self._todo:
             if not self._tally():
                 fetcher.done = True
@@ -170,15 +170,15 @@ class Validation:
     def _gathered(self) -> dict[str, Any]:
         assert self._counts is not None
         return {
-            "rows": totals.rows(self._results, lambda result: True),
-            "states": metric_states.states(self._module, self._counts),
+            "rows": logged_totals.rows(self._results, lambda result: True),
+            "states": logged_totals.states(self._module, self._counts),
         }
 
     def _put(self, members: list[Any]) -> None:
         """Show what all members have."""
-        self._unshare = metric_states.share(self._module, [m["states"] for m in members])
+        self._unshare = logged_totals.share(self._module, [m["states"] for m in members])
         rows = [member["rows"] for member in members]
-        self._made = totals.put(
+        self._made = logged_totals.put(
             self._results, self._module, rows, lambda row: row["fx"].split(".")[0] in BATCH_HOOKS
         )
 

@@ -1,28 +1,29 @@
-"""Who validates which batches, and what is missing when somebody is gone. PURE.
+"""Which member validates which batches, and what is missing when a member is gone. PURE.
 
 A validation set is a list of batches, numbered from 0, equal in all replica groups. Members of a
-quorum divide it so that each batch counts exactly once, whoever dies:
+quorum divide it so that each batch counts exactly once, also if members die:
 
-1. *Begin.* A round (a step without an update, `rounds.py`) is committed. All who took part know
-   the same list of missing batches (at first: all), their number n and their rank among them.
+1. *Begin.* An agreement (a step without an update, `agreements.py`) is committed. All participants
+   know the same list of missing batches (at first: all), their number n and their rank among them.
    Member k of n takes the missing batches at places k, k + n, k + 2n, ... of that list.
 2. *Compute.* Each member adds the results of its share to what it holds. What it holds is the sum
    over a set of batches that it knows by number: what it has *done*.
-3. *Tally.* In another round each member shows what it has done and what it holds. Batches that
-   nobody who is there has done are missing: they are shared out as in 1, and 2 and 3 follow again.
+3. *Tally.* In another agreement each member shows what it has done and what it holds. Batches that
+   no participant has done are missing: they are shared out as in 1, and 2 and 3 follow again.
 4. *Final.* None is missing: the result is the sum over what all hold, and all have it, as all have
    seen the same and add in the order of ranks.
 
-Why each batch counts once. Nobody computes a batch that a committed round did not give it, and a
-committed round gives a batch to one member: so what members have done never overlaps. A round that
-is not committed changes nothing and is repeated. Who dies before the tally takes what it holds
-along: its batches are in nobody's set, so they are missing. Who dies after it has been counted.
+Why each batch counts once. No member computes a batch that a committed agreement did not give it,
+and a committed agreement gives a batch to one member: so what members have done never overlaps. An
+agreement that is not committed changes nothing and is repeated. A member that dies before the tally
+takes what it holds along: its batches are in no set, so they are missing. One that dies after it
+has been counted.
 
-Who joins meanwhile sits in on rounds as one that takes no part (no rank, nothing done). Who is
-left behind (evicted, and back) is in no round any more: it computes what it has not done, alone,
-so that what it holds is the whole set, and heals at the next batch.
+A group that joins meanwhile contributes nothing to agreements (no rank, nothing done). One that
+fell behind (evicted, and back) is in no agreement any more: it computes what it has not done,
+alone, so that what it holds is the whole set, and heals at the next batch.
 
-It ends: each tally that finds batches missing has lost a member since the round before it.
+It ends: each tally that finds batches missing has lost a member since the agreement before it.
 """
 
 from __future__ import annotations

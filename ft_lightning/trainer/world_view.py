@@ -1,11 +1,12 @@
 """What a Trainer is told about ranks and the world, and how far its collectives reach.
 
-Barriers, broadcasts and boolean decisions stay inside the replica group (`in_group.py`), which lives
-and dies as a whole: nothing of it can hang on a group that died. Over the quorum go gradients, what is reduced or
-gathered inside `training_step` (`collectives.py`), the votes (`decisions.py`), and agreements at
-the ends of validations and epochs (`rounds.py`). `trainer.world_size` and
-`trainer.global_rank` are nominal: the processes of all configured groups, and this one's number. How
-many take part right now is `trainer.strategy.num_participants`. Training data is sharded over the
+Barriers, broadcasts and boolean decisions stay inside the replica group
+(`ft_core.shell.intra_group`), which lives and dies as a whole: none of them waits for a group that
+died. The quorum carries gradients, what is reduced or gathered inside `training_step`
+(`driver.py`), the votes (`decisions.py`), and agreements at the ends of validations and epochs
+(`agreements.py`). `trainer.world_size` and `trainer.global_rank` are nominal: the processes of all
+configured groups, and this one's number. `trainer.strategy.num_participants` is how many take part
+right now. Training data is sharded over the
 nominal world; validation, test and prediction data is not sharded: each group computes the same
 metrics, so that early stopping and plateau schedulers decide alike everywhere.
 """
@@ -15,21 +16,63 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_core.config import ENV_JOB
+from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import machine_lock
 from ft_lightning.shared.ranks import NominalRanks
 from ft_lightning.shared.topology import Scope
-from ft_lightning.trainer.ending import EndingMixin
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
+
+
+class EndingMixin(_Base):
+    """Part of a strategy: looks after SIGTERM from the beginning of a fit's training on."""
+
+    _driver: Any
+    _manager: Any
+    _sigterm: Sigterm | None = None
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._sigterm = _Ending(self)
+        self._sigterm.watch()  # calls Lightning's, which is there by now, first
+
+    def teardown(self) -> None:
+        if self._sigterm is not None:
+            self._sigterm.unwatch()
+            self._sigterm = None
+        super().teardown()
+
+    def _awaits_quorum(self) -> bool:
+        """Whether the loop waits for peers. In a signal handler of its thread: takes no lock."""
+        asks = getattr(self._driver, "waits", False)
+        return asks and self._manager is not None and not self._manager.in_quorum()
+
+    def _leave(self) -> None:
+        """Raise what ends a fit on SIGTERM."""
+        raise NotImplementedError
+
+
+class _Ending(Sigterm):
+    """Ends the fit instead of the process."""
+
+    def __init__(self, strategy: EndingMixin) -> None:
+        super().__init__(strategy._awaits_quorum)
+        self._strategy = weakref.ref(strategy)
+
+    def end(self) -> None:
+        strategy = self._strategy()
+        if strategy is not None:  # else nothing of ours waits
+            strategy._leave()
 
 
 class ScopedMixin(NominalRanks, EndingMixin, _Base):
@@ -49,7 +92,7 @@ class ScopedMixin(NominalRanks, EndingMixin, _Base):
     def is_global_zero(self) -> bool:
         """Whether this process is the leader: the first of those that take part in the step.
 
-        Before the first quorum of a fit nobody is; outside of a fit, rank 0 of a fresh start.
+        Before the first quorum of a fit no process is; outside of a fit, rank 0 of a fresh start.
         """
         return self._leader
 
@@ -61,14 +104,14 @@ class ScopedMixin(NominalRanks, EndingMixin, _Base):
         return {"num_replicas": 1, "rank": 0}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over all who take part in the step, inside `training_step`; else as it is."""
+        """Over the participants of the step, inside `training_step`; else as it is."""
         if not isinstance(tensor, torch.Tensor) or not self._reaches_peers():
             return tensor
         reduced: torch.Tensor = self._driver.reduce(tensor, reduce_op)
         return reduced
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Inside `training_step`: a row for each who takes part in the step; else, just this."""
+        """Inside `training_step`: a row for each participant of the step; else, just this one's."""
         if sync_grads and tensor.requires_grad and self._reaches_peers():
             raise ValueError(
                 "ft_ddp cannot send gradients back through all_gather: the replica groups that "
@@ -145,7 +188,7 @@ def schema(trainer: Any, scope: Scope) -> dict[str, str]:
 
 
 def act_as_leader(leader: bool, scope: Scope) -> None:
-    """Set the rank that Lightning's loggers and messages go by: 0 is who speaks."""
+    """Set the rank that Lightning's loggers and messages go by: rank 0 writes and speaks."""
     rank: Any = rank_zero_only
     # Others must differ from each other, too: seeds of data loader workers follow from it.
     rank.rank = 0 if leader else scope.rank or scope.world_size

@@ -11,7 +11,7 @@ import torch
 from ft_core.config import ReplicaEnv
 from ft_lightning.shared.strategy_options import Options, job_of, refuse_ddp_options
 from ft_lightning.shared.topology import Role, Scope
-from ft_lightning.trainer.fingerprint import Hyperparameters
+from ft_lightning.trainer.decisions import Hyperparameters
 
 FINE: dict[str, Any] = {
     "min_replicas": 1,

@@ -12,7 +12,7 @@ import pytest
 
 from ft_core.launch.run_record import END, event_file, read_run
 from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, SERVE, Event
-from ft_lightning.trainer.counts import Counts
+from ft_lightning.trainer.reporting import Counts
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from ft_core.launch.rank_group import rank_environment
-from ft_lightning.shared.slurm import machines
-from ft_lightning.shared.topology import Role, Scope, child_environment, resolve
+from ft_lightning.shared.topology import Role, Scope, child_environment, machines, resolve
 
 AT = {"TORCHFT_LIGHTHOUSE": "tcp://host:1"}
 SLURM = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_NAME": "train"}

@@ -16,7 +16,7 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, PearsonCorrCoef, SumMetr
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from torchmetrics.retrieval import RetrievalMAP
 
-from ft_lightning.trainer import metric_states
+from ft_lightning.trainer import logged_totals
 from ft_lightning.trainer import validation_split as shares
 
 
@@ -62,12 +62,12 @@ def test_tensors_travel_as_they_are() -> None:
                   torch.tensor([1.5], dtype=torch.bfloat16), torch.tensor(2.0)],
         "plain": [1, "two", None, b"three", float("inf")],
     }  # fmt: skip
-    got = metric_states.unpack(metric_states.pack(tree))
+    got = logged_totals.unpack(logged_totals.pack(tree))
     assert got["plain"] == tree["plain"]
     for there, here in zip(got["kinds"], tree["kinds"], strict=True):
         assert there.dtype == here.dtype and torch.equal(there, here)
     with pytest.raises(TypeError, match="cannot send a set"):
-        metric_states.pack({1, 2})
+        logged_totals.pack({1, 2})
 
 
 SCORES = torch.rand(23, 3, generator=torch.Generator().manual_seed(1)).softmax(-1)
@@ -107,10 +107,10 @@ def test_torchmetrics_objects_see_what_all_have(case: str, division: tuple[int, 
             update(holder.metric, slice(first, min(first + 4, start + size)))
         members.append(holder)
         start += size
-    sent = [metric_states.pack(metric_states.states(m, {"metric": 0})) for m in members]
+    sent = [logged_totals.pack(logged_totals.states(m, {"metric": 0})) for m in members]
     for member in members:
         own = dict(member.metric.metric_state)
-        undo = metric_states.share(member, [metric_states.unpack(each) for each in sent])
+        undo = logged_totals.share(member, [logged_totals.unpack(each) for each in sent])
         torch.testing.assert_close(member.metric.compute(), truth.compute())
         undo()
         assert not member.metric._is_synced
