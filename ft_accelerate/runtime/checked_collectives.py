@@ -1,14 +1,14 @@
 """Operations over the quorum, each checked before data moves. One attempt a call.
 
-First every member says in a header of fixed size what it is about to do, at which event, with how
-many bytes. Only if all say the same does the data plane see tensors of other sizes: Gloo ends the
-process when collectives don't match. Payloads travel in sums to which each member adds its own rows
-and zeros elsewhere, which is exact for bytes.
+First every process sends a header of fixed size: what it is about to do, at which event of its
+script, with how many bytes. Only if all headers agree do collectives of other sizes start, since
+Gloo ends the process when collectives do not match. Payloads are summed: each process adds its own
+rows and zeros elsewhere, which is exact for bytes.
 
-Gradients go without a header once a gradient step was committed under the same quorum, which all of
-its members know alike. A member whose script is elsewhere waits at its header then, which Gloo keeps
-apart from the others' gradients; its patience ends the attempt, a new quorum follows, and in that
-all begin with headers.
+Gradients go without a header once a gradient step was committed under the same quorum, as all its
+members know. A process whose script is elsewhere then waits at its header, which Gloo keeps apart
+from the others' gradients. When its patience ends, so does the attempt; a new quorum follows, in
+which all begin with headers.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ Said = tuple[int, int, int, int]
 
 
 class Diverged(RuntimeError):
-    """This replica group's script is at another place than the others'."""
+    """This replica group's script is not where the others' scripts are."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedCollectives:
-    """How one process talks to the others in an open attempt of `manager`.
+    """The collectives of one process in an open attempt of `manager`.
 
-    `process_index`: its number among `num_processes` processes of the whole job; `device`: of the data plane.
+    `process_index`: its number among the `num_processes` of the whole job; `device`: of the tensors
+    that are sent.
     """
 
     manager: Manager
@@ -82,8 +83,7 @@ class CheckedCollectives:
         """The header: (kind, event, bytes, shape's hash) of each process; None where one is away.
 
         Returns None if the attempt has failed, as it does when the others have not come within
-        `patience_s`. Raises Diverged if this process is the odd one, and ValueError if all do the
-        same on tensors that don't fit together.
+        `patience_s`. Raises Diverged if it is this process that has diverged.
         """
         mine = (kind.value, event, nbytes, hash(tuple(shape)) % (1 << 31))
         header = [self.process_index, *mine, agreed]
@@ -152,14 +152,14 @@ def check_alike(said: Sequence[Said | None], what: str) -> None:
 
 
 def present(said: Sequence[object | None]) -> list[int]:
-    """Numbers of the processes that take part."""
+    """Indices of the processes that contribute."""
     return [index for index, row in enumerate(said) if row is not None]
 
 
 def fill(rows: list[Tensor], here: Sequence[int]) -> list[Tensor]:
-    """`rows` with those of processes that are away replaced by copies of others'.
+    """`rows`, with copies of others' rows in place of those of processes that are away.
 
-    So shapes stay what the script expects, and means and (scaled) sums unbiased.
+    So shapes stay what the script expects, and means and (scaled) sums stay unbiased.
     """
     if not here:
         return rows

@@ -1,12 +1,12 @@
-"""One training process: its manager, its place, its steps and operations.
+"""One training process: its manager, the position of its script, its steps and operations.
 
     loader asks for a batch   `at_fetch`: a window begins; join, heal, serve others
-    backward                  `reducer`: gradients are averaged while backward goes on; when it has
-                              ended the step is voted on, and tried again until it is committed
-    gather, reduce, ...       `operation`: a step of its own, voted on and tried again like those
+    backward                  `reducer`: gradients are averaged while backward runs; at its end the
+                              step is voted on, and retried from kept gradients until committed
+    gather, reduce, ...       `operation`: an agreement, repeated until it is committed
     optimizer.step            local: its gradients are committed already
 
-So when the optimizer steps nothing can go wrong any more: a raw loop never sees a discarded step.
+So when the optimizer steps nothing can fail any more: a raw loop never sees a discarded step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ft_core.collectives.retry import RetryableReducer, RetryHooks
 log = logging.getLogger("ft_accelerate")
 
 PATIENCE = 0.25
-"""Of the timeout: how long a header waits for those who may be at a gradient step (without one)."""
+"""Of the timeout: how long a header waits for processes that may be at a gradient step without one."""
 NO_QUORUM = -1
 UNUSED_HINT = (
     "pass kwargs_handlers="
@@ -55,22 +55,22 @@ class Runtime(Membership):
         super().__init__(options, place, supervision, RetryableReducer(hooks))
         self._models: list[weakref.ref[FaultTolerantModel]] = []
         self._graded_in = NO_QUORUM
-        """The quorum that has committed a gradient step, while later ones go without a header."""
+        """The quorum that has committed a gradient step, so that later ones go without a header."""
         self.unfinished: Callable[[], None] | None = None
-        """Ends what `begin_early` has begun: called before any other event."""
+        """Ends what `begin_early` has begun. Called before any other event."""
 
     # ------------------------------------------------------------------ models
 
     @property
     def ready(self) -> bool:
         """Whether there is something to train: from then on operations reach over the quorum."""
-        # Models that were let go of don't end what their processes do together.
+        # A model that was freed does not end the operations of its process.
         met = bool(self._models) and self.manager is not None
         return (met or any(ref() is not None for ref in self._models)) and not self._closed
 
     @property
     def beginning(self) -> bool:
-        """Whether nothing to train was prepared yet (`ft_accelerate.runtime.startup_collectives`)."""
+        """Whether no model was prepared yet (`ft_accelerate.runtime.startup_collectives`)."""
         return not self._models and not self._closed
 
     def wrap(self, module: Any, **kwargs: Any) -> FaultTolerantModel:
@@ -96,7 +96,7 @@ class Runtime(Membership):
     # ------------------------------------------------------------------ a batch is asked for
 
     def at_fetch(self, loader: Any, iteration: Iteration) -> None:
-        """Before the next batch: where windows begin, and where one that is behind arrives."""
+        """Before the next batch: where windows begin, and where a process that is behind arrives."""
         position = self.position
         while True:
             if position.phase is Phase.FAST_FORWARD:
@@ -166,11 +166,11 @@ class Runtime(Membership):
         return True
 
     def _agree_on_gradients(self) -> None:
-        """Be sure that all are at this step; else the attempt fails.
+        """Check that all processes are at this step; else the attempt fails.
 
-        Under a quorum that has committed one before it is taken for granted, which all know alike:
-        see `ft_accelerate.runtime.checked_collectives`. NCCL does not keep a header apart from
-        gradients, and with several models the others may be at another one's.
+        Not again under a quorum that has committed a gradient step, which all its members know
+        (`ft_accelerate.runtime.checked_collectives`). With NCCL always, since it does not keep a
+        header apart from gradients; and with several models, as the others may be at another one.
         """
         manager = self._manager
         if not manager.bind():
@@ -210,11 +210,15 @@ class Runtime(Membership):
         *,
         keep: bool = True,
     ) -> Any:
-        """One operation over the quorum, tried again until it is committed.
+        """One operation over the quorum, repeated until it is committed.
 
-        `attempt(collectives, agree)` does it in an open attempt; what it returns counts if the
-        attempt commits. `alone()` answers where this process has nobody to ask. `size(result)`
-        in bytes; `keep` False: those who come back get `alone()`, since it is in their state.
+        Args:
+            attempt: `attempt(collectives, agree)` does it once; `agree` exchanges headers. What it
+                returns counts if the attempt is committed.
+            alone: the result where this process has no peers at this place of the script.
+            size: bytes of a result.
+            keep: keep the result for processes that come back in this window. False: they get
+                `alone()`, since the result is in their state.
         """
         if self.unfinished is not None:
             finish, self.unfinished = self.unfinished, None
@@ -248,7 +252,7 @@ class Runtime(Membership):
     ) -> Any:
         """Begin what a later `operation` of this kind ends; `unfinished` must say how.
 
-        What `attempt` returns belongs to the attempt that is open now: it is worth nothing once
+        What `attempt` returns belongs to the attempt that is open now: it is void once
         `attempts_discarded` has grown. None where this process has nothing to begin.
         """
         if self.beginning or not self.ready:

@@ -1,10 +1,10 @@
-"""Operations before there is anything to train: a run's name that is broadcast, a barrier after the
-main process has made a folder, a look at the processes that are there.
+"""Operations before a model is prepared: a run's name that is broadcast, a barrier after the main
+process has made a folder.
 
-Processes that start together do them together, in a quorum of its own which ends when a model is
-prepared: nothing can be healed yet. A process that comes back to others that have passed this place
-answers for itself; what it broadcasts, it has to find out by itself. Those of the only replica
-group do them together also when it was started again.
+Processes that start together do them together, in a quorum of its own that ends when a model is
+prepared: there is nothing to heal yet. A process that comes back to others that have passed this
+place has its own value for each. The processes of the only replica group do them together also when
+the group was restarted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StartupCollectives:
         )
 
     def together(self) -> bool:
-        """Whether this process has started together with the others, as far as is known."""
+        """Whether this process has started together with the others, as far as it knows."""
         if not self._over and self._manager is None:
             self._over = not self._only_group and others_train(self._group_ranks)
         return not self._over
@@ -127,9 +127,9 @@ class StartupCollectives:
 
 
 def others_train(group_ranks: GroupRanks) -> bool:
-    """Whether somebody is there who has committed steps of this job, be it that he waits.
+    """Whether a process has committed steps of this job and is there, in a quorum or waiting.
 
-    All processes of a group hear the same answer, and must ask alike.
+    A collective of the group: all its processes call it, and get the same answer.
     """
     return bool(group_ranks.settle(lambda: _others_train(group_ranks.options)))
 
@@ -140,7 +140,7 @@ def _others_train(options: FaultTolerancePlugin) -> bool:
         with LighthouseClient(address, timeout_s=ASK_TIMEOUT_S) as client:
             jobs = client.status()["jobs"]
     except (LighthouseError, OSError):
-        return False  # nobody is there yet, and what is wrong is told when this process joins
+        return False  # no lighthouse yet; what is wrong is reported when this process joins
     # What a job's state remembers does not count: all of its members may be gone.
     return any(job["job_id"] == options.job_id and job["highest_step"] > 0 for job in jobs)
 

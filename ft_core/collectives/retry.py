@@ -10,9 +10,10 @@ So user code runs once for each batch, also when a step is discarded. Every back
 synchronizes is a step with a vote of its own. Passes inside `no_sync` only add to `.grad`: a window
 of gradient accumulation votes at its last pass, which reduces the sum.
 
-Between `begin` and the vote the reducer's collectives are the step's only ones: a further attempt
-repeats nothing else, and Gloo ends processes whose collectives do not match. What members exchange
-besides is an agreement of its own (`ft_core.collectives.agreement`), committed before backward.
+A further attempt must make the same collectives as the first one of the others, since Gloo ends
+processes whose collectives do not match. The reducer repeats its own. What an integration reduces in
+the same step before backward, its `again` repeats; or it makes that an agreement of its own
+(`ft_core.collectives.agreement`), committed before backward.
 
 Kept gradients cost memory and no time: autograd's own tensors, which torch's reducer has copied to
 its buckets and would release, live until the vote. A gradient that shares memory with its bucket
@@ -58,7 +59,8 @@ class RetryHooks:
             given the mean, and votes.
         vote: backward has ended, all gradients are reduced: `Manager.should_commit`. True: the
             step is committed.
-        again: the step was discarded: open the next attempt, as with `Manager.start_quorum`.
+        again: the step was discarded: open the next attempt, as with `Manager.start_quorum` (and,
+            with weighted means, `set_samples`), and repeat what was reduced in it before backward.
             False: the kept gradients are of no use any more, since this member has loaded another
             state than the one on which it computed them. They are dropped, and nothing is reduced
             or voted on: if `again` has left a step open, the integration computes its batch anew
