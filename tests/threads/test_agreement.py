@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -52,13 +53,17 @@ def test_members_have_the_result_of_the_same_attempt() -> None:
     with lighthouse(min_replicas=2) as server:
         pair = [Replica(server, str(i), expected_replicas=2) for i in (0, 1)]
 
+        bound = threading.Barrier(2)
+
         def run(index: int) -> tuple[list[list[int]] | None, int]:
             manager, attempts = pair[index].manager, [0]
 
             def attempt() -> list[list[int]] | None:
                 attempts[0] += 1
-                if index == 1 and attempts[0] == 1:
-                    manager.report_error(RuntimeError("injected"))
+                if attempts[0] == 1:  # both are in it: else the other would go on with its first
+                    assert manager.bind() and bound.wait(20) >= 0
+                    if index == 1:
+                        manager.report_error(RuntimeError("injected"))
                 header = [7, index, attempts[0]]
                 return exchange_headers(manager.step, header, device=CPU)
 
