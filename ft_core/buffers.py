@@ -1,4 +1,4 @@
-"""Buffers of a module (running statistics) that stay equal in all members.
+"""Buffers of a module (running statistics) that are kept equal in all members.
 
 Each member's forward changes its own buffers from its own data. For equal (step, lineage) to mean
 equal state, buffers take part in the step like parameters do: the first participant's values are
@@ -95,7 +95,7 @@ class SharedBuffers:
         if self._manager.errored() is not None:
             return
         if self._in_flight is not None:
-            self._in_flight.wait()  # of an earlier backward of this step; long done
+            self._in_flight.wait()  # of an earlier backward pass of this step; done by now
         if self._manager.participating_rank() == 0:
             _copy(self._wire.views, self.tensors())
         else:

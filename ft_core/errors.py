@@ -1,4 +1,4 @@
-"""Errors of ft_core, split by who is to blame.
+"""Errors of ft_core, split by their cause.
 
     FaultToleranceError
     ├── QuorumUnavailable     no quorum within the timeout given; its text says what it waited for
@@ -34,7 +34,7 @@ class GroupLeft(GroupBroken):
 
 
 class StepInDoubt(FaultToleranceError):
-    """A vote was cast and nobody could say what became of it."""
+    """A vote was cast, and its outcome could not be learned."""
 
 
 class TooManyDiscards(FaultToleranceError, RuntimeError):

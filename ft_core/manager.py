@@ -1,10 +1,10 @@
-"""Manager: per-step fault tolerance for a training loop. The shell that users meet.
+"""Manager: per-step fault tolerance for a training loop. The public interface.
 
 The loop calls `start_quorum`, `allreduce`, `should_commit` once a step, in this order, from one
-thread. What is decided is decided by the two state machines (`lighthouse.machine.job`, `ft_core.replica.machine`);
-this file turns calls into their events and waits for their answers. Names, arguments and meanings
-are those of torchft's documentation, so that a script moves over by changing its import; what
-differs is listed in docs/torchft.md.
+thread. Two state machines decide (`lighthouse.machine.job`, `ft_core.replica.machine`). This file
+turns calls into events of the replica's machine and waits for its status. Names, arguments and
+meanings are those of torchft's documentation, so that a script moves over by changing its import;
+docs/torchft.md lists the differences.
 """
 
 from __future__ import annotations
@@ -264,12 +264,12 @@ class Manager:
 
         `room_id`: several quorums in one job; the first call chooses it. `allow_heal` False: a
         replica group that is behind is not admitted. `shrink_only` is taken and has no effect:
-        nobody is admitted within a step. `timeout`: for this quorum only.
+        no member is admitted within a step. `timeout`: for this quorum only.
 
         Raises:
-            QuorumUnavailable: none within the timeout; says what it waited for.
-            JoinRefused: the lighthouse will not have this replica group; says why.
-            LighthouseUnavailable: nobody answers at the address.
+            QuorumUnavailable: no quorum within the timeout; says what it waited for.
+            JoinRefused: the lighthouse refuses this replica group; says why.
+            LighthouseUnavailable: no lighthouse answers at the address.
             GroupBroken: another rank of this replica group is gone.
         """
         session = self._session or self._open_session(room_id, allow_heal)
@@ -406,7 +406,7 @@ class Manager:
         *,
         divided_by: int = 1,
     ) -> AsyncReduce:
-        """`allreduce` for a caller that calls the result's `wait()`, in one thread, before it votes.
+        """`allreduce` for a caller that calls `wait()` on the result, in one thread, before the vote.
 
         Cheaper than waiting for a future. On CUDA `wait` orders streams, as a future's does.
         """
@@ -426,7 +426,7 @@ class Manager:
         return status.view.step if bound and status.view is not None else None
 
     def mean_divisor(self) -> int:
-        """What a tensor may be divided by on its way, for `allreduce(divided_by=)` to do no more.
+        """The divisor that a caller may apply to a tensor itself, passing it as `divided_by`.
 
         The number of participants as far as it is known now; 1 if it is not, or if means are
         weighted. Never waits; any thread.
@@ -435,7 +435,7 @@ class Manager:
         return 1 if part is None or self.step.weighted else part.participants
 
     def report_error(self, e: Exception) -> None:
-        """The gradients of this step are no good: drop it, and tell the others now. Any thread."""
+        """The gradients of this step are unusable: discard it, and tell the others now. Any thread."""
         self.step.fail(e)
 
     def _tell_error(self, reason: str) -> None:
@@ -449,7 +449,7 @@ class Manager:
     def wrap_future(
         self, fut: Future[T], default: T, timeout: timedelta | None = None
     ) -> Future[T]:
-        """`fut`, but an error (or its lateness) is reported and `default` takes its place."""
+        """`fut`, with `default` in place of an error or a late result, which is reported."""
         self._need_session()
         limit_s = self._options.timeouts.timeout_s if timeout is None else timeout.total_seconds()
         return with_default(fut, default, timeout_s=limit_s, on_error=self.report_error)
@@ -506,7 +506,7 @@ class Manager:
         return self._known_part().quorum_id
 
     def last_outcome(self) -> Outcome | None:
-        """What became of the last step: committed or not, and why."""
+        """The outcome of the last step: committed or not, and why."""
         return self._last_outcome
 
     @property
@@ -562,7 +562,7 @@ class Manager:
     def shutdown(self, wait: bool = True, *, finished: bool = False) -> None:
         """Leave the quorum and free everything: threads, sockets, the process group.
 
-        `finished`: the training is at its end; who comes back later does not start it over.
+        `finished`: the training is at its end; a member that comes back does not start it over.
         """
         if self._closed:
             return

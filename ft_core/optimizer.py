@@ -120,7 +120,7 @@ class OptimizerWrapper(TorchOptimizer):
         """GradScaler looks for this, then calls `step(grad_scaler=itself)`, also on overflow.
 
         The other contract (no attribute) would not call `step` then: no vote, no commit. torch
-        warns of this one at each call; nobody but this class could act on that.
+        warns of this one at each call, which no user could act on.
         """
         warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself")
         return True

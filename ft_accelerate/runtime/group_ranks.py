@@ -61,27 +61,27 @@ class GroupRanks:
         `suffix`: of the job's name. `changes`: fields of `JobOptions` that differ. Waits for the
         others.
         """
-        self.settle(lambda: None)  # what follows waits for as long as the lighthouse may be away
+        self.from_rank_0(lambda: None)  # what follows waits for as long as the lighthouse may be away
         job = replace(self._job, job_id=self._job.job_id + suffix, **changes)
         return Manager.from_options(process_group_for(device, job.timeout_s), job)
 
     # ------------------------------------------------------------------ before the quorum
 
-    def settle(self, decide: Callable[[], Any]) -> Any:
+    def from_rank_0(self, decide: Callable[[], Any]) -> Any:
         """What the first process of the group has decided; all of them must ask alike."""
         with ended_with_its_group():
-            return self._in_group.settle(decide)
+            return self._in_group.from_rank_0(decide)
 
-    def begin_alike(
+    def sync_initial_state(
         self,
         name: Callable[[], str],
         give: Callable[[], Any],
         take: Callable[[Any], None],
         into: Callable[[], Any],
     ) -> str:
-        """As `IntraGroup.begin_alike`."""
+        """As `IntraGroup.sync_initial_state`."""
         with ended_with_its_group():
-            return self._in_group.begin_alike(name, give, take, into=into)
+            return self._in_group.sync_initial_state(name, give, take, into=into)
 
     def close(self) -> None:
         """End the connections to the others of the group. Twice is once."""

@@ -258,7 +258,7 @@ class Membership:
         if self._sink is not None:
             manager.telemetry.add_sink(self._sink)
         self.reducer.attach(manager)
-        lineage = self.group_ranks.begin_alike(
+        lineage = self.group_ranks.sync_initial_state(
             lambda: states.lineage_of_start(self.accelerator, allow_objects=allow_objects),
             give=lambda: states.dump(self.accelerator, None),
             take=self._take_start,

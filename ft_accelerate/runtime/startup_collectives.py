@@ -131,7 +131,7 @@ def others_train(group_ranks: GroupRanks) -> bool:
 
     A collective of the group: all its processes call it, and get the same answer.
     """
-    return bool(group_ranks.settle(lambda: _others_train(group_ranks.options)))
+    return bool(group_ranks.from_rank_0(lambda: _others_train(group_ranks.options)))
 
 
 def _others_train(options: FaultTolerancePlugin) -> bool:

@@ -4,16 +4,16 @@ Theory. Towards the lighthouse a replica group is one member with one voice. Eac
 same replica machine (`ft_core.replica.machine`) and speaks the same protocol, but to the group's leader,
 which speaks for all of them:
 
-- *Join*: when every rank has asked to join, the group joins with all their addresses. Ranks that
-  do not stand at the same position make a torn state: the group then says so, and heals.
+- *Join*: when every rank has asked to join, the group joins with all their addresses. Ranks at
+  different positions make a torn state: the group then says so, and heals.
 - *Vote*: all ranks yes is the group's yes. The first no is the group's no, at once; the other
   ranks are told to stop. A group that was healing stays behind unless all its ranks have healed:
   its no waits until that is known.
 - What the lighthouse says goes to all ranks, unchanged.
-- *Leave*: the first goodbye is the group's. If that rank then joins again (it had given up its
-  state), the group was not to end: the other ranks are told to join, too, and all heal.
-- *Leaving*: a rank that is told to end says so in a vote. The group leaves with it, whoever else was
-  told: the others are refused with `LEFT`, and end as it does.
+- *Leave*: the first leave is the group's. If that rank then joins again (it has discarded its
+  state), the group goes on: the other ranks are told to join again, too, and all heal.
+- *Leaving*: a rank that is told to end says so in a vote. The whole group leaves with it: the other
+  ranks are refused with `LEFT`, and end too.
 - A rank that is gone breaks the group: the others end with an error and the launcher starts the
   group anew; the lighthouse hears a goodbye, so that the other groups train on at once.
 
@@ -144,7 +144,7 @@ class GroupLeader:
         return self._drain()
 
     def _dismiss(self, job: JobKey) -> None:
-        """The group has left with its last vote: ranks that were not told to end hear it now."""
+        """The group has left with its last vote: tell the ranks that were not told to end."""
         self._broken = _left(min(self._leavers))
         stay = [r for r in range(self._size) if r not in self._gone | self._leavers]
         self._send(stay, Refused(job, self._broken))
@@ -259,18 +259,18 @@ class GroupLeader:
         self._effects.append(SendUp(vote))
 
     def _on_leave(self, rank: int, leave: Leave) -> None:
-        """The first goodbye is the group's: it cannot go on with a rank less."""
+        """The first leave is the group's, which cannot go on without one of its ranks."""
         self._left.add(rank)
         if self._joined:
             self._effects.append(SendUp(leave))
             self._joined = False
         if self._member:
             self._start_over()
-        # Else the others still wait where they are: they would not hear that they should ask anew.
+        # Else the others still wait for their first quorum, and need not join again.
         self._joins.pop(rank, None)
 
     def _start_over(self) -> None:
-        """The group is no member any more: whoever wants to be one asks anew."""
+        """The group is no member any more: its ranks must join again."""
         self._joins.clear()
         self._votes.clear()
         self._joined = self._member = self._healing = False

@@ -1,7 +1,7 @@
-"""What the replica's effects act on: the process group and the heal transport.
+"""Carries out the replica's effects: on the process group and the heal transport.
 
-Addresses. Each rank of a member advertises one blob: how to reach its process group and its heal
-server. It travels in `Join` and comes back in `Quorum`.
+Addresses. Each rank of a member advertises one blob: the addresses of its process group and of its
+heal server. It is sent in `Join` and comes back in `Quorum`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class DataPlane:
     # ------------------------------------------------------------------ effects
 
     def configure(self, effect: Configure) -> None:
-        """Plane thread. Blocks until the group is usable, cannot be had, or is revoked."""
-        # First the flag, then the look: `abort` does it the other way round, so that one of the
-        # two notices when they cross.
+        """Plane thread. Blocks until the group is usable, has failed, or is revoked."""
+        # First set, then compare: `abort` does both in the other order, so that one of the two
+        # notices the other where they cross.
         self._configuring = effect.quorum_id
         if self._aborted >= effect.quorum_id:
             return
@@ -93,7 +93,7 @@ class DataPlane:
             self.process_group.configure(
                 effect.quorum_id, *self._mesh(effect), self._options.timeouts.timeout_s
             )
-        except Exception as failure:  # any failure here has one meaning: no group, vote no
+        except Exception as failure:  # whatever failed: there is no group, and the vote is no
             error = str(failure) or type(failure).__name__
             given_up = self._aborted >= effect.quorum_id  # the machine knows, and has said why
             level = logging.DEBUG if given_up else logging.WARNING
@@ -120,8 +120,8 @@ class DataPlane:
         self.process_group.revoke(ProcessGroupError("shut down"))
 
     def fetch(self, effect: FetchState) -> None:
-        """Plane thread. Begin to bring a state here, in a thread of its own: the process group must
-        be reconfigurable meanwhile.
+        """Plane thread. Start to fetch a state, in a thread of its own, so that the process group
+        can be configured meanwhile.
 
         A fetch under way is stopped, and reports nothing any more: both may be received into the
         same memory.
@@ -154,7 +154,7 @@ class DataPlane:
         return thread
 
     def _fetch(self, effect: FetchState, interrupt: Interrupt) -> str:
-        """Heal thread. Blocks until the state is here, or says why it cannot be had."""
+        """Heal thread. Blocks until the state has arrived; returns why not, "" on success."""
         sources = [self._unpack(m)[1] for m in effect.sources]
         names = [m.replica_id for m in effect.sources]
         self._telemetry.emit(HEAL_START, step=effect.step, sources=names)
@@ -169,7 +169,7 @@ class DataPlane:
                 options=self._options.heal,
                 interrupt=interrupt,
             )
-        except Exception as failure:  # any failure here has one meaning: no state, vote no
+        except Exception as failure:  # whatever failed: there is no state, and the vote is no
             expected = isinstance(failure, HealError)
             if not interrupt.is_set:
                 log.warning(
@@ -185,14 +185,14 @@ class DataPlane:
     # ------------------------------------------------------------------ the training loop
 
     def take_state(self, step: int, lineage: str) -> Any:
-        """The fetched tree of exactly this version; it is handed out once."""
+        """The fetched tree of exactly this version; it can be taken once."""
         assert self._state is not None and self._state[0] == HealKey(step, lineage)
         _, tree = self._state
         self._state = None
         return tree
 
     def publish(self, step: int, lineage: str, tree: Any, targets: int) -> None:
-        """Serve `tree` as the state (step, lineage) to so many targets; returns at once.
+        """Serve `tree` as the state (step, lineage) to `targets` members; returns at once.
 
         Large tensors are served as they are: the step that follows must not change them before
         `freeze` was called. Small ones are copied.
@@ -203,7 +203,7 @@ class DataPlane:
         self._telemetry.emit(SERVE, step=step, seconds=time.perf_counter() - start)
 
     def freeze(self) -> None:
-        """The state is about to change: copy what targets have not got yet (mostly nothing)."""
+        """The state is about to change: copy what targets have not received (mostly nothing)."""
         self._server.freeze()
 
     def retire(self) -> None:

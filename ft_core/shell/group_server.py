@@ -1,4 +1,4 @@
-"""Sockets and a thread for the group's leader (`ft_core.replica.group_leader`), and how the ranks find it.
+"""Sockets and a thread for the group's leader (`ft_core.replica.group_leader`); how ranks find it.
 
 Rank 0 of a replica group of several ranks runs a `GroupServer`; every rank, rank 0 too, connects
 to it with a `GroupLink` in place of a connection to the lighthouse. The leader's address travels
@@ -34,15 +34,15 @@ from lighthouse.wire.messages import JobKey, Join, Message, Refused, Request
 log = logging.getLogger("ft_core")
 
 IN_GROUP_SILENCE_S = 5.0
-"""A rank that is silent for so long ends its whole group, which must then start again. Towards the
-lighthouse a silence costs a step and is told much sooner; a busy machine must not do this."""
+"""A rank that is silent for so long ends its whole group, which must then be restarted. Towards the
+lighthouse a silence costs one step and is noticed much sooner; here a busy machine must not do it."""
 
 _managers: defaultdict[tuple[Any, ...], itertools.count[int]] = defaultdict(itertools.count)
 
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Where the leader listens, and the id of the replica group's present life."""
+    """Where the leader listens, and the replica group's id until its next restart."""
 
     address: str
     replica_id: str
@@ -82,7 +82,7 @@ class GroupServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; what was said to ranks and lighthouse gets a second to leave. Any thread."""
+        """Stop; queued messages to ranks and lighthouse have a second to be sent. Any thread."""
         self._wake_write.close()
         self._thread.join()
         self._context.term()
@@ -101,7 +101,7 @@ class GroupServer:
                 now = time.monotonic()
                 self._take_requests(now)
                 if self._wake_read.fileno() in ready:
-                    return  # after the last requests: among them is the goodbye
+                    return  # after the last requests: a leave is among them
                 self._take_replies(now)
                 for peer in self._routes.take_lost(True, now):
                     self._apply(self._machine.disconnected(peer, now))
@@ -182,11 +182,11 @@ class GroupServer:
             try:
                 self._router.send_multipart([peer, data], zmq.NOBLOCK)
             except zmq.ZMQError:
-                pass  # a rank that is not there yet asks again; one that is gone is noticed
+                pass  # a rank that has not connected yet asks again; a lost one is noticed
 
 
 class GroupLink:
-    """A rank's end: a `Connection` to the leader whose loss is the end of the group."""
+    """A rank's end: a `Connection` to the leader. Its loss ends the group."""
 
     def __init__(self, leader: Leader, rank: int, timeouts: Timeouts, context: Any) -> None:
         self._connection = Connection(
@@ -194,7 +194,7 @@ class GroupLink:
         )
         self.sockets = self._connection.sockets
         self._lost = False
-        self._over = False  # the group has left: its leader may go
+        self._over = False  # the group has left: its leader may end
 
     def send(self, message: Request, /) -> bool:
         return self._connection.send(message)
@@ -220,7 +220,7 @@ class GroupLink:
 
 
 def _in_group(timeouts: Timeouts) -> Timeouts:
-    """With the patience of links inside of a group."""
+    """With the timeouts of links within a group."""
     silence_s = min(IN_GROUP_SILENCE_S, timeouts.timeout_s / 4)
     return Timeouts.derive(
         timeouts.timeout_s, heartbeat_timeout_s=max(silence_s, timeouts.heartbeat_timeout_s)
@@ -233,13 +233,15 @@ def _in_group(timeouts: Timeouts) -> Timeouts:
 def announce_leader(
     store_addr: str, store_port: int, job: str, leader: Leader, timeout_s: float
 ) -> Any:
-    """Rank 0: let the other ranks find the leader, by the store that is returned: keep it while
-    they may look. Raises ValueError, or as the store does.
+    """Rank 0: let the other ranks find the leader by the store that is returned. Keep the store as
+    long as they may look. Raises ValueError, or as the store does.
 
     Like torch's "env://", rank 0 runs the store unless the launcher does.
     """
     store = group_store(store_addr, store_port, timeout_s, hosts=True)
-    store.set(_key(job, store_addr, store_port, 0), msgpack.packb([leader.address, leader.replica_id]))
+    store.set(
+        _key(job, store_addr, store_port, 0), msgpack.packb([leader.address, leader.replica_id])
+    )
     return store
 
 
@@ -253,7 +255,7 @@ def find_leader(
 
 
 def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:
-    """The replica group's store; `hosts`: this rank (number 0) runs it, if the launcher does not.
+    """The replica group's store. `hosts`: this rank (number 0) runs it, unless the launcher does.
 
     Waits up to `timeout_s` for it, as each `get` does for its key. Raises ValueError for a missing
     address, or as the store does.
@@ -274,13 +276,13 @@ def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bo
                 wait_for_workers=False, multi_tenant=True,
             )  # fmt: skip
         except dist.DistNetworkError:
-            pass  # somebody else runs it
+            pass  # another process runs it
     return dist.TCPStore(store_addr, store_port, None, False, timeout)
 
 
 def _key(job: str, store_addr: str, store_port: int, rank: int) -> str:
-    """One key a manager of `job` and life: a second manager of a rank must not find the first
-    one's leader, nor a restarted group what its predecessor left in torchelastic's store. All
+    """One key for each manager of `job` and restart: a second manager of a rank must not find the
+    first one's leader, nor a restarted group what its predecessor left in torchelastic's store. All
     ranks create their managers of one job in the same order."""
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     number = next(_managers[job, store_addr, store_port, rank])

@@ -1,10 +1,10 @@
-"""What the ranks of one replica group say to each other outside of steps: barriers, broadcasts, and
-the state with which they begin.
+"""Calls among the ranks of one replica group outside of steps: barriers, broadcasts, and the state
+with which they begin.
 
-A replica group lives and dies as a whole. So a rank may wait here for the others of its own group:
-one that dies takes this one along (its launcher sees to that, and its connection ends). Nobody
-waits for another group. Each call goes to rank 0 and back, with its name, so that ranks which call
-different things hear of it instead of waiting. They meet by the group's own rendezvous store.
+A replica group lives and dies as a whole, so a rank may wait here for the others of its own group:
+if one dies, this one ends too (the launcher ends it, and its connection closes). No rank waits for
+another group. Each call goes to rank 0 and back with its name, so that ranks which make different
+calls get an error instead of waiting. The ranks find each other by the group's rendezvous store.
 
 torch's default process group is not used: frameworks would take it for the world.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hmac
 import itertools
 import pickle
@@ -32,11 +31,11 @@ from ft_core.shell.group_server import group_store
 from lighthouse.own_address import advertised_host
 
 OPEN_TIMEOUT_S = 7 * 86_400.0
-"""The first call waits for whoever starts late; the launcher ends a group that lost a rank."""
+"""The first call waits for ranks that start late; the launcher ends a group that lost a rank."""
 _HANDSHAKE_TIMEOUT_S = 10.0
 _HEADER = struct.Struct("!Q")
 _COOKIE_BYTES = 32
-_KEY = "ft_core/in_group"
+_KEY = "ft_core/intra_group"
 
 
 class IntraGroup:
@@ -45,7 +44,7 @@ class IntraGroup:
     Args:
         options: of the job: the rank in the group, the group's rendezvous store, the interface to
             meet at, how states travel.
-        life: how often the group was started again; the store may outlive a group.
+        life: how often the group was restarted; the store may outlive a group.
         timeout_s: bounds a call once all ranks have met.
 
     Thread: the training loop's. Raises GroupBroken if another rank is gone or late, RuntimeError if
@@ -61,34 +60,25 @@ class IntraGroup:
         self._life, self._timeout_s = life, timeout_s
         self._peers: list[socket.socket] = []
         self._store: Any = None
-        self._alone = 0
+        self._local = 0
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Within it calls reach this rank only: where the others are not at the same place."""
-        self._alone += 1
+    def local_only(self) -> Iterator[None]:
+        """Calls reach this rank only, where the others do not make them: within the context, or
+        within a function that `local_only()` decorates."""
+        self._local += 1
         try:
             yield
         finally:
-            self._alone -= 1
-
-    def apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with its calls reaching this rank only."""
-
-        @functools.wraps(function)
-        def alone(*args: Any) -> Any:
-            with self.alone():
-                return function(*args)
-
-        return alone
+            self._local -= 1
 
     def barrier(self, *, limited: bool = True) -> None:
-        """Wait until all ranks are here; `limited` False: as long as it takes."""
+        """Wait until all ranks have called it; `limited` False: without a time limit."""
         if self._reaches_peers:
             self._all("barrier", None, lambda values: None, limited=limited)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """The value of the rank whose number in the group is `src`. Any object, by pickle."""
+        """The `value` of rank `src` of the group: any object that can be pickled."""
         if not self._reaches_peers:
             return value
         source = src % self._size
@@ -96,20 +86,20 @@ class IntraGroup:
         return self._all("broadcast", mine, lambda values: values[source])
 
     def decide(self, decision: bool, *, all_of_them: bool) -> bool:
-        """Whether all ranks (or any) say yes."""
+        """Whether `decision` is true on all ranks, or on any."""
         if not self._reaches_peers:
             return decision
         agreed: bool = self._all("decision", bool(decision), all if all_of_them else any)
         return agreed
 
-    def settle(self, decide: Callable[[], Any]) -> Any:
-        """What rank 0 decides, as long as that takes it; the others don't call `decide`."""
+    def from_rank_0(self, decide: Callable[[], Any]) -> Any:
+        """The result of `decide()`, which rank 0 alone calls; the others wait without a limit."""
         if not self._reaches_peers:
             return decide()
         mine = decide() if self._rank == 0 else None
         return self._all("decision of the first", mine, lambda values: values[0], limited=False)
 
-    def begin_alike(
+    def sync_initial_state(
         self,
         name: Callable[[], str],
         give: Callable[[], Any],
@@ -117,12 +107,12 @@ class IntraGroup:
         *,
         into: Callable[[], Any] = lambda: None,
     ) -> str:
-        """Let all ranks begin with the state of rank 0; returns that state's name.
+        """Have all ranks begin with the state of rank 0; returns that state's name.
 
-        A replica group joins with one voice, so its ranks must begin alike; those of another group
+        A replica group joins as one member, so its ranks must begin with equal states. Other groups
         need not: they heal. `name()`: of the own state, equal for equal states. `give()`: the
-        state, which travels as a heal does and is received into the tensors of `into()`;
-        `take(state)` puts it in place where the own one is another. Raises HealError too.
+        state, which is sent as in a heal and received into the tensors of `into()`. `take(state)`
+        loads it where the own one differs. Raises HealError too.
         """
         mine = name()
         if not self._reaches_peers:
@@ -153,12 +143,12 @@ class IntraGroup:
         if not self.decide(first == mine, all_of_them=True):
             raise RuntimeError(
                 "the ranks of a replica group begin with different optimizers or schedulers: make "
-                "them alike, and load the same checkpoint in all"
+                "them equal, and load the same checkpoint in all"
             )
         return first
 
     def close(self) -> None:
-        """End the connections. Twice is once."""
+        """End the connections. Idempotent."""
         for peer in self._peers:
             peer.close()
         self._peers, self._store = [], None
@@ -171,7 +161,7 @@ class IntraGroup:
 
     @property
     def _reaches_peers(self) -> bool:
-        return self._size > 1 and not self._alone
+        return self._size > 1 and not self._local
 
     def _all(
         self, name: str, mine: Any, combine: Callable[[list[Any]], Any], *, limited: bool = True
@@ -216,7 +206,7 @@ class IntraGroup:
             raise RuntimeError(failure)
         return result
 
-    # ------------------------------------------------------------------ meeting
+    # ------------------------------------------------------------------ rendezvous
 
     def _open(self) -> None:
         number = next(_meetings[*self._where, self._rank])
@@ -248,7 +238,7 @@ class IntraGroup:
                 if known:
                     arrived[rank] = peer
                 else:
-                    peer.close()  # a stranger
+                    peer.close()  # not a rank of this group
         self._peers = [arrived[rank] for rank in sorted(arrived)]
 
     @property

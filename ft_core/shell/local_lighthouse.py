@@ -1,4 +1,4 @@
-"""A lighthouse on this machine for those who name none."""
+"""A lighthouse on this machine, for jobs that name none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ensure_local_lighthouse(
     """Address of a lighthouse on this machine, which is started unless one answers at `port`.
 
     Replica groups that are started one by one on a machine find the same one. It is a process of
-    its own: it outlives this one, however this one ends, and exits when nobody was connected for
+    its own: it outlives this one, however this one ends, and exits when no client was connected for
     `exit_when_idle_s`. Jobs that share it are kept apart by their `job_id`.
 
     Raises LighthouseUnavailable if something else listens at `port`, or it does not start. Any
@@ -55,7 +55,7 @@ def _answers(address: str) -> bool:
     import socket
 
     host, port = address.removeprefix("tcp://").split(":")
-    try:  # ZeroMQ would wait and retry where nobody listens
+    try:  # ZeroMQ would wait and retry where no process listens
         socket.create_connection((host, int(port)), PROBE_TIMEOUT_S).close()
     except OSError:
         return False

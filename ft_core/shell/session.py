@@ -143,7 +143,7 @@ class Session:
         while not self._options.lighthouse and time.monotonic() < deadline:
             if self.control.await_connected(min(deadline, time.monotonic() + LOCAL_PATIENCE_S)):
                 return
-            # The one on this machine that answered a moment ago has ended (idle, or killed).
+            # The one on this machine that answered a moment ago has ended (idle or killed).
             _local_lighthouse()
         if not self.control.await_connected(deadline):
             self.close()

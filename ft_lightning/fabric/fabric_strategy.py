@@ -262,8 +262,8 @@ class FTFabricMixin(FabricStepMixin):
     def _ensure_manager(self) -> Manager:
         if self._manager is None:
             self._manager = make_manager(self._job, self._options, self.scope, self.root_device)
-            apart = self._in_group.apart
-            self._manager.set_state_dict_fns(apart(self._load), apart(self._state))
+            local_only = self._in_group.local_only()
+            self._manager.set_state_dict_fns(local_only(self._load), local_only(self._state))
             self._manager.register_schema("replica groups", str(self.scope.num_groups))
             self._manager.register_schema("processes a group", str(self.scope.group_size))
             if self.scope.event_log and self.scope.group_rank == 0:
@@ -292,7 +292,7 @@ class FTFabricMixin(FabricStepMixin):
         def give() -> list[dict[str, Any]]:
             return [model.state_dict() for model in self._models]
 
-        start = self._in_group.begin_alike(name, give, take, into=give)
+        start = self._in_group.sync_initial_state(name, give, take, into=give)
         self._manager.load_state_dict(
             {"step": self.progress.step, "batches_committed": 0, "lineage": f"start-{start}"}
         )

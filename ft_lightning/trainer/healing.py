@@ -40,7 +40,7 @@ def lineage_of_start(trainer: Any, *, allow_objects: bool) -> str:
 def begin(trainer: Any, in_group: IntraGroup, options: JobOptions) -> str:
     """Make the ranks of this replica group begin alike; returns `lineage_of_start`, after that."""
     strategy, allow_objects = trainer.strategy, options.heal_allow_objects
-    return in_group.begin_alike(
+    return in_group.sync_initial_state(
         lambda: lineage_of_start(trainer, allow_objects=allow_objects),
         strategy.lightning_module_state_dict,
         lambda state: strategy.load_model_state_dict({"state_dict": state}, strict=True),

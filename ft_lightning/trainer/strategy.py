@@ -195,8 +195,10 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         self._rounds = Rounds(trainer, self._decisions, self._driver.round if agrees else None)
         if self._options.validation == "sharded":
             Validation(trainer, self._rounds, self._batches)
-        apart = self._in_group.apart
-        self._manager.set_state_dict_fns(apart(self._driver.load), apart(self._driver.state))
+        local_only = self._in_group.local_only()
+        self._manager.set_state_dict_fns(
+            local_only(self._driver.load), local_only(self._driver.state)
+        )
         super().setup(trainer)
         refuse_lbfgs(self.optimizers)
         if isinstance(self._driver, StepDriver):
@@ -331,7 +333,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         if self._leader and not self._writes:
             self._writes = True
             log_hyperparams = self._from("loggers.utilities")._log_hyperparams
-            with self._in_group.alone():
+            with self._in_group.local_only():
                 leader.begin(self._trainer, log_hyperparams, takes_over=self._met)
         self._met = True
 

@@ -151,7 +151,7 @@ class ScopedMixin(NominalRanks, EndingMixin, _Base):
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.interrupted:
-            return self._in_group.alone()
+            return self._in_group.local_only()
         return contextlib.nullcontext()
 
     def set_world_ranks(self) -> None:

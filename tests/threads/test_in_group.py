@@ -69,7 +69,7 @@ def test_barrier_broadcast_and_decisions_reach_all_ranks() -> None:
             assert arrived.is_set()
             sent = [group.broadcast({"from": rank}, src=src)["from"] for src in (0, 2, 4)]
             votes = [group.decide(rank > 0, all_of_them=each) for each in (True, False)]
-            with group.alone():
+            with group.local_only():
                 assert group.broadcast(rank, src=1) == rank
             return sent, votes
 
@@ -94,7 +94,7 @@ def test_ranks_begin_with_the_state_of_the_first() -> None:
         places = [state["weights"] for state in states]
 
         def script(rank: int) -> str:
-            return groups[rank].begin_alike(
+            return groups[rank].sync_initial_state(
                 lambda: str(states[rank]),
                 lambda: states[rank],
                 states[rank].update,
@@ -105,7 +105,7 @@ def test_ranks_begin_with_the_state_of_the_first() -> None:
         assert names == [str(states[0])] * 2
         assert states[1]["epoch"] == 1 and states[1]["weights"].tolist() == [1.0] * 5
         assert states[1]["weights"] is places[1]  # received in place
-        groups[1].apart(groups[1].barrier)()  # waits for nobody
+        groups[1].local_only()(groups[1].barrier)()  # waits for nobody
 
 
 def test_a_stranger_at_the_door_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
