@@ -41,7 +41,7 @@ from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.manager import Manager
-from ft_core.replica.participation import Participation
+from ft_core.replica.status import Participation
 from ft_lightning.shared.step_collectives import gather_bytes, gather_in_step, reduce_in_step
 from ft_lightning.trainer import healing
 from ft_lightning.trainer import loop_counters as position
