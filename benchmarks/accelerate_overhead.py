@@ -3,12 +3,12 @@
 What fault tolerance adds to a raw Accelerate loop, and what a failure costs it.
 
 Overhead: the same script as two processes of plain Accelerate (torch's DDP) and as two replica
-groups. Both pairs are there at once and run blocks of steps in turn, one pair at a time, so that a
-drift of the machine's speed hits both alike. A step is all between two batches: loader, forward,
-backward, gradients, optimizer.
+groups. Both pairs exist at the same time and run blocks of steps in turn, one pair at a time, so that a
+drift of the machine's speed affects both. A step is everything between two batches: loader,
+forward, backward, gradients, optimizer.
 
-Recovery: three replica groups with steps of 50 ms; one is killed (SIGKILL) and started again. Gap:
-the longest time between two steps of a survivor. Back: from the moment at which the started script
+Recovery: three replica groups with steps of 50 ms; one is killed (SIGKILL) and restarted. Gap:
+the longest time between two steps of a survivor. Back: from the moment when the restarted script
 asks for its first batch to its first step that counts. Stall: a survivor's longest gap meanwhile.
 """
 
@@ -46,7 +46,7 @@ STEP_S = 0.05
 
 
 def script(size: str, pace_s: float) -> None:
-    """A raw loop; a line on stdin lets it run so many steps, a line on stdout tells their times."""
+    """A raw loop; a line on stdin lets it run that many steps, a line on stdout gives their times."""
     import torch
     from accelerate import Accelerator
     from torch.utils.data import DataLoader, TensorDataset
@@ -82,7 +82,7 @@ def script(size: str, pace_s: float) -> None:
             say(json.dumps([time.time(), live]))
             if (
                 live
-            ):  # it stands for the computation, which is left out of a past that is run through
+            ):  # stands for the computation, which a fast-forward leaves out
                 time.sleep(pace_s)
     for line in sys.stdin:
         times = []

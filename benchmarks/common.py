@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's description, JSON output, statistics."""
+"""Shared by the benchmarks: the machine's description, JSON output, statistics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to know to compare."""
+    """The machine and versions, for comparison."""
     import torch
 
     model = "unknown CPU"

@@ -1,9 +1,9 @@
-"""How soon the lighthouse knows of a killed process, with and without a watcher.
+"""How soon the lighthouse learns of a killed process, with and without a watcher.
 
     python benchmarks/death_notice.py [--gib 0 4] [--repeat 5]
 
 Each victim is a process of its own that joins, touches that much memory and is killed (SIGKILL).
-"closed socket": noticed by ZeroMQ's monitor. "watcher": noticed by `lighthouse.watcher`.
+"closed socket": detected by ZeroMQ's monitor. "watcher": detected by `lighthouse.watcher`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lighthouse.watcher import ProcessWatch, Report
 from lighthouse.wire.messages import JobKey, Join, Quorum
 
 JOB = JobKey("bench", "death")
-# Silence of a host must not be what is measured.
+# Missed heartbeats must not be what is measured.
 TIMEOUTS = Timeouts.derive(60.0, heartbeat_timeout_s=5.0)
 
 
 def victim(address: str, gib: float, watched: bool) -> None:
-    """Join, get fat, say so, and wait to be killed."""
+    """Join, allocate the memory, say so, and wait to be killed."""
     memory = mmap.mmap(-1, max(int(gib * 2**30), 4096))
     for page in range(0, len(memory), 4096):
         memory[page] = 1
@@ -47,11 +47,11 @@ def victim(address: str, gib: float, watched: bool) -> None:
     while not any(isinstance(m, Quorum) for m in connection.receive()):
         connection.sockets[0].poll(1000)
     print("ready", flush=True)
-    sys.stdin.read()  # ends, too, if whoever measures is gone
+    sys.stdin.read()  # also ends if the measuring process is gone
 
 
 def measure(gib: float, watched: bool) -> tuple[float, str]:
-    """(seconds from SIGKILL to the lighthouse's knowing, what it said)."""
+    """(seconds from SIGKILL until the lighthouse knows, the reason it logs)."""
     notes: queue.SimpleQueue[tuple[float, Note]] = queue.SimpleQueue()
     config = LighthouseConfig(timeouts=TIMEOUTS)
     with LighthouseServer(
@@ -84,7 +84,7 @@ def main() -> None:
     for gib in options.gib:
         for watched in (False, True):
             runs = [measure(gib, watched) for _ in range(options.repeat)]
-            first = sum("process died" in text for _, text in runs)  # else the socket was faster
+            first = sum("process died" in text for _, text in runs)  # in the other runs the socket was faster
             times_ms = [seconds * 1000 for seconds, _ in runs]
             print(
                 f"{gib:>6.1f} GiB {'watcher' if watched else 'closed socket':>15}"

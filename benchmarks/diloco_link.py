@@ -3,8 +3,8 @@
 What training costs on a slow link: bytes a replica sends an inner step and wall time a step, for
 plain DDP, LocalSGD, DiLoCo and Streaming DiLoCo with int4, two replicas, each in a network
 namespace of its own, with a link of limited bandwidth and delay between them (needs root;
-benchmarks/diloco_network.py). The lighthouse lives beside replica 0, so that replica 1's votes
-cross the link, too. Bytes are counted on the link: TCP, votes and heartbeats are in them.
+benchmarks/diloco_network.py). The lighthouse runs beside replica 0, so that replica 1's votes
+cross the link, too. Bytes are counted on the link and include TCP, votes and heartbeats.
 "alone" is the same training without any communication: the floor.
 """
 
@@ -55,7 +55,7 @@ MODES = [
 
 
 class Replica:
-    """Runs the modes that it is told on stdin, one JSON line each; answers with JSON lines."""
+    """Runs the modes given on stdin, one JSON line each; answers with JSON lines."""
 
     def __init__(self, rank: int, lighthouse: str) -> None:
         from diloco_task import text
@@ -70,7 +70,7 @@ class Replica:
             loop(mode)
 
     def steps(self, mode: Mode, model: Any, optimizer: Any) -> dict[str, float]:
-        """The inner loop, the same for all. Waits for the parent's "go".
+        """The inner loop, the same for all modes. Waits for the parent's "go".
 
         Seconds a step, and of these in `optimizer.step()`, where outer steps happen.
         """

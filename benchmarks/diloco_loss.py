@@ -1,6 +1,6 @@
 """python benchmarks/diloco_loss.py [--json FILE] [--plot FILE]
 
-What talking rarely costs in quality: final validation loss of LocalSGD, DiLoCo and Streaming
+What infrequent communication costs in quality: final validation loss of LocalSGD, DiLoCo and Streaming
 DiLoCo against plain, synchronous DDP, two replicas, the same model, samples, inner optimizer and
 schedule: a byte-level transformer on the sources of Python's standard library
 (benchmarks/diloco_task.py). One algorithm after the other, each on two fresh processes.
@@ -32,7 +32,7 @@ EVALUATE_EVERY = 200
 
 @dataclass(frozen=True)
 class Plan:
-    """`start_file`: DDP's state after `warm_start` steps, from which the others go on."""
+    """`start_file`: DDP's state after `warm_start` steps, from which the others continue."""
 
     steps: int
     warm_start: int
@@ -64,7 +64,7 @@ ALGORITHMS = [
 
 
 class Replica:
-    """Trains one algorithm, and says what came of it on stdout, a JSON line an evaluation."""
+    """Trains one algorithm, and prints one JSON line for each evaluation."""
 
     def __init__(self, rank: int, address: str, algorithm: Algorithm, plan: Plan) -> None:
         import torch
@@ -216,7 +216,7 @@ def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def rendezvous(algorithm: Algorithm) -> tuple[str, Any]:
-    """Where the replicas meet, and how to close it."""
+    """The lighthouse's address, and how to close it."""
     if algorithm.kind == "ddp":
         folder = tempfile.TemporaryDirectory()
         return folder.name + "/store", folder.cleanup
@@ -252,7 +252,7 @@ def plot(found: dict[str, dict[str, Any]], path: Path, warm_start: int) -> None:
 
 def table(found: dict[str, dict[str, Any]], plan: Plan) -> list[list[object]]:
     ddp = found["DDP"]
-    # What DDP has sent in the steps that the others go by themselves.
+    # What DDP has sent in the steps that the others make on their own.
     by_ddp = ddp["bytes"] * (plan.steps - plan.warm_start) / plan.steps
     rows: list[list[object]] = []
     for name, one in found.items():

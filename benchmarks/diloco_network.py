@@ -1,8 +1,8 @@
 """A slow link between two network namespaces: limited bandwidth and a delay, bytes counted.
 
-Made of two TUN devices whose packets this process carries across: it needs root and /dev/net/tun,
-but no kernel module for shaping (`tc`'s netem is a module that not every kernel brings). Real TCP
-runs over it: congestion windows, acknowledgements and headers cost what they cost.
+It consists of two TUN devices whose packets this process forwards. It needs root and /dev/net/tun,
+but no kernel module for shaping (not every kernel has `tc`'s netem). Real TCP runs over it, with its
+congestion windows, acknowledgements and headers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 9000
 """Jumbo frames: a packet costs this process about 20 us, whatever its size."""
 QUEUE_S = 0.25
-"""What waits for longer than this at the link's entrance is dropped, like in a router."""
+"""A packet that waits for longer than this at the link's entrance is dropped, as in a router."""
 
 
 class Link:
-    """Two hosts and a link while the context lasts: `command(side, ...)` runs on one of them.
+    """Two hosts and a link, for the duration of the context: `command(side, ...)` runs on one of them.
 
     `bytes_sent[side]`: what that side has put on the link, IP headers included.
     """
@@ -90,7 +90,7 @@ class Link:
             subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL, check=False)
 
     def _carry(self) -> None:
-        """The link itself: what arrives at one end leaves at the other, later."""
+        """The link itself: a packet that enters at one end leaves at the other, later."""
         under_way: list[collections.deque[tuple[float, bytes]]] = [
             collections.deque(),
             collections.deque(),
@@ -114,7 +114,7 @@ class Link:
     def _take(
         self, side: int, packets: collections.deque[tuple[float, bytes]], free_at: float, now: float
     ) -> float:
-        """Take what is there at one end; when the line is free again."""
+        """Take the packets that wait at one end; returns when the line is free again."""
         for _ in range(64):
             try:
                 packet = os.read(self._tuns[side], MTU)

@@ -1,6 +1,6 @@
 """What the DiLoCo benchmarks train: a byte-level transformer on the standard library's sources.
 
-The text is what every Python brings along: its own modules, without tests. One file in twenty,
+The text ships with every Python: its own modules, without tests. One file in twenty,
 chosen by the hash of its name, is held out for validation.
 """
 

@@ -1,18 +1,18 @@
 """python benchmarks/heal.py [--mib 1024] [--repeats 5] [--json FILE]
 
-How fast a state comes from healthy processes to one that is behind, over loopback, every source
+How fast a state is copied from healthy processes to one that is behind, over loopback, every source
 and the target in a process of its own:
 
-    raw TCP          sendall and recv_into preallocated memory, no checksum: what the kernel gives
+    raw TCP          sendall and recv_into preallocated memory, no checksum: the kernel's limit
     torchft HTTP     torchft's HTTPTransport, 1 stream and 8 chunks (where torchft is installed)
     heal, ZeroMQ     ours with the same-host path off, 1 and 2 sources, checksums on
     heal, same host  ours as it is by default between processes of one machine
 
 Speed is state size over the time from the call to the tree in place: best and median of the
-repeats, the first of which pays for page faults and is given apart. CPU is the processor time of
-all processes a GB, repeats only, and the figure to trust on a busy machine. Memory is the peak resident
+repeats, the first of which pays for page faults and is reported separately. CPU is the processor time of
+all processes a GB, repeats only, and is the more reliable figure on a busy machine. Memory is the peak resident
 size over that of the imports, as a multiple of the state; each side holds its own state already,
-so 1.0 is the least. `publish` is how long the source's training thread is held up, the first time
+so 1.0 is the minimum. `publish` is how long the source's training thread is blocked, the first time
 and when memory is reused.
 """
 
@@ -57,7 +57,7 @@ def say(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-# Sources: say how they are reached, serve until their stdin is closed, say what it cost.
+# Sources: print their address, serve until their stdin is closed, print the cost.
 
 
 def source_tcp(state: State) -> None:
@@ -104,7 +104,7 @@ def source_torchft(state: State, *, chunks: int) -> None:
     server.shutdown(wait=False)
 
 
-# Targets: transfer once a line on stdin, say how long it took.
+# Targets: one transfer for each line on stdin; print how long it took.
 
 
 def target_tcp(addresses: list[Any], state: State) -> Callable[[], object]:
@@ -184,7 +184,7 @@ def run_target(kind: str, mib: int, addresses: list[Any]) -> None:
 
 
 class Child:
-    """This file in another role, talked to in JSON lines."""
+    """This file in another role, which reads and writes JSON lines."""
 
     def __init__(self, *arguments: str, quiet: bool = False) -> None:
         self._process = subprocess.Popen(
@@ -219,7 +219,7 @@ class Child:
             peak = float(self.read()["peak"])
             self._process.wait(20)
         except subprocess.TimeoutExpired:
-            pass  # torchft's server thread may hold it: what was to be measured is here
+            pass  # torchft's server thread may hold it; the figures are complete
         self.kill()
         return peak
 

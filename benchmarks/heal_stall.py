@@ -1,14 +1,14 @@
 """python benchmarks/heal_stall.py [--mib 1024] [--trials 5] [--json FILE]
 
-What a heal costs those who are healthy: two replicas train with a state of 1 GiB (a residual MLP and
+What a heal costs the healthy members: two replicas train with a state of 1 GiB (a residual MLP and
 Adam's two moments; real forward, backward, all-reduce in buckets, update), a third one, whose process
-has just made its model and no step yet, joins and heals from them. The healthy ones' longest time
-between two commits meanwhile against their usual step with three members. Synchronous quorum: the
-joiner computes when its state is there. Asynchronous: it computes, joins the collectives with zeros
-and receives the state meanwhile, before it votes.
+has just made its model and taken no step, joins and heals from them. Reported is the healthy members'
+longest time between two commits meanwhile, against their usual step with three members. Synchronous
+quorum: the joiner computes when it has its state. Asynchronous: it computes, contributes zeros to the
+collectives and receives the state meanwhile, before it votes.
 
 Compute "here": three replicas share this machine's cores, and while one waits, the others have more
-of them. "elsewhere": a batch of one, and a sleep in place of the rest, as a host sees an accelerator
+of them. "elsewhere": a batch of one, and a sleep in place of the rest, like a host with an accelerator
 of its own.
 """
 
@@ -35,7 +35,7 @@ ELSEWHERE_S = 0.6
 
 
 def work(name: str, lighthouse: str, mib: int, mode: str, compute: str) -> None:
-    """One replica; begins when it is told "go", ends when stdin closes."""
+    """One replica; begins at "go" on stdin, ends when stdin closes."""
     import torch
 
     from ft_core import DistributedDataParallel, Manager, OptimizerWrapper, ProcessGroupGloo
@@ -93,7 +93,7 @@ def say(kind: str, **values: Any) -> None:
 
 
 class Replica:
-    """A running replica and what it has said."""
+    """A running replica and what it has printed."""
 
     def __init__(self, name: str, lighthouse: str, mib: int, mode: str, compute: str) -> None:
         self.events: list[dict[str, Any]] = []

@@ -2,8 +2,8 @@
 
 What strategy="ft_ddp" adds to a step of Lightning's Trainer over stock "ddp": 2 replicas, Gloo. The
 same two processes fit with both in turn, a block of steps each, so that a drift of the machine's
-speed hits both alike. Figures are medians over all blocks of the time from one batch's end to the
-next one's. Bars: at most 0.8 ms for the smallest model, at most 2 % at steps of 50 ms.
+speed affects both. Figures are medians over all blocks of the time from one batch's end to the
+next one's. Limits: at most 0.8 ms for the smallest model, at most 2 % at steps of 50 ms.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from common import arguments, report
 
 
 def resident_mib(pid: int) -> float:
-    """Proportional where the kernel tells, so that shared libraries count once."""
+    """Proportional (PSS) where the kernel reports it, so that shared libraries count once."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
@@ -41,7 +41,7 @@ def start_lighthouse(expected: int) -> tuple[subprocess.Popen[str], str]:
 
 
 def lighthouse_with(replicas: int) -> float:
-    """MiB of a lighthouse with so many members."""
+    """MiB of a lighthouse with that many members."""
     import zmq
 
     from lighthouse.client import Connection

@@ -3,14 +3,14 @@
     python benchmarks/quorum_round.py [--replicas 32 128 512 2048] [--rounds 20] [--json FILE]
         [--torchft-python PYTHON]
 
-form    all join (connections are open): until each has the full member list
-steady  all vote: until each has the decision (what every step costs)
+form    all join (connections are open), until each has the full member list
+steady  all vote, until each has the decision: the cost of every step
 change  one is gone: revoke, all others vote, until each has the decision with the next quorum
 
 The lighthouse is the real command in a process of its own; this process plays all replica groups,
-one DEALER socket each, one thread. So both share the machine, as in the peer's measurement
+with one DEALER socket each, in one thread. So both share the machine, as in torchft's measurement
 (`quorum_round_torchft.py`: one thread a replica). torchft has one kind of round, which carries the
-member list every time: it is set against ours by what a training step needs of each.
+member list every time. It is compared with those rounds of ours that a training step needs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PATIENCE_MS = 120_000
 
 @contextmanager
 def lighthouse() -> Iterator[str]:
-    """Address of a lighthouse in a process of its own; heartbeat timeout as the peer's default."""
+    """Address of a lighthouse in a process of its own; torchft's default heartbeat timeout."""
     command = [sys.executable, "-m", "lighthouse", "--bind", "tcp://127.0.0.1:0", "--quiet",
                "--join-timeout", "60", "--heartbeat-timeout", "5"]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -86,7 +86,7 @@ class Crowd:
             socket.send(frame)
 
     def hear_all(self, kind: type[Message], but: tuple[type, ...] = ()) -> Message:
-        """The message of this kind that all got (equal frames are read once); skips `but`."""
+        """The message of this kind that all received (equal frames are decoded once); skips `but`."""
         frame, message = b"", None
         for socket in self.sockets:
             while (heard := socket.recv()) != frame:
@@ -126,7 +126,7 @@ class Crowd:
         return elapsed_s
 
     def change(self) -> float:
-        """Seconds from the end of one to all others' having the next quorum."""
+        """Seconds from the end of one member until all others have the next quorum."""
         begin = time.perf_counter()
         self.sockets.pop().close()
         self.ids.pop()
@@ -178,7 +178,7 @@ def ours(replicas: int, rounds: int) -> dict[str, float]:
 
 
 def torchft(python: str, replicas: int, rounds: int) -> dict[str, float] | None:
-    """The peer's figures; None where it is not installed or gave up."""
+    """torchft's figures; None where it is not installed or gave up."""
     script = Path(__file__).with_name("quorum_round_torchft.py")
     command = [python, str(script), str(replicas), str(rounds)]
     try:

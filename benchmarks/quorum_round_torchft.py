@@ -1,9 +1,9 @@
-"""The peer's half of `quorum_round.py`: rounds through torchft's lighthouse, as JSON on stdout.
+"""torchft's half of `quorum_round.py`: rounds through its lighthouse, as JSON on stdout.
 
     python benchmarks/quorum_round_torchft.py REPLICAS ROUNDS
 
 Runs under any Python that has torchft; imports nothing else. The server is a process of its own.
-One thread a replica: its client is blocking, written in Rust, and lets go of the GIL.
+One thread a replica: torchft's client is blocking, written in Rust, and releases the GIL.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def serve(replicas: int) -> None:
 
 
 Times = list[tuple[float, float, int]]
-"""Of each replica: when it asked, when it was answered, and with how many participants."""
+"""Of each replica: when it asked, when the answer came, and with how many participants."""
 
 
 def replica(rank: int, address: str, rounds: int, gate: threading.Barrier, out: Times) -> None:
@@ -79,7 +79,7 @@ def main() -> None:
         times_s = []
         for _ in range(rounds):
             gate.wait()  # ask
-            gate.wait()  # all are answered
+            gate.wait()  # all have their answer
             assert {size for _, _, size in times} == {replicas}
             times_s.append(max(end for _, end, _ in times) - min(begin for begin, _, _ in times))
         for thread in threads:

@@ -1,13 +1,13 @@
-"""How long a process group takes to get other members, and how soon a revocation frees everyone.
+"""How long a process group takes to change its members, and how soon a revocation frees all of them.
 
     python -m benchmarks.reconfigure [--ranks 2 3 4] [--repeats 30] [--json FILE]
 
-Members are processes on this machine, on the loopback interface; give them as many cores as ranks.
+Members are processes on this machine, on the loopback interface; use as many cores as ranks.
 Configure: from the moment all members may begin until the last one can issue collectives, for
-torch's native reconfiguration, for a group rebuilt on our meeting, and for what a plain job does:
+torch's native reconfiguration, for a group rebuilt by our rendezvous, and for a plain job:
 `ProcessGroupGloo` on a TCPStore, kept or new. Revoke: from the first `revoke()` until the last
-`wait()` has raised, blocked on a member that does not come (40 B) or in full transfer (64 MiB).
-"store kept" is a store client that lives on; "store new" also connects one, as a restart does.
+`wait()` has raised, blocked on a member that is missing (40 B) or in full transfer (64 MiB).
+"store kept" reuses a store client; "store new" also connects one, as a restart does.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ft_core.process_group import (
 TIMEOUT_S = 30.0
 MIB = 1 << 20
 LEAD_S = 0.03
-TRANSFER_LEAD_S = 0.08  # the tensor is made and the ring is turning by then
+TRANSFER_LEAD_S = 0.08  # by then the tensor exists and the transfer is under way
 
 
 class Member:
-    """One rank, in its own process: does at an agreed moment what the parent orders."""
+    """One rank, in its own process: runs the parent's orders at an agreed moment."""
 
     def __init__(self, kind: str, rank: int, count: int, orders: Any) -> None:
         self.kind, self.rank, self.count, self.orders = kind, rank, count, orders
@@ -65,7 +65,7 @@ class Member:
         return time.monotonic()
 
     def build(self, begin_at: float, port: int, keep_store: bool) -> float:
-        """What a plain job does."""
+        """As a plain job does it."""
         self.plain = None
         self.quorum_id += 1
         if not keep_store:
@@ -81,7 +81,7 @@ class Member:
         return time.monotonic()
 
     def revoke(self, begin_at: float, elements: int) -> float:
-        """When this rank was free, revoked at `begin_at`; with `elements` 0 it does not come."""
+        """When this rank was free, revoked at `begin_at`; with `elements` 0 it does not take part."""
         assert self.group is not None
         if elements == 0:
             sleep_until(begin_at)
@@ -89,7 +89,7 @@ class Member:
             return begin_at
         tensor = torch.ones(elements)
         freed: list[float] = []
-        # Several, so that the revocation comes in the middle of a transfer and not after it.
+        # Several, so that the revocation arrives during a transfer and not after it.
         works = [self.group.allreduce([tensor]) for _ in range(8 if elements > MIB else 1)]
 
         def wait() -> None:
@@ -134,7 +134,7 @@ class Crew:
             pipe.send(addresses)
 
     def order(self, lead_s: float, *words: Any, absent: int = -1) -> float:
-        """All do it at one moment, `lead_s` from now; seconds from then until the last is done."""
+        """All members start at one moment, `lead_s` from now; seconds from then until the last is done."""
         begin_at = time.monotonic() + lead_s
         name, *rest = words
         for rank, pipe in enumerate(self.pipes):
@@ -167,7 +167,7 @@ def milliseconds(seconds: Sequence[float]) -> str:
 def measure(kind: str, count: int, repeats: int) -> dict[str, list[float]]:
     crew = Crew(kind, count)
     try:
-        crew.order(LEAD_S, "configure")  # the first one also makes the sockets
+        crew.order(LEAD_S, "configure")  # the first one also creates the sockets
         figures: dict[str, list[float]] = {"configure_s": [], "blocked_s": [], "transfer_s": []}
         for repeat in range(repeats):
             figures["configure_s"].append(crew.order(LEAD_S, "configure"))

@@ -3,7 +3,7 @@
 What a failure costs the survivors: the longest gap between any survivor's commits, with steps of
 50 ms, when one replica of three or six is killed (small, or with 4 GiB resident), stopped, or
 loses its network (a network namespace of its own; needs root). After each failure the victim is
-started again and heals, so the time from ready to taking part is measured on the way.
+restarted and heals, so the time from ready to participating is measured, too.
 Torchft 0.2.0, if installed, runs `kill3` in the same way (hand-written averaging, because its DDP
 wrapper crashes the survivors).
 """
@@ -60,7 +60,7 @@ CASES = [
 
 
 def work(kind: str, name: str, lighthouse: str, gib: int, interface: str) -> None:
-    """One replica: steps of 50 ms until it is told to stop (its stdin closes)."""
+    """One replica: steps of 50 ms until its stdin closes."""
     import torch
 
     torch.set_num_threads(1)
@@ -134,7 +134,7 @@ def say(kind: str, **values: Any) -> None:
 
 @dataclass
 class Replica:
-    """A running replica and what it has said."""
+    """A running replica and what it has printed."""
 
     name: str
     process: subprocess.Popen[str]
@@ -143,7 +143,7 @@ class Replica:
 
 
 class Cluster:
-    """Replicas, the queue of what they say, and the faults."""
+    """Replicas, the queue of their output, and the faults."""
 
     def __init__(self, case: Case, lighthouse: str) -> None:
         self.case, self.lighthouse = case, lighthouse
@@ -154,7 +154,7 @@ class Cluster:
     def start(self, index: int) -> Replica:
         victim = index == self.case.replicas - 1
         self._starts += 1
-        # torchft's lighthouse remembers a dead name for a while: a new one each time
+        # torchft's lighthouse remembers a dead name for a while, so each life gets a new one
         name = f"replica_{index}" + (f"_{self._starts}" if self.case.peer == "torchft" else "")
         in_netns = victim and self.case.fault == "link down"
         interface = INSIDE if in_netns else (OUTSIDE if self.case.fault == "link down" else "")
@@ -178,7 +178,7 @@ class Cluster:
                 self.said.put((replica, json.loads(line)))
 
     def run_until(self, done: Any, limit_s: float = 90.0) -> None:
-        """Take in what replicas say until `done(replica, event)`."""
+        """Process the replicas' output until `done(replica, event)`."""
         give_up = time.monotonic() + limit_s
         while True:
             try:
@@ -193,7 +193,7 @@ class Cluster:
                 return
 
     def full_house(self, limit_s: float = 120.0) -> None:
-        """Until COMMITS_BETWEEN commits were made by all together."""
+        """Until the replicas together have made COMMITS_BETWEEN commits."""
         seen: dict[str, int] = {}
 
         def all_together(replica: Replica, event: dict[str, Any]) -> bool:
@@ -204,7 +204,7 @@ class Cluster:
         self.run_until(all_together, limit_s)
 
     def break_down(self, victim: Replica) -> float:
-        """Inflict the fault; when it was done."""
+        """Inflict the fault; returns when."""
         time.sleep(random.random() * STEP_S)  # any phase of the step
         if self.case.fault == "link down":
             subprocess.run(["ip", "link", "set", "ftbench0", "down"], check=True)

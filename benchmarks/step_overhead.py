@@ -5,11 +5,12 @@ pip install -e '.[bench]'), 2 replicas, three model sizes. Forward, backward and
 
 The same two processes run plain DDP and ours in turn, then plain DDP and torchft, a short block of
 steps each, many times over. A block's figure is the median of its steps. Differences and ratios are
-taken between neighbouring blocks, a fraction of a second apart, and the median of those is what is
-reported: the machine's speed drifts by more from minute to minute than the effect is large. In
+taken between neighbouring blocks, a fraction of a second apart, and the median of those is
+reported: the machine's speed drifts from minute to minute by more than the effect. In
 brackets: the 95 % interval of that median (order statistics, Conover, Practical Nonparametric
 Statistics, 3.2).
-Processes differ, too (where their memory lies), by a percent or two: several pairs are measured.
+Processes differ, too (by the placement of their memory), by a percent or two, so several pairs are
+measured.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Ours:
 
 
 class Torchft:
-    """The peer, as its README uses it."""
+    """torchft, as its README uses it."""
 
     def __init__(self, rank: int, widths: tuple[int, int, int], ports: dict[str, Any]) -> None:
         import torch
@@ -164,7 +165,7 @@ def worker(
     logging.disable(logging.INFO)
     kinds = {"ours": Ours, "torchft": Torchft}
     found: dict[str, Any] = {}
-    # One after the other, since torchft's threads stay: nobody's disturb the figures of another.
+    # One after the other, since torchft's threads stay: so none disturbs another's figures.
     for mode in modes:
         for size, widths in SIZES.items():
             torch.manual_seed(rank)

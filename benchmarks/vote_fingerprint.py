@@ -1,9 +1,9 @@
 """python benchmarks/vote_fingerprint.py [--json FILE]
 
 What a replica group's vote costs before it is sent: microseconds for the fingerprint of
-hyperparameters and place in the run that travels with it (`ft_lightning/trainer/decisions.py`), by number
-of optimizers and parameter groups, with hyperparameters that stay and with a learning rate that a
-scheduler changes in each step. Bar: at most 50 us for one optimizer with one group.
+hyperparameters and position in the run that travels with it (`ft_lightning/trainer/decisions.py`), by number
+of optimizers and parameter groups, with constant hyperparameters and with a learning rate that a
+scheduler changes in each step. Limit: at most 50 us for one optimizer with one group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALLS, BLOCKS = 400, 7
 
 
 def fitted(optimizers: int, groups: int) -> Any:
-    """A Trainer after a step, whose optimizers have so many groups each."""
+    """A Trainer after a step, whose optimizers have that many parameter groups each."""
     import torch
     from lightning.pytorch import LightningModule, Trainer
     from torch.utils.data import DataLoader, TensorDataset

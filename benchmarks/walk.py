@@ -80,7 +80,7 @@ TRACER = Tracer()
 
 
 def core() -> None:
-    """One step of a loop of one's own: `zero_grad`, forward, backward, `step`."""
+    """One step of a loop of your own: `zero_grad`, forward, backward, `step`."""
     import torch
 
     barrier = threading.Barrier(2)
@@ -98,7 +98,7 @@ def core() -> None:
             if number == 0 and step == 6:
                 time.sleep(
                     0.05
-                )  # what the lighthouse and the control thread still do belongs to it
+                )  # what the lighthouse and the control thread still do belongs to the step
                 TRACER.on = False
             barrier.wait()
 

@@ -1,4 +1,4 @@
-"""What a person sees while the run goes on: a table that changes, and the lines worth keeping."""
+"""What the terminal shows during a run: a table that changes, and lines that stay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFRESHES_PER_S = 10
 
 class View:
     """Shows `run` until `close`. On a terminal the table changes in place; elsewhere (a log, a
-    pipe) only the lines of `say` and a table now and then are printed. Any thread may `say`."""
+    pipe) only the lines of `say` and an occasional table are printed. Any thread may `say`."""
 
     def __init__(self, run: Run, total_steps: int, *, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)

@@ -1,6 +1,6 @@
-"""The numbers drawn from a run in which one replica group was killed, and what went wrong in it.
+"""The figures of a run in which one replica group was killed, and the faults found in it.
 
-No IO in here. What a run and its lives are is in ft_core/launch/run_record.py.
+This module does no IO. ft_core/launch/run_record.py defines runs and lives.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def faults_of(run: Run) -> list[str]:
         if last.returncode != 0:
             faults.append(f"replica group {group} ended with exit code {last.returncode}")
         if group != run.victim and len(lives) > 1:
-            faults.append(f"replica group {group} was restarted, although nobody killed it")
+            faults.append(f"replica group {group} was restarted, although it was not killed")
         if group == run.victim and len(lives) > 1 and last.last("heal_done") is None:
             faults.append(
                 f"replica group {group} did not heal: it came back too late "
                 "(give the run more --steps) or its heal failed"
             )
     if run.kill_s is None:
-        faults.append("nobody was killed: the run ended before the step of --kill-at")
+        faults.append("no process was killed: the run ended before the step of --kill-at")
     digests = {row.group: row.digest for row in summarize(run)}
     if "" in digests.values():
         missing = [str(group) for group, digest in digests.items() if not digest]

@@ -1,11 +1,11 @@
 """python examples/survive_kill.py
 
-Kills a training process and shows that the training does not care.
+Kills a training process and shows that the training continues.
 
 1. Starts a lighthouse and three replica groups, each a process of examples/train_lightning.py.
-2. Sends SIGKILL to one of them in mid-run, and starts it again at once.
-3. The survivors train on without it; it comes back, heals from them, and takes part again.
-4. Prints who lost what, compares the weights of all, and draws the run's timeline.
+2. Sends SIGKILL to one of them in mid-run, and restarts it at once.
+3. The survivors continue without it; it comes back, heals from them, and participates again.
+4. Prints what each group lost, compares the weights of all groups, and draws the run's timeline.
 
 Exit code 0 only if every process ended well, the killed one healed, and all weights are equal,
 bit for bit. Takes one to two minutes on two cores.
@@ -85,9 +85,9 @@ def parse_options() -> argparse.Namespace:
     add("--out", type=Path, default=Path("out/survive_kill"), help="folder for what is written")
     options = parser.parse_args()
     if options.replicas < 2:
-        parser.error("--replicas must be at least 2: somebody has to survive")
+        parser.error("--replicas must be at least 2: one has to survive")
     if options.kill_at is None:
-        # Early in an epoch: at its end members agree on metrics, and no gradients travel.
+        # Early in an epoch: at its end members agree on metrics, and no gradients are reduced.
         options.kill_at = max(1, options.steps // 4)
     return options
 
@@ -193,26 +193,26 @@ class Demo:
 
     def _look_at(self, life: Life, process: subprocess.Popen[bytes], event: dict[str, Any]) -> None:
         """Kill the victim when its time has come; say what is worth saying."""
-        kind, say, who = event["kind"], self._view.say, f"replica group {life.group}"
+        kind, say, group = event["kind"], self._view.say, f"replica group {life.group}"
         if kind == "commit":
             due = event["step"] >= self._options.kill_at and self._run.kill_s is None
             if due and life.group == self._victim:
                 time.sleep(self._options.step_delay * KILL_AFTER)
                 self._run.victim, self._run.kill_s, life.killed = life.group, time.time(), True
                 process.kill()
-                say(f"SIGKILL to {who} within step {event['step'] + 1}", "bold red")
+                say(f"SIGKILL to {group} within step {event['step'] + 1}", "bold red")
             elif event["step"] % 100 == 0:
                 loss = life.last("loss")
                 with_loss = f", loss {loss['loss']:.4f}" if loss else ""
-                say(f"{who}: step {event['step']} committed by {event['participants']}{with_loss}")
+                say(f"{group}: step {event['step']} committed by {event['participants']}{with_loss}")
         elif kind == "discard":
-            say(f"{who}: step {event['step']} discarded: {_short(event['reason'])}", "yellow")
+            say(f"{group}: step {event['step']} discarded: {_short(event['reason'])}", "yellow")
         elif kind == "quorum":
-            say(f"{who}: in a quorum with {{{', '.join(names_in(event))}}}")
+            say(f"{group}: in a quorum with {{{', '.join(names_in(event))}}}")
         elif kind == "heal_start":
-            say(f"{who}: heals to step {event['step']}", "yellow")
+            say(f"{group}: heals to step {event['step']}", "yellow")
         elif kind == "heal_done":
-            say(f"{who}: healed, {event['bytes']:,} bytes in {event['seconds'] * 1e3:.1f} ms",
+            say(f"{group}: healed, {event['bytes']:,} bytes in {event['seconds'] * 1e3:.1f} ms",
                 "bold green")  # fmt: skip
 
 

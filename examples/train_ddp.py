@@ -3,8 +3,8 @@
 #           REPLICA_GROUP_ID=0 torchrun --nproc_per_node 1 --master_port 29600 examples/train_ddp.py
 # Shell 3:  the same with REPLICA_GROUP_ID=1 and --master_port 29601
 #
-# Kill one with Ctrl-\ or kill -9 and start it again: the other trains on, the new one takes its
-# state and joins. (Without torchrun and TORCHFT_LIGHTHOUSE it works too, on one machine.)
+# Kill one with Ctrl-\ or kill -9 and start it again: the other continues, the new one copies its
+# state and joins. (On one machine it also works without torchrun and TORCHFT_LIGHTHOUSE.)
 """Fault-tolerant data-parallel training of a small convolutional network on handwritten digits."""
 
 import argparse
@@ -50,7 +50,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images[chosen], labels[chosen]
 
 
-# ---- model; replica groups may start with different weights, the manager makes them equal
+# ---- model; replica groups may start with different weights: the manager makes them equal
 net = nn.Sequential(
     nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
     nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 10),
@@ -74,12 +74,12 @@ optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=1e-3))
 try:
     while manager.current_step() < args.steps:
         began = time.perf_counter()
-        optimizer.zero_grad()  # begins a step: who is in?
+        optimizer.zero_grad()  # begins a step: joins a quorum
         step = manager.current_step()
         x, y = batch(step)
         loss = F.cross_entropy(model(x), y)
         loss.backward()  # gradients are averaged meanwhile
-        optimizer.step()  # all vote; steps if nobody failed
+        optimizer.step()  # votes; updates the parameters if all voted yes
         if optimizer.step_was_skipped:
             print(f"step {step} discarded: {manager.last_outcome().reason}", flush=True)
         elif step % 10 == 0:

@@ -3,11 +3,11 @@
 #           REPLICA_GROUP_ID=0 python examples/train_diloco.py
 # Shell 3:  the same with REPLICA_GROUP_ID=1
 #
-# The two talk every 20 steps. Kill one with kill -9 and start it again: the other loses nothing,
-# the new one takes the global parameters and joins at the next outer step. Streaming DiLoCo, with
-# int4 on the wire: --fragments 2 --delay 3 --codec int4. (Without TORCHFT_LIGHTHOUSE it works
-# too, on one machine.)
-"""DiLoCo: replica groups that train on their own and agree every so many steps."""
+# The two communicate every 20 steps. Kill one with kill -9 and start it again: the other loses
+# nothing, the new one copies the global parameters and joins at the next outer step. Streaming
+# DiLoCo that sends int4: --fragments 2 --delay 3 --codec int4. (On one machine it also works
+# without TORCHFT_LIGHTHOUSE.)
+"""DiLoCo: replica groups train on their own and average every --sync-every steps."""
 
 import argparse
 import hashlib
@@ -32,7 +32,7 @@ parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--pace-s", type=float, default=0.0, help="a step takes at least this long")
 args = parser.parse_args()
 
-# ---- data: 1,797 images of 8 x 8 pixels, one shard a replica group
+# ---- data: 1,797 images of 8 x 8 pixels, one shard for each replica group
 group = int(os.environ.get("REPLICA_GROUP_ID", 0))
 groups = int(os.environ.get("NUM_REPLICA_GROUPS", 1))
 digits = load_digits()
@@ -64,7 +64,7 @@ diloco = DiLoCo(
     fragments=args.fragments, fragment_sync_delay=args.delay, codec=args.codec,
 )  # fmt: skip
 
-# ---- training: a plain loop, no step of it waits for others but each window's last
+# ---- training: a plain loop; only the last step of each window waits for other groups
 outer_steps = 0
 try:
     with diloco:
@@ -73,17 +73,17 @@ try:
             inner.zero_grad()
             loss = F.cross_entropy(net(x), y)
             loss.backward()
-            inner.step()  # counts; every so many steps: a quorum, the average, a vote
+            inner.step()  # counts; at the end of a window: a quorum, the average, a vote
             if manager.current_step() != outer_steps:
                 outer_steps = manager.current_step()
-                outcome = manager.last_outcome()  # None: no vote yet, the step is the healed state's
+                outcome = manager.last_outcome()  # None: no vote yet, the step comes from the healed state
                 participants = outcome.participants if outcome else manager.num_participants()
                 print(
                     f"outer step {outer_steps} loss {loss.item():.3f} participants {participants}",
                     flush=True,
                 )
             if outer_steps >= args.outer_steps:
-                diloco.sync()  # all fragments once more: now all parameters are the global ones
+                diloco.sync()  # all fragments once more: then the module holds the global parameters
                 break
             time.sleep(max(0.0, began + args.pace_s - time.perf_counter()))
 finally:

@@ -1,9 +1,9 @@
-"""Digits with a Lightning Fabric loop, on replica groups that may die.
+"""Digits with a Lightning Fabric loop, in replica groups that may die.
 
     python examples/train_fabric.py --devices 2
 
-Kill -9 any of the processes, and watch it come back at its peers' place. What differs from a loop
-for plain "ddp" is marked (1) to (5).
+Kill -9 any of the processes, and watch it come back at its peers' position. Differences from a loop
+for plain "ddp" are marked (1) to (5).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=50, gamma=0.7)
-    # Given to setup, the scheduler heals, too, and takes no step that was discarded.
+    # A scheduler that is passed to setup heals, too, and skips updates that are skipped.
     model, optimizer, scheduler = fabric.setup(net, optimizer, scheduler=scheduler)
 
     digits = load_digits()
@@ -61,7 +61,7 @@ def main() -> None:
         fabric.load(args.checkpoint, state)
 
     accuracy = 0.0
-    for epoch in strategy.epochs(args.epochs):  # 4: instead of range, follows heals and resumes
+    for epoch in strategy.epochs(args.epochs):  # 4: instead of range; follows heals and resumes
         model.train()
         for batch, target in train:
             time.sleep(args.step_delay)

@@ -1,9 +1,9 @@
-"""A GAN with manual optimization: two optimizers a batch, on replica groups that may die.
+"""A GAN with manual optimization: two optimizers a batch, in replica groups that may die.
 
     python examples/train_gan.py --devices 2
 
 The generator learns to draw handwritten digits of 8 x 8 pixels; the discriminator tells them from
-real ones. Each `optimizer.step()` of a batch is voted on; what was discarded is computed again.
+real ones. Each backward pass of a batch is a step with a vote of its own; a discarded one is tried again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Digits with PyTorch Lightning, on replica groups that may die.
+"""Digits with PyTorch Lightning, in replica groups that may die.
 
     python examples/train_lightning.py --devices 3
 
-starts three replica groups on this machine; kill -9 any of the processes, and watch the others
-train on and the killed one come back. The two lines that make it fault tolerant are marked.
+starts three replica groups on this machine. Kill -9 any of the processes, and watch the others
+continue and the killed one come back. The two lines that make it fault tolerant are marked.
 
 Or start the processes yourself, on any machines:
 

@@ -2,14 +2,14 @@
 
     python examples/train_lightning_diloco.py --devices 2
 
-starts two replica groups on this machine that talk every 20 steps; kill -9 one of the processes:
-the other loses nothing, and the killed one comes back at an outer step. Streaming DiLoCo, which
+starts two replica groups on this machine that communicate every 20 steps. Kill -9 one of the
+processes: the other loses nothing, and the killed one comes back at an outer step. Streaming DiLoCo
 hides its communication and sends 4 bits a parameter:
 
     python examples/train_lightning_diloco.py --devices 2 --fragments 2 --delay 3 --codec int4
 
-On several machines: a lighthouse, and TORCHFT_LIGHTHOUSE, REPLICA_GROUP_ID and NUM_REPLICA_GROUPS
-for each process, as in examples/train_lightning.py, whose model and data these are.
+On several machines, start a lighthouse and set TORCHFT_LIGHTHOUSE, REPLICA_GROUP_ID and
+NUM_REPLICA_GROUPS for each process, as in examples/train_lightning.py. Model and data are the same.
 """
 
 from __future__ import annotations

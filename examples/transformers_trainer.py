@@ -1,9 +1,9 @@
 """accelerate launch --config_file examples/ft.yaml examples/transformers_trainer.py --output_dir out
 
 An ordinary script of transformers' Trainer: a small GPT-2 learns the bytes of the standard
-library's sources. Nothing in it knows of fault tolerance, which is a section of the config file
+library's sources. Fault tolerance is a section of the config file and needs nothing in the script
 (`ft-accelerate launch` does the same if the package is not installed). Kill a process while it
-trains (`kill -9`): the others go on, it is started again, heals, and all end with the same weights.
+trains (`kill -9`): the others continue, it is restarted and heals, and all end with equal weights.
 """
 
 import argparse
