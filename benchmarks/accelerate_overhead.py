@@ -3,8 +3,8 @@
 What fault tolerance adds to a raw Accelerate loop, and what a failure costs it.
 
 Overhead: the same script as two processes of plain Accelerate (torch's DDP) and as two replica
-groups. Both pairs exist at the same time and run blocks of steps in turn, one pair at a time, so that a
-drift of the machine's speed affects both. A step is everything between two batches: loader,
+groups. Both pairs exist at the same time and run blocks of steps in turn, one pair at a time, so
+that a drift of the machine's speed affects both. A step is everything between two batches: loader,
 forward, backward, gradients, optimizer.
 
 Recovery: three replica groups with steps of 50 ms; one is killed (SIGKILL) and restarted. Gap:
@@ -46,7 +46,7 @@ STEP_S = 0.05
 
 
 def script(size: str, pace_s: float) -> None:
-    """A raw loop; a line on stdin lets it run that many steps, a line on stdout gives their times."""
+    """A raw loop; a line on stdin gives a number of steps, a line on stdout their times."""
     import torch
     from accelerate import Accelerator
     from torch.utils.data import DataLoader, TensorDataset

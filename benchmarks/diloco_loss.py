@@ -1,10 +1,10 @@
 """python benchmarks/diloco_loss.py [--json FILE] [--plot FILE]
 
-What infrequent communication costs in quality: final validation loss of LocalSGD, DiLoCo and Streaming
-DiLoCo against plain, synchronous DDP, two replicas, the same model, samples, inner optimizer and
-schedule: a byte-level transformer on the sources of Python's standard library
-(benchmarks/diloco_task.py). One algorithm after the other, each on two fresh processes.
-As in the DiLoCo paper (arXiv 2311.08105, 24,000 of 88,000 steps) the first part of the training is
+What infrequent communication costs in quality: final validation loss of LocalSGD, DiLoCo and
+Streaming DiLoCo against plain, synchronous DDP, two replicas, the same model, samples, inner
+optimizer and schedule: a byte-level transformer on the sources of Python's standard library
+(benchmarks/diloco_task.py). One algorithm after the other, each on two fresh processes. As in the
+DiLoCo paper (arXiv 2311.08105, 24,000 of 88,000 steps) the first part of the training is
 synchronous for all: the others start from DDP's state after --warm-start steps. 0: from scratch.
 Bytes: what a replica sends after that; for DDP four bytes a parameter and step, which is what
 benchmarks/diloco_link.py measures on the link.

@@ -1,8 +1,8 @@
 """A slow link between two network namespaces: limited bandwidth and a delay, bytes counted.
 
 It consists of two TUN devices whose packets this process forwards. It needs root and /dev/net/tun,
-but no kernel module for shaping (not every kernel has `tc`'s netem). Real TCP runs over it, with its
-congestion windows, acknowledgements and headers.
+but no kernel module for shaping (not every kernel has `tc`'s netem). Real TCP runs over it, with
+its congestion windows, acknowledgements and headers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUEUE_S = 0.25
 
 
 class Link:
-    """Two hosts and a link, for the duration of the context: `command(side, ...)` runs on one of them.
+    """Two hosts and a link while the context lasts: `command(side, ...)` runs on one host.
 
     `bytes_sent[side]`: what that side has put on the link, IP headers included.
     """

@@ -9,11 +9,11 @@ and the target in a process of its own:
     heal, same host  ours as it is by default between processes of one machine
 
 Speed is state size over the time from the call to the tree in place: best and median of the
-repeats, the first of which pays for page faults and is reported separately. CPU is the processor time of
-all processes a GB, repeats only, and is the more reliable figure on a busy machine. Memory is the peak resident
-size over that of the imports, as a multiple of the state; each side holds its own state already,
-so 1.0 is the minimum. `publish` is how long the source's training thread is blocked, the first time
-and when memory is reused.
+repeats, the first of which pays for page faults and is reported separately. CPU is the processor
+time of all processes a GB, repeats only, and is the more reliable figure on a busy machine. Memory
+is the peak resident size over that of the imports, as a multiple of the state; each side holds its
+own state already, so 1.0 is the minimum. `publish` is how long the source's training thread is
+blocked, the first time and when memory is reused.
 """
 
 from __future__ import annotations

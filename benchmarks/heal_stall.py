@@ -1,15 +1,15 @@
 """python benchmarks/heal_stall.py [--mib 1024] [--trials 5] [--json FILE]
 
 What a heal costs the healthy members: two replicas train with a state of 1 GiB (a residual MLP and
-Adam's two moments; real forward, backward, all-reduce in buckets, update), a third one, whose process
-has just made its model and taken no step, joins and heals from them. Reported is the healthy members'
-longest time between two commits meanwhile, against their usual step with three members. Synchronous
-quorum: the joiner computes when it has its state. Asynchronous: it computes, contributes zeros to the
-collectives and receives the state meanwhile, before it votes.
+Adam's two moments; real forward, backward, all-reduce in buckets, update), a third one, whose
+process has just made its model and taken no step, joins and heals from them. Reported is the
+healthy members' longest time between two commits meanwhile, against their usual step with three
+members. Synchronous quorum: the joiner computes when it has its state. Asynchronous: it computes,
+contributes zeros to the collectives and receives the state meanwhile, before it votes.
 
 Compute "here": three replicas share this machine's cores, and while one waits, the others have more
-of them. "elsewhere": a batch of one, and a sleep in place of the rest, like a host with an accelerator
-of its own.
+of them. "elsewhere": a batch of one, and a sleep in place of the rest, like a host with an
+accelerator of its own.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Crowd:
             socket.send(frame)
 
     def hear_all(self, kind: type[Message], but: tuple[type, ...] = ()) -> Message:
-        """The message of this kind that all received (equal frames are decoded once); skips `but`."""
+        """The message of this kind that all received (equal frames decoded once); skips `but`."""
         frame, message = b"", None
         for socket in self.sockets:
             while (heard := socket.recv()) != frame:

@@ -1,4 +1,4 @@
-"""How long a process group takes to change its members, and how soon a revocation frees all of them.
+"""How long a change of members takes, and how soon a revocation frees all of them.
 
     python -m benchmarks.reconfigure [--ranks 2 3 4] [--repeats 30] [--json FILE]
 
@@ -81,7 +81,7 @@ class Member:
         return time.monotonic()
 
     def revoke(self, begin_at: float, elements: int) -> float:
-        """When this rank was free, revoked at `begin_at`; with `elements` 0 it does not take part."""
+        """When this rank was free, revoked at `begin_at`; `elements` 0: it does not take part."""
         assert self.group is not None
         if elements == 0:
             sleep_until(begin_at)
@@ -134,7 +134,7 @@ class Crew:
             pipe.send(addresses)
 
     def order(self, lead_s: float, *words: Any, absent: int = -1) -> float:
-        """All members start at one moment, `lead_s` from now; seconds from then until the last is done."""
+        """All start at one moment, `lead_s` from now; seconds from then until the last is done."""
         begin_at = time.monotonic() + lead_s
         name, *rest = words
         for rank, pipe in enumerate(self.pipes):

@@ -1,9 +1,9 @@
 """python benchmarks/vote_fingerprint.py [--json FILE]
 
 What a replica group's vote costs before it is sent: microseconds for the fingerprint of
-hyperparameters and position in the run that travels with it (`ft_lightning/trainer/decisions.py`), by number
-of optimizers and parameter groups, with constant hyperparameters and with a learning rate that a
-scheduler changes in each step. Limit: at most 50 us for one optimizer with one group.
+hyperparameters and position in the run that travels with it (`ft_lightning/trainer/decisions.py`),
+by number of optimizers and parameter groups, with constant hyperparameters and with a learning rate
+that a scheduler changes in each step. Limit: at most 50 us for one optimizer with one group.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """python benchmarks/walk.py [--only core heal lightning fabric accelerate] [--list]
 
-How far a reader has to walk: for one committed step (two replica groups), and for one heal, the files
-of the product that run, and the moves between them: calls from one file into another, found with
-`sys.setprofile`. `--list` prints each move of the loop's thread. No figure here is a time.
+How far a reader has to walk: for one committed step (two replica groups), and for one heal, the
+files of the product that run, and the moves between them: calls from one file into another, found
+with `sys.setprofile`. `--list` prints each move of the loop's thread. No figure here is a time.
 """
 
 from __future__ import annotations

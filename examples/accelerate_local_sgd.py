@@ -1,9 +1,9 @@
 """    accelerate launch --num_processes 3 --use_fault_tolerance examples/accelerate_local_sgd.py
 
-Digits with LocalSGD: three replica groups train on their own and average every eight steps. Kill any
-process: the others average without it, and it comes back after the next outer step. With
-`ft_accelerate.DiLoCo` in its place (made once, before the epochs) an outer optimizer takes a step each
-time.
+Digits with LocalSGD: three replica groups train on their own and average every eight steps. Kill
+any process: the others average without it, and it comes back after the next outer step. With
+`ft_accelerate.DiLoCo` in its place (made once, before the epochs) an outer optimizer takes a step
+each time.
 """
 
 from __future__ import annotations

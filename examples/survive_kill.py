@@ -204,7 +204,8 @@ class Demo:
             elif event["step"] % 100 == 0:
                 loss = life.last("loss")
                 with_loss = f", loss {loss['loss']:.4f}" if loss else ""
-                say(f"{group}: step {event['step']} committed by {event['participants']}{with_loss}")
+                committed = f"committed by {event['participants']}{with_loss}"
+                say(f"{group}: step {event['step']} {committed}")
         elif kind == "discard":
             say(f"{group}: step {event['step']} discarded: {_short(event['reason'])}", "yellow")
         elif kind == "quorum":

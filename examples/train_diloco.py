@@ -76,14 +76,14 @@ try:
             inner.step()  # counts; at the end of a window: a quorum, the average, a vote
             if manager.current_step() != outer_steps:
                 outer_steps = manager.current_step()
-                outcome = manager.last_outcome()  # None: no vote yet, the step comes from the healed state
+                outcome = manager.last_outcome()  # None: healed, no vote yet
                 participants = outcome.participants if outcome else manager.num_participants()
                 print(
                     f"outer step {outer_steps} loss {loss.item():.3f} participants {participants}",
                     flush=True,
                 )
             if outer_steps >= args.outer_steps:
-                diloco.sync()  # all fragments once more: then the module holds the global parameters
+                diloco.sync()  # all fragments once more: global parameters everywhere
                 break
             time.sleep(max(0.0, began + args.pace_s - time.perf_counter()))
 finally:

@@ -3,7 +3,8 @@
     python examples/train_gan.py --devices 2
 
 The generator learns to draw handwritten digits of 8 x 8 pixels; the discriminator tells them from
-real ones. Each backward pass of a batch is a step with a vote of its own; a discarded one is tried again.
+real ones. Each backward pass of a batch is a step with a vote of its own; a discarded one is tried
+again.
 """
 
 from __future__ import annotations
