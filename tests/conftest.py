@@ -9,6 +9,7 @@ import zmq
 
 from tests.leaks import Snapshot, leaks_since
 from tests.lighthouses import patient_lighthouse
+from tests.waiting import PATIENCE_S
 
 
 class FailuresAtOnce:
@@ -41,7 +42,7 @@ def pyzmq_thread() -> None:
             push.connect("inproc://first")
             tracker = push.send(bytearray(1 << 20), copy=False, track=True)
             pull.recv()
-            tracker.wait(10)
+            tracker.wait(PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests import workers
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
-WAIT_S = 150.0
 
 Line = dict[str, Any]
 Process = subprocess.Popen[bytes] | workers.Worker
@@ -80,7 +80,7 @@ class Run:
         return [int(text) for text in path.read_text().split()] if path.exists() else []
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             failed = any((p.poll() or 0) > 0 for p in self.processes if p not in self.waited)
             if failed or time.monotonic() > deadline:
@@ -98,7 +98,7 @@ class Run:
         sometimes aborts a plain process at its exit, when all is done)."""
         for process in processes:
             try:
-                got = process.wait(WAIT_S)
+                got = process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self._ask_for_stacks()
                 raise AssertionError(f"process does not end:\n{self.output()}") from None

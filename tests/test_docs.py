@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PACKAGES = "lighthouse|ft_core|ft_lightning|ft_accelerate|tests|docs|examples|benchmarks"
@@ -16,7 +18,7 @@ PACKAGES = "lighthouse|ft_core|ft_lightning|ft_accelerate|tests|docs|examples|be
 
 def test_tables_are_fresh() -> None:
     command = [sys.executable, str(ROOT / "docs" / "make_tables.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, f"run python docs/make_tables.py: {done.stdout}{done.stderr}"
 
 

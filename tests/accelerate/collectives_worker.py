@@ -14,7 +14,6 @@ import faulthandler
 import json
 import signal
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.waiting import until
 
 VICTIM = 2
 
@@ -106,13 +107,6 @@ def operations(accelerator: Any, folder: Path) -> dict[str, Callable[[], Any]]:
         "load_state": load,
         "log": log,
     }
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)  # other processes' files announce nothing
 
 
 def asks(events: Path) -> int:

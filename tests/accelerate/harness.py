@@ -15,7 +15,8 @@ from typing import Any
 from ft_accelerate.plugin.options import ENV_SUPERVISOR
 from ft_core.launch.rank_group import group_command
 from tests import runs
-from tests.runs import WAIT_S, Line, Process, compare_steps, ended
+from tests.runs import Line, Process, compare_steps, ended
+from tests.waiting import PATIENCE_S
 
 WORKER = Path(__file__).with_name("loop_worker.py")
 NOT_OURS = ("FT_", "TORCHFT_", "ACCELERATE_", "REPLICA_", "NUM_REPLICA")
@@ -103,7 +104,7 @@ class Run(runs.Run):
             victim.kill()
         else:
             os.kill(self.lives(index * size + size - 1)[-1], signal.SIGKILL)
-        victim.wait(WAIT_S)
+        victim.wait(PATIENCE_S)
         asked, met = self.events(index, "waiting", "quorum"), self.events(index, "quorum")
         again = self.start(index, groups, size, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1", **env)
         self.until(

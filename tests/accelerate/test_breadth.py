@@ -15,7 +15,7 @@ from tests.lighthouses import patient_lighthouse
 
 pytest.importorskip("torchdata")
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("breadth_worker.py")
 HEARTBEAT_TIMEOUT_S = 1.5

@@ -11,6 +11,7 @@ import yaml
 
 from ft_accelerate.launch import command as cli
 from tests.accelerate.installed import installed
+from tests.waiting import PATIENCE_S
 
 FT = [sys.executable, "-m", "ft_accelerate.launch.command"]
 ON_CPU = {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}
@@ -76,7 +77,7 @@ def test_env_tells_what_a_report_needs(
 @pytest.mark.process
 def test_the_self_test_kills_heals_and_compares(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*FT, "test"], env=installed(tmp_path), capture_output=True, text=True, timeout=200
+        [*FT, "test"], env=installed(tmp_path), capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Test is a success!" in done.stdout
@@ -102,12 +103,11 @@ def test_plain_python_is_protected_by_the_environment(tmp_path: Path) -> None:
     ):
         command = [sys.executable, *wrapper, str(script), "--x"]
         env = installed(tmp_path, REPLICA_GROUP_ID="1", **more)
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
         assert "protected True 3 ['--x']" in done.stdout, done.stderr
 
 
 @pytest.mark.process
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["test_script", "test_sync", "test_ops"])
 def test_accelerates_own_scripts(name: str, tmp_path: Path) -> None:
     """What Accelerate runs to see whether a set-up works, on two replica groups."""
@@ -118,6 +118,6 @@ def test_accelerates_own_scripts(name: str, tmp_path: Path) -> None:
     script = path_in_accelerate_package("test_utils", "scripts", f"{name}.py")
     command = [*FT, "launch", "--config_file", str(config), str(script)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=installed(tmp_path), capture_output=True, text=True, timeout=150
+        command, cwd=tmp_path, env=installed(tmp_path), capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]

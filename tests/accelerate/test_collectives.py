@@ -16,7 +16,7 @@ from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from tests.accelerate.harness import running
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.process
 
 EXPECTED: dict[str, tuple[Any, Any]] = {  # (one is away, all are there)
     "gather": ([1.0, 2.0, 1.0], [1.0, 2.0, 3.0]),

@@ -18,6 +18,7 @@ from ft_accelerate.plugin.config import (
 )
 from ft_accelerate.plugin.options import GroupPlace, Supervision, field_names, is_enabled
 from ft_core.launch.rank_group import rank_environment
+from tests.waiting import PATIENCE_S
 
 
 def test_options_go_through_the_environment_and_come_back() -> None:
@@ -253,4 +254,4 @@ def test_neither_torch_nor_accelerate_is_loaded() -> None:
         "ft_core.launch.rank_group, ft_accelerate.run, ft_accelerate.plugin.questions\n"
         "assert not {'torch', 'accelerate', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

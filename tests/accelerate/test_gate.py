@@ -18,6 +18,7 @@ from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.manager import Manager
 from tests.threads.cluster import Replica, lighthouse, replicas
+from tests.waiting import PATIENCE_S
 
 INPUT = torch.arange(12.0).reshape(4, 3)
 
@@ -172,7 +173,7 @@ def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_st
             manager, net = members[index].manager, Parts()
 
             def begin() -> None:
-                assert manager.bind() and begun.wait(20) >= 0
+                assert manager.bind() and begun.wait(PATIENCE_S) >= 0
                 if index == 1:
                     manager.report_error(RuntimeError("injected"))
 
@@ -225,7 +226,7 @@ def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray(
 
         def report_late(error: Exception) -> None:
             """Not before the other has the header, too: it would be cut off."""
-            assert told.wait(20)
+            assert told.wait(PATIENCE_S)
             report(error)
 
         def trains() -> str:
@@ -243,7 +244,7 @@ def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray(
 
         def gathers() -> str:
             managers[1].start_quorum()
-            assert sent.wait(20)
+            assert sent.wait(PATIENCE_S)
             assert exchanges[1].agree(Kind.GATHER, 7, 7, patience_s=0.2) is None
             assert isinstance(managers[1].errored(), TimeoutError)
             assert not managers[1].should_commit()

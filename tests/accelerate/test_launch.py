@@ -27,6 +27,7 @@ from ft_accelerate.plugin.config import Layout
 from ft_accelerate.plugin.options import FaultTolerancePlugin
 from ft_core.launch.rank_group import group_command
 from tests.accelerate.installed import accelerate, installed
+from tests.waiting import PATIENCE_S
 
 MULTI_NODE = {
     "compute_environment": "LOCAL_MACHINE",
@@ -300,7 +301,7 @@ def test_plain_accelerate_launch_starts_the_groups(tmp_path: Path) -> None:
     config = written(tmp_path, ON_CPU, {"min_replicas": 2})
     command = [*accelerate("launch"), "--config_file", config, str(script), "--lr", "1"]
     env = installed(tmp_path)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert sorted(t["ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID"] for t, _ in told) == ["0", "1"]
@@ -340,7 +341,7 @@ def test_two_machines_train_together(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [machine.communicate(timeout=100)[0] for machine in machines]
+    said = [machine.communicate(timeout=PATIENCE_S)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], "".join(said)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert len({process["weights"] for process in found}) == 1
@@ -355,7 +356,7 @@ def test_opted_out_the_section_is_an_unknown_key(tmp_path: Path) -> None:
     config = written(tmp_path, ON_CPU, {"min_replicas": 2})
     command = [*accelerate("launch"), "--config_file", config, "train.py"]
     env = installed(tmp_path, FT_ACCELERATE_AUTOLOAD="0")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode != 0
     assert "unknown keys (['fault_tolerance_config'])" in done.stderr
 
@@ -406,7 +407,7 @@ def converse(command: list[str], env: dict[str, str], answers: list[tuple[str, s
     pid, terminal = pty.fork()
     if pid == 0:
         os.execve(command[0], command, env)
-    said, seen, typed, deadline = "", 0, "", time.monotonic() + 60
+    said, seen, typed, deadline = "", 0, "", time.monotonic() + PATIENCE_S
     try:
         for question, answer in answers:
             while question not in said[seen:]:
@@ -443,4 +444,4 @@ def test_whatever_is_imported_first_the_process_is_protected(first: str, tmp_pat
         ACCELERATE_FAULT_TOLERANCE_NUM_REPLICA_GROUPS="2",
         ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID="0",
     )
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=PATIENCE_S)

@@ -9,7 +9,7 @@ import pytest
 from tests.accelerate.harness import running
 from tests.accelerate.local_oracle import trained
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.process
 
 
 def test_accelerate_s_own_class_gives_the_same_weights(tmp_path: Path, lighthouse: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.accelerate.harness import Line, Run, compare, running
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.process
 
 SAMPLES, BATCH = 152, 4
 EPOCHS = 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,11 @@ import yaml
 
 from ft_accelerate.launch.cli_test import SCRIPT
 from tests.accelerate.harness import compare, running
-from tests.accelerate.installed import accelerate, installed
+from tests.accelerate.installed import installed
+from tests.waiting import PATIENCE_S
+from tests.workers import start
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 EPOCHS, STEPS = 3, 10
 SAMPLES, BATCH = 160, 4
@@ -104,15 +105,19 @@ def test_num_processes_are_one_group_or_so_many_groups_and_the_dead_are_restarte
         config = folder / "config.yaml"
         machine = {"distributed_type": "MULTI_CPU", "use_cpu": True}
         config.write_text(yaml.safe_dump({**machine, "fault_tolerance_config": section}))
-        launchers[name] = subprocess.Popen(
-            [
-                *accelerate("launch"), "--config_file", str(config), "--num_processes", "2",
-                str(SCRIPT), str(folder), "1", "1",
-            ],
-            env=installed(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-    said = {name: launcher.communicate(timeout=280)[0] for name, launcher in launchers.items()}
-    assert [launcher.returncode for launcher in launchers.values()] == [0, 0], said
+        command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file",
+                   str(config), "--num_processes", "2", str(SCRIPT), str(folder), "1", "1"]  # fmt: skip
+        with (folder / "said").open("wb") as output:
+            launchers[name] = start(
+                "accelerate", command, env=installed(folder), stdout=output, stderr=output
+            )
+    try:
+        codes = [launcher.wait(PATIENCE_S) for launcher in launchers.values()]
+    finally:
+        for launcher in launchers.values():
+            launcher.end()
+    said = {name: (tmp_path / name / "said").read_text() for name in starts}
+    assert codes == [0, 0], said
     ends = {
         name: [json.loads((tmp_path / name / f"{index}.json").read_text()) for index in (0, 1)]
         for name in starts

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ import pytest
 import yaml
 
 from tests.accelerate.installed import installed
+from tests.waiting import PATIENCE_S
+from tests.workers import start
 
 pytest.importorskip("transformers")
 
@@ -33,7 +33,7 @@ BEST = ("--patience", "1000")
 loaded at the end."""
 
 Report = dict[str, Any]
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 
 def reports(out: Path, processes: int = 2) -> list[Report]:
@@ -41,11 +41,13 @@ def reports(out: Path, processes: int = 2) -> list[Report]:
 
 
 def run(command: list[str], env: dict[str, str], out: Path) -> str:
-    """Run to the end; returns what the launcher said."""
-    with (out / "output").open("w") as output:
-        code = subprocess.run(
-            command, env=env, stdout=output, stderr=output, timeout=200
-        ).returncode
+    """Run Python with `command` to the end; returns what the launcher said."""
+    with (out / "output").open("wb") as output:
+        launcher = start("transformers", command, env=env, stdout=output, stderr=output)
+    try:
+        code = launcher.wait(PATIENCE_S)
+    finally:
+        launcher.end()
     said = (out / "output").read_text()
     assert code == 0, said[-8000:]
     return said
@@ -55,7 +57,7 @@ def plain(script: Path, out: Path, *argv: str) -> list[Report]:
     """The script on plain DDP, two processes."""
     out.mkdir()
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
         str(script), "--out", str(out), *argv,
     ]  # fmt: skip
     env = installed(out / "site", ACCELERATE_USE_CPU="1", FT_ACCELERATE_AUTOLOAD="0")
@@ -79,7 +81,7 @@ def protected(
     config = out / "ft.yaml"
     config.write_text(yaml.safe_dump(given))
     command = [
-        sys.executable, "-m", "ft_accelerate.launch.command", "launch", "--config_file", str(config),
+        "-m", "ft_accelerate.launch.command", "launch", "--config_file", str(config),
         str(script), "--out", str(out), *argv,
     ]  # fmt: skip
     env = installed(out / "site", TRAINER_KILLS=kills, TRAINER_HOLD=str(hold or ""))

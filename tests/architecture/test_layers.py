@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.architecture.source import PACKAGES, REPO, Module, modules
+from tests.waiting import PATIENCE_S
 
 # The rest of the standard library is free to all but the pure.
 ALLOWED = {
@@ -162,7 +163,7 @@ assert not logging.getLogger().handlers, "sets up logging"
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_the_lighthouse_never_loads_torch_and_starts_nothing(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LOOK, name], cwd=REPO, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", LOOK, name], cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -173,7 +174,7 @@ def test_lighthouse_alone_is_light() -> None:
     """`import lighthouse` must not even load pyzmq: pure modules work where it is missing."""
     code = "import sys, lighthouse, lighthouse.machine.job, lighthouse.wire.messages; print('zmq' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S,
         check=False,
     )  # fmt: skip
     assert done.stdout == "False\n", done.stderr

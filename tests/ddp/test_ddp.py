@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
 from tests.ddp.thread_quorum import ThreadManager, ThreadQuorum
+from tests.waiting import PATIENCE_S
 
 BOTH = [DistributedDataParallel, PureDistributedDataParallel]
 
@@ -196,7 +197,7 @@ def test_models_made_at_once_leave_torchs_settings_alone() -> None:
 
     def make(manager: ThreadManager) -> None:
         for _ in range(50):
-            both.wait(20)
+            both.wait(PATIENCE_S)
             DistributedDataParallel(manager, nn.Linear(300, 300))
 
     ThreadQuorum(2).run(make)

@@ -15,6 +15,7 @@ import pytest
 
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -75,7 +76,6 @@ DONE = r"done: accuracy (\S+),.* weights (\S+)"
 
 
 @pytest.mark.process
-@pytest.mark.timeout(300)
 def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(start: Start) -> None:
     arguments = ("--steps", "1000", "--pace-s", "0.02")
     survivor, victim = start(0, *arguments), start(1, *arguments)
@@ -87,11 +87,10 @@ def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(start: 
     ends = [until(process, DONE).groups() for process in (survivor, again)]
     assert ends[0] == ends[1]
     assert float(ends[0][0]) > 0.9
-    assert [process.wait(timeout=30) for process in (survivor, again)] == [0, 0]
+    assert [process.wait(timeout=PATIENCE_S) for process in (survivor, again)] == [0, 0]
 
 
 @pytest.mark.process
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("start", [2], indirect=True)  # or one may be done before the other begins
 def test_it_runs_under_torchrun(start: Start) -> None:
     def under_torchrun(group: int) -> subprocess.Popen[str]:
@@ -101,11 +100,10 @@ def test_it_runs_under_torchrun(start: Start) -> None:
     processes = [under_torchrun(group) for group in range(2)]
     ends = [until(process, DONE).group(2) for process in processes]
     assert ends[0] == ends[1]
-    assert [process.wait(timeout=30) for process in processes] == [0, 0]
+    assert [process.wait(timeout=PATIENCE_S) for process in processes] == [0, 0]
 
 
 @pytest.mark.process
-@pytest.mark.timeout(300)
 def test_diloco_is_killed_and_started_again_and_both_end_with_equal_weights(start: Start) -> None:
     arguments = ("--outer-steps", "60", "--pace-s", "0.02", "--codec", "int8")
 
@@ -120,4 +118,4 @@ def test_diloco_is_killed_and_started_again_and_both_end_with_equal_weights(star
     until(survivor, r"participants 2")
     ends = [until(process, DONE).groups() for process in (survivor, again)]
     assert ends[0] == ends[1]
-    assert [process.wait(timeout=30) for process in (survivor, again)] == [0, 0]
+    assert [process.wait(timeout=PATIENCE_S) for process in (survivor, again)] == [0, 0]

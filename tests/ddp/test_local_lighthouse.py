@@ -18,6 +18,7 @@ from ft_core.shell.local_lighthouse import ensure_local_lighthouse
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseUnavailable
 from lighthouse.standby import Idle
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +98,7 @@ def test_it_outlives_the_process_that_started_it(port: int) -> None:
         f"ensure_local_lighthouse({port}); os.killpg(0, signal.SIGKILL)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, timeout=60, start_new_session=True
+        [sys.executable, "-c", script], cwd=ROOT, timeout=PATIENCE_S, start_new_session=True
     )
     assert done.returncode == -signal.SIGKILL
     with LighthouseClient(f"tcp://127.0.0.1:{port}", timeout_s=10) as client:

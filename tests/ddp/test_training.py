@@ -24,6 +24,7 @@ from ft_core import (
 )
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
+from tests.waiting import PATIENCE_S
 
 TIMEOUT_S = 20.0
 STEPS = 6
@@ -110,7 +111,9 @@ def batch(rank: int, number: int) -> Tensor:
 
 def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     with ThreadPoolExecutor(count) as pool:
-        return [f.result(timeout=90) for f in [pool.submit(work, rank) for rank in range(count)]]
+        return [
+            f.result(timeout=PATIENCE_S) for f in [pool.submit(work, rank) for rank in range(count)]
+        ]
 
 
 def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
@@ -194,7 +197,7 @@ def test_unequal_starts_become_equal(lighthouse: str) -> None:
 def test_other_shapes_are_refused(lighthouse: str) -> None:
     from lighthouse.errors import JoinRefused
 
-    barrier = threading.Barrier(2, timeout=60)
+    barrier = threading.Barrier(2, timeout=PATIENCE_S)
 
     def work(rank: int) -> str:
         replica = ReplicaGroup(lighthouse, f"r{rank}", nn.Linear(4, 3 + rank), expected=1)
@@ -278,7 +281,7 @@ def test_a_group_that_leaves_and_one_that_joins_have_equal_states(lighthouse: st
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(survivor), pool.submit(leaver)]
-        one, other = (f.result(timeout=90) for f in futures)
+        one, other = (f.result(timeout=PATIENCE_S) for f in futures)
     assert len(other) == 5
     for step, weights in other.items():
         assert_same(weights, one[step])

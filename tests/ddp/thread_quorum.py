@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from ft_core.collectives.allreduce import AsyncReduce, work_of
+from tests.waiting import PATIENCE_S
 
 
 class ThreadQuorum:
@@ -41,7 +42,9 @@ class ThreadQuorum:
     def run(self, work: Callable[[ThreadManager], Any]) -> list[Any]:
         """`work(manager)` in one thread a member; results by rank. Raises what one raised."""
         with ThreadPoolExecutor(self.size) as pool:
-            return [f.result(timeout=60) for f in [pool.submit(work, m) for m in self.members]]
+            return [
+                f.result(timeout=PATIENCE_S) for f in [pool.submit(work, m) for m in self.members]
+            ]
 
 
 class ThreadManager:
@@ -165,7 +168,7 @@ class ThreadManager:
             ballot = quorum.ballots.setdefault(self.attempts, [])
             ballot.append(self._error is None)
             quorum.voted.notify_all()
-            assert quorum.voted.wait_for(lambda: len(ballot) == quorum.size, timeout=30)
+            assert quorum.voted.wait_for(lambda: len(ballot) == quorum.size, timeout=PATIENCE_S)
         self._pinned_at = None
         committed = all(ballot)
         self.step += committed

@@ -23,6 +23,7 @@ from tests.diloco.faults import failing
 from tests.diloco.members import Trainer, check_states
 from tests.diloco.reference import Reference, network
 from tests.threads.cluster import lighthouse, replicas
+from tests.waiting import PATIENCE_S
 
 INNER = 100
 
@@ -214,7 +215,7 @@ class RetryableReducer:
             return self._events.setdefault(name, threading.Event())
 
     def wait(self, name: str) -> None:
-        assert self[name].wait(30), name
+        assert self[name].wait(PATIENCE_S), name
 
 
 def tell_without_1(trainer: Trainer, event: threading.Event) -> None:

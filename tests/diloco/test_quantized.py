@@ -17,6 +17,7 @@ from ft_core.collectives.codecs import codec_named
 from ft_core.collectives.quantized import Reduction, reduce_quantized, wire_bytes
 from ft_core.manager import WorldSizeMode
 from tests.threads.cluster import Replica, lighthouse, replicas
+from tests.waiting import PATIENCE_S
 
 
 def members(address: str, count: int, **options: Any) -> list[Replica]:
@@ -126,7 +127,7 @@ def test_a_failed_quantized_call_is_never_reported_as_success() -> None:
             manager.start_quorum()
             tensor = torch.ones(1000)
             future = manager.allreduce(tensor, should_quantize=True)
-            both_sent.wait(20)
+            both_sent.wait(PATIENCE_S)
             if index == 1:
                 manager.report_error(ValueError("no"))  # in its first round or its second
             future.wait()

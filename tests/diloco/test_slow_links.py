@@ -17,6 +17,7 @@ from tests.diloco import reference
 from tests.diloco.members import Trainer, check_states
 from tests.diloco.reference import Reference, network
 from tests.threads.cluster import lighthouse, replicas
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("error_feedback", [False, True])
@@ -104,7 +105,7 @@ def test_communication_hides_behind_inner_steps(codec: str | None) -> None:
                         trainer.inner_step()
                     futures = loop._sent.futures  # launched after the second
                     futures[-1].add_done_callback(lambda _: ended[trainer.number].set())
-                    assert ended[trainer.number].wait(20)
+                    assert ended[trainer.number].wait(PATIENCE_S)
                     ended[trainer.number].wait()
                     trainer.inner_step()
             finally:
@@ -126,7 +127,7 @@ def test_a_straggler_is_left_out_and_its_window_counts_later() -> None:
 
     def backward(model: nn.Module, member: int, inner: int) -> None:
         if member == 2 and inner == 5:
-            assert left_out.wait(40)
+            assert left_out.wait(PATIENCE_S)
             watched.append(drift(trainers[2]))
         reference.backward(model, member, inner)
 

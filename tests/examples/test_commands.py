@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.accelerate.installed import accelerate, installed
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.process
 
 
 def run(path: str, folder: Path, *more: str) -> str:
@@ -27,7 +28,7 @@ def run(path: str, folder: Path, *more: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

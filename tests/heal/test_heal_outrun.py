@@ -17,6 +17,7 @@ from ft_core.shell.data_plane import DataPlane, pack_address
 from ft_core.telemetry import Telemetry
 from lighthouse.wire.messages import Member
 from tests.heal.support import FaultyLink, same
+from tests.waiting import PATIENCE_S
 
 MakeServer = Callable[..., HealServer]
 OLD, NEW = HealKey(1, "old"), HealKey(2, "new")
@@ -76,7 +77,7 @@ def test_what_a_heal_that_was_outrun_still_receives_is_not_written(
     def hold(offset: int, data: bytearray) -> bytearray:
         if offset > 2 << 20:
             begun.set()
-            go_on.wait(30)
+            go_on.wait(PATIENCE_S)
         return data
 
     behind, ahead = (make_server(same_host=False) for _ in range(2))
@@ -85,7 +86,7 @@ def test_what_a_heal_that_was_outrun_still_receives_is_not_written(
     ahead.publish(NEW, newest)
     with FaultyLink(behind.address, hold) as link:
         target.fetch(OLD, link.address)
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE_S)
         wanted = target.fetch(NEW, ahead.address)
         target.await_success()
         go_on.set()

@@ -20,6 +20,7 @@ from ft_core.heal import protocol as wire
 from ft_core.heal.target import DEFAULT_CHUNK_BYTES
 from ft_core.heal.transfer_plan import WINDOW
 from tests.heal.support import KEY, FaultyLink, same, soon, state
+from tests.waiting import PATIENCE_S, until
 
 MakeServer = Callable[..., HealServer]
 both_paths = pytest.mark.parametrize("same_host", [False, True], ids=["zmq", "memory"])
@@ -103,7 +104,7 @@ def test_a_publication_that_comes_late_is_waited_for(make_server: MakeServer) ->
     server = make_server()
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(fetch, [server.address], KEY, deadline=soon())
-        _until(lambda: server.stats().opened == 1)
+        until(lambda: server.stats().opened == 1)
         server.publish(HealKey(KEY.step - 1, "older"), {"epoch": 0})
         server.publish(KEY, {"epoch": 1})
         assert reading.result()[0] == {"epoch": 1}
@@ -116,7 +117,7 @@ def test_republished_after_retirement(make_server: MakeServer) -> None:
     server.retire()
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(fetch, [server.address], KEY, deadline=soon())
-        _until(lambda: server.stats().opened == 1)
+        until(lambda: server.stats().opened == 1)
         server.publish(KEY, {"epoch": 1})
         assert reading.result()[0] == {"epoch": 1}
 
@@ -211,12 +212,12 @@ def test_too_many_clients(make_server: MakeServer) -> None:
     server = make_server(max_clients=1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(fetch, [server.address], KEY, deadline=soon())
-        _until(lambda: server.stats().opened == 1)
+        until(lambda: server.stats().opened == 1)
         with pytest.raises(HealError, match="it serves 1 readers already"):
             fetch([server.address], KEY, deadline=soon())
         server.publish(KEY, {})
         waiting.result()
-    _until(lambda: server.stats().finished == 1)
+    until(lambda: server.stats().finished == 1)
     fetch([server.address], KEY, deadline=soon())  # the place is free again
 
 
@@ -365,7 +366,7 @@ class TestFaults:
 
         def hang(offset: int, data: bytearray) -> bytearray:
             if offset > 1 << 20:
-                resume.wait(60)
+                resume.wait(PATIENCE_S)
             return data
 
         with FaultyLink(silent.address, hang) as link:
@@ -460,7 +461,7 @@ class TestGarbage:
         server = make_server()
         server.publish(KEY, {"epoch": 1})
         self._send(server, frames)
-        _until(lambda: server.stats().dropped == 1)
+        until(lambda: server.stats().dropped == 1)
         assert fetch([server.address], KEY, deadline=soon())[0] == {"epoch": 1}
 
     def test_a_huge_frame_closes_the_connection(self, make_server: MakeServer) -> None:
@@ -543,12 +544,4 @@ def test_no_descriptors_are_left(make_server: MakeServer) -> None:
     before = count()
     for _ in range(5):
         fetch([server.address], KEY, deadline=soon())
-    _until(lambda: count() <= before)
-
-
-def _until(true: Callable[[], Any], seconds: float = 10.0) -> None:
-    """Wait for a condition that can only be polled."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.002)
+    until(lambda: count() <= before)

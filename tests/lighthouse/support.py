@@ -22,11 +22,11 @@ from lighthouse.wire.messages import (
     Vote,
     next_lineage,
 )
+from tests.waiting import PATIENCE_S
 
 FAST = Timeouts.derive(
     10.0, join_timeout_s=5.0, heartbeat_timeout_s=2.0, resend_s=0.2, revoke_timeout_s=5.0
 )
-PATIENCE_S = 10.0
 JOB = JobKey("job", "room")
 
 M = TypeVar("M", bound=Message)

@@ -19,10 +19,10 @@ import zmq
 from lighthouse.server import LighthouseServer
 from lighthouse.web import StatusPage
 from tests.lighthouse.support import Player
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 REPO = Path(__file__).parent.parent.parent
-PATIENCE_S = 20.0
 
 
 @contextmanager

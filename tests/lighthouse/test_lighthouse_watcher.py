@@ -19,7 +19,8 @@ from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.sockets import open_router
 from lighthouse.watcher import CAUSE, ProcessWatch, Report
-from tests.lighthouse.support import FAST, JOB, PATIENCE_S, Player
+from tests.lighthouse.support import FAST, JOB, Player
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 REPO = Path(__file__).parent.parent.parent
@@ -172,7 +173,7 @@ def test_closing_from_another_thread_is_safe(server: LighthouseServer) -> None:
         "again = _RobustMutex.create(); again.lock(); again.discard()\n"
         "print('fine')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, timeout=PATIENCE_S)
     assert done.stdout == b"fine\n"
     assert done.returncode == 0
 

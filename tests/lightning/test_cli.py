@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.process
 
 # One process per import of Lightning: all the ways to say it are tried in one.
 WAYS = """
@@ -87,7 +89,7 @@ def test_every_way_without_code(tmp_path: Path, names: tuple[str, str, str, str]
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

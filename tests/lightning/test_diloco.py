@@ -11,7 +11,7 @@ import pytest
 from tests.lightning import harness
 from tests.lightning.harness import Line, Run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 BATCHES = 19  # of one of two replicas in an epoch
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.lightning.harness import running
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("diloco_fabric_worker.py")
 BATCHES = 19  # of one of two replicas in an epoch
 

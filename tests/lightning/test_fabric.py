@@ -12,7 +12,7 @@ import pytest
 
 from tests.lightning.harness import Line, running
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("fabric_worker.py")
 LIKE_STOCK = (
     "step", "epoch", "batch_idx", "batch", "lr", "loss", "after", "criticism", "ranks", "count",

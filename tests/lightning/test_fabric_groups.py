@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lighthouse import LighthouseServer
+from tests.waiting import PATIENCE_S, until
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 
 class Groups:
@@ -58,17 +58,17 @@ class Groups:
 
     def wait_for_joiner(self, server: LighthouseServer, name: str) -> None:
         """Until the lighthouse has it in its anteroom."""
-        job, deadline = self.options["job_id"], time.monotonic() + 30
-        while time.monotonic() < deadline:
-            rooms = [room for room in server.status()["jobs"] if room["job_id"] == job]
-            if any(name in room["waiting"] for room in rooms):
-                return
-            time.sleep(0.01)
-        raise AssertionError(f"{name} does not join")
+        job = self.options["job_id"]
+
+        def waits() -> bool:
+            jobs = [each for each in server.status()["jobs"] if each["job_id"] == job]
+            return any(name in each["waiting"] for each in jobs)
+
+        until(waits, f"{name} to join")
 
     def join(self) -> list[Any]:
         for thread in self.threads:
-            thread.join(40)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
         return [self.results[index] for index in range(self.count)]
 
@@ -175,9 +175,9 @@ def test_who_comes_back_in_a_validation_heals_after_it(
         return metrics, fabric.strategy.current_step, model.weight.item()
 
     two.start(0, body)
-    two.start(1, body).join(30)
+    two.start(1, body).join(PATIENCE_S)
     assert two.results[1] == "left"
-    assert validating.wait(30)
+    assert validating.wait(PATIENCE_S)
     two.start(1, body)
     first, second = two.join()
     alone, both = [10.0] * 3, [10.0 + 11.0] * 3
@@ -217,9 +217,9 @@ def test_joins_between_two_updates_of_a_batch(two: Groups, server: LighthouseSer
         return seen, sums, fabric.strategy.current_step, model.weight.item(), large.weight.tolist()
 
     two.start(0, body)
-    two.start(1, body).join(30)
+    two.start(1, body).join(PATIENCE_S)
     assert two.results[1] == "left"
-    assert between.wait(30)
+    assert between.wait(PATIENCE_S)
     two.start(1, body)
     first, second = two.join()
     assert sorted({*first[0]}) == [0, 2, 4, 6, 8, 10, 12, 14]

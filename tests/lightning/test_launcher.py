@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,10 @@ from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from tests.lightning.harness import Run, compare, running
 from tests.lightning.test_membership import until_at, until_waiting
+from tests.waiting import PATIENCE_S, gone, until
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
-
-
-def gone(pid: int) -> bool:
-    try:
-        return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True
+pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -37,11 +30,8 @@ def test_a_signal_ends_the_supervisor_and_all_it_started(tmp_path: Path, number:
             run.until_step(index, 3)
         children = [run.lives(index)[-1] for index in (0, 1)]
         main.send_signal(number)
-        assert main.wait(60) != 0
-        deadline = time.monotonic() + 20
-        while not all(map(gone, children)):
-            assert time.monotonic() < deadline, "a child outlived its supervisor"
-            time.sleep(0.02)
+        assert main.wait(PATIENCE_S) != 0
+        until(lambda: all(map(gone, children)), "the children of a supervisor that has ended")
         assert "started again" not in run.output()
         assert run.lives(0) == children[:1]
 
@@ -104,7 +94,7 @@ def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
             steps = len(run.lines(1))
             if how == "nodes":
                 late = scheduled(run, how, 1)
-                assert late.wait(100) == 1
+                assert late.wait(PATIENCE_S) == 1
                 assert "does not start it over" in run.output()
                 assert len(run.lines(1)) == steps
 
@@ -123,7 +113,7 @@ Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(Borin
         env={**env, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 1

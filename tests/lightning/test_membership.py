@@ -14,7 +14,7 @@ import pytest
 from lighthouse import LighthouseServer
 from tests.lightning.harness import Run, compare, running
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.process
 
 BATCHES = 19  # of one of two replicas: 152 samples, 4 a batch
 

@@ -13,6 +13,7 @@ import pytest
 from ft_core.launch.run_record import END, event_file, read_run
 from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, SERVE, Event
 from ft_lightning.trainer.reporting import Counts
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,7 +68,7 @@ def test_bars_loggers_and_picture(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ import ft_lightning
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, free_port
 from lighthouse import LighthouseServer
 from tests.lightning.harness import Line, Run, compare, running
-from tests.lightning.test_launcher import gone
 from tests.lightning.test_membership import until_at, until_waiting
+from tests.waiting import gone, until
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("fabric_worker.py")
 TORCHRUN = [
     "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3",
@@ -221,12 +220,9 @@ def test_a_trainer_that_waits_for_a_quorum_ends_when_it_is_told_to(
     trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **quiet)
 
     def tell() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            rooms = coordinator.status()["jobs"]
-            if any(room["job_id"] == job and room["waiting"] for room in rooms):
-                break
-            time.sleep(0.01)
+        until(
+            lambda: any(r["job_id"] == job and r["waiting"] for r in coordinator.status()["jobs"])
+        )
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)

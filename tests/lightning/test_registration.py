@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SMALL = """
@@ -86,7 +88,7 @@ def test_by_name_and_by_object(namespace: str, home: str, other: str, ours_first
         env={**env, "PYTHONPATH": str(ROOT), "FT_JOB_ID": home},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "done" in done.stdout
@@ -101,7 +103,7 @@ def run(*command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProc
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
 

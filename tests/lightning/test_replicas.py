@@ -19,7 +19,7 @@ from torch import nn
 from tests.lightning.harness import Line, compare, running
 from tests.lightning.worker import OPTIONS, Model, loaders
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.process
 
 SAMPLES, BATCH = 152, 4
 BATCHES = SAMPLES // BATCH // 2  # of one of two replicas: 19, odd and prime on purpose

@@ -21,7 +21,7 @@ from tests.lightning.scenarios import BATCHES, SAMPLES
 from tests.lightning.stream_scenarios import CHANGED_AT
 from tests.lightning.validation_scenarios import LOADERS, VAL_BATCH
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.process
 
 AS_STOCK = ("accumulate", "bf16", "fp16", "gan", "every_second_step", "shared", "by_hand")
 RETRIED = {

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source import PACKAGES
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.process
@@ -25,7 +26,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TORCHFT", "FT_"))}
     return subprocess.run(
         [str(part) for part in command],
-        cwd=cwd, env=kept, capture_output=True, text=True, timeout=200, check=False,
+        cwd=cwd, env=kept, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
 
 

@@ -10,23 +10,29 @@ import pytest
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from tests.process.driver import Job, LighthouseProcess
+from tests.waiting import PATIENCE_S
 
 TIMEOUT_S = 20.0
+ENDLESS_S = 24 * PATIENCE_S
 HEARTBEAT_TIMEOUT_S = 0.9  # ample on a busy machine
 
 JobFactory = Callable[..., Job]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """No test may hang the suite. (A conftest's hook sees the items of all folders.)"""
-    for item in items:
-        if "tests/process/" in item.nodeid and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(180))
-
-
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
     timeouts = Timeouts.derive(TIMEOUT_S, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S)
+    with LighthouseServer(config=LighthouseConfig(timeouts=timeouts)) as server:
+        yield server
+
+
+@pytest.fixture
+def endless() -> Iterator[LighthouseServer]:
+    """A lighthouse without timeouts, for jobs with `timeout_s=ENDLESS_S`: what goes on within a
+    test's patience has not waited for one."""
+    timeouts = Timeouts.derive(
+        ENDLESS_S, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, revoke_timeout_s=ENDLESS_S / 2
+    )
     with LighthouseServer(config=LighthouseConfig(timeouts=timeouts)) as server:
         yield server
 

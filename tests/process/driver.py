@@ -16,9 +16,9 @@ from typing import Any
 
 from lighthouse import LighthouseServer
 from tests import workers
+from tests.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0
 ALIGN_STEPS = 20
 """So many steps take longer than a command takes to arrive."""
 
@@ -260,14 +260,12 @@ class LighthouseProcess:
 
 def await_voted(lighthouse: LighthouseServer, *names: str) -> None:
     """Until the lighthouse has these members' votes. It announces no such thing, hence the looks."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        members = [m for room in lighthouse.status()["jobs"] for m in room["members"]]
-        missing = set(names) - {m["name"] for m in members if m["voted"]}
-        if not missing:
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"{', '.join(sorted(missing))} did not vote")
+
+    def all_have() -> bool:
+        members = [m for job in lighthouse.status()["jobs"] for m in job["members"]]
+        return set(names) <= {m["name"] for m in members if m["voted"]}
+
+    until(all_have, f"the votes of {', '.join(names)}")
 
 
 def align(*workers: Worker) -> None:

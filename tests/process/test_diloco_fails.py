@@ -8,16 +8,13 @@ included, in all processes at all times.
 from __future__ import annotations
 
 import signal
-import time
 from typing import Any
 
 import pytest
 
 from lighthouse import LighthouseServer
-from tests.process.conftest import JobFactory
+from tests.process.conftest import ENDLESS_S, JobFactory
 from tests.process.driver import Job, await_voted, frozen
-
-QUICK_S = 5.0
 
 STREAMING = {
     "kind": "DiLoCo", "sync_every": 8, "fragments": 2, "fragment_sync_delay": 2,
@@ -43,31 +40,31 @@ LOCAL = {"kind": "LocalSGD", "sync_every": 4}
 )
 def test_sigkill(
     make_job: JobFactory,
-    lighthouse: LighthouseServer,
+    endless: LighthouseServer,
     outer: dict[str, Any],
     phase: str,
     use_async_quorum: bool,
 ) -> None:
-    job: Job = make_job(lighthouse.address(), outer=outer, use_async_quorum=use_async_quorum)
+    job: Job = make_job(
+        endless.address(), timeout_s=ENDLESS_S, outer=outer, use_async_quorum=use_async_quorum
+    )
     survivors = job.start_all(3)
     victim = survivors.pop()
     if phase == "voting":
         # The victim has voted and waits for the answer, because a peer has not voted.
         survivors[0].hold("vote")
         survivors[0].await_at("vote")
-        await_voted(lighthouse, victim.name)
+        await_voted(endless, victim.name)
     else:
         victim.hold(phase)
         victim.await_at(phase)
     for survivor in survivors:
         survivor.mark()
-    killed_at = time.monotonic()
     victim.send_signal(signal.SIGKILL)
     if phase == "voting":
         survivors[0].go()
     for survivor in survivors:
         survivor.await_commit()
-    assert time.monotonic() - killed_at < QUICK_S
     back = job.start("2")
     back.await_event("heal_done")
     healed_to = back.await_commits(3)["step"]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
 from ft_core.launch.supervisor import Child, Policy
+from tests.waiting import PATIENCE_S, gone, until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,27 +118,13 @@ def start(tmp_path: Path, child: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE)
 
 
-def pid_in(path: Path, timeout_s: float = 20.0) -> int:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if path.exists() and path.read_text():
-            return int(path.read_text())
-        time.sleep(0.02)
-    raise AssertionError(f"{path.name} did not appear")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-    except FileNotFoundError:
-        return False
+def pid_in(path: Path) -> int:
+    until(lambda: path.exists() and path.read_text(), path.name)
+    return int(path.read_text())
 
 
 def await_gone(*pids: int) -> None:
-    deadline = time.monotonic() + 10
-    while any(map(alive, pids)):
-        assert time.monotonic() < deadline, "a child outlived its supervisor"
-        time.sleep(0.02)
+    until(lambda: all(map(gone, pids)), "the children of a supervisor that has ended")
 
 
 def test_killed_child_comes_back(tmp_path: Path) -> None:
@@ -152,17 +138,17 @@ def test_killed_child_comes_back(tmp_path: Path) -> None:
     )
     pid_in(tmp_path / "0.0")
     os.kill(pid_in(tmp_path / "1.0"), signal.SIGKILL)
-    assert parent.wait(20) == 0
+    assert parent.wait(PATIENCE_S) == 0
     assert b"was killed by SIGKILL; it is started again" in parent.communicate()[1]
     assert not (tmp_path / "0.1").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on(tmp_path: Path, number: Any) -> None:
-    parent = start(tmp_path, "time.sleep(60)")
+    parent = start(tmp_path, "time.sleep(3600)")
     children = [pid_in(tmp_path / f"{i}.0") for i in (0, 1)]
     parent.send_signal(number)
-    code = parent.wait(20)
+    code = parent.wait(PATIENCE_S)
     parent.communicate()
     # A Python script without a handler ends with 1 on SIGINT and by the signal on SIGTERM.
     assert code in (128 + number, 1)
@@ -176,7 +162,7 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
         from ft_core.launch.supervisor import die_with
         die_with(os.getppid())
         (log / f"ready{index}").write_text(str(os.getpid()))
-        time.sleep(60)
+        time.sleep(3600)
         """,
     )
     children = [pid_in(tmp_path / f"ready{i}") for i in (0, 1)]
@@ -187,7 +173,7 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
 
 def test_failing_script_is_not_run_for_ever(tmp_path: Path) -> None:
     parent = start(tmp_path, "sys.exit(3)")
-    assert parent.wait(30) == 3
+    assert parent.wait(PATIENCE_S) == 3
     assert parent.communicate()[1].count(b"failed with exit code 3") >= 2
 
 
@@ -199,7 +185,7 @@ def test_a_rank_that_only_noticed_does_not_speak_for_its_group(broken: str) -> N
         f"sys.exit({BROKEN_EXIT_CODE}) if os.environ['RANK'] == sys.argv[1] else signal.pause()"
     )
     command = group_command([sys.executable, "-c", script, broken], 2, parent_env="PARENT")
-    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=30)
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
     assert ended.returncode == -signal.SIGKILL
 
 
@@ -214,5 +200,5 @@ def test_a_rank_that_was_told_to_end_gives_its_group_the_time_to_end(tmp_path: P
         f"open({str(done)!r}, 'w').close(); sys.exit(143)"
     )
     command = group_command([sys.executable, "-c", script], 2, parent_env="PARENT")
-    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=30)
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
     assert (ended.returncode, done.exists()) == (143, True)

@@ -19,8 +19,7 @@ from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
-
-LIMIT_S = 60.0
+from tests.waiting import PATIENCE_S
 
 
 @contextmanager
@@ -97,7 +96,7 @@ def replicas(*scripts: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LIMIT_S)
+        thread.join(PATIENCE_S)
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a replica hangs"

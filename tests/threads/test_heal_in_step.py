@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.waiting import PATIENCE_S
+
 from .cluster import Replica, lighthouse, replicas
 
 SIDE = 600  # a weight of 1.4 MB
@@ -74,7 +76,7 @@ def test_large_tensors_arrive_in_place_under_a_loop_that_computes(members: list[
     def compute() -> None:
         joiner.manager.start_quorum()
         output = joiner.layer(torch.ones(2, SIDE, requires_grad=True)).square().sum()
-        assert joiner.healed.wait(20)
+        assert joiner.healed.wait(PATIENCE_S)
         assert joiner.layer.weight[0, 0].item() == pytest.approx(0.01)  # already the peer's
         output.backward()  # what autograd saved has other contents now, and it does not mind
         assert not joiner.manager.is_participating()
@@ -94,7 +96,7 @@ def test_a_loop_that_changes_a_large_tensor_in_the_step_heals_nonetheless(
 
     def compute() -> None:
         joiner.manager.start_quorum()
-        assert joiner.healed.wait(20)
+        assert joiner.healed.wait(PATIENCE_S)
         with torch.no_grad():
             joiner.layer.weight.mul_(2.0)
         assert joiner.end_step()

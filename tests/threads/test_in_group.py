@@ -18,8 +18,6 @@ from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import free_port
 from ft_core.shell.intra_group import IntraGroup
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @contextmanager
 def ranks(size: int) -> Iterator[list[IntraGroup]]:

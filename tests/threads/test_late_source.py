@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ft_core.heal.snapshot import Publication
+from tests.waiting import PATIENCE_S
 
 from .cluster import Replica, lighthouse, replicas
 
@@ -56,7 +57,7 @@ def test_what_nobody_came_for_is_copied_only_where_somebody_may_still_come(
                 def late() -> Any:
                     """It offers its state when the target has all of it from r0."""
                     if replica.manager.in_quorum():
-                        assert healed.wait(20)
+                        assert healed.wait(PATIENCE_S)
                     return save()
 
                 monkeypatch.setattr(replica.manager.state, "save", late)

@@ -16,6 +16,7 @@ from ft_core.manager import Manager, WorldSizeMode
 from ft_core.process_group import ProcessGroupGloo
 from ft_core.shell.control import SPIN_S
 from lighthouse.errors import JoinRefused, LighthouseUnavailable
+from tests.waiting import PATIENCE_S
 
 from .cluster import Replica, lighthouse, replicas
 
@@ -193,12 +194,12 @@ def test_a_started_allreduce_is_an_allreduce():
             assert forgotten.future.value().item() == 2.0
             manager.start_quorum()
             if index == 0:
-                sent.wait(20)
+                sent.wait(PATIENCE_S)
                 manager.report_error(RuntimeError("broken"))
                 assert manager.start_allreduce(torch.ones(8)).done()
             else:
                 late = manager.start_allreduce(torch.ones(8))
-                sent.wait(20)
+                sent.wait(PATIENCE_S)
                 assert late.wait() is late.future.value()  # with an error, which the vote tells
             discarded = not manager.should_commit()
             replica.close()

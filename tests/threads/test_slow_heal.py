@@ -14,6 +14,7 @@ import torch
 from ft_core.heal import HealServer
 from ft_core.shell import data_plane as plane
 from tests.heal.support import FaultyLink
+from tests.waiting import PATIENCE_S
 
 from .cluster import Replica, lighthouse, replicas
 
@@ -82,7 +83,7 @@ def test_a_transfer_slower_than_the_timeout_harms_no_healthy_member(throttle: Th
             replica.close()
 
         def late() -> None:
-            assert newcomer.wait(60)
+            assert newcomer.wait(PATIENCE_S)
             replica = group[2]
             while not replica.step():
                 pass

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ft_core.process_group import ProcessGroupGloo, native_reconfigure_available
+from ft_core.process_group import ProcessGroupError, ProcessGroupGloo, native_reconfigure_available
+from tests.waiting import PATIENCE_S
 
-JOIN_S = 30.0
 KINDS = [False, True] if native_reconfigure_available() else [False]
 KIND_NAMES = ["rebuild", "native"][: len(KINDS)]
 
@@ -51,7 +50,7 @@ class Calls:
     def finish(self) -> dict[int, Any]:
         """All outcomes; fails on a hang."""
         for thread in self._threads:
-            thread.join(JOIN_S)
+            thread.join(PATIENCE_S)
         assert not any(thread.is_alive() for thread in self._threads), "a member hangs"
         return self.outcomes
 
@@ -72,14 +71,6 @@ def configure(groups: Sequence[ProcessGroupGloo], quorum_id: int, timeout_s: flo
     ).values()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what announces nothing."""
-    deadline = time.monotonic() + JOIN_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.001)
-
-
 def sums(groups: Sequence[ProcessGroupGloo], elements: int = 100) -> list[float]:
     """Every member adds its rank + 1; what each one gets."""
 
@@ -91,6 +82,12 @@ def sums(groups: Sequence[ProcessGroupGloo], elements: int = 100) -> list[float]
 
     outcomes = Calls(add, range(len(groups))).values()
     return [outcomes[rank] for rank in range(len(groups))]
+
+
+def assert_freed(outcome: Any) -> None:
+    """It has failed for what happened to its peers, and not by waiting for its timeout."""
+    assert isinstance(outcome, ProcessGroupError), outcome
+    assert "imed out" not in str(outcome) and "imeout" not in str(outcome), outcome
 
 
 def right_sum(count: int) -> list[float]:

@@ -19,15 +19,15 @@ from tests.threads.process_group.members import (
     KIND_NAMES,
     KINDS,
     Calls,
+    assert_freed,
     configure,
     gloo_groups,
     right_sum,
     sums,
-    until,
 )
+from tests.waiting import PATIENCE_S, until
 
 SUM = options_for("sum")
-FREED_S = 2.0  # far above the milliseconds it takes, far below the operation timeout of 10 s
 
 
 @pytest.fixture(params=KINDS, ids=KIND_NAMES)
@@ -60,26 +60,23 @@ def test_revoke_frees_every_blocked_member(
     configure(four, 1)
     entered = threading.Barrier(4)
 
-    def blocked(rank: int) -> float:
+    def blocked(rank: int) -> None:
         issue = getattr(four[rank], call)
         works = [issue([torch.ones(elements)], SUM) for _ in range(2)]
-        entered.wait(10.0)
+        entered.wait(PATIENCE_S)
         for work in works:
-            with pytest.raises(ProcessGroupError):  # the revocation, or a neighbour's broken line
-                work.wait()
+            with pytest.raises(ProcessGroupError) as caught:
+                work.wait()  # ends by the revocation, or by a neighbour's broken line
+            assert_freed(caught.value)
             assert work.is_completed()
             assert not work.is_success()
             assert isinstance(work.exception(), ProcessGroupError)
-        return time.monotonic()
 
     calls = Calls(blocked, [0, 1, 2])  # rank 3 never comes
-    entered.wait(10.0)
-    revoked_at = time.monotonic()
+    entered.wait(PATIENCE_S)
     for group in four:
         group.revoke(RuntimeError("rank 3 is gone"))
-    assert time.monotonic() - revoked_at < 0.5
-    for freed_at in calls.values().values():
-        assert freed_at - revoked_at < FREED_S
+    calls.values()
     assert all(isinstance(group.errored(), ProcessGroupError) for group in four)
 
     configure(four[:3], 2)
@@ -223,10 +220,9 @@ def test_revoke_ends_a_configure(four: list[ProcessGroupGloo]) -> None:
     calls = Calls(lambda i: four[i].configure(1, i, addresses, 20.0), [0, 1, 2])
     while any(group.quorum_id < 1 for group in four[:3]):
         time.sleep(0.001)
-    began = time.monotonic()
     four[1].revoke(RuntimeError("gone"))  # the others hear of it from rank 1
-    assert all(isinstance(outcome, ProcessGroupError) for outcome in calls.finish().values())
-    assert time.monotonic() - began < FREED_S
+    for outcome in calls.finish().values():
+        assert_freed(outcome)
     configure(four, 2)
     assert sums(four) == right_sum(4)
 
@@ -254,10 +250,9 @@ def test_members_with_other_lists_do_not_meet(four: list[ProcessGroupGloo]) -> N
 def test_a_dead_member_ends_a_configure_at_once(four: list[ProcessGroupGloo]) -> None:
     addresses = [group.address() for group in four[:3]]
     four[2].shutdown()  # as a process that ends: its port is closed
-    began = time.monotonic()
     calls = Calls(lambda i: four[i].configure(1, i, addresses, 20.0), [0, 1])
-    assert all(isinstance(outcome, ProcessGroupError) for outcome in calls.finish().values())
-    assert time.monotonic() - began < FREED_S
+    for outcome in calls.finish().values():
+        assert_freed(outcome)
     assert "its process is gone" in " ".join(map(str, calls.outcomes.values()))
 
 
@@ -365,7 +360,7 @@ def test_a_revoked_receive_ends(four: list[ProcessGroupGloo]) -> None:
     work = four[0].recv([torch.zeros(1)], 1)
     four[0].revoke(RuntimeError("gone"))
     with pytest.raises(ProcessGroupError, match="gone"):
-        work.wait(timedelta(seconds=FREED_S))
+        work.wait(timedelta(seconds=PATIENCE_S))
 
 
 def test_works_of_one_member_finish_in_order_of_issue(four: list[ProcessGroupGloo]) -> None:

@@ -29,6 +29,7 @@ from ft_core.process_group.rendezvous import (
 )
 from lighthouse.errors import ProtocolError
 from lighthouse.own_address import interface_address
+from tests.waiting import PATIENCE_S, until
 
 
 def test_addresses_travel_and_are_small() -> None:
@@ -99,10 +100,10 @@ def test_strangers_do_not_disturb_a_rendezvous(listeners: list[Listener]) -> Non
         token = listeners[1].address.token
         surplus.sendall(to_frame(Hello(1, digest, -1, 2, token, b"")))
         both = [Rendezvous(listeners[rank], 1, rank, addresses, b"h%d" % rank) for rank in (0, 1)]
-        other = threading.Thread(target=both[0].gather, args=(time.monotonic() + 10,))
+        other = threading.Thread(target=both[0].gather, args=(time.monotonic() + PATIENCE_S,))
         other.start()
-        both[1].gather(time.monotonic() + 10)
-        other.join(10)
+        both[1].gather(time.monotonic() + PATIENCE_S)
+        other.join(PATIENCE_S)
         assert both[0].handles == both[1].handles == [b"h0", b"h1"]
         rejection = misled.recv(1000)
         assert b"another process group" in rejection
@@ -114,7 +115,7 @@ def test_strangers_do_not_disturb_a_rendezvous(listeners: list[Listener]) -> Non
 def test_a_key_reaches_the_other_member(listeners: list[Listener]) -> None:
     addresses = [listener.address for listener in listeners]
     both = [Rendezvous(listeners[rank], 1, rank, addresses, b"h") for rank in (0, 1)]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     known = threading.Event()
 
     def serve() -> None:
@@ -130,7 +131,7 @@ def test_a_key_reaches_the_other_member(listeners: list[Listener]) -> None:
         both[1].lookup("0/7", 0.01)
     known.set()
     both[1].wake()
-    server.join(10)
+    server.join(PATIENCE_S)
     assert not server.is_alive()
     for rendezvous in both:
         rendezvous.close()
@@ -178,10 +179,7 @@ def test_only_the_devices_own_sockets_are_cut() -> None:
     with server, client, accepted, caller:
         caller.sendall(b"\0" * 4)  # half a sequence number: Gloo waits for the rest of it
         caller.settimeout(10)
-        end = time.monotonic() + 10
-        while tap.sockets.shut() == 0:  # until Gloo's loop has accepted it
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        until(tap.sockets.shut, "Gloo's loop to accept it")
         with pytest.raises(ConnectionResetError):
             caller.recv(1)
         client.sendall(b"alive")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,62 +17,44 @@ from ft_core.process_group import ProcessGroupError, ProcessGroupGloo
 from tests.threads.process_group.members import (
     KIND_NAMES,
     Calls,
+    assert_freed,
     configure,
     gloo_groups,
     right_sum,
     sums,
 )
+from tests.waiting import PATIENCE_S
+from tests.workers import start
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[3]
-CHILD = """
-import sys, torch
-from ft_core.process_group import ProcessGroupGloo
-group = ProcessGroupGloo(30.0, hostname="127.0.0.1")
-print(group.address().decode(), flush=True)
-addresses = sys.stdin.readline().split()
-group.configure(1, int(sys.stdin.readline()), [each.encode() for each in addresses], 30.0)
-print("configured", flush=True)
-for line in sys.stdin:
-    tensor = torch.ones(int(line))
-    group.allreduce([tensor]).wait()
-    print("reduced", tensor[0].item(), flush=True)
-"""
 
 
 class Child:
     """A member in a process of its own, told what to do line by line."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
+        self.process = start(
+            "torch", ["-m", "tests.threads.process_group.child"], env=os.environ,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
         self.address = self.read().encode()
 
     def tell(self, *words: object) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
+        self.process.stdin.write((" ".join(map(str, words)) + "\n").encode())
 
     def read(self) -> str:
         assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=10)
+        return self.process.stdout.readline().decode().strip()
 
 
 @pytest.fixture
 def child() -> Iterator[Child]:
     child = Child()
     yield child
-    child.end()
+    child.process.end()
 
 
 @pytest.fixture
@@ -100,24 +81,22 @@ def test_survivors_of_a_kill_are_freed_and_go_on(
 
     issued = threading.Barrier(4)
 
-    def blocked(rank: int) -> float:
+    def blocked(rank: int) -> None:
         work = mixed[rank].allreduce([tensors[rank]])
-        issued.wait(10.0)
-        with pytest.raises(ProcessGroupError):
+        issued.wait(PATIENCE_S)
+        with pytest.raises(ProcessGroupError) as caught:
             work.wait()
-        return time.monotonic()
+        assert_freed(caught.value)
 
     calls = Calls(blocked, range(3))
-    issued.wait(10.0)
+    issued.wait(PATIENCE_S)
     if elements > 10:
         child.tell(elements)  # it joins in, and dies somewhere in the middle
     child.process.send_signal(signal.SIGKILL)
-    child.process.wait(10)
-    noticed_at = time.monotonic()
+    child.process.wait(PATIENCE_S)
     for group in mixed:
         group.revoke(RuntimeError("rank 3 was killed"))
-    for freed_at in calls.values().values():
-        assert freed_at - noticed_at < 2.0, "not freed, but timed out"
+    calls.values()
 
     configure(mixed, 2)
     assert sums(mixed, elements) == right_sum(3)
@@ -132,7 +111,7 @@ def test_a_process_may_exit_without_shutdown() -> None:
         "group.allreduce([torch.ones(3)]).wait()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -141,5 +120,5 @@ def test_a_process_may_exit_without_shutdown() -> None:
 def test_a_process_ends_well_while_gloo_holds_an_orphaned_operation(kind: str) -> None:
     """Without waiting for it the process aborted, after all its work was done."""
     command = [sys.executable, "-m", "tests.threads.process_group.ending", kind]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-2000:]

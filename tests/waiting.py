@@ -1,0 +1,26 @@
+"""How long tests wait, and how they wait for what announces nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PATIENCE_S = 600.0
+"""For what must happen: a test that is right never waits so long, however busy the machine is."""
+
+
+def until(condition: Callable[[], object], what: str = "", *, pause_s: float = 0.005) -> None:
+    """Look until `condition()` holds. Fails with `what` was waited for."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what or condition}"
+        time.sleep(pause_s)
+
+
+def gone(pid: int) -> bool:
+    """Whether this process has ended, waited for or not."""
+    try:
+        return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
