@@ -16,13 +16,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ft_accelerate.plugin.handler import FaultToleranceKwargs
+    from ft_accelerate.install import FaultToleranceKwargs
     from ft_accelerate.plugin.options import FaultTolerancePlugin
     from ft_accelerate.runtime.periodic import DiLoCo, LocalSGD
 
 _HOMES = {
     "DiLoCo": "ft_accelerate.runtime.periodic",
-    "FaultToleranceKwargs": "ft_accelerate.plugin.handler",
+    "FaultToleranceKwargs": "ft_accelerate.install",
     "FaultTolerancePlugin": "ft_accelerate.plugin.options",
     "LocalSGD": "ft_accelerate.runtime.periodic",
 }

@@ -1,7 +1,7 @@
 """What the package does by being installed: the entry point that `import torch` calls.
 
 torch calls every entry point of the group "torch.backends" at the end of its own import, and an
-exception there makes `import torch` fail for everybody. So nothing escapes from here, nothing
+exception there makes `import torch` fail everywhere. So no exception leaves this module, nothing
 heavy is imported, and with FT_ACCELERATE_AUTOLOAD=0 (or torch's TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 nothing is done at all. torch may be imported from the middle of `import accelerate`: names are
 replaced when the modules that define them have been executed (`ft_core.launch.import_hook`).
@@ -60,7 +60,7 @@ def _install(accelerate: ModuleType) -> None:
         when_imported(under_way, lambda module: _install(accelerate))
         return
     try:
-        from ft_accelerate.runtime.install import install
+        from ft_accelerate.install import install
 
         install()
     except (ValueError, RuntimeError) as error:

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
     # First, and alone: the package's entry point acts at the end of this import, if it is there.
     import accelerate  # noqa: F401
 
-    from ft_accelerate.runtime.install import install
+    from ft_accelerate.install import install
 
     try:
         install()

@@ -8,8 +8,10 @@ weights.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,10 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ft_accelerate.plugin.options import ENV_PREFIX, ENV_USE
+from ft_accelerate.plugin.options import ENV_PREFIX, ENV_USE, Supervision
 
-SCRIPT = Path(__file__).with_name("cli_test_script.py")
+SCRIPT = Path(__file__)
+"""Run as a script, this file is what is trained."""
 TIMEOUT_S = 300.0
+EPOCHS = 4
+EXAMPLES = 256
 
 Result = dict[str, Any]
 
@@ -34,7 +39,7 @@ def main(argv: list[str]) -> int:
     if args.num_processes < 2:
         raise ValueError(
             f"--num_processes must be at least 2, got {args.num_processes}: a replica group that "
-            "is alone has nobody to heal from"
+            "is alone has no other to heal from"
         )
     rows, problems = [], []
     for title, kill_group in (("no fault", -1), ("one killed", args.num_processes - 1)):
@@ -110,3 +115,47 @@ def _table(rows: list[tuple[str, list[Result], float]]) -> None:
                 f"{result['loss']:.6f}", result["weights"], f"{wall_s:.1f}",
             )  # fmt: skip
     Console().print(table)
+
+
+def train(folder: Path, kill_group: int, kill_epoch: int) -> None:
+    """What is trained: a raw Accelerate loop, as users write them.
+
+    Only the ends are the test's: one process ends itself in the middle of an epoch, and the weights
+    are hashed when all is done.
+    """
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader, TensorDataset
+
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    inputs = torch.randn(EXAMPLES, 16)
+    targets = inputs @ torch.randn(16, 4)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    group, life = accelerator.process_index, Supervision.from_env().restarts
+    total, mean = 0, 0.0
+    for epoch in range(EPOCHS):
+        for batch, (x, y) in enumerate(loader):
+            if (group, life, epoch, batch) == (kill_group, 0, kill_epoch, len(loader) // 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            total += 1
+        mean = float(accelerator.gather(loss.detach().reshape(1)).mean())
+    digest = hashlib.sha256()
+    for _, tensor in sorted(accelerator.unwrap_model(model).state_dict().items()):
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    found = {
+        "group": group, "steps": total, "loss": mean, "lives": life + 1,
+        "weights": digest.hexdigest()[:12], "local_main": accelerator.is_local_main_process,
+    }  # fmt: skip
+    (folder / f"{group}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -2,8 +2,8 @@
 
 Accelerate's own launcher has read its YAML and flags and prepared a command and an environment;
 from there on it would start one process, or torchrun. We start a process (or a group of them) for
-each replica group under `ft_core.launch.supervisor`, which starts the dead again, and run the lighthouse
-if nobody else does.
+each replica group under `ft_core.launch.supervisor`, which starts those that died again, and run the lighthouse
+unless another is named.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SPEAKER = "ft_accelerate"
 JOIN_TIMEOUT_S = 60.0
 """How long the first quorum waits for groups that all start now, whatever `timeout_s` is."""
 LINGER_S = 3.0
-"""The lighthouse of several machines stays until nobody has used it for so long."""
+"""The lighthouse of several machines ends when it was unused for so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ def _num_processes(args: argparse.Namespace) -> int:
 
 
 def _await_lighthouse(plugin: FaultTolerancePlugin) -> None:
-    """Raise ValueError if nobody answers at the address that the user has named."""
+    """Raise ValueError if no lighthouse answers at the address that the user has named."""
     from lighthouse.client import LighthouseClient
     from lighthouse.errors import LighthouseError, LighthouseUnavailable
 

@@ -13,7 +13,7 @@ its module was executed and before others have copied it:
 | `accelerate.utils.launch` | `prepare_deepspeed_cmd_env`, `prepare_tpu` | refuse fault tolerance |
 
 Nothing here raises while a module is imported: an Accelerate whose names have moved keeps working
-for those who don't want fault tolerance, and is refused by a sentence for those who do.
+without fault tolerance, and is refused in a sentence otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _problems: list[str] = []
 
 
 def watch() -> None:
-    """Replace the names above, now or when their modules are imported. Twice is once."""
+    """Replace the names above, now or when their modules are imported; idempotent."""
     for module_name, callback in _waiters().items():
         when_imported(module_name, callback)
 
@@ -291,7 +291,7 @@ def _not_with(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_first(args: Any) -> None:
-    """End this process with a sentence if fault tolerance is wanted and cannot be had."""
+    """End this process with a sentence if fault tolerance is wanted but not possible."""
     from ft_accelerate.launch.groups import refuse, wanted
 
     try:

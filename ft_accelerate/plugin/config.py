@@ -24,7 +24,7 @@ DEFAULT_LIGHTHOUSE_PORT = 29510
 
 
 class SectionError(ValueError):
-    """The section of a config file is wrong: a sentence for whoever wrote it."""
+    """The section of a config file is wrong; the message is for its author."""
 
 
 def argument_name(field: str) -> str:
@@ -182,10 +182,10 @@ def lighthouse_plan(
     main_process_ip: str | None = None,
     main_process_port: int | None = None,
 ) -> LighthousePlan:
-    """Who runs the lighthouse: a named one is used, else the first machine's launcher runs one.
+    """Where the lighthouse runs: a named one is used, else the first machine's launcher runs one.
 
-    On several machines it listens at the main process's address and port, which nobody else
-    needs: each replica group has a rendezvous of its own. Raises ValueError.
+    On several machines it listens at the main process's address and port, which are otherwise
+    unused: each replica group has a rendezvous of its own. Raises ValueError.
     """
     if lighthouse:
         return LighthousePlan(address=lighthouse, bind="")

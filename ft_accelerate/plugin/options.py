@@ -1,8 +1,8 @@
 """The options of fault tolerance under Accelerate, and the environment that carries them.
 
 `accelerate launch` hands everything to the training processes through environment variables; so do
-we. Whoever switches fault tolerance on (the section `fault_tolerance_config` of the YAML, flags, the
-environment itself) ends here, and the training process reads it from here: this is the one place
+we. Each way to switch fault tolerance on (the section `fault_tolerance_config` of the YAML, flags, the
+environment itself) ends in these variables, and the training process reads them here: this is the one place
 of the package that reads the environment.
 
     ACCELERATE_USE_FAULT_TOLERANCE=true             switch
@@ -18,12 +18,12 @@ neither an argument nor ours has said. Imports neither torch nor accelerate.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_accelerate.plugin.values import check_names, number, read, truth
 from ft_core.config import (
     ENV_JOB,
     ENV_LIGHTHOUSE,
@@ -210,14 +210,14 @@ class FaultTolerancePlugin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """Who started this process.
+    """What started this process.
 
     Attributes:
         pid: of the launcher, this process's parent, for `ft_core.launch.supervisor.die_with`; 0: none.
         restarts: how often this replica group has been started again (by torchrun, too).
         child: number of this replica group among the launcher's children on this machine, for
             `ft_core.launch.supervisor.report_joined`.
-        children: how many those are; 0: nobody has said.
+        children: how many those are; 0: unknown.
     """
 
     pid: int = 0
@@ -392,3 +392,54 @@ def parse(name: str, value: Any, what: str) -> Any:
 
 def _number_in(env: Mapping[str, str], name: str, default: int) -> int:
     return number(env.get(name) or default, f"environment variable {name}")
+
+
+# ---------------------------------------------------------------------- texts as values
+
+_TRUE = ("1", "true", "yes", "on", "y", "t")
+_FALSE = ("0", "false", "no", "off", "n", "f", "")
+
+
+def read(kind: type, value: Any, what: str) -> Any:
+    """`value` (a text, or what YAML made of it) as a bool, int, float (of seconds) or str."""
+    if kind is bool:
+        return value if isinstance(value, bool) else truth(str(value), what)
+    if kind is int:
+        return number(value, what)
+    if kind is float:
+        try:
+            if isinstance(value, bool):
+                raise ValueError
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{what} must be a number of seconds, got {value!r}") from None
+    return str(value)
+
+
+def number(value: Any, what: str) -> int:
+    """A whole number; 1.5 and True are none."""
+    try:
+        if isinstance(value, bool | float):
+            raise ValueError
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{what} must be a whole number, got {value!r}") from None
+
+
+def truth(text: str, what: str) -> bool:
+    """A truth value in one of the words that Accelerate takes, too."""
+    text = text.strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError(f"{what} must be true or false, got {text!r}")
+
+
+def check_names(names: Iterable[str], prefix: str, known: Collection[str]) -> None:
+    """Every environment variable of `names` that begins so is one of `known`."""
+    for name in names:
+        if name.startswith(prefix) and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(known))}"
+            raise ValueError(f"environment variable {name} is unknown: {hint}")

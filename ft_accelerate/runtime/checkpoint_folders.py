@@ -1,4 +1,4 @@
-"""`save_state` that leaves a whole checkpoint or none, also if its writer dies in the midst of it.
+"""`save_state` that leaves a whole checkpoint or none, also if its writer dies while it writes.
 
 Each process writes to a folder of its own in `.ft_saving`, beside the checkpoint. The main process
 gives its folder the checkpoint's name when all is written; the others bring their random states to
@@ -82,8 +82,15 @@ def publish(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         with contextlib.suppress(OSError):
-            root.rmdir()  # if nobody else is in it
+            root.rmdir()  # if no other process uses it
     return main
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the file `path`: a reader sees the old text or the new one, and never a part."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    draft.replace(path)
 
 
 def _remove(root: Path, pattern: str) -> None:

@@ -61,7 +61,8 @@ class GroupRanks:
         `suffix`: of the job's name. `changes`: fields of `JobOptions` that differ. Waits for the
         others.
         """
-        self.from_rank_0(lambda: None)  # what follows waits for as long as the lighthouse may be away
+        # What follows waits for as long as the lighthouse may be away.
+        self.from_rank_0(lambda: None)
         job = replace(self._job, job_id=self._job.job_id + suffix, **changes)
         return Manager.from_options(process_group_for(device, job.timeout_s), job)
 
@@ -84,7 +85,7 @@ class GroupRanks:
             return self._in_group.sync_initial_state(name, give, take, into=into)
 
     def close(self) -> None:
-        """End the connections to the others of the group. Twice is once."""
+        """End the connections to the group's other processes; idempotent."""
         self._in_group.close()
 
 

@@ -1,4 +1,4 @@
-"""One process among its peers: its manager, whom it meets, the state that it gives and takes."""
+"""One process among its peers: joining and leaving the quorum, votes, the state it serves and loads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lighthouse.errors import JoinRefused
 log = logging.getLogger("ft_accelerate")
 
 FAR_BATCHES = 5000
-"""A script that has more to catch up leaves the quorum meanwhile, so that nobody waits for it. Less
+"""A script that has more to catch up leaves the quorum meanwhile, so that no peer waits for it. Less
 is run through in the quorum (some thousand batches a second): one that leaves while it heals is
 let in again only after a pause that the lighthouse makes (lighthouse.machine.forming)."""
 UNREACHABLE_PAUSE_S = 0.05
@@ -92,7 +92,7 @@ class Membership:
             die_with(supervision.pid)
         atexit.register(self._at_exit)
 
-    # ------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------ which processes are there
 
     @property
     def leader(self) -> bool:
@@ -141,7 +141,8 @@ class Membership:
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
-        """Before training nobody is joined to anybody: let one process of this machine in.
+        """Let one process of this job and machine in at a time: before training there is no quorum to order
+        them.
 
         It may be entered again from within.
         """
@@ -307,7 +308,7 @@ class Membership:
         return self.manager
 
     def close(self, *, finished: bool = False) -> None:
-        """Leave for good; the others go on at once. Twice is once.
+        """Leave for good; the others go on at once. Idempotent.
 
         `finished`: the training is at its end; a process that comes later does not begin it anew.
         """

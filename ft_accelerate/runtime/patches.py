@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import accelerate.accelerator as accelerator_module
@@ -23,16 +26,17 @@ from torch import nn
 from ft_accelerate.plugin.options import FaultTolerancePlugin
 from ft_accelerate.runtime import periodic as local_sgd
 from ft_accelerate.runtime import process as processes
-from ft_accelerate.runtime import trackers
 from ft_accelerate.runtime.checkpoint_folders import save_whole
 from ft_accelerate.runtime.loaders import Passes, skipping
 from ft_accelerate.runtime.models import FaultTolerantModel
-from ft_accelerate.runtime.torch_proxy import ddp_view, torch_view
+from ft_accelerate.runtime.torch_proxy import ddp_proxy, distributed_proxy
 from ft_accelerate.runtime.world_collectives import Collectives, nothing_to_synchronize
 
 log = logging.getLogger("ft_accelerate")
 
 Replacement = tuple[Any, str, Any]
+Seam = tuple[str, str, tuple[str, ...]]
+"""(module, name in it, parameters that it must have)."""
 OTHERS = {
     "DEEPSPEED": ("DeepSpeed", ("deepspeed_plugin", "deepspeed_plugins")),
     "FSDP": ("FSDP", ("fsdp_plugin",)),
@@ -51,17 +55,38 @@ def _wrapped(owner: Any, name: str, make: Callable[[Any], Any]) -> Replacement:
     return owner, name, functools.wraps(original)(make(original))
 
 
-# ---------------------------------------------------------------------- modules' view of torch
+def check_seams(seams: Sequence[Seam], package: ModuleType, advice: str) -> None:
+    """Raise RuntimeError, in one sentence, if a name that we replace has moved in `package`.
+
+    `advice`: the version to install.
+    """
+    moved = next((text for seam in seams if (text := _moved(*seam))), "")
+    if moved:
+        name = package.__name__
+        raise RuntimeError(
+            f"ft_accelerate does not know {name} {package.__version__} ({moved}): install "
+            f"{advice}, or train without fault tolerance"
+        )
 
 
-class _Switch:
-    """A view of torch where fault tolerance is on, torch itself where it is off."""
+def _moved(module: str, name: str, parameters: Sequence[str]) -> str:
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = inspect.getattr_static(found, part)
+    except (ImportError, AttributeError):
+        return f"{module}.{name} is not there"
+    if not parameters:
+        return ""
+    try:
+        known = inspect.signature(getattr(found, "__func__", found)).parameters
+    except (TypeError, ValueError):
+        return f"{module}.{name} is not a function"
+    lost = [p for p in parameters if p not in known]
+    return f"{module}.{name} takes no {lost[0]!r}" if lost else ""
 
-    def __init__(self, view: Any) -> None:
-        self.__dict__["_view"] = view
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch if processes.active() is None else self._view, name)
+# ---------------------------------------------------------------------- what modules see as torch
 
 
 def _modules() -> list[Replacement]:
@@ -80,12 +105,12 @@ def _modules() -> list[Replacement]:
         beginning = processes.current().beginning
         (world.broadcast if beginning else nothing_to_synchronize)(tensor, src, group)
 
-    over_quorum = _Switch(torch_view(**names))
+    over_quorum = distributed_proxy(**names)
     return [
         (operations_module, "torch", over_quorum),
         (state_module, "torch", over_quorum),
-        (random_module, "torch", _Switch(torch_view(broadcast=seeds))),
-        (accelerator_module, "torch", _Switch(ddp_view(_Model, **names))),
+        (random_module, "torch", distributed_proxy(broadcast=seeds)),
+        (accelerator_module, "torch", ddp_proxy(_Model, **names)),
     ]
 
 
@@ -107,7 +132,7 @@ class _Model(metaclass=_ModelMeta):
         return processes.current().wrap(module, **kwargs)
 
 
-# ---------------------------------------------------------------------- who is there
+# ---------------------------------------------------------------------- which processes are there
 
 
 def _states() -> list[Replacement]:
@@ -255,7 +280,7 @@ def _pad_across_processes(original: Any) -> Any:
         except RuntimeError:
             if runtime.live and runtime.contributes:
                 raise
-            return tensor  # longer than all of its peers', for whom it does not count yet
+            return tensor  # longer than its peers' tensors: it does not count for them yet
 
     return pad_across_processes
 
@@ -286,11 +311,20 @@ def _unless_catching_up(original: Any) -> Any:
     return save
 
 
+_waiting: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+"""Accelerators whose trackers start when their process becomes the main one: Accelerate starts them
+in the main process only. If that one dies, the next one starts its own when it first logs."""
+
+
 def _init_trackers(original: Any) -> Any:
     def init_trackers(self: Any, *args: Any, **kwargs: Any) -> Any:
         if processes.active() is None:
             return original(self, *args, **kwargs)
-        trackers.initialize(original, self, args, kwargs, main=self.is_main_process)
+        if self.is_main_process:
+            _waiting.pop(self, None)
+            original(self, *args, **kwargs)
+        else:
+            _waiting[self] = (args, kwargs)
         return None
 
     return init_trackers
@@ -300,8 +334,9 @@ def _log(original: Any) -> Any:
     init_trackers = inspect.getattr_static(accelerator_module.Accelerator, "init_trackers")
 
     def log_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if processes.active() is not None and self.is_main_process:
-            trackers.start_waiting(init_trackers, self)
+        if processes.active() is not None and self.is_main_process and self in _waiting:
+            given, named = _waiting.pop(self)
+            init_trackers(self, *given, **named)
         return original(self, *args, **kwargs)
 
     return log_

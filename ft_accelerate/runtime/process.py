@@ -1,4 +1,4 @@
-"""The one runtime of this process, made when Accelerate first asks who is there."""
+"""The one runtime of this process, made when Accelerate first asks for the world's size."""
 
 from __future__ import annotations
 

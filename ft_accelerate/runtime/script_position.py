@@ -2,8 +2,8 @@
 
 All replica groups run the same script, so they issue the same *events* in the same order: gradient
 steps (a backward pass that synchronizes) and operations (gather, reduce, broadcast, barriers). The
-script's own variables can't be healed. What can be done is to let the script of a process that is
-behind run through its past quickly, with the work taken out, until it stands where its peers are:
+script's own variables can't be healed. Instead, the script of a process that is
+behind runs through its past quickly, with the work taken out, until it is where its peers are:
 
     fast-forward
              loaders yield one and the same batch again and again, as often as the peers' did,
@@ -26,7 +26,7 @@ from enum import Enum
 from typing import Any
 
 MAX_LOGGED_BYTES = 256 * 1024 * 1024
-"""Results of operations of one window that are kept for those who come back in it."""
+"""Limit on the results of one window's operations that are kept for processes that come back in it."""
 
 Place = tuple[int, int]
 
@@ -132,7 +132,7 @@ class ScriptPosition:
     # ------------------------------------------------------------------ events
 
     def log(self, result: Any, nbytes: int) -> None:
-        """An operation is done: keep its result for those who come back in this window."""
+        """An operation is done: keep its result for processes that come back in this window."""
         self.events += 1
         self.agreed += 1
         self._logged_bytes += nbytes

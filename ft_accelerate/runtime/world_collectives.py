@@ -244,7 +244,7 @@ def _signature(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _scaled(total: Tensor, num_processes: int, here: int) -> Tensor:
-    """A sum over those who are there, as if those who are away had brought the others' mean."""
+    """The participants' sum, scaled as if each process that is away had brought their mean."""
     if here == num_processes:
         return total
     if total.is_floating_point() or total.is_complex():

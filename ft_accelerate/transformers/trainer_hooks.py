@@ -10,7 +10,7 @@ is left is here, put into `transformers.trainer` when a script imports it:
 | `should_save`, `should_log`, `is_world_process_zero` | mean the first replica group that is there |
 | the mean of the logged loss, the barrier before a best checkpoint | reach over all groups |
 | `rng_state_*.pth` | is not written again by a process that runs through its past |
-| `_save_checkpoint` | a checkpoint is whole or absent (`transformers_saves`) |
+| `_save_checkpoint` | a checkpoint is whole or absent (`trainer_checkpoints`) |
 | `_determine_best_metric` | in the past that is run through the peers know what was the best |
 """
 
@@ -25,14 +25,14 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
-import torch.distributed
+import torch.distributed as dist
 
 from ft_accelerate.plugin.options import is_enabled
+from ft_accelerate.runtime import patches
 from ft_accelerate.runtime import process as processes
+from ft_accelerate.runtime.torch_proxy import TorchProxy
 from ft_accelerate.runtime.world_collectives import Collectives
-from ft_accelerate.transformers.trainer_saves import save_checkpoint
-from ft_accelerate.transformers.trainer_start import started_from
+from ft_accelerate.transformers.trainer_checkpoints import save_checkpoint, started_from
 from ft_core.launch.import_hook import when_imported
 
 MARK = "__ft_accelerate__"
@@ -41,7 +41,7 @@ RESULTS = frozenset(
 )
 """Events about results: those of a past that is run through are none."""
 
-SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+SEAMS: tuple[patches.Seam, ...] = (
     ("transformers.trainer", "Trainer.train", ("self", "resume_from_checkpoint")),
     ("transformers.trainer", "Trainer._save_rng_state", ("self", "output_dir")),
     ("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial")),
@@ -68,34 +68,15 @@ SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def watch() -> None:
-    """Hook into `transformers.trainer` when (or if) it is imported. Twice is once."""
+    """Hook into `transformers.trainer` when (or if) it is imported; idempotent."""
     when_imported("transformers.trainer", _on_trainer)
 
 
 def check_seams() -> None:
     """Raise RuntimeError, in one sentence, if a name that we lean on has moved."""
-    import importlib
-
     import transformers
 
-    for module, name, parameters in SEAMS:
-        moved = ""
-        try:
-            found: Any = importlib.import_module(module)
-            for part in name.split("."):
-                found = inspect.getattr_static(found, part)
-        except (ImportError, AttributeError):
-            moved = f"{module}.{name} is not there"
-        else:
-            if parameters:
-                known = inspect.signature(getattr(found, "__func__", found)).parameters
-                lost = [p for p in parameters if p not in known]
-                moved = f"{module}.{name} takes no {lost[0]!r}" if lost else ""
-        if moved:
-            raise RuntimeError(
-                f"ft_accelerate does not know transformers {transformers.__version__} ({moved}): "
-                "install transformers 5.23, or train without fault tolerance"
-            )
+    patches.check_seams(SEAMS, transformers, "transformers 5.23")
 
 
 def _on_trainer(module: ModuleType) -> None:
@@ -111,9 +92,12 @@ def _on_trainer(module: ModuleType) -> None:
     from transformers import trainer_callback, trainer_pt_utils, training_args
 
     world = Collectives(processes.current)
-    vars(module)["dist"] = _Dist(barrier=world.barrier)
-    vars(trainer_pt_utils)["dist"] = _Dist(
-        all_gather=world.all_gather, get_world_size=world.get_world_size, get_rank=world.get_rank
+    vars(module)["dist"] = TorchProxy(dist, barrier=world.barrier)
+    vars(trainer_pt_utils)["dist"] = TorchProxy(
+        dist,
+        all_gather=world.all_gather,
+        get_world_size=world.get_world_size,
+        get_rank=world.get_rank,
     )
     _replace(trainer, "train", _train)
     _replace(trainer, "_save_rng_state", _unless_past)
@@ -136,18 +120,6 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     new = functools.wraps(stock)(make(stock))
     setattr(new, MARK, True)
     setattr(owner, name, new)
-
-
-class _Dist:
-    """torch.distributed, with some names replaced where fault tolerance is on."""
-
-    def __init__(self, **names: Any) -> None:
-        self.__dict__["_names"] = names
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._names and processes.active() is not None:
-            return self._names[name]
-        return getattr(torch.distributed, name)
 
 
 # ------------------------------------------------------------------ replacements

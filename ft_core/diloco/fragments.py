@@ -71,8 +71,8 @@ def split(model: nn.Module, spec: FragmentSpec) -> list[Fragment]:
     """Cut the model's trainable parameters into fragments.
 
     `spec`: None, one fragment; a number, so many of about equal size, in order of registration; or
-    a list with a module, or the names of parameters, for each. Raises ValueError if a number can't
-    be had, or a list misses or repeats parameters.
+    a list with a module, or the names of parameters, for each. Raises ValueError if the number is
+    too large, or a list misses or repeats parameters.
     """
     parameters = trainable(model)
     if spec is None:

@@ -124,7 +124,7 @@ class Windows:
 
     A window is *void* from when it was dropped until the next inner step: it counts nothing. It is
     *open* from when it was sent until its outer step is known to be committed or discarded: should
-    this member be overtaken meanwhile, nobody here knows whether it was counted, and it must not
+    this member be overtaken meanwhile, it can't know whether the window was counted, and it must not
     be sent again.
     """
 

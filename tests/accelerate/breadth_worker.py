@@ -190,7 +190,7 @@ if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
     given = {**OPTIONS, **json.loads(sys.argv[1])}
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
-        from ft_accelerate.runtime.install import (
+        from ft_accelerate.install import (
             install,  # what the installed package does by itself
         )
 

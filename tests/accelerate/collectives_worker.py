@@ -186,7 +186,7 @@ def run(options: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    from ft_accelerate.runtime.install import install
+    from ft_accelerate.install import install
 
     install()
     run(json.loads(sys.argv[1]))

@@ -92,7 +92,7 @@ def test_plain_python_is_protected_by_the_environment(tmp_path: Path) -> None:
     script.write_text(
         "import sys\n"
         "from accelerate import Accelerator\n"
-        "from ft_accelerate import processes\n"
+        "from ft_accelerate.runtime import process as processes\n"
         "accelerator = Accelerator(cpu=True)\n"
         "print('protected', processes.current().live, accelerator.num_processes, sys.argv[1:])\n"
     )

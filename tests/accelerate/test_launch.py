@@ -433,11 +433,11 @@ def converse(command: list[str], env: dict[str, str], answers: list[tuple[str, s
 
 
 @pytest.mark.parametrize(
-    "first", ["ft_accelerate.runtime.install", "ft_accelerate.runtime.runtime", "torch"]
+    "first", ["ft_accelerate.install", "ft_accelerate.runtime.runtime", "torch"]
 )
 def test_whatever_is_imported_first_the_process_is_protected(first: str, tmp_path: Path) -> None:
     """The entry point acts in the midst of the import that brings Accelerate in."""
-    code = f"import {first}, accelerate, ft_accelerate.runtime.install as i; assert i._undo"
+    code = f"import {first}, accelerate, ft_accelerate.install as i; assert i._undo"
     env = installed(
         tmp_path,
         ACCELERATE_USE_FAULT_TOLERANCE="true",

@@ -15,9 +15,9 @@ from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelP
 from torch.utils.data import DataLoader
 
 from ft_accelerate import DiLoCo, FaultToleranceKwargs
+from ft_accelerate.install import check_seams, install, uninstall
 from ft_accelerate.plugin.options import ENV_USE
 from ft_accelerate.runtime import process as processes
-from ft_accelerate.runtime.install import check_seams, install, uninstall
 
 
 @pytest.fixture(autouse=True)

@@ -8,21 +8,20 @@ Accelerate's own code through all of this.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import accelerate
+from accelerate.utils import KwargsHandler
 
-from ft_accelerate.runtime import forbid_world as guard
-from ft_accelerate.runtime import patches
+from ft_accelerate.plugin.options import FaultTolerancePlugin
+from ft_accelerate.runtime import patches, torch_proxy
 from ft_accelerate.runtime import process as processes
-from ft_accelerate.transformers import trainer_hooks as transformers_hooks
+from ft_accelerate.transformers import trainer_hooks
 
 _missing = object()
 
-SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+SEAMS: tuple[patches.Seam, ...] = (
     ("accelerate.state", "PartialState.__init__", ("self", "cpu")),
     ("accelerate.state", "PartialState.is_main_process", ()),
     ("accelerate.state", "PartialState.is_local_main_process", ()),
@@ -54,23 +53,23 @@ SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("accelerate.data_loader", "DataLoaderShard.end", ("self",)),
     ("accelerate.data_loader", "BatchSamplerShard.__iter__", ("self",)),
 )
-"""(module, name in it, parameters that it must have): all that we lean on by name."""
+"""All that we lean on by name."""
 
 _undo: list[tuple[Any, str, Any]] = []
 
 
 def install() -> None:
-    """Replace; twice is once. Raises RuntimeError if this Accelerate is not one that we know."""
+    """Replace the names; idempotent. Raises RuntimeError if this Accelerate is not a known one."""
     if _undo:
         return
     check_seams()
     try:
-        for owner, name, value in [*patches.replacements(), *guard.replacements()]:
+        for owner, name, value in [*patches.replacements(), *torch_proxy.refusals()]:
             _replace(owner, name, value)
     except BaseException:
         uninstall()
         raise
-    transformers_hooks.watch()
+    trainer_hooks.watch()
 
 
 def uninstall() -> None:
@@ -86,32 +85,32 @@ def uninstall() -> None:
 
 def check_seams() -> None:
     """Raise RuntimeError, in one sentence, if a name that we replace has moved."""
-    for module, name, parameters in SEAMS:
-        try:
-            found: Any = importlib.import_module(module)
-            for part in name.split("."):
-                found = inspect.getattr_static(found, part)
-        except (ImportError, AttributeError):
-            raise RuntimeError(_moved(f"{module}.{name} is not there")) from None
-        if not parameters:
-            continue
-        code: Callable[..., Any] = getattr(found, "__func__", found)
-        try:
-            known = inspect.signature(code).parameters
-        except (TypeError, ValueError):
-            raise RuntimeError(_moved(f"{module}.{name} is not a function")) from None
-        lost = [p for p in parameters if p not in known]
-        if lost:
-            raise RuntimeError(_moved(f"{module}.{name} takes no {lost[0]!r}"))
-
-
-def _moved(what: str) -> str:
-    return (
-        f"ft_accelerate does not know accelerate {accelerate.__version__} ({what}): install "
-        "accelerate 1.15, or train without fault tolerance"
-    )
+    patches.check_seams(SEAMS, accelerate, "accelerate 1.15")
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
     _undo.append((owner, name, vars(owner).get(name, _missing)))
     setattr(owner, name, value)
+
+
+@dataclass
+class FaultToleranceKwargs(FaultTolerancePlugin, KwargsHandler):
+    """
+    Use this object in your [`~accelerate.Accelerator`] to train fault-tolerantly. Its fields are
+    those of [`~ft_accelerate.FaultTolerancePlugin`]; what is not passed comes from the environment.
+
+    Creating one is what makes `Accelerator` know it.
+
+    Example:
+
+    ```python
+    from accelerate import Accelerator
+    from ft_accelerate import FaultToleranceKwargs
+
+    accelerator = Accelerator(kwargs_handlers=[FaultToleranceKwargs(min_replicas=2)])
+    ```
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        install()
