@@ -22,7 +22,7 @@ from typing import Any
 
 FOLDER = ".ft_saving"
 OWN = re.compile(r"random_states_\d+\.pkl$|rng_state_\d+\.pth$")
-"""What each process (of Accelerate, of transformers) writes under a name of its own; else the main process's files count."""
+"""Files that each process writes under a name of its own; of all others the main process's count."""
 
 
 def save_whole(
@@ -63,9 +63,16 @@ def publish(
     write: Callable[[Path], Path],
     is_main: Callable[[], bool],
 ) -> bool:
-    """`write(folder)` writes process `index`'s part and says where in the empty `folder` it is; give
-    it the name `final`, if this is the main process (asked when all is written); its answer is
-    returned. `root`: on the same file system, holds what is not whole yet.
+    """Write a checkpoint elsewhere, and give it its name when it is whole.
+
+    Args:
+        final: the checkpoint's name.
+        root: a folder on the same file system, for what is not whole yet.
+        index: number of this process.
+        write: writes this process's part into the empty folder that it is given; returns where.
+        is_main: whether this process names the checkpoint; called when all is written.
+
+    Returns what `is_main` said.
     """
     draft, parts = root / f"{final.name}.{index}", root / f"{final.name}.parts"
     _remove(root, f"*.{index}")
@@ -82,7 +89,7 @@ def publish(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         with contextlib.suppress(OSError):
-            root.rmdir()  # if no other process uses it
+            root.rmdir()  # fails while another process uses it
     return main
 
 

@@ -1,9 +1,9 @@
 """The processes of one replica group: how each is made a member of a quorum.
 
 Each process holds a whole copy of the model, and its collectives reach all processes of all groups
-(`ft_core.Manager(ranks_hold="copies")`). The group joins, votes and heals with one voice. So its
-processes must begin alike, which those of another group need not: they would heal. What they settle
-before, when there is no quorum yet, goes by `ft_core.shell.intra_group`.
+(`ft_core.Manager(ranks_hold="copies")`). The group joins, votes and heals as one. So its processes
+must begin with one state; those of another group need not, since they would heal. What they agree on
+before there is a quorum goes by `ft_core.shell.intra_group`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,7 +28,7 @@ from ft_core.shell.intra_group import IntraGroup
 
 
 class GroupRanks:
-    """One process's view of its replica group. The loop's thread only.
+    """This process's replica group. The loop's thread only.
 
     `life`: how often the group was started again; the launcher's store may outlive a group.
     """
@@ -56,7 +56,7 @@ class GroupRanks:
     # ------------------------------------------------------------------ the quorum
 
     def manager(self, device: torch.device, *, suffix: str = "", **changes: Any) -> Manager:
-        """A manager for this process; its group's other processes must make theirs, too.
+        """Make this process's manager; the group's other processes must make theirs, too.
 
         `suffix`: of the job's name. `changes`: fields of `JobOptions` that differ. Waits for the
         others.
@@ -69,7 +69,7 @@ class GroupRanks:
     # ------------------------------------------------------------------ before the quorum
 
     def from_rank_0(self, decide: Callable[[], Any]) -> Any:
-        """What the first process of the group has decided; all of them must ask alike."""
+        """What the group's rank 0 decides; all of its processes must call this at the same place."""
         with ended_with_its_group():
             return self._in_group.from_rank_0(decide)
 
@@ -91,17 +91,22 @@ class GroupRanks:
 
 @contextmanager
 def ended_with_its_group() -> Iterator[None]:
-    """Where another process of the group is gone: end this one, at once and with a line.
+    """If another process of the group is gone, end this one at once, with a line on stderr.
 
-    The launcher starts the group again. Nothing that the script would do on its way out could
-    work: its files are the main process's, and its peers are gone. If the other was told to end,
-    this one ends as it does (`ft_core.launch.sigterm`).
+    The launcher starts the group again. Nothing that the script would do on its way out could work:
+    its files belong to the main process, and its peers are gone. If the other was told to end by
+    SIGTERM, this one ends in the same way (`ft_core.launch.sigterm`).
     """
     try:
         yield
-    except GroupLeft as error:
-        raise SystemExit(EXIT_CODE) from error
     except GroupBroken as error:
-        print(f"ft_accelerate: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(BROKEN_EXIT_CODE)
+        end_with_group(error)
+
+
+def end_with_group(error: GroupBroken) -> NoReturn:
+    """What `ended_with_its_group` does, for an `except` on the way of each step."""
+    if isinstance(error, GroupLeft):
+        raise SystemExit(EXIT_CODE) from error
+    print(f"ft_accelerate: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(BROKEN_EXIT_CODE)

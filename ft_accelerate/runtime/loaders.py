@@ -1,4 +1,4 @@
-"""Passes over prepared data loaders: real or fast-forwarded, and from one to the other within a pass."""
+"""Passes over prepared data loaders: real or fast-forwarded, with the change in the middle of a pass."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Passes:
     def _start(
         self, runtime: Runtime, loader: Any, iteration: Iteration, resumed: _LoaderState
     ) -> Iterator[Any]:
-        """The real batches, from where this pass stands."""
+        """The real batches, from this pass's position on."""
         generator = generator_of(loader)
         state = runtime.position.generator_states.pop(iteration.seq, None)
         if generator is not None and state is not None:
@@ -92,7 +92,7 @@ class Passes:
         return self._original(loader)
 
     def _start_stateful(self, loader: Any, skip: int, resumed: _LoaderState) -> Iterator[Any]:
-        """The loader itself goes to its place, so that what it says of that place is right."""
+        """Move the loader itself to its position, so that its own state tells that position."""
         state = resumed or loader.dl_state_dict
         if skip and all(state.get(name, 0) is None for name in _POSITIONS_OF_OTHERS):
             done = _done_in(resumed) + skip

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_map
 
 from ft_accelerate.plugin.options import FaultTolerancePlugin, GroupPlace, Supervision
 from ft_accelerate.runtime import peer_state as states
-from ft_accelerate.runtime.group_ranks import GroupRanks, ended_with_its_group
+from ft_accelerate.runtime.group_ranks import GroupRanks, end_with_group
 from ft_accelerate.runtime.script_position import Phase, ScriptPosition
 from ft_accelerate.runtime.startup_collectives import StartupCollectives
 from ft_core.collectives.retry import RetryableReducer
-from ft_core.errors import QuorumUnavailable
+from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import die_with, machine_lock
 from ft_core.manager import Manager
@@ -141,10 +141,9 @@ class Membership:
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
-        """Let one process of this job and machine in at a time: before training there is no quorum to order
-        them.
+        """Let one process of this job and machine in at a time: there is no quorum before training.
 
-        It may be entered again from within.
+        Reentrant.
         """
         if self._has_turn:
             yield
@@ -177,8 +176,10 @@ class Membership:
     def _vote(self) -> bool:
         if self._sigterm.noted:
             self._manager.leave_after_step()
-        with ended_with_its_group():
+        try:
             committed = self._manager.should_commit()
+        except GroupBroken as error:
+            end_with_group(error)
         self._open = False
         self.attempts_discarded += not committed
         return committed
@@ -187,8 +188,9 @@ class Membership:
         self._at = at
         manager, self._starting = self._manager, threading.get_ident()
         try:
-            with ended_with_its_group():
-                manager.start_quorum()
+            manager.start_quorum()
+        except GroupBroken as error:
+            end_with_group(error)
         finally:
             self._starting = 0
         self._open = self._joined = True
@@ -234,18 +236,18 @@ class Membership:
             return
 
     def _watch_sigterm(self) -> None:
-        """A script that has a handler of its own knows what it wants, and keeps it."""
+        """Unless the script has a handler of its own, which stays."""
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._sigterm.watch()
 
     def _is_waiting(self) -> bool:
-        """Whether the script waits for peers. In a signal handler of its thread: takes no lock."""
+        """Whether the script waits for peers. Called in a signal handler: takes no lock."""
         if self.manager is None:
             return True
         return self._starting != 0 and not self.manager.in_quorum()
 
     def _end_if_told(self) -> None:
-        """The process was told to end, and no step is under way that could be its last: end."""
+        """End this process if SIGTERM has come and no step is under way that could be its last."""
         if self._sigterm.noted and not self._open:
             log.warning("ended by SIGTERM; the other replica groups go on")
             self._sigterm.end()
@@ -269,9 +271,9 @@ class Membership:
         self.manager = manager
 
     def _take_start(self, state: dict[str, Any]) -> None:
-        """Begin with the state of another process of this group, as with DistributedDataParallel.
+        """Begin with the state of this group's rank 0, as with DistributedDataParallel.
 
-        A pass over data that has begun goes on with that process's shuffling, too.
+        A pass over data that is under way takes over that process's shuffling, too.
         """
         generators = states.generators(self.accelerator)
         before = [generator.get_state() for generator in generators]

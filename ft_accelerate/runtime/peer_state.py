@@ -2,8 +2,8 @@
 
 Models, optimizers, schedulers, scaler, registered objects, generators and seeds of the data loaders'
 samplers, states of stateful loaders, the number of the next checkpoint. Random number generators are
-not copied: equal dropout masks on two replicas would correlate their gradients; they are seeded anew
-(`reseed`).
+not copied, since equal dropout masks on two replicas would correlate their gradients: they are seeded
+anew (`reseed`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def restore(accelerator: Any, state: dict[str, Any], *, models: bool) -> None:
     for sampler, seed in zip(_seeded(accelerator), state["seeds"], strict=False):
         sampler.initial_seed = seed
     for loader, values in zip(_stateful(accelerator), state["loaders"], strict=False):
-        loader.dl_state_dict = values  # what `save_state` writes; the place itself is in `position`
+        loader.dl_state_dict = (
+            values  # what `save_state` writes; the position itself is in `ScriptPosition`
+        )
 
 
 def lineage_of_start(accelerator: Any, *, allow_objects: bool) -> str:
@@ -157,7 +159,7 @@ def _copy_into(module: Any, values: dict[str, Any]) -> None:
     """As `load_state_dict`, but a graph that was built before may still run backward."""
     mine = module.state_dict()
     if mine.keys() != values.keys():
-        module.load_state_dict(values)  # its own words for what is missing
+        module.load_state_dict(values)  # raises with torch's own message on what is missing
     for name, value in values.items():
         held = mine[name]
         if isinstance(held, Tensor):

@@ -1,17 +1,17 @@
-"""transformers' Trainer, which has a state of its own and a few operations that pass Accelerate by.
+"""transformers' Trainer: its own state, and the few operations that bypass Accelerate.
 
-Trainer's loop is a loop over Accelerate's objects, and is protected as any other (`install`). What
-is left is here, put into `transformers.trainer` when a script imports it:
+Trainer's loop is a loop over Accelerate's objects, and is protected like any other (`install`). The
+rest is here. It is put into `transformers.trainer` when a script imports that:
 
 | what | why |
 |---|---|
 | `TrainerState`, callbacks, LR scheduler, loss sums | heal, so that logs and decisions are the peers' |
-| callbacks' events on results | are left out while a process runs through its past |
+| callbacks' events on results | are left out while a process fast-forwards |
 | `should_save`, `should_log`, `is_world_process_zero` | mean the first replica group that is there |
 | the mean of the logged loss, the barrier before a best checkpoint | reach over all groups |
-| `rng_state_*.pth` | is not written again by a process that runs through its past |
+| `rng_state_*.pth` | is not written again by a process that fast-forwards |
 | `_save_checkpoint` | a checkpoint is whole or absent (`trainer_checkpoints`) |
-| `_determine_best_metric` | in the past that is run through the peers know what was the best |
+| `_determine_best_metric` | while a process fast-forwards its peers know what was the best |
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MARK = "__ft_accelerate__"
 RESULTS = frozenset(
     ("on_log", "on_evaluate", "on_predict", "on_prediction_step", "on_save", "on_push_begin")
 )
-"""Events about results: those of a past that is run through are none."""
+"""Events about results: a process that fast-forwards has none."""
 
 SEAMS: tuple[patches.Seam, ...] = (
     ("transformers.trainer", "Trainer.train", ("self", "resume_from_checkpoint")),
@@ -159,7 +159,7 @@ def _unless_past(stock: Any) -> Any:
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         runtime = processes.active()
         if runtime is not None and not runtime.live:
-            return None  # was written by its former self, or by a peer, at this place
+            return None  # this process or a peer has written it already
         return stock(self, *args, **kwargs)
 
     return save
@@ -187,8 +187,8 @@ def _determine_best_metric(stock: Any) -> Any:
 
 
 def _know_the_best(trainer: Any, runtime: Any) -> bool:
-    """In a past that is run through, metrics are none: whether a step was the best so far, and so
-    saved with a barrier, is known from the peers'. False: this process decides as any."""
+    """A process that fast-forwards has no metrics. Whether a step was the best so far, and so was
+    saved with a barrier, it knows from its peers' state. False: this process decides by its metrics."""
     place = _places.get(trainer)
     if runtime.live or place is None or place.best_step is None:
         return False
@@ -222,10 +222,10 @@ def _call_event(stock: Any) -> Any:
 
 
 class TrainerPlace:
-    """What a Trainer knows besides Accelerate's objects, as plain data. The loop's thread only.
+    """A Trainer's state besides Accelerate's objects, as plain data. The loop's thread only.
 
-    A peer's is kept until this process stands where the peer stood, and put in place then: until
-    then Trainer counts the steps of the past that it runs through.
+    A peer's state is kept until this process has arrived at the peer's position, and loaded then: in
+    between, Trainer counts the steps that it fast-forwards through.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -234,7 +234,7 @@ class TrainerPlace:
 
     @property
     def best_step(self) -> int | None:
-        """Of the peers', until this process stands where they stood."""
+        """The peers' best step, until this process has arrived at their position."""
         return (
             json.loads(self._peers_state["state"])["best_global_step"]
             if self._peers_state
@@ -243,7 +243,7 @@ class TrainerPlace:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer()
-        if trainer is None:  # it is gone, and its accelerator is not
+        if trainer is None:  # it was collected, its accelerator was not
             return {}
         scheduler = trainer.lr_scheduler
         return {
@@ -261,7 +261,7 @@ class TrainerPlace:
         self._peers_state = state
 
     def arrive(self) -> None:
-        """This process stands where its peer stood."""
+        """This process has arrived at its peer's position: load the peer's state."""
         trainer, found, self._peers_state = self._trainer(), self._peers_state, None
         if trainer is None or not found:
             return

@@ -123,9 +123,9 @@ class OuterLoop:
         self._windows.drop_all()
 
     def sync(self) -> bool:
-        """Have the outer steps of one whole window now, wherever the slots stand, and wait.
+        """Run the outer steps of one whole window now, wherever the slots stand, and wait.
 
-        All members must call it at the same place. Whether all of them were committed.
+        All members must call it at the same place. Returns whether all of them were committed.
         """
         if self._hook is None:
             raise RuntimeError(f"sync() works inside `with {type(self).__name__}(...)` only")
@@ -143,7 +143,7 @@ class OuterLoop:
         self._windows.add_samples(samples)
 
     def drop_window(self, why: str) -> None:
-        """This member's own work since the last outer steps is no good (a loss that exploded).
+        """Discard this member's own work since the last outer steps (a loss that exploded, say).
 
         The model returns to the global parameters now, and the window goes on from there: the
         others lose nothing, unless a fragment is on its way. All ranks of a group must call it.
@@ -158,7 +158,7 @@ class OuterLoop:
         return self._local_step
 
     @local_step.setter
-    def local_step(self, steps: int) -> None:  # one that has taken a peer's place in the data
+    def local_step(self, steps: int) -> None:  # for a member that takes a peer's place in the data
         self._local_step = steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class OuterLoop:
             self._was_current = True
             self._windows.in_step()
         actual = self._scheduled(step)
-        if actual is not fragment:  # behind, so that it contributes nothing anyhow
+        if actual is not fragment:  # this member is behind, so it contributes nothing anyway
             fragment, deltas, squared = actual, self._state.deltas(actual), 0.0
         self._send(fragment, deltas, squared)
 
@@ -267,7 +267,7 @@ class OuterLoop:
     # ------------------------------------------------------------------ apply
 
     def _apply(self) -> bool:
-        """End the outer step under way, and begin the next slot. Whether it was committed."""
+        """End the outer step under way, and begin the next slot. Returns whether it committed."""
         committed = self._complete()
         relaunches = RELAUNCHES if self._keep else 0
         while not committed and relaunches and self._open_slot():
@@ -333,7 +333,7 @@ class OuterLoop:
                 self._state.restore_buffers()
 
     def _give_up_window(self, why: str) -> None:
-        """This member's own work is no good: all of it returns to the global state."""
+        """Discard this member's own work: the whole model returns to the global state."""
         log.warning(
             "the window is dropped, and the model returns to the global parameters: %s", why
         )
@@ -359,9 +359,9 @@ class OuterLoop:
     def _load_healed(self, state: dict[str, Any]) -> None:
         """A peer's global state has arrived. The window goes on from there, or is dropped.
 
-        Dropped, if it may have been counted already: it was sent in an outer step of which this
-        member never heard the end. Kept only with `keep_windows`, by a member that had a state of
-        the quorum's before.
+        It is dropped if it may have been counted already, because it was sent in an outer step whose
+        decision never reached this member. It is kept only with `keep_windows`, by a member that
+        was current before.
         """
         keeps = self._keep and self._was_current and not self._is_spare()
         kept = [f for f in self._fragments if keeps and self._windows.may_be_kept(f.index)]

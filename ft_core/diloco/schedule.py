@@ -1,4 +1,4 @@
-"""Which fragment is sent, and when it is applied: the clock of LocalSGD and (Streaming) DiLoCo. PURE.
+"""Which fragment is sent when, when it is applied, and what a member's window counts. PURE.
 
 Theory. A *window* is `sync_every` (H) inner steps. In a window every one of the P fragments has one
 outer step: the window is cut into P *slots*, and slot i is fragment i's. In a slot of L inner steps
@@ -8,11 +8,13 @@ steps to hide behind (Streaming DiLoCo, arXiv 2501.18512, algorithm 2). P = 1 an
 (arXiv 2311.08105, algorithm 1), with parameters in the place of pseudo-gradients LocalSGD (arXiv
 1805.09767, algorithm 1, synchronization indices H, 2H, ...).
 
-One outer step is one step of the manager, so the fragment follows from the number of committed
-steps alone: step modulo P. That number is part of what members agree on. A member that joins knows
-whose turn it is without being told, and all members send the same fragments in the same order
-whatever happened to them before. A discarded outer step did not advance the number: its fragment
-is next again.
+One outer step is one step of the manager, so the fragment follows from the number of committed steps
+alone: step modulo P. Members agree on that number anyway. So a member that joins knows the next
+fragment from it, and all members send the same fragments in the same order whatever happened to them
+before. A discarded outer step does not advance the number: its fragment is next again.
+
+A member has a window for each fragment (`Windows`): what it has done since the fragment's last outer
+step, and whether that counts.
 
 No clock, tensor or process group in here.
 """
@@ -175,8 +177,8 @@ class Windows:
         self._open.add(fragment)
 
     def in_step(self) -> None:
-        """The member stands where its quorum stands: what it had sent before was not counted, or
-        it would have been overtaken."""
+        """The member is at its quorum's position. So what it had sent before was not counted: else
+        the quorum would be ahead of it."""
         self._open.clear()
 
     def committed(self, fragment: int) -> None:
