@@ -21,7 +21,7 @@ that travels has changed since, but for the loops' counters, which are counted b
 of the batch are made already (manual optimization) no state can be given, as the rest of the batch
 is in local variables of user code. A group that is let in there leaves again, and joins anew until
 it is let in at a boundary; its peers try the step again from kept gradients, without it. If they are
-too few without it (`min_replicas`), they give up the rest of the batch: it counts as done.
+too few without it (`min_replicas`), the fit ends with an error.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ class StepDriver:
         self._operations: list[Callable[[], None]] = []  # of the open step, in order
         self._window = 0  # batches since the open step began at a boundary
         self._within = False  # or it began in the midst of a batch
-        self._given_up = False  # the rest of the batch, since no quorum can commit it
         self._earlier: list[Tensor | None] | None = None  # gradients before the open step's first
         self._votes = 0  # of the batch, committed
         self.open = self.computing = False
@@ -180,7 +179,8 @@ class StepDriver:
             self._on_quorum()
 
     def _check_place(self) -> None:
-        """In the midst of a batch: raise BatchAbandoned if this attempt is of no use."""
+        """In the midst of a batch: raise BatchAbandoned if this attempt is of no use, RuntimeError if
+        no attempt could be."""
         if self._peer is not None:
             raise BatchAbandoned
         if not self._within:
@@ -188,11 +188,12 @@ class StepDriver:
         with contextlib.suppress(QuorumUnavailable):  # the attempt has failed already
             if self._manager.num_participating_groups() < self._min_replicas:
                 # Those that are missing wait to be healed, which they can't be here.
-                log.warning(
-                    "too few replica groups are left to finish the batch: its rest is given up"
+                raise RuntimeError(
+                    "a replica group was lost between two steps of a batch (manual optimization), and "
+                    f"min_replicas={self._min_replicas} does not let the others finish the batch: it "
+                    "cannot be healed there, so start again from the last checkpoint, or with a "
+                    "smaller min_replicas"
                 )
-                self._given_up, self.open = True, False
-                raise BatchAbandoned
 
     def _sit_in(self, doing: str) -> None:
         """Peers cannot be joined where they are: add nothing to what they do, and join again."""
@@ -301,11 +302,8 @@ class StepDriver:
             self._manager.forget_state(difference)
             raise BatchAbandoned
 
-    def abandon(self) -> bool:
-        """A batch was left in its midst: nothing of it may reach the next one.
-
-        Returns whether it counts as done; else this group goes to its peers' place.
-        """
+    def abandon(self) -> None:
+        """A batch was left in its midst: nothing of it may reach the next one."""
         self._operations.clear()
         trainer = self._trainer
         module, scaler = trainer.lightning_module, getattr(trainer.precision_plugin, "scaler", None)
@@ -320,10 +318,6 @@ class StepDriver:
         if self._manual:
             with contextlib.suppress(ValueError):  # it was not started
                 trainer.profiler.stop("optimizer_step")
-        given_up, self._given_up = self._given_up, False
-        if given_up:
-            position.count_as_done(trainer)
-        return given_up
 
     def close(self) -> None:
         """The fit is over."""
@@ -436,8 +430,7 @@ def _catching(driver: StepDriver) -> Callable[[Any], dict[str, Any]]:
                     return cls.advance(self, data_fetcher)
                 except BatchAbandoned:
                     module._current_fx_name = name
-                    if driver.abandon():
-                        return None
+                    driver.abandon()
 
         return {"advance": advance}
 

@@ -75,20 +75,6 @@ def settle(trainer: Any) -> None:
         loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
 
 
-def count_as_done(trainer: Any) -> None:
-    """The rest of the batch under way is given up."""
-    loop = trainer.fit_loop.epoch_loop
-    loop.batch_progress.increment_processed()
-    loop.batch_progress.increment_completed()
-    for progress in (
-        loop.automatic_optimization.optim_progress.optimizer.step,
-        loop.manual_optimization.optim_step_progress,
-    ):
-        for part in PARTS:
-            counts = getattr(progress, part)
-            counts.ready = counts.completed
-
-
 def batch_index(trainer: Any) -> int:
     """Index in the epoch of the batch that was fetched last."""
     index: int = trainer.fit_loop.epoch_loop.batch_idx
