@@ -138,6 +138,21 @@ def test_one_let_in_between_two_steps_of_a_batch_heals_at_the_next(
     assert run.end(1)["runs"] == [[x["epoch"], x["batch_idx"]] for x in healed]
 
 
+def test_a_batch_that_too_few_could_finish_ends_the_fit(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """A group dies in the second step of a batch, and no step may be taken without it. It can't be
+    healed there: that is said, and its peer does not try for ever."""
+    options = {"gan": True, "dies": {"15": 1}, "strategy_options": {"min_replicas": 2}}
+    with running(tmp_path, coordinator.address(), **options) as run:
+        zero, one = run.start(0), run.start(1)
+        run.wait(one, code=-signal.SIGKILL)
+        run.start(1)
+        run.wait(zero, code=1)
+        assert "min_replicas=2 does not let the others finish the batch" in run.output()
+    assert run.lines(0)[-1]["step"] == 14
+
+
 def test_one_that_hangs_between_epochs_is_left_behind_and_heals(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:

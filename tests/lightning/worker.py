@@ -47,7 +47,7 @@ OPTIONS: dict[str, Any] = {
     "own_start": False,  # each process begins with other parameters
     "hold": None,  # at this global step wait until the file <log>/go is there
     "inject": {},  # {"<global step>": replica index}: this replica reports an error once
-    "dies": {},  # {"<global step>": replica index}: this replica is killed in that step's backward
+    "dies": {},  # {"<global step>": replica index}: it is killed in that step's backward, once
     "manual": False,
     "gan": False,  # two optimizers, by hand; in every other batch on one loss
     "gathers": False,  # validation calls collectives
@@ -130,8 +130,7 @@ class Model(LightningModule):
         self.batch = [float(x) for x in batch[0][:, 0]]
         self.batch_idx = batch_idx
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        if self.options["dies"].get(step) == self.global_rank:
-            loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        self.perhaps_die(loss)
         self.log("train_loss", loss)
         if self.options["gan"] and batch_idx % 2 == 0:
             for optimizer in self.optimizers():
@@ -145,7 +144,9 @@ class Model(LightningModule):
                 optimizer.zero_grad()
                 self.toggle_optimizer(optimizer)
                 assert all(p.requires_grad for p in part.parameters())
-                self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+                own = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+                self.perhaps_die(own)
+                self.manual_backward(own)
                 optimizer.step()
                 self.untoggle_optimizer(optimizer)
         elif self.options["manual"]:
@@ -154,6 +155,14 @@ class Model(LightningModule):
             self.manual_backward(loss)
             optimizer.step()
         return loss
+
+    def perhaps_die(self, loss: Tensor) -> None:
+        """In the backward of `loss`, in this replica's first life."""
+        died = self.go.parent / f"{self.global_rank}.died"
+        if self.options["dies"].get(str(self.trainer.global_step)) == self.global_rank:
+            if not died.exists():
+                died.touch()
+                loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
