@@ -71,7 +71,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            if strategy.last_step_committed:  # 5: else the same batch comes again
+            if strategy.last_step_committed:  # 5: False if its update was skipped
                 seen["samples"] += len(batch)
         model.eval()
         with torch.no_grad():
