@@ -1,4 +1,4 @@
-"""The strategies for `lightning.fabric`."""
+"""The strategies for `lightning.fabric`; their public home is `ft_lightning.fabric`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ class FTDDPStrategy(FTFabricMixin, DDPStrategy):
     __doc__ = FTFabricMixin.__doc__
     strategy_name = "ft_ddp"
     _namespace = "lightning.fabric"
+    __module__ = "ft_lightning.fabric"
 
 
 class FTLocalSGDStrategy(FTFabricLocalSGDMixin, DDPStrategy):
     __doc__ = FTFabricLocalSGDMixin.__doc__
     strategy_name = "ft_local_sgd"
     _namespace = "lightning.fabric"
+    __module__ = "ft_lightning.fabric"
 
 
 class FTDiLoCoStrategy(FTFabricDiLoCoMixin, DDPStrategy):
     __doc__ = FTFabricDiLoCoMixin.__doc__
     strategy_name = "ft_diloco"
     _namespace = "lightning.fabric"
+    __module__ = "ft_lightning.fabric"

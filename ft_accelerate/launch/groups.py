@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft_accelerate.plugin.config import (
-    Layout,
     LighthousePlan,
+    MachineLayout,
     argument_name,
     layout,
     lighthouse_plan,
@@ -48,7 +48,7 @@ class Launch:
     """All that is decided before anything starts."""
 
     plugin: FaultTolerancePlugin
-    place: Layout
+    place: MachineLayout
     lighthouse: LighthousePlan
 
 

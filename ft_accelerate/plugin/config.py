@@ -68,7 +68,7 @@ def _value(key: str, value: Any, what: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class MachineLayout:
     """The replica groups that one launcher starts.
 
     Attributes:
@@ -97,7 +97,7 @@ def layout(
     group_size: int = 0,
     num_replica_groups: int | None = None,
     replica_group_id: int | None = None,
-) -> Layout:
+) -> MachineLayout:
     """Which groups machine `machine_rank` of `num_machines` starts, each with how many processes.
 
     `num_processes` is the total over all machines, as everywhere in Accelerate. On one machine every
@@ -140,7 +140,7 @@ def layout(
             f"this machine would start replica groups {first} to {first + groups - 1}, but there "
             f"are to be only {total}: raise {argument_name('num_replica_groups')}"
         )
-    return Layout(num_replica_groups=total, first=first, groups=groups, group_size=size)
+    return MachineLayout(num_replica_groups=total, first=first, groups=groups, group_size=size)
 
 
 def _default_size(here: int, num_machines: int, num_replica_groups: int | None) -> int:
@@ -174,7 +174,7 @@ class LighthousePlan:
 
 
 def lighthouse_plan(
-    place: Layout,
+    place: MachineLayout,
     *,
     lighthouse: str = "",
     num_machines: int = 1,

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lighthouse.wire.codec import Codec
+from lighthouse.wire.codec import MessageCodec
 
 VERSION = 3
 MAX_REQUEST_BYTES = 64 << 10
@@ -128,8 +128,8 @@ class HealRefused:
 
 Request = Open | Get | Done
 Reply = ManifestReply | ChunkReply | ValidReply | Gone | HealRefused
-requests = Codec(VERSION, {"open": Open, "get": Get, "done": Done})
-replies = Codec(
+requests = MessageCodec(VERSION, {"open": Open, "get": Get, "done": Done})
+replies = MessageCodec(
     VERSION,
     {
         "manifest": ManifestReply,

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from ft_core.process_group.errors import ProcessGroupError
 from lighthouse.errors import ProtocolError
-from lighthouse.wire.codec import Codec
+from lighthouse.wire.codec import MessageCodec
 
 PROTOCOL_VERSION = 2
 _MAGIC = f"ftpg{PROTOCOL_VERSION}"
@@ -99,7 +99,7 @@ class StoreKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Connected:
+class RendezvousOver:
     """The sender's communicator is connected; the connection ends here."""
 
 
@@ -110,13 +110,13 @@ class HelloRejected:
     reason: str
 
 
-RendezvousMessage = Hello | StoreKey | Connected | HelloRejected
-_CODEC = Codec(
+RendezvousMessage = Hello | StoreKey | RendezvousOver | HelloRejected
+_CODEC = MessageCodec(
     PROTOCOL_VERSION,
     {
         "hello": Hello,
         "key": StoreKey,
-        "connected": Connected,
+        "connected": RendezvousOver,
         "rejected": HelloRejected,
     },
 )
@@ -166,7 +166,7 @@ class _Connection:
         self.received = bytearray()
         self.unsent = bytearray()
         self.dialing = peer is not None
-        self.done = False  # the peer said Connected
+        self.done = False  # the peer said RendezvousOver
         self.mask = 0
 
     @property
@@ -281,7 +281,7 @@ class Rendezvous:
         """The communicator is connected: tell the other members and close."""
         with self._lock:
             for connection in self._connections.values():
-                connection.unsent += to_frame(Connected())
+                connection.unsent += to_frame(RendezvousOver())
                 self._flush(connection)
                 # At most these last bytes stay unsent, to a member that does not read; the closed
                 # connection tells it the same.
@@ -521,7 +521,7 @@ class Rendezvous:
             with self._changed:
                 self._keys[message.name] = message.value
                 self._changed.notify_all()
-        elif isinstance(message, Connected):
+        elif isinstance(message, RendezvousOver):
             connection.done = True
         else:
             raise ProtocolError(f"an unexpected {type(message).__name__}")

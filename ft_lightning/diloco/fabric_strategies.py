@@ -133,7 +133,7 @@ class FabricPeriodicMixin(FTFabricMixin):
             def before_forward(module: nn.Module, args: Any) -> None:
                 me = strategy()
                 if me is not None and module.training and torch.is_grad_enabled():
-                    me._begin(by_loader=False)
+                    me.begin_window(by_loader=False)
 
             module.register_forward_pre_hook(before_forward)
         return module
@@ -155,7 +155,7 @@ class FabricPeriodicMixin(FTFabricMixin):
 
     # ------------------------------------------------------------------ inner steps
 
-    def _begin(self, *, by_loader: bool) -> None:
+    def begin_window(self, *, by_loader: bool) -> None:
         """Between two inner steps: join, or count the one that is done."""
         if self._starting or self._manager is None or not self._optimizers:
             return

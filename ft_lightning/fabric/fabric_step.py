@@ -67,9 +67,9 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._end_if_told(training)
         if training:
             self._fetching = place
-            self._begin(by_loader=True)
+            self.begin_window(by_loader=True)
 
-    def _begin(self, *, by_loader: bool) -> None:
+    def begin_window(self, *, by_loader: bool) -> None:
         """At a loader's fetch, or at a forward: a window begins or comes again, perhaps."""
         if self._starting or self._manager is None or not self._optimizers:
             return

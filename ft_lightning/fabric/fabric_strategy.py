@@ -218,7 +218,7 @@ class FTFabricMixin(FabricStepMixin):
         def before_forward(module: nn.Module, args: Any) -> None:
             me = strategy()
             if me is not None and module.training and torch.is_grad_enabled():
-                me._begin(by_loader=False)
+                me.begin_window(by_loader=False)
 
         wrapped.register_forward_pre_hook(before_forward)
         self._wrapped.append(wrapped)

@@ -5,7 +5,7 @@ an unknown tag, a missing or surplus field, a wrong type or a value that the mes
 refuses raises `ProtocolError`. A frame of another version raises `VersionMismatch`, whatever else
 it holds, so that both sides can say so. Only these dataclasses are ever built from a frame.
 
-`Codec` serves any protocol of frozen dataclasses: the lighthouse's here, those of ft_core there.
+`MessageCodec` serves any protocol of frozen dataclasses: the lighthouse's here, those of ft_core there.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _wrong_type(where: str, wanted: type, raw: Any) -> ProtocolError:
 # ---------------------------------------------------------------- any protocol
 
 
-class Codec:
+class MessageCodec:
     """The frames of one protocol. Any thread.
 
     Args:
@@ -248,4 +248,4 @@ class Codec:
         return _decoder_of(kind)(raw[2:])
 
 
-_LIGHTHOUSE = Codec(VERSION, _TAGS)
+_LIGHTHOUSE = MessageCodec(VERSION, _TAGS)

@@ -11,7 +11,7 @@ import pytest
 
 from ft_accelerate import FaultTolerancePlugin
 from ft_accelerate.plugin.config import (
-    Layout,
+    MachineLayout,
     layout,
     lighthouse_plan,
     read_section,
@@ -158,8 +158,8 @@ def test_a_typo_in_the_section_is_refused(section: object, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def place(total: int, first: int, groups: int, size: int) -> Layout:
-    return Layout(num_replica_groups=total, first=first, groups=groups, group_size=size)
+def place(total: int, first: int, groups: int, size: int) -> MachineLayout:
+    return MachineLayout(num_replica_groups=total, first=first, groups=groups, group_size=size)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def place(total: int, first: int, groups: int, size: int) -> Layout:
         ),
     ],
 )
-def test_what_a_machine_becomes(given: dict[str, int], becomes: Layout) -> None:
+def test_what_a_machine_becomes(given: dict[str, int], becomes: MachineLayout) -> None:
     assert layout(**given) == becomes
 
 

@@ -23,7 +23,7 @@ import yaml
 
 from ft_accelerate.launch import launch_hooks
 from ft_accelerate.launch.groups import environment, in_our_hands, plan, wanted
-from ft_accelerate.plugin.config import Layout
+from ft_accelerate.plugin.config import MachineLayout
 from ft_accelerate.plugin.options import FaultTolerancePlugin
 from ft_core.launch.rank_group import group_command
 from tests.accelerate.installed import accelerate, installed
@@ -83,7 +83,7 @@ def test_an_existing_multi_node_yaml_becomes_replica_groups(
     args = arguments(stock, "--config_file", config)
     assert wanted(args, {})
     made = plan(args, {})
-    assert made.place == Layout(num_replica_groups=4, first=2, groups=1, group_size=8)
+    assert made.place == MachineLayout(num_replica_groups=4, first=2, groups=1, group_size=8)
     assert made.plugin.lighthouse == "tcp://10.0.0.1:4000"
     assert made.lighthouse.bind == ""  # the first machine's launcher runs it
     assert made.plugin.min_replicas == 3
@@ -92,7 +92,7 @@ def test_an_existing_multi_node_yaml_becomes_replica_groups(
     one_each = plan(
         arguments(stock, "--config_file", config, "--fault_tolerance_group_size", "1"), {}
     )
-    assert one_each.place == Layout(num_replica_groups=32, first=16, groups=8, group_size=1)
+    assert one_each.place == MachineLayout(num_replica_groups=32, first=16, groups=8, group_size=1)
 
 
 def test_flags_beat_the_yaml_which_beats_the_environment(stock: ModuleType, tmp_path: Path) -> None:

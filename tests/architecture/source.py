@@ -33,6 +33,10 @@ class Module:
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     @property
+    def is_package(self) -> bool:
+        return self.path.stem == "__init__"
+
+    @property
     def package(self) -> str:
         return self.name.split(".")[0]
 
@@ -56,6 +60,13 @@ class Module:
     def functions(self) -> list[tuple[str, int]]:
         """(qualified name, lines) of each function, decorators left out."""
         return list(_functions(self.tree, self.name))
+
+
+def imports_of_ours(module: Module) -> set[str]:
+    """Names of our modules that `module` imports, wherever it does so."""
+    ours = {known.name for known in modules() if not known.is_package}
+    found = {i.module if i.module in ours else i.module.rpartition(".")[0] for i in module.imports()}
+    return (found & ours) - {module.name}
 
 
 def modules(*packages: str) -> list[Module]:

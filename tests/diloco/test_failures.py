@@ -203,7 +203,7 @@ def closing_on_error(trainer: Trainer) -> Iterator[None]:
         raise
 
 
-class RetryableReducer:
+class Milestones:
     """Members wait here for each other's events, mid-window, by name."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ def test_members_change_at_outer_steps(
     if kind is DiLoCo:
         options.update(fragments=fragments, fragment_sync_delay=delay)
     slot = sync_every // (fragments or 1)
-    gate = RetryableReducer()
+    gate = Milestones()
     manager = {"use_async_quorum": use_async_quorum}
 
     def trainer(i: int) -> Trainer:

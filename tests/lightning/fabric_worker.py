@@ -134,10 +134,13 @@ class Worker:
                         self.criticise(logits, labels)
                         loss = loss + 0.1 * self.critic(logits).mean()
                     if last:
+                        # Within the step: when its vote says goodbye, those who stay are on their own.
+                        mean = self.fabric.all_reduce(loss.detach().clone())
+                        everyone = self.gather_ranks()
                         self.inject(loss)
                     self.fabric.backward(loss / k)
                 if last:
-                    self.finish_step(loss, epoch, number, window)
+                    self.finish_step(loss, mean, everyone, epoch, number, window)
                     window = []
                     if self.step == self.options["stop_at"]:
                         return
@@ -187,9 +190,15 @@ class Worker:
         place: int = self.strategy.progress.places[0].batch
         return place
 
-    def finish_step(self, loss: Any, epoch: int, number: int, window: list[float]) -> None:
-        mean = self.fabric.all_reduce(loss.detach().clone())
-        everyone = self.gather_ranks()
+    def finish_step(
+        self,
+        loss: Any,
+        mean: Any,
+        everyone: list[int],
+        epoch: int,
+        number: int,
+        window: list[float],
+    ) -> None:
         if self.options["clip"]:
             self.fabric.clip_gradients(self.net, self.optimizer, max_norm=self.options["clip"])
         self.optimizer.step()

@@ -17,11 +17,11 @@ from ft_core.process_group import ProcessGroupError, choose_address, outgoing_ad
 from ft_core.process_group.gloo_sockets import DeviceSockets, pair_sequences
 from ft_core.process_group.rendezvous import (
     Address,
-    Connected,
     Hello,
     Listener,
     Rendezvous,
     RendezvousMessage,
+    RendezvousOver,
     StoreKey,
     members_digest,
     take_message,
@@ -49,7 +49,7 @@ def test_frames_arrive_in_any_pieces() -> None:
     sent: list[RendezvousMessage] = [
         Hello(7, b"d" * 16, 1, 2, b"t" * 8, b"handle"),
         StoreKey("0/1", b"\0value"),
-        Connected(),
+        RendezvousOver(),
     ]
     buffer, received = bytearray(), []
     for byte in b"".join(to_frame(message) for message in sent):
@@ -66,7 +66,7 @@ def test_frames_arrive_in_any_pieces() -> None:
         b"\xff\xff\xff\xff\x01",  # too long
         b"\0\0\0\x05short",
         b"GET / HTTP/1.0\r\n\r\n",
-        to_frame(Connected()).replace(b"\x92\x02", b"\x92\x01"),  # another version
+        to_frame(RendezvousOver()).replace(b"\x92\x02", b"\x92\x01"),  # another version
         to_frame(StoreKey("k", b"v")).replace(b"\xa1k", b"\xc4\x01k"),  # a name that is bytes
         b"\0\0\0\x01\x92",  # a message that is cut off
     ],
