@@ -80,9 +80,7 @@ def script(size: str, pace_s: float) -> None:
         for _ in run:
             live = processes.current().live
             say(json.dumps([time.time(), live]))
-            if (
-                live
-            ):  # stands for the computation, which a fast-forward leaves out
+            if live:  # stands for the computation, which a fast-forward leaves out
                 time.sleep(pace_s)
     for line in sys.stdin:
         times = []

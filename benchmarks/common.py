@@ -65,13 +65,13 @@ def median_ms(seconds: Sequence[float]) -> float:
     return statistics.median(seconds) * 1e3
 
 
-def of_two_processes(context: SpawnContext, worker: Callable[..., None], *given: Any) -> dict[int,
-Any]:
+def of_two_processes(
+    context: SpawnContext, worker: Callable[..., None], *given: Any
+) -> dict[int, Any]:
     """What `worker(rank, *given, barrier, results)` puts into `results` as (rank, figures), by rank."""
     results, barrier = context.Queue(), context.Barrier(2)
     workers = [
-        context.Process(target=worker, args=(rank, *given, barrier, results))
-        for rank in range(2)
+        context.Process(target=worker, args=(rank, *given, barrier, results)) for rank in range(2)
     ]
     for process in workers:
         process.start()

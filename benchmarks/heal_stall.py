@@ -50,6 +50,7 @@ def work(name: str, lighthouse: str, mib: int, mode: str, compute: str) -> None:
     model = torch.nn.Sequential(*(Block(SIDE, SIDE, bias=False) for _ in range(blocks)))
     inner = torch.optim.Adam(model.parameters(), lr=1e-5)
     batch = torch.randn(BATCH if compute == "here" else 1, SIDE)
+
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
@@ -73,7 +74,10 @@ def work(name: str, lighthouse: str, mib: int, mode: str, compute: str) -> None:
             say(event.kind, **event.data)
 
     manager.telemetry.add_sink(tell)
-    model_of_all, optimizer = DistributedDataParallel(manager, model), OptimizerWrapper(manager, inner)
+    model_of_all, optimizer = (
+        DistributedDataParallel(manager, model),
+        OptimizerWrapper(manager, inner),
+    )
     say("ready")
     assert sys.stdin.readline() == "go\n"
     stop = threading.Event()
@@ -191,7 +195,9 @@ def main() -> None:
         print(mode, compute, middle, flush=True)
     columns = ["quorum", "compute", "step of 2 s", "step of 3 s", "joining step s", "extra stall",
                "all trials %", "snapshot s", "transfer s"]  # fmt: skip
-    report(f"A heal of {options.mib} MiB, seen by the healthy", columns, rows, figures, options.json)
+    report(
+        f"A heal of {options.mib} MiB, seen by the healthy", columns, rows, figures, options.json
+    )
 
 
 if __name__ == "__main__":

@@ -221,7 +221,9 @@ def serve(kind: str, out: Any, stop: Any) -> None:
 def main() -> None:
     parser = arguments(__doc__.split("\n\n")[1])
     parser.add_argument("--blocks", type=int, default=30, help="blocks of steps for each in a pair")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of processes, one after another")
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="pairs of processes, one after another"
+    )
     options = parser.parse_args()
     os.environ.setdefault("RUST_LOG", "error")  # torchft's; several lines a step otherwise
     modes = ["ours"] + (["torchft"] if torchft_version() else [])
@@ -269,7 +271,11 @@ def compare(size: str, blocks_ms: dict[str, list[float]]) -> tuple[list[str], di
     if "torchft" in blocks_ms:
         plain, peer = blocks_ms["plain beside torchft"], blocks_ms["torchft"]
         peer_extra = middle([t - p for t, p in zip(peer, plain, strict=True)])[0]
-        row += [f"{statistics.median(peer):.2f}", f"{peer_extra:+.2f}", f"{extra[0] / peer_extra:.2f}"]
+        row += [
+            f"{statistics.median(peer):.2f}",
+            f"{peer_extra:+.2f}",
+            f"{extra[0] / peer_extra:.2f}",
+        ]
         figures |= {"torchft": statistics.median(peer), "torchft extra": peer_extra}
     return row, figures
 

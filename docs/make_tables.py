@@ -82,7 +82,7 @@ def transitions() -> str:
 
 
 def timeout_table() -> str:
-    """What each timeout is for some values of the one knob, in seconds."""
+    """What each timeout is for some values of `timeout`, in seconds."""
     knobs = (5.0, 60.0, 600.0)
     derived = {knob: Timeouts.derive(knob) for knob in knobs}
     heads = " | ".join(f"timeout {knob:g} s" for knob in knobs)

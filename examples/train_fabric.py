@@ -77,7 +77,9 @@ def main() -> None:
         with torch.no_grad():
             accuracy = float((model(val[0]).argmax(1) == val[1]).float().mean())
         if fabric.is_global_zero:
-            print(f"epoch {epoch}: loss {float(mean_loss):.4f}, accuracy {accuracy:.3f}", flush=True)
+            print(
+                f"epoch {epoch}: loss {float(mean_loss):.4f}, accuracy {accuracy:.3f}", flush=True
+            )
         if args.checkpoint is not None:
             fabric.save(args.checkpoint, state)
 
