@@ -11,7 +11,7 @@ backlog. A hello of an older quorum is rejected; one of a newer quorum is kept f
 rendezvous.
 
 A frame on a connection is its length (4 bytes, big-endian) and a message (`lighthouse.wire.codec`).
-Each group draws a random token, so that a port which another process reuses is not mistaken for it.
+Each group draws a random cookie, so that a port which another process reuses is not mistaken for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lighthouse.wire.codec import MessageCodec
 PROTOCOL_VERSION = 2
 _MAGIC = f"ftpg{PROTOCOL_VERSION}"
 FRAME_BYTES_MAX = 1 << 22  # Gloo publishes eight bytes per member, plus its addresses
-_TOKEN_BYTES = 8
+_COOKIE_BYTES = 8
 _LENGTH = struct.Struct("!I")
 _BACKLOG = 4096
 _EARLY_CONNECTIONS_MAX = 4096
@@ -51,25 +51,25 @@ _NOTIFY_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a process group can be reached. Travels as text: `ftpg2/<port>/<token>/<host>`."""
+    """Where a process group can be reached. Travels as text: `ftpg2/<port>/<cookie>/<host>`."""
 
     host: str
     port: int
-    token: bytes
+    cookie: bytes
 
     def encode(self) -> bytes:
         """Under 300 bytes of UTF-8."""
-        return f"{_MAGIC}/{self.port}/{self.token.hex()}/{self.host}".encode()
+        return f"{_MAGIC}/{self.port}/{self.cookie.hex()}/{self.host}".encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Address:
         """Raises `ValueError` when `data` did not come from `ProcessGroup.address()`."""
         try:
-            magic, port, token, host = data.decode().split("/", 3)
-            address = cls(host, int(port), bytes.fromhex(token))
+            magic, port, cookie, host = data.decode().split("/", 3)
+            address = cls(host, int(port), bytes.fromhex(cookie))
         except ValueError as error:
             raise ValueError(f"{data!r} is no address of a process group") from error
-        if magic != _MAGIC or len(address.token) != _TOKEN_BYTES or not host:
+        if magic != _MAGIC or len(address.cookie) != _COOKIE_BYTES or not host:
             raise ValueError(f"{data!r} is no address of a process group of this version")
         return address
 
@@ -78,7 +78,7 @@ class Address:
 class Hello:
     """The first message on a connection, in both directions.
 
-    `digest`: of the member list. `token`: that of the receiver. `handle`: what the receiver's
+    `digest`: of the member list. `cookie`: that of the receiver. `handle`: what the receiver's
     backend needs to reach the sender's, maybe empty.
     """
 
@@ -86,7 +86,7 @@ class Hello:
     digest: bytes
     rank: int
     world_size: int
-    token: bytes
+    cookie: bytes
     handle: bytes
 
 
@@ -185,11 +185,11 @@ class Listener:
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self.cookie = secrets.token_bytes(_COOKIE_BYTES)
         self.early: list[_Connection] = []
         self.socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.socket.setblocking(False)
-        self.address = Address(host, self.socket.getsockname()[1], self.token)
+        self.address = Address(host, self.socket.getsockname()[1], self.cookie)
 
     def close(self) -> None:
         """Close the socket and the early connections."""
@@ -427,7 +427,7 @@ class Rendezvous:
                 digest=self._digest,
                 rank=self.rank,
                 world_size=len(self._peers),
-                token=self._peers[peer].token,
+                cookie=self._peers[peer].cookie,
                 handle=self._handle,
             )
         )
@@ -537,7 +537,7 @@ class Rendezvous:
         if hello.quorum_id > self.quorum_id:
             return
         reason = None
-        if hello.token != self._listener.token:
+        if hello.cookie != self._listener.cookie:
             reason = "this address belongs to another process group now"
         elif hello.quorum_id < self.quorum_id:
             reason = f"it is in quorum {self.quorum_id}, quorum {hello.quorum_id} is over"

@@ -97,8 +97,8 @@ def test_strangers_do_not_disturb_a_rendezvous(listeners: list[Listener]) -> Non
         silent.sendall(b"\0\0")
         digest = members_digest(addresses)
         misled.sendall(to_frame(Hello(1, digest, 0, 2, b"another!", b"")))
-        token = listeners[1].address.token
-        surplus.sendall(to_frame(Hello(1, digest, -1, 2, token, b"")))
+        cookie = listeners[1].address.cookie
+        surplus.sendall(to_frame(Hello(1, digest, -1, 2, cookie, b"")))
         both = [Rendezvous(listeners[rank], 1, rank, addresses, b"h%d" % rank) for rank in (0, 1)]
         other = threading.Thread(target=both[0].gather, args=(time.monotonic() + PATIENCE_S,))
         other.start()
