@@ -41,8 +41,8 @@ TORCH = ("torch._dynamo", "ft_core.manager", "ft_core.ddp", "ft_core.diloco.dilo
 FRAMEWORKS = {
     "torch": TORCH,
     "lightning": (*TORCH, "lightning.pytorch", "lightning.fabric", "ft_lightning.fabric"),
-    "accelerate": (*TORCH, "accelerate", "ft_accelerate.runtime.install"),
-    "transformers": (*TORCH, "transformers.trainer", "trl", "ft_accelerate.runtime.install"),
+    "accelerate": (*TORCH, "accelerate", "ft_accelerate.install"),
+    "transformers": (*TORCH, "transformers.trainer", "trl", "ft_accelerate.install"),
 }
 """What a server has imported. None of it starts a thread or reads what a test puts into the
 environment."""

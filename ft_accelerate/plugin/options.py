@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_core.config import (
+from ft_core.environment import (
     ENV_JOB,
     ENV_LIGHTHOUSE,
     ENV_NUM_GROUPS,

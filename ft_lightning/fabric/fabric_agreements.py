@@ -102,6 +102,10 @@ class FabricAgreementsMixin(FabricScopedMixin):
         """Whether members are at the same place of their scripts."""
         raise NotImplementedError
 
+    def _in_pass(self) -> bool:
+        """Whether the loop is in a pass over training data, where a group may join in a batch."""
+        raise NotImplementedError
+
     def _attempt(self, where: Where) -> None:
         """Be in a quorum. For a round: sets `_lost` if this group is behind."""
         raise NotImplementedError
@@ -121,6 +125,9 @@ class FabricAgreementsMixin(FabricScopedMixin):
 
     def _round(self, name: str, tensor: Tensor, op: str) -> Tensor | None:
         """What all have together; None: nothing is sent, this process's value counts."""
+        known = self._window.answer()
+        if known is not None:
+            return known.to(tensor.device, copy=True)
         self._window.agreed()
         if not self._meets():
             self._warn(name)
@@ -189,6 +196,8 @@ class FabricAgreementsMixin(FabricScopedMixin):
                 "something else, or with a tensor of another shape or type: call the same "
                 "collectives in the same order in all of them"
             )
+        if self._in_pass():
+            self._window.results.append(result.clone())
         return result
 
     def _sit_in(self, call: Call) -> None:

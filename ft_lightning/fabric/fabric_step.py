@@ -141,6 +141,9 @@ class FabricStepMixin(FabricAgreementsMixin):
     def _aligned(self) -> bool:
         return self._fed_by_loader and self._lead is not None and self._lead.placeable
 
+    def _in_pass(self) -> bool:
+        return self._window.open or (self._lead is not None and self._lead.active)
+
     def _follow_leader(self) -> None:
         """Membership may have changed: so may the leader."""
         manager = self._known_manager

@@ -322,6 +322,7 @@ class FTFabricMixin(FabricStepMixin):
         return {
             **self._places_to_receive(),
             "window": astuple(self._window.place),
+            "results": list(self._window.results),
             "lead": -1 if lead is None else self.progress.places.index(lead),
             "schedulers": [s.state_dict() for s in self._schedulers],
             "precision": self.precision.state_dict(),
@@ -348,6 +349,7 @@ class FTFabricMixin(FabricStepMixin):
             return
         self._healed = True
         self._window.place = WindowPlace(*state["window"])
+        self._window.results = list(state["results"])
         for name in ("models", "optimizers", "schedulers"):
             for mine, its in zip(getattr(self, f"_{name}"), state[name], strict=True):
                 mine.load_state_dict(its)

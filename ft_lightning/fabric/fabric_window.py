@@ -8,7 +8,7 @@ a window starts with the window's first batch, and leaves out what its peers hav
 
 | | gradients | `optimizer.step()` | collectives |
 |---|---|---|---|
-| before the place where the peers are | stay local | does nothing | this process's value |
+| before the place where the peers are | stay local | does nothing | what the peers got |
 | from there on | averaged, committed | updates | over the participants |
 | void, until the loader fetches a batch | zeros | does nothing | this process's value |
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class Where(Enum):
@@ -53,13 +54,16 @@ class Window:
         arrived: this pass is where the peers are.
         fresh: there are committed gradients for an optimizer.
         place: how far this group is, or (before it has arrived) its peers are.
+        results: of the agreements since the window's first batch, in their order; heal with the
+            state. A group that joins in the midst of a window answers its own calls with them.
     """
 
     def __init__(self) -> None:
         self.open = self.void = self.fresh = self._uncounted = False
         self.arrived = True
         self.place = WindowPlace()
-        self._left_out = self._passes = 0
+        self.results: list[Any] = []
+        self._left_out = self._passes = self._answered = 0
 
     @property
     def muted(self) -> bool:
@@ -74,10 +78,11 @@ class Window:
     def start_over(self) -> None:
         """The next pass is a new window's."""
         self.place = WindowPlace()
+        self.results = []
 
     def begin(self) -> None:
         """A pass begins with the window's first batch; what `place` says is left out."""
-        self._left_out, self._passes = self.place.committed, 0
+        self._left_out, self._passes, self._answered = self.place.committed, 0, 0
         self.open, self.void, self.fresh = True, False, False
         self.arrived = self.place == WindowPlace()
 
@@ -86,6 +91,13 @@ class Window:
         if self.arrived:
             place = self.place
             self.place = WindowPlace(place.committed, place.passes, place.agreements + 1)
+
+    def answer(self) -> Any:
+        """What the peers got from the call at hand, before this group has come to their place."""
+        if self.arrived or self.void or self._answered == len(self.results):
+            return None
+        self._answered += 1
+        return self.results[self._answered - 1]
 
     def before_backward(self) -> None:
         """`fabric.backward` is called."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ft_core.config import ENV_REPLICA_GROUP
+from ft_core.environment import ENV_REPLICA_GROUP
 from ft_core.manager import Manager
 from ft_lightning.shared.ranks import NominalRanks
 from ft_lightning.shared.topology import ENV_NODE

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ft_core.config import JobOptions, ReplicaEnv
+from ft_core.config import JobOptions
+from ft_core.environment import ReplicaEnv
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_lightning.shared.topology import Role, Scope

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ft_core.config import ENV_NUM_GROUPS, ENV_REPLICA_GROUP, ReplicaEnv
+from ft_core.environment import ENV_NUM_GROUPS, ENV_REPLICA_GROUP, ReplicaEnv
 
 ENV_DEVICE = "FT_LIGHTNING_DEVICE"
 ENV_NODE = "NODE_RANK"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from ft_core.config import ENV_JOB
+from ft_core.environment import ENV_JOB
 from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import machine_lock
 from ft_lightning.shared.ranks import NominalRanks

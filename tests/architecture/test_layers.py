@@ -60,7 +60,7 @@ PURE = [
     "lighthouse.machine.members",
 ]
 # Reads the environment when asked to; pure modules take no more than its constants and types.
-CONSTANTS_OF = {"ft_core.config"}
+CONSTANTS_OF = {"ft_core.environment"}
 IMPURE_IMPORTS = {
     "asyncio", "concurrent", "datetime", "io", "logging", "mmap", "multiprocessing", "os",
     "pathlib", "queue", "random", "secrets", "select", "selectors", "shutil", "signal", "socket",

@@ -19,6 +19,7 @@ LAYERS = [
     "lighthouse.wire",
     "lighthouse.machine",
     "lighthouse",
+    "ft_core.environment",
     "ft_core.errors",
     "ft_core.telemetry",
     "ft_core.replica",

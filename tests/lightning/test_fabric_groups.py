@@ -224,8 +224,7 @@ def test_joins_between_two_updates_of_a_batch(two: Groups, server: LighthouseSer
     first, second = two.join()
     assert sorted({*first[0]}) == [0, 2, 4, 6, 8, 10, 12, 14]
     assert second[0] == [7, 9, 11, 13, 15]
-    # Its value of the round that it was not there for is its own.
-    assert first[1][-10:] == [10.0, *[21.0] * 9]
-    assert second[1] == [11.0, *[21.0] * 9]
+    # Of the agreement that it was not there for it is given what its peer has got.
+    assert first[1][-10:] == second[1] == [10.0, *[21.0] * 9]
     assert first[2:] == second[2:]
     assert first[2] == 16

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.config import ReplicaEnv
+from ft_core.environment import ReplicaEnv
 from ft_lightning.shared.strategy_options import Options, job_of, refuse_ddp_options
 from ft_lightning.shared.topology import Role, Scope
 from ft_lightning.trainer.decisions import Hyperparameters
