@@ -116,13 +116,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self._shared.begin()
         return super().forward(*inputs, **kwargs)
 
-    def mute(self, muted: bool) -> None:
-        """Keep the gradients of backward passes from here on local (or stop doing so), as those of
-        a step that the peers have committed already. Unlike `no_sync`, which must enclose the
-        forward, this concerns the backward.
-        """
-        self._reduction.muted = muted
-
     def forget_forward(self) -> None:
         """No backward will follow the forward passes so far.
 
@@ -224,7 +217,7 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
                     self._retry.is_bucket(parameter.grad)
 
     def _gradient_ready(self, parameter: Tensor) -> None:
-        if self.require_backward_grad_sync and not self._reduction.muted:
+        if self.require_backward_grad_sync:
             if self._optional is not None:
                 self._retry.keep_accumulated(self._optional)
             self._retry.keep(parameter)
@@ -288,7 +281,6 @@ class _Reduction(dist.ProcessGroup):
         self._divisor = 1
         self._on_their_way: list[StartedReduce] = []
         self._awaited_in = -1
-        self.muted = False
         self.reduce_used: Callable[[Tensor], Future[Tensor]] = self._reduce_used
         """Given how often this member used each parameter, gives what torch's reducer sees of it."""
 
@@ -314,15 +306,13 @@ class _Reduction(dist.ProcessGroup):
     def getSize(self) -> int:
         """torch's reducer asks once a backward pass, at its first gradient; others at any time."""
         if self._begun and torch._C._current_graph_task_id() >= 0:
-            self.unsent = 0 if self.muted else self._values
-            self._divisor = 1 if self.muted else self._manager.mean_divisor()
+            self.unsent = self._values
+            self._divisor = self._manager.mean_divisor()
         return self._divisor
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """A bucket of gradients, or (integers) how often each parameter was used."""
         tensor = tensors[0]
-        if self.muted:
-            return work_of(completed(tensor))
         try:
             if not tensor.is_floating_point():
                 return work_of(self.reduce_used(tensor))
