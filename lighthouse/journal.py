@@ -7,11 +7,11 @@ others to wait for. With it, the lighthouse knows at once. Safety never depends 
 from __future__ import annotations
 
 import json
-import os
 import threading
 from pathlib import Path
 from typing import Any
 
+from lighthouse.files import replace_whole
 from lighthouse.wire.messages import JobKey
 
 FORMAT = 2
@@ -56,20 +56,12 @@ def _parse(raw: Any) -> Remembered:
 
 
 def _write(path: Path, remembered: Remembered) -> None:
-    """Replace `path`: a reader, or a crash at any moment, sees the old file or the new one."""
     jobs = [
         {"job_id": key.job_id, "room_id": key.room_id, "quorum_id": quorum_id, "members": members}
         for key, (quorum_id, members) in remembered.items()
     ]
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, "jobs": jobs}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replace_whole(path) as draft:
+        draft.write_text(json.dumps({"format": FORMAT, "jobs": jobs}), encoding="utf-8")
 
 
 class Journal:

@@ -26,10 +26,11 @@ from ft_accelerate.runtime.startup_collectives import StartupCollectives
 from ft_core.collectives.retry import RetryableReducer
 from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.sigterm import Sigterm
-from ft_core.launch.supervisor import die_with, machine_lock
+from ft_core.launch.supervisor import die_with
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import JoinRefused
+from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_accelerate")
 

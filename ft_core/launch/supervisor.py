@@ -8,20 +8,16 @@ until an event or until the next restart is due. Children end with the superviso
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import os
 import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import FrameType
 
 FIRST_PAUSE_S = 0.5
@@ -304,20 +300,6 @@ def die_with(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
-
-
-def machine_lock(purpose: str, subject: str) -> int:
-    """Wait for a lock that one process of this user on this machine holds at a time.
-
-    `purpose` is part of the lock file's name; of `subject` (any text) a hash is. Returns a
-    descriptor: the lock is released when it is closed, or when this process ends. Any thread.
-    """
-    digest = hashlib.blake2b(subject.encode(), digest_size=6).hexdigest()
-    path = Path(tempfile.gettempdir()) / f"{purpose}-{os.getuid()}-{digest}.lock"
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
 
 
 def _wait(

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import lighthouse
-from ft_core.launch.supervisor import machine_lock
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseError, LighthouseUnavailable
+from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_core")
 

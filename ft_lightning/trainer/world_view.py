@@ -24,9 +24,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_core.environment import ENV_JOB
 from ft_core.launch.sigterm import Sigterm
-from ft_core.launch.supervisor import machine_lock
 from ft_lightning.shared.ranks import NominalRanks
 from ft_lightning.shared.topology import Scope
+from lighthouse.files import machine_lock
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base

@@ -16,6 +16,7 @@ from tests.architecture.source import Module, imports_of_ours, modules
 LAYERS = [
     "lighthouse.errors",
     "lighthouse.config",
+    "lighthouse.files",
     "lighthouse.wire",
     "lighthouse.machine",
     "lighthouse",

@@ -1,0 +1,60 @@
+"""Files that several processes share: one that is replaced whole, and a lock for one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replace_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Replace the file `path`: a reader, or a crash at any moment, sees the old file or the new one.
+
+        with replace_whole(path) as draft:
+            draft.write_text(text)
+
+    The block writes the file `draft`, in the same folder. At its end the draft is on the disk, and
+    then takes the name `path`. If the block raises, the draft is removed and `path` is as it was. A
+    process that is killed in between leaves its draft, `.NAME.PID.part`.
+
+    Any thread, but one at a time for a path. Raises OSError if the file can't be written, and
+    FileNotFoundError if the block has written none.
+    """
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield draft
+        _flush(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # some network file systems can't flush a folder
+        _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    """Return when the file, or the folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def machine_lock(purpose: str, subject: str) -> int:
+    """Wait for a lock that one process of this user on this machine holds at a time.
+
+    `purpose` is part of the lock file's name; of `subject` (any text) a hash is. Returns a
+    descriptor: the lock is released when it is closed, or when this process ends. Any thread.
+    """
+    digest = hashlib.blake2b(subject.encode(), digest_size=6).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"{purpose}-{os.getuid()}-{digest}.lock"
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
