@@ -42,3 +42,17 @@ def test_named_tests_exist(page: Path) -> None:
     ]
     assert not missing
 
+
+
+@pytest.mark.parametrize("folder", ["lightning", "accelerate"])
+def test_a_page_of_tests_names_tests_that_exist(folder: str) -> None:
+    """Test files and test functions by their bare names; a section on Accelerate's own has others."""
+    page = (ROOT / "docs" / f"{folder}_tests.md").read_text("utf-8")
+    ours = page.partition("\n## Accelerate's own")[0]
+    files = {path.name: path.read_text("utf-8") for path in (ROOT / "tests" / folder).iterdir()
+             if path.suffix == ".py"}  # fmt: skip
+    defined = set(re.findall(r"^def (test_\w+)\(", "\n".join(files.values()), re.M))
+    named = {name for code in re.findall(r"`([^`]+)`", ours) for name in re.split(r"::|\[", code)
+             if name.startswith("test_")}  # fmt: skip
+    assert len(named) > 20
+    assert named <= defined | set(files)

@@ -1,7 +1,7 @@
 """Fits under a quorum of two and of three: equal to stock `ddp`, to each other, and to the promises.
 
-docs/lightning_semantics.md names a test of this file for each of its statements. The runs are made
-once for all tests: two pairs of processes, and one of three each.
+docs/lightning_tests.md says what each test shows. The runs are made once for all tests: two pairs of
+processes, and one of three each.
 """
 
 from __future__ import annotations
