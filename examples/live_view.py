@@ -35,7 +35,7 @@ class View:
             self._live.start()
 
     def say(self, line: str, style: str = "") -> None:
-        """A line that stays."""
+        """Print a line that stays. Any thread."""
         with self._lock:
             stamp = f"{time.time() - self._origin:6.2f} s "
             self.console.print(Text.assemble((stamp, "dim"), (line, style)))

@@ -35,7 +35,7 @@ from lighthouse.machine.job import Note
 HERE = Path(__file__).resolve().parent
 MAX_REASON_CHARS = 90
 KILL_AFTER = 1.1
-"""Pauses after a commit: just then gradients travel, and the others have most to lose."""
+"""When to kill, in step delays after a commit: gradients travel then, and the others lose most."""
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -79,13 +79,13 @@ def parse_options() -> argparse.Namespace:
     add("--replicas", type=int, default=3, help="replica groups (at least 2)")
     add("--steps", type=int, default=600, help="optimizer steps of the run")
     add("--kill-at", type=int, help="kill when this step is committed (default: a quarter of all)")
-    add("--step-delay", type=float, default=0.05, help="seconds of pretended work a step")
-    add("--timeout", type=float, default=30.0, help="the one knob, seconds; docs/timeouts.md")
-    add("--limit", type=float, default=170.0, help="seconds after which the run is given up")
+    add("--step-delay", type=float, default=0.05, help="seconds that each step sleeps")
+    add("--timeout", type=float, default=30.0, help="of communication, seconds; docs/timeouts.md")
+    add("--limit", type=float, default=600.0, help="seconds after which the run has failed")
     add("--out", type=Path, default=Path("out/survive_kill"), help="folder for what is written")
     options = parser.parse_args()
     if options.replicas < 2:
-        parser.error("--replicas must be at least 2: one has to survive")
+        parser.error("--replicas must be at least 2: one must survive")
     if options.kill_at is None:
         # Early in an epoch: at its end members agree on metrics, and no gradients are reduced.
         options.kill_at = max(1, options.steps // 4)
@@ -93,7 +93,7 @@ def parse_options() -> argparse.Namespace:
 
 
 class Demo:
-    """Starts, kills and restarts the processes. A thread a process reads its events."""
+    """Starts, kills and restarts the processes. One thread for each process reads its events."""
 
     def __init__(self, options: argparse.Namespace, run: Run, view: View, lighthouse: str) -> None:
         self._options, self._run, self._view = options, run, view
@@ -192,7 +192,7 @@ class Demo:
         return Path(self._options.out / f"result-{group}.json")
 
     def _look_at(self, life: Life, process: subprocess.Popen[bytes], event: dict[str, Any]) -> None:
-        """Kill the victim when its time has come; say what is worth saying."""
+        """Reader's thread: kill the victim at its step, and report the event."""
         kind, say, group = event["kind"], self._view.say, f"replica group {life.group}"
         if kind == "commit":
             due = event["step"] >= self._options.kill_at and self._run.kill_s is None
@@ -224,7 +224,7 @@ def _short(reason: str) -> str:
 
 
 class _Notes:
-    """The lighthouse's remarks, as lines of the view."""
+    """Prints the lighthouse's notes. Called by the lighthouse's thread."""
 
     def __init__(self, view: View) -> None:
         self._view = view
