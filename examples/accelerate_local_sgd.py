@@ -1,4 +1,4 @@
-"""    accelerate launch --num_processes 3 --use_fault_tolerance examples/accelerate_local_sgd.py
+"""accelerate launch --num_processes 3 --use_fault_tolerance examples/accelerate_local_sgd.py
 
 Digits with LocalSGD: three replica groups train on their own and average every eight steps. Kill
 any process: the others average without it, and it comes back after the next outer step. With

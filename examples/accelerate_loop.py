@@ -1,4 +1,4 @@
-"""    accelerate launch --num_processes 3 --use_fault_tolerance examples/accelerate_loop.py
+"""accelerate launch --num_processes 3 --use_fault_tolerance examples/accelerate_loop.py
 
 Digits with a plain Accelerate loop. The script contains nothing about fault tolerance: kill any of
 the three processes while it runs, and see that the others continue and that it comes back.

@@ -41,8 +41,9 @@ class _Flat:
 class SharedBuffers:
     """The persistent buffers of `module`, kept equal in all members of `manager`'s quorum.
 
-    Buffers that are not persistent are no part of a state dict, and left alone, as are names in
-    `ignored`. All must be on one device (ValueError). A part of the healed state under `key`.
+    Buffers that are not persistent are not in a state dict; they are left alone, and so are names in
+    `ignored`. The buffers heal as the part `key` of the manager's state. Raises ValueError if they
+    are on several devices.
 
     Thread: `begin` and the manager's calls in the loop's, `send` in autograd's.
     """
@@ -60,7 +61,7 @@ class SharedBuffers:
         self._began = self._sent = False
         self._in_flight: Future[Tensor] | None = None
         self.before_send: Callable[[], bool] | None = None
-        """Asked by `send`, also where an error keeps it from sending: whether it is to send."""
+        """Called by `send`, also where an error keeps it from sending. False: do not send."""
         if not self._owners:
             return
         buffers = self.tensors()
@@ -79,7 +80,7 @@ class SharedBuffers:
 
     @property
     def wire(self) -> Tensor:
-        """What travels: all buffers, as bytes."""
+        """What is sent: all buffers, as one tensor of bytes."""
         return self._wire.bytes
 
     def begin(self) -> None:

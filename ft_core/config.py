@@ -44,7 +44,7 @@ DEFAULT_HEAL = HealOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """What one rank of a replica group was told about its job. `resolve` makes it.
+    """All options of one rank of a replica group. `resolve` makes them.
 
     Attributes:
         name: of the replica group: stable over restarts, unique in the job.
@@ -60,17 +60,17 @@ class JobOptions:
             states are equal already, and nothing is compared.
         weighted: means are weighted by the samples of each participant's batch.
         world_size_mode: see `WorldSizeMode`.
-        max_retries: how many discarded steps in a row are tried again; None: without end.
-        timeout_s: the knob from which `timeouts` derives.
+        max_retries: how many discarded steps in a row are tried again; None: no limit.
+        timeout_s: seconds that one step's communication may take; `timeouts` derives from it.
         quorum_timeout_s: how long a step waits for its quorum; None: while the lighthouse answers.
-        connect_timeout_s: how long the lighthouse may be away; None: derived.
-        heartbeat_s: how often a connected host proves that it lives; None: derived.
+        connect_timeout_s: how long the lighthouse may be unreachable; None: derived.
+        heartbeat_s: how often a connected host proves that it is alive; None: derived.
         group_rank, group_world_size: of this process in its replica group.
         ranks_hold: what the ranks of a replica group hold, see `RanksHold`.
         store_addr, store_port: of the group's rendezvous store; "" and 0 with one rank.
         interface: IP address, or name of a network interface, to advertise; "": the one that routes
             to the lighthouse.
-        watch_process: start the watcher that sees this process die (Linux).
+        watch_process: start the watcher, which reports this process's death (Linux).
         heal_port, token, heal_allow_objects: see `HealOptions`.
         timeouts: every duration of the protocol; derived.
 
@@ -135,10 +135,11 @@ class JobOptions:
 
     @classmethod
     def resolve(cls, chosen: object = None, **arguments: Any) -> JobOptions:
-        """Arguments beat the fields of `chosen`, which beat the environment, which beats defaults.
+        """Options from `arguments`, else from `chosen`, else from the environment, else the defaults.
 
-        `chosen`: a framework's own options; its fields that are called as fields here are taken.
-        None or "" for a value means that nothing was said; durations may be timedeltas. Raises ValueError.
+        `chosen`: a framework's own options; those of its attributes are taken that have the name of
+        a field here. A value of None or "" counts as not given. Durations are seconds or timedeltas.
+        Raises ValueError. Any thread.
         """
         env = ReplicaEnv.read()
         known: dict[str, Any] = {
@@ -177,14 +178,14 @@ class JobOptions:
 
     @property
     def place(self) -> CopyIndex:
-        """Of this rank among those of its group that hold a copy each."""
+        """This rank's number among those of its group that hold a copy each."""
         if self.ranks_hold is RanksHold.SHARDS:
             return CopyIndex()
         return CopyIndex(self.group_rank, self.group_world_size)
 
     @property
     def schema(self) -> dict[str, str]:
-        """What of this the members must have in common."""
+        """Those options that must be equal in all members."""
         size = self.place.size
         found = {"ranks of a replica group": str(size)} if size > 1 else {}
         return found | ({"mean": "by samples"} if self.weighted else {})

@@ -1,4 +1,4 @@
-"""DistributedSampler: one shard a rank and replica group, resumable within an epoch."""
+"""DistributedSampler: one shard for each rank of each replica group, resumable within an epoch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 class DistributedSampler(TorchDistributedSampler[Any]):
     """Shards a dataset over all ranks of all replica groups that a job may have.
 
-    Shards are fixed: that of a replica group which is away is not read meanwhile, as in torchft.
+    Shards are fixed, as in torchft: the shard of a replica group that is away is not read meanwhile.
+    Iterating yields sample indices (int) of this rank's shard.
 
     Args:
         dataset: needs a length.
-        replica_rank: number of this replica group, 0 to num_replica_groups - 1; the group's own,
-            not its rank in a quorum, which changes. `replica_group_id` is another name for it.
-        num_replica_groups: how many there may be at most.
+        replica_rank: number of this replica group, 0 to num_replica_groups - 1: its own number, not
+            its rank in a quorum, which changes. `replica_group_id` is another name for it.
+        num_replica_groups: the largest number of replica groups that the job may have.
         group_rank: of this process in its replica group; default torch.distributed's rank if it
             is initialized, else 0. `rank` is another name for it.
         num_replicas: ranks in a replica group; default torch.distributed's world size if it is
             initialized, else 1.
-        shuffle, seed, drop_last: as torch's; the same everywhere.
+        shuffle, seed, drop_last: as torch's; equal in all ranks.
 
-    Raises ValueError for numbers that don't fit together.
+    Raises ValueError for numbers that contradict each other.
+
+    Thread: one; as torch's samplers, it has no lock.
     """
 
     def __init__(
@@ -67,8 +70,11 @@ class DistributedSampler(TorchDistributedSampler[Any]):
         self._position = 0
 
     def set_position(self, samples: int) -> None:
-        """The next iteration skips this many samples of this shard (0 to its size): they are
-        done. Holds for one iteration, or until `set_epoch` names another epoch."""
+        """Have the next iteration skip `samples` samples of this shard, which were trained on.
+
+        Applies to one iteration, or until `set_epoch` names another epoch. Raises ValueError unless
+        `samples` is from 0 to the shard's size.
+        """
         if not 0 <= samples <= self.num_samples:
             raise ValueError(f"position must be 0 to {self.num_samples}, got {samples}")
         self._position = samples
@@ -91,12 +97,16 @@ class DistributedSampler(TorchDistributedSampler[Any]):
         return self.num_samples - self._position
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next iteration starts. It does not see how far an iteration got: workers
-        fetch ahead; count the samples that were trained on and call `set_position`."""
+        """Where the next iteration starts: `epoch`, and `position` in samples of this shard.
+
+        An iteration does not move the position, since workers fetch ahead: count the samples that
+        were trained on and call `set_position`.
+        """
         return {"epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore; raises ValueError if the position is outside of this shard."""
+        """Restore what `state_dict` returned. Raises ValueError if the position is outside of this
+        shard."""
         super().set_epoch(int(state_dict["epoch"]))
         self.set_position(int(state_dict["position"]))
 

@@ -71,8 +71,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             work are a ValueError.
 
     A step whose backward did not reach every parameter is not committed (unless
-    `find_unused_parameters`). No error of communication is raised in backward: `manager.errored`
-    tells, and `should_commit` says no.
+    `find_unused_parameters`). Backward raises no error of communication: `manager.errored` returns
+    it, and `should_commit` votes no.
+
+    Raises ValueError for arguments that cannot work and for sparse gradients, RuntimeError if this
+    torch cannot fix the layout of its buckets. Thread: the training loop's; autograd's threads reduce.
     """
 
     def __init__(self, manager: GradientManager, module: nn.Module, **kwargs: Any) -> None:
@@ -112,27 +115,28 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._reduction = reduction
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward. In training it first remembers the buffers, for a discard."""
         if self._shares and self.training and torch.is_grad_enabled():
             self._shared.begin()
         return super().forward(*inputs, **kwargs)
 
     def forget_forward(self) -> None:
-        """No backward will follow the forward passes so far.
+        """Declare that no backward will follow the forward passes so far.
 
-        Else torch's reducer would wait for one, and reduce in the next `no_sync`, in which other
+        Otherwise torch's reducer would wait for one, and reduce in the next `no_sync`, in which other
         members reduce nothing.
         """
         self.reducer._reset_state()
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Refused: a hook would reduce in place of the manager."""
+        """Raises NotImplementedError: a hook would reduce in place of the manager."""
         raise NotImplementedError(
             "communication hooks are not available with fault tolerance: the manager reduces "
             "gradients; change them before (parameter hooks) or after (the optimizer's pre-hook)"
         )
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a replica group that runs out of data leaves the quorum instead."""
+        """Raises NotImplementedError: a replica group that runs out of data leaves the quorum."""
         raise NotImplementedError(
             "join() is not available with fault tolerance: give all replica groups the same "
             "number of batches, or let one leave with manager.shutdown()"
@@ -223,6 +227,7 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
             self._retry.keep(parameter)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward. If the last backward raised, its step is discarded first."""
         self._retry.before_forward()
         return super().forward(*inputs, **kwargs)
 
@@ -375,11 +380,19 @@ def _next_number(manager: GradientManager) -> int:
 class PureDistributedDataParallel(nn.Module):
     """Averages each gradient as soon as it is complete, without buckets, in plain Python.
 
-    Slow for models with many parameters, for which `DistributedDataParallel` is meant. When
-    backward returns, all gradients are averages. All members must use the same parameters in each
-    step. Gradients may accumulate over several backward passes: earlier ones are averages already,
-    and the average of sums is the sum of averages. `no_sync` saves the transfers. Buffers follow
-    the first participant, as in `DistributedDataParallel`.
+    Slow for models with many parameters: use `DistributedDataParallel` for those. When backward
+    returns, all gradients are averages. All members must use the same parameters in each step.
+    Gradients may accumulate over several backward passes: earlier ones are averages already, and the
+    average of sums is the sum of averages. `no_sync` saves the transfers. Buffers follow the first
+    participant, as in `DistributedDataParallel`.
+
+    Args:
+        manager: averages the gradients over the participants.
+        module: with the same parameters in all replica groups: checked when they join.
+
+    Raises ValueError if the module's buffers are on several devices. Backward raises no error of
+    communication, as in `DistributedDataParallel`. Thread: the training loop's; autograd's threads
+    reduce.
     """
 
     def __init__(self, manager: GradientManager, module: nn.Module) -> None:
@@ -405,6 +418,7 @@ class PureDistributedDataParallel(nn.Module):
                 parameter.register_post_accumulate_grad_hook(hook)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward. In training it first remembers the buffers, for a discard."""
         self._queued = False  # a backward that raised never came to its end
         self._pending.clear()
         if self.training and torch.is_grad_enabled():

@@ -2,11 +2,11 @@
 
     FaultToleranceError
     ├── QuorumUnavailable     no quorum within the timeout given; its text says what it waited for
-    ├── GroupBroken           a rank of the own replica group is gone: exit and let the launcher
-    │                         restart the group (the others train on)
+    ├── GroupBroken           a rank of this replica group is gone: exit and let the launcher
+    │                         restart the group (the other groups continue)
     │   └── GroupLeft         a rank was told to end, and the group has left with its last vote:
-    │                         end as it does, nothing is lost
-    ├── StepInDoubt           the lighthouse stayed away for so long that a vote can't be settled
+    │                         end normally, nothing is lost
+    ├── StepInDoubt           the lighthouse was unreachable for so long that a vote stays unanswered
     └── TooManyDiscards       more than `max_retries` steps in a row were discarded
 
 `lighthouse.errors.JoinRefused` and `LighthouseUnavailable` pass through; heal and process-group
@@ -18,24 +18,26 @@ from __future__ import annotations
 
 
 class FaultToleranceError(Exception):
-    """Root of all errors that this package raises on purpose."""
+    """Base class of the errors that this package raises on purpose."""
 
 
 class QuorumUnavailable(FaultToleranceError, TimeoutError):
-    """No quorum formed in time."""
+    """No quorum formed within the timeout. The message says what was missing."""
 
 
 class GroupBroken(FaultToleranceError, RuntimeError):
-    """The own replica group is incomplete."""
+    """Another rank of this process's replica group is gone: exit, so that the launcher restarts the
+    group."""
 
 
 class GroupLeft(GroupBroken):
-    """The own replica group has left, because another of its ranks was told to end."""
+    """This process's replica group has left the job, because another of its ranks was told to end:
+    end normally."""
 
 
 class StepInDoubt(FaultToleranceError):
-    """A vote was cast, and its outcome could not be learned."""
+    """A vote was cast, and the lighthouse was unreachable for too long to learn its outcome."""
 
 
 class TooManyDiscards(FaultToleranceError, RuntimeError):
-    """Steps are discarded again and again."""
+    """More than `max_retries` steps in a row were discarded."""

@@ -19,10 +19,10 @@ log = logging.getLogger("ft_core")
 
 
 class OptimizerWrapper(TorchOptimizer):
-    """A torch optimizer that steps when its manager commits the step.
+    """A torch optimizer that updates the parameters only if its manager commits the step.
 
-    `zero_grad()` begins a step (`manager.start_quorum`), `step()` ends it
-    (`manager.should_commit`); so call `zero_grad` before forward, once a step. One wrapper a
+    `zero_grad()` begins a step (`manager.start_quorum`), and `step()` ends it
+    (`manager.should_commit`): call `zero_grad` before forward, once a step. Make one wrapper for each
     manager. Everything else (param_groups, state, hooks, state dicts) is `optim`'s own, and
     schedulers take this object. A scheduler that counts steps should count committed ones:
 
@@ -37,12 +37,12 @@ class OptimizerWrapper(TorchOptimizer):
 
     Args:
         manager: begins and ends steps.
-        optim: steps the parameters. Its parameters must have the same shapes in all replica
-            groups: checked when they join. LBFGS is refused (ValueError).
+        optim: updates the parameters. Its parameters must have the same shapes in all replica
+            groups: checked when they join.
         grad_scaler: heals with the rest of the state. Without it, put the scaler's state dict
             into the manager's state yourself.
 
-    Thread: the training loop's.
+    Raises ValueError for LBFGS. Thread: the training loop's.
     """
 
     # No super().__init__(): all of its attributes are those of `optim`.
@@ -72,8 +72,8 @@ class OptimizerWrapper(TorchOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step of the manager, and clear the gradients. Raises as `start_quorum` does.
 
-        Called again before any gradient was averaged it clears only; after that, the step that
-        it interrupts is discarded.
+        If it is called again before a gradient was averaged, it only clears; after that, it discards
+        the step that it interrupts, and begins another.
         """
         if not self._is_open() or self.manager.collectives_began():
             self.manager.start_quorum()
@@ -85,8 +85,9 @@ class OptimizerWrapper(TorchOptimizer):
     ) -> Any:
         """End the step: vote, and update the parameters if it was committed.
 
-        `closure` is run once, before the vote, and its result returned; it must not call
-        `zero_grad`. `grad_scaler` is filled in by `GradScaler.step`. Raises as `should_commit`.
+        `closure` is run once, before the vote, and its result is returned; it must not call
+        `zero_grad`. `GradScaler.step` passes `grad_scaler`. Raises as `should_commit` does, and
+        RuntimeError for a GradScaler that does not pass itself.
         """
         loss = None
         if closure is not None:
@@ -149,6 +150,7 @@ class OptimizerWrapper(TorchOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """`optim`'s own."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -157,6 +159,7 @@ class OptimizerWrapper(TorchOptimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        """`optim`'s own."""
         return self.optim.state
 
     @state.setter
@@ -165,6 +168,7 @@ class OptimizerWrapper(TorchOptimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """`optim`'s own."""
         return self.optim.defaults
 
     @defaults.setter
@@ -172,33 +176,39 @@ class OptimizerWrapper(TorchOptimizer):
         self.optim.defaults = value
 
     def state_dict(self) -> dict[str, Any]:
+        """`optim`'s state dict; the wrapper has no state of its own."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of `optim`."""
         self.optim.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; all replica groups must do it at the same step."""
+        """As torch's. All replica groups must do it at the same step."""
         self.optim.add_param_group(param_group)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """As torch's: runs when the parameters are updated, with `optim`."""
+        """As torch's. `hook` runs before an update, not in a skipped step; it is given `optim`."""
         return self.optim.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """As torch's: runs when the parameters were updated, with `optim`."""
+        """As torch's. `hook` runs after an update, not in a skipped step; it is given `optim`."""
         return self.optim.register_step_post_hook(hook)
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As torch's, of `optim`."""
         return self.optim.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As torch's, of `optim`."""
         return self.optim.register_state_dict_post_hook(hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As torch's, of `optim`."""
         return self.optim.register_load_state_dict_pre_hook(hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As torch's, of `optim`."""
         return self.optim.register_load_state_dict_post_hook(hook, prepend)
 
     def __getattr__(self, name: str) -> Any:

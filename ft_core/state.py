@@ -32,7 +32,7 @@ LARGE_BYTES = 1024 * 1024
 """Tensors from this size on are served to healing peers, and received during a step, without a copy
 (`ft_core.heal`)."""
 PREALLOCATE_BYTES = 64 * 1024 * 1024
-"""A smaller optimizer state is allocated in no time."""
+"""A smaller optimizer state is not preallocated: the kernel provides its memory quickly."""
 CHANGED_WHILE_SERVED = (
     "a tensor of the state was changed before should_commit while a peer healed from it: change "
     "the state after should_commit only, or return a copy of that tensor from state_dict"
@@ -77,7 +77,8 @@ class State:
         self._preallocated += map(PreallocatedState, optimizers)
 
     def prepare(self) -> None:
-        """Do what takes long now: before it joins, no peer waits for this process."""
+        """Allocate what was registered with `preallocate`. Call it before this process joins, when no
+        peer waits for it."""
         for optimizer_state in self._preallocated:
             optimizer_state.prepare()
 
@@ -111,7 +112,8 @@ class State:
         """A step begins whose loop does not wait for its heal. If it is `behind`, what it computes
         contributes nothing, so large tensors may be received in place meanwhile: only the optimizer
         changes those, after the vote, and what a forward changes (the statistics of a BatchNorm) is
-        small. A loop that changes them nevertheless is noticed, and not trusted again."""
+        small. If a loop changes them nevertheless, `load` detects it, and later states are received
+        into other memory."""
         self._offered = None
         if self._in_place and behind:
             tree = self._tree(without=self._read_in_step)
@@ -158,7 +160,7 @@ class State:
         return {"user": tree, "batches_committed": 0}
 
     def _tree(self, without: Set[str] = frozenset()) -> dict[str, Any]:
-        """The tensors that there are to receive into, by part."""
+        """The tensors into which a state may be received, by part."""
         with ExitStack() as stack:
             for optimizer_state in self._preallocated:
                 stack.enter_context(optimizer_state.shown())
@@ -220,7 +222,7 @@ class PreallocatedState:
             state.clear()
 
     def drop(self) -> None:
-        """A state was received into the memory by now, or none will be."""
+        """Release the memory: a state was received into it by now, or none will be."""
         self._spare = {}
 
 

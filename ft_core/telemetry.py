@@ -43,12 +43,15 @@ class Telemetry:
         self._sinks: list[Sink] = []
 
     def add_sink(self, sink: Sink) -> None:
+        """Call `sink` with each event from now on, in the thread in which the event happens."""
         self._sinks = [*self._sinks, sink]
 
     def remove_sink(self, sink: Sink) -> None:
+        """Undo `add_sink`; does nothing if `sink` was not added."""
         self._sinks = [s for s in self._sinks if s != sink]
 
     def emit(self, kind: str, **data: Any) -> None:
+        """Give an event of `kind` to all sinks, in this thread."""
         if self._sinks:
             event = Event(kind, data)
             for sink in self._sinks:
@@ -56,7 +59,11 @@ class Telemetry:
 
 
 class JsonlSink:
-    """Appends events to `path`, each line flushed (a killed process loses none)."""
+    """Appends events to the file `path` as JSON, one a line, with `common` in each. Any thread.
+
+    Each line is flushed, so that a killed process loses none. Raises OSError if the file cannot be
+    opened or written.
+    """
 
     def __init__(self, path: Path, **common: Any) -> None:
         self._common = common
@@ -70,5 +77,6 @@ class JsonlSink:
                 self._file.write(json.dumps(line, default=str) + "\n")
 
     def close(self) -> None:
+        """Close the file; later events are dropped."""
         with self._lock:
             self._file.close()

@@ -43,7 +43,6 @@ def test_named_tests_exist(page: Path) -> None:
     assert not missing
 
 
-
 @pytest.mark.parametrize("folder", ["lightning", "accelerate"])
 def test_a_page_of_tests_names_tests_that_exist(folder: str) -> None:
     """Test files and test functions by their bare names; a section on Accelerate's own has others."""

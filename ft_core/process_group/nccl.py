@@ -24,8 +24,8 @@ _CONNECT_MARGIN_S = 30.0
 class ProcessGroupNCCL(ReconfigurableProcessGroup):
     """An NCCL group whose members can change. See `ProcessGroup` for the contract.
 
-    NOT RUN ON A GPU YET in this project. Tests cover only that it refuses to be made without one,
-    and what it shares with Gloo: rendezvous, revocation, works.
+    It has NOT RUN ON A GPU in this project yet. Tests cover only that its constructor refuses a machine
+    without one, and what it shares with Gloo: rendezvous, revocation, works.
 
     With torch 2.14 and later and `native` (the default there), the `nccl2` backend reconfigures
     itself. Otherwise every quorum gets a new communicator, and the old one is aborted.

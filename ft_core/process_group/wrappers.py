@@ -20,7 +20,10 @@ from ft_core.process_group.work import FailedWork
 
 
 class ProcessGroupWrapper(ProcessGroup):
-    """Passes every call on to `group`. A base for the wrappers below."""
+    """Passes every call on to `group`: a base class for wrappers.
+
+    Meaning, errors and threads of all methods are those of `ProcessGroup`.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -68,7 +71,8 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     """After the first error, does nothing until the next `configure`, and reports success.
 
     A training loop then runs to the end of its step on meaningless numbers, and must ask `error()`
-    before it commits. Errors show when a work ends, so ask after waiting.
+    before it commits. Errors show when a work ends, so ask after waiting. Wrong arguments still raise
+    TypeError, ValueError or NotImplementedError.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -76,10 +80,11 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         self._first: Exception | None = None
 
     def error(self) -> Exception | None:
-        """The first error since `configure`, swallowed or not; None if all went well."""
+        """The first error since `configure`, swallowed or not; None if there was none. Any thread."""
         return self._first or self.group.errored()
 
     def errored(self) -> Exception | None:
+        """As `error`."""
         return self.error()
 
     def report_error(self, error: Exception) -> None:
@@ -90,6 +95,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     def configure(
         self, quorum_id: int, rank: int, addresses: Sequence[bytes], timeout_s: float
     ) -> None:
+        """As `ProcessGroup.configure`; forgets the error of the last quorum."""
         self._first = None
         super().configure(quorum_id, rank, addresses, timeout_s)
 
@@ -97,6 +103,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         return f"swallow-{super().getBackendName()}"
 
     def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+        """As `ProcessGroup.issue`; after an error a work that has ended, and nothing is sent."""
         if self.error() is not None:
             return completed(operation, args)
         try:
@@ -184,22 +191,27 @@ class ManagesAllreduce(Protocol):
         """Average `tensor` in place over the participants."""
 
     def num_participants(self) -> int:
-        """How many replica groups take part in the step."""
+        """How many replica groups participate in the step."""
 
     def participating_rank(self) -> int | None:
-        """This one's rank among them; None if it takes no part."""
+        """This group's rank among the participants; None if it does not participate."""
 
 
 class ManagedProcessGroup(ProcessGroup):
     """A process group whose allreduce is the manager's: for DDP and HSDP's replicate dimension.
 
-    The manager averages over the participants, swallows errors until the vote, and knows which
-    replica groups take part. So `configure` and the like raise, `size()` is
-    `manager.num_participants()`, and only allreduce, barrier and broadcast exist. Broadcasts do
-    nothing: a joining member is healed by the manager, not by the first rank.
+    The manager averages over the participants, and keeps errors until the vote. So `address`,
+    `configure` and `revoke` raise NotImplementedError, as do all collectives but allreduce, barrier and
+    broadcast. `size()` is `manager.num_participants()`. Barriers and broadcasts do nothing: a joining
+    member is healed by the manager, not by the first rank.
 
     DDP divides the gradients by `size()` itself, so SUM returns the average times `size()`; AVG
-    returns the average.
+    returns the average. Tensors may have any shape, and must be contiguous.
+
+    Args:
+        manager: reduces. Its constructor was given the process group that moves the bytes.
+
+    Thread: any thread may issue collectives, in the same order on every member.
     """
 
     def __init__(self, manager: ManagesAllreduce) -> None:
@@ -207,9 +219,11 @@ class ManagedProcessGroup(ProcessGroup):
         self._manager = manager
 
     def size(self) -> int:
+        """The number of participants. Waits for the quorum."""
         return self._manager.num_participants()
 
     def rank(self) -> int:
+        """This member's rank among the participants; 0 also if it does not participate."""
         return self._manager.participating_rank() or 0
 
     def getBackendName(self) -> str:
@@ -227,13 +241,15 @@ class ManagedProcessGroup(ProcessGroup):
         raise NotImplementedError("the manager revokes its own process group")
 
     def errored(self) -> Exception | None:
-        return None  # the manager keeps errors for the vote
+        """None: the manager keeps errors for the vote (`Manager.errored`)."""
+        return None
 
     def shutdown(self) -> None:
-        """Undo `register`; the manager shuts its own process group down."""
+        """Undo `register`. The manager shuts down the process group that it was given."""
         self.unregister()
 
     def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+        """Start `operation`. Raises NotImplementedError for those that the manager does not have."""
         if operation in ("barrier", "broadcast"):
             return completed(operation, args)
         if operation not in ("allreduce", "allreduce_coalesced"):
@@ -299,7 +315,8 @@ class _Fault:
 class FakeProcessGroupWrapper(ProcessGroupWrapper):
     """Injects faults, for tests of code that uses a process group.
 
-    Each call plans the fault of one later collective, in order. Any thread.
+    Each of `report_future_error`, `raise_next`, `fail_next` and `delay_next` plans the fault of one later
+    collective; faults occur in the order in which they were planned. Any thread.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -321,7 +338,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         self._plan(_Fault("fail", error))
 
     def delay_next(self, delay_s: float) -> None:
-        """The next collective is issued `delay_s` later than called (the caller waits)."""
+        """The next collective is issued after `delay_s` seconds, for which the caller waits."""
         self._plan(_Fault("delay", delay_s=delay_s))
 
     def report_configure_error(self, error: Exception) -> None:
@@ -332,6 +349,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
     def configure(
         self, quorum_id: int, rank: int, addresses: Sequence[bytes], timeout_s: float
     ) -> None:
+        """As `ProcessGroup.configure`, or raises the error that was planned."""
         with self._lock:
             error, self._configure_error = self._configure_error, None
         if error is not None:
@@ -346,6 +364,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
             self._faults.append(fault)
 
     def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
+        """As `ProcessGroup.issue`, with the next fault that was planned."""
         with self._lock:
             fault = self._faults.pop(0) if self._faults else _Fault("none")
         if fault.kind == "raise":
@@ -383,12 +402,12 @@ class _FailingWork(_WorkAround):
 
 
 class ProcessGroupDummy(ProcessGroup):
-    """Moves nothing: the tensors stay as they are and every work has ended at once.
+    """Moves nothing: tensors stay as they are, and every work has ended when it is returned.
 
-    For tests, dry runs and members that take no part. `rank` and `world` are what `rank()` and
+    For tests, dry runs and members that do not participate. `rank` and `world` are what `rank()` and
     `size()` return until `configure` changes them. After `revoke` collectives still succeed: there
     is no member to lose. `configure_count` and `collective_count` count the calls. Raises
-    `ValueError` if `rank` is not one of `world`.
+    ValueError unless `rank` is from 0 to `world` - 1.
     """
 
     def __init__(self, rank: int = 0, world: int = 1) -> None:
