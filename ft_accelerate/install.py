@@ -1,96 +1,63 @@
 """Puts fault tolerance into Accelerate's classes, in place, and takes it out again.
 
-In place, since scripts and libraries have imported these classes before, and Trainer makes its own
-`Accelerator`. Each name that is replaced is looked at first: one that has moved is refused with a
-sentence, rather than trained with unprotected. A process that is not told to be fault tolerant runs
-Accelerate's own code through all of this.
+`SEAMS` has each name of Accelerate that we lean on, and what stands there instead. A process that is
+not told to be fault tolerant runs Accelerate's own code through all of this.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
+import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import accelerate
+import torch
+from accelerate.state import PartialState
 from accelerate.utils import KwargsHandler
+from torch import nn
 
-from ft_accelerate.plugin.options import FaultTolerancePlugin
-from ft_accelerate.runtime import patches, torch_proxy
+from ft_accelerate import seams
+from ft_accelerate.plugin.options import FaultTolerancePlugin, as_one_process, uses
+from ft_accelerate.runtime import periodic, torch_proxy
 from ft_accelerate.runtime import process as processes
+from ft_accelerate.runtime.checkpoint_folders import save_whole
+from ft_accelerate.runtime.loaders import iterate, skip_batches
+from ft_accelerate.runtime.models import FaultTolerantModel
+from ft_accelerate.runtime.process import while_active
+from ft_accelerate.runtime.runtime import Runtime
+from ft_accelerate.runtime.world_collectives import Collectives, nothing_to_synchronize
+from ft_accelerate.seams import Seam, around
 from ft_accelerate.transformers import trainer_hooks
 
-_missing = object()
+log = logging.getLogger("ft_accelerate")
 
-SEAMS: tuple[patches.Seam, ...] = (
-    ("accelerate.state", "PartialState.__init__", ("self", "cpu")),
-    ("accelerate.state", "PartialState.is_main_process", ()),
-    ("accelerate.state", "PartialState.is_local_main_process", ()),
-    ("accelerate.state", "PartialState.main_process_first", ("self",)),
-    ("accelerate.state", "PartialState.local_main_process_first", ("self",)),
-    ("accelerate.state", "torch", ()),
-    ("accelerate.utils.operations", "torch", ()),
-    ("accelerate.utils.operations", "_gpu_gather", ("tensor",)),
-    ("accelerate.utils.random", "torch", ()),
-    ("accelerate.accelerator", "torch", ()),
-    ("accelerate.accelerator", "Accelerator.__init__", ("self", "kwargs_handlers")),
-    ("accelerate.accelerator", "Accelerator.prepare_model", ("self", "model")),
-    ("accelerate.accelerator", "Accelerator.prepare_data_loader", ("self", "data_loader")),
-    ("accelerate.accelerator", "Accelerator.join_uneven_inputs", ("self", "joinables")),
-    ("accelerate.accelerator", "Accelerator.pad_across_processes", ("self", "tensor")),
-    ("accelerate.accelerator", "Accelerator.save_state", ("self", "output_dir")),
-    ("accelerate.accelerator", "Accelerator.save_model", ("self", "model", "save_directory")),
-    ("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f")),
-    ("accelerate.accelerator", "Accelerator.init_trackers", ()),
-    ("accelerate.accelerator", "Accelerator.log", ()),
-    ("accelerate.accelerator", "Accelerator.end_training", ("self",)),
-    ("accelerate.local_sgd", "LocalSGD.__enter__", ("self",)),
-    ("accelerate.local_sgd", "LocalSGD.__exit__", ("self",)),
-    ("accelerate.local_sgd", "LocalSGD._sync_and_avg_model_params", ("self",)),
-    ("accelerate.optimizer", "AcceleratedOptimizer.step", ("self", "closure")),
-    ("accelerate.scheduler", "AcceleratedScheduler.step", ("self",)),
-    ("accelerate.data_loader", "DataLoaderShard.__iter__", ("self",)),
-    ("accelerate.data_loader", "DataLoaderShard.begin", ("self",)),
-    ("accelerate.data_loader", "DataLoaderShard.end", ("self",)),
-    ("accelerate.data_loader", "BatchSamplerShard.__iter__", ("self",)),
-)
-"""All that we lean on by name."""
-
-_undo: list[tuple[Any, str, Any]] = []
+KNOWN = "accelerate 1.15"
+OTHERS = {
+    "DEEPSPEED": ("DeepSpeed", ("deepspeed_plugin", "deepspeed_plugins")),
+    "FSDP": ("FSDP", ("fsdp_plugin",)),
+    "MEGATRON_LM": ("Megatron-LM", ("megatron_lm_plugin",)),
+    "PARALLELISM_CONFIG": ("ParallelismConfig", ("parallelism_config", "torch_tp_plugin")),
+}
 
 
 def install() -> None:
     """Replace the names; idempotent. Raises RuntimeError if this Accelerate is not a known one."""
-    if _undo:
-        return
-    check_seams()
-    try:
-        for owner, name, value in [*patches.replacements(), *torch_proxy.refusals()]:
-            _replace(owner, name, value)
-    except BaseException:
-        uninstall()
-        raise
+    seams.put(SEAMS, KNOWN)
     trainer_hooks.watch()
 
 
 def uninstall() -> None:
     """Give Accelerate its own code back, and leave the quorum."""
     processes.forget()
-    while _undo:
-        owner, name, before = _undo.pop()
-        if before is _missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+    seams.take_out(SEAMS)
 
 
 def check_seams() -> None:
     """Raise RuntimeError, in one sentence, if a name that we replace has moved."""
-    patches.check_seams(SEAMS, accelerate, "accelerate 1.15")
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    _undo.append((owner, name, vars(owner).get(name, _missing)))
-    setattr(owner, name, value)
+    seams.check(SEAMS, KNOWN)
 
 
 @dataclass
@@ -114,3 +81,284 @@ class FaultToleranceKwargs(FaultTolerancePlugin, KwargsHandler):
     def __post_init__(self) -> None:
         super().__post_init__()
         install()
+
+
+# ---------------------------------------------------------------------- what modules see as torch
+
+
+def _over_quorum(_: Any) -> Any:
+    return torch_proxy.distributed_proxy(**_world_functions())
+
+
+def _with_our_model(_: Any) -> Any:
+    return torch_proxy.ddp_proxy(_Model, **_world_functions())
+
+
+def _world_functions() -> dict[str, Any]:
+    world = Collectives(processes.current)
+    return {
+        name: getattr(world, name)
+        for name in (
+            "get_world_size", "get_rank", "init_process_group", "all_gather", "all_reduce",
+            "all_gather_into_tensor", "broadcast", "all_gather_object", "broadcast_object_list",
+            "barrier",
+        )
+    }  # fmt: skip
+
+
+def _with_healed_seeds(_: Any) -> Any:
+    """Generators are synchronized until there is something to heal; from then on they heal."""
+    world = Collectives(processes.current)
+
+    def broadcast(tensor: Any, src: int = 0, group: Any = None) -> None:
+        beginning = processes.current().beginning
+        (world.broadcast if beginning else nothing_to_synchronize)(tensor, src, group)
+
+    return torch_proxy.distributed_proxy(broadcast=broadcast)
+
+
+class _ModelMeta(type):
+    """`isinstance(model, DistributedDataParallel)` in Accelerate means torch's, ours included."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, nn.parallel.DistributedDataParallel)
+
+
+class _Model(metaclass=_ModelMeta):
+    """Accelerate's DistributedDataParallel."""
+
+    def __new__(cls, module: nn.Module, **kwargs: Any) -> FaultTolerantModel:  # type: ignore[misc]
+        kwargs = {k: v for k, v in kwargs.items() if v is not None}
+        if next(module.parameters()).device.type == "cpu":
+            kwargs.pop("device_ids", None)
+            kwargs.pop("output_device", None)
+        return processes.current().wrap(module, **kwargs)
+
+
+# ---------------------------------------------------------------------- which processes are there
+
+
+@around
+def _init_state(original: Any, self: Any, cpu: bool = False, **kwargs: Any) -> None:
+    if processes.activate() is not None:
+        as_one_process()
+        cpu = cpu or not torch.cuda.is_available()
+    original(self, cpu, **kwargs)
+
+
+@while_active
+def _is_main_process(runtime: Runtime, original: Any, self: Any) -> bool:
+    return runtime.leader
+
+
+@while_active
+def _is_local_main_process(runtime: Runtime, original: Any, self: Any) -> bool:
+    return runtime.local_leader
+
+
+@while_active
+def _main_process_first(runtime: Runtime, original: Any, self: Any) -> Any:
+    if runtime.ready or runtime.startup.together():
+        return original(self)
+    return runtime.one_at_a_time()
+
+
+# ---------------------------------------------------------------------- Accelerator
+
+
+@around
+def _init_accelerator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    signature = inspect.signature(original)
+    given = signature.bind(self, *args, **kwargs).arguments
+    handlers = list(given.get("kwargs_handlers") or [])
+    ours = [h for h in handlers if isinstance(h, FaultTolerancePlugin)]
+    if len(ours) > 1:
+        raise ValueError("You can only pass one FaultToleranceKwargs in kwargs_handlers.")
+    if ours:
+        processes.activate_with(ours[0], state_exists=bool(PartialState._shared_state))
+        given["kwargs_handlers"] = [h for h in handlers if h not in ours]
+    runtime = processes.activate()
+    if runtime is not None:
+        _refuse_others(given)
+    bound = inspect.BoundArguments(signature, given)  # type: ignore[arg-type]
+    original(*bound.args, **bound.kwargs)
+    if runtime is not None:
+        _refuse_unspread(self, runtime)
+        runtime.adopt(self)
+
+
+def _refuse_others(given: dict[str, Any]) -> None:
+    for switch, (name, arguments) in OTHERS.items():
+        if uses(switch) or any(given.get(a) is not None for a in arguments):
+            raise ValueError(
+                f"fault tolerance does not work together with {name}, which spreads one model over "
+                f"processes that must all live: leave out {name}, or train without fault tolerance"
+            )
+    for handler in given.get("kwargs_handlers") or []:
+        hook = getattr(handler, "comm_hook", None)
+        if hook is not None and getattr(hook, "value", "no") != "no":
+            raise ValueError(
+                "fault tolerance averages gradients itself, and DistributedDataParallel takes one "
+                "communication hook only: leave out comm_hook"
+            )
+
+
+def _refuse_unspread(accelerator: Any, runtime: Runtime) -> None:
+    if accelerator.num_processes != runtime.num_processes:
+        raise ValueError(
+            f"Accelerate sees {accelerator.num_processes} processes where there are "
+            f"{runtime.num_processes} in all replica groups ({accelerator.distributed_type}): fault "
+            "tolerance trains on CPUs and CUDA devices"
+        )
+
+
+@while_active
+def _prepare_data_loader(
+    runtime: Runtime, original: Any, self: Any, data_loader: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if self.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches=True has one process read for all, which fault tolerance can't rely "
+            "on: leave it out, so that each process reads its own batches"
+        )
+    self.dataloader_config.dispatch_batches = False
+    return original(self, data_loader, *args, **kwargs)
+
+
+@while_active
+def _join_uneven_inputs(
+    runtime: Runtime, original: Any, self: Any, joinables: Any, even_batches: Any = None
+) -> Any:
+    log.warning(
+        "join_uneven_inputs does nothing under fault tolerance: all replica groups get the same "
+        "number of batches (even_batches)"
+    )
+    return nullcontext(joinables)
+
+
+@while_active
+def _pad_across_processes(
+    runtime: Runtime, original: Any, self: Any, tensor: Any, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        return original(self, tensor, *args, **kwargs)
+    except RuntimeError:
+        if runtime.live and runtime.contributes:
+            raise
+        return tensor  # longer than its peers' tensors: it does not count for them yet
+
+
+@while_active
+def _save_state(
+    runtime: Runtime, original: Any, self: Any, output_dir: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if runtime.live:
+        return save_whole(original, self, output_dir, *args, **kwargs)
+    settings = self.project_configuration
+    if settings.automatic_checkpoint_naming:
+        self.wait_for_everyone()  # as the original does
+        settings.iteration += runtime.live  # its peers stood in this, and count on now
+    return None  # they have saved at this place, or do so now
+
+
+@while_active
+def _unless_catching_up(runtime: Runtime, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Its peers have done this already: they have saved, or their state has this tick."""
+    return original(*args, **kwargs) if runtime.live else None
+
+
+_waiting: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+"""Accelerators whose trackers start when their process becomes the main one: Accelerate starts them
+in the main process only. If that one dies, the next one starts its own when it first logs."""
+
+
+@while_active
+def _init_trackers(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    if self.is_main_process:
+        _waiting.pop(self, None)
+        original(self, *args, **kwargs)
+    else:
+        _waiting[self] = (args, kwargs)
+
+
+@while_active
+def _log(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.is_main_process and self in _waiting:
+        given, named = _waiting.pop(self)
+        self.init_trackers(*given, **named)
+    return original(self, *args, **kwargs)
+
+
+@while_active
+def _end_training(runtime: Runtime, original: Any, self: Any) -> Any:
+    result = original(self)
+    runtime.close(finished=True)
+    return result
+
+
+@while_active
+def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = None) -> Any:
+    if not self.gradient_state.sync_gradients:
+        return original(self, closure)
+    if not runtime.live:
+        runtime.position.step_taken()
+        self._is_overflow = False
+        if self.scaler is not None:
+            self.scaler.update(self.scaler.get_scale())  # forgets what was unscaled
+        return None
+    if closure is not None:
+        raise ValueError(
+            "an optimizer that evaluates a closure reduces gradients several times a step, which "
+            "fault tolerance can't vote on: use another optimizer"
+        )
+    runtime.check_gradients()
+    original(self, closure)
+    runtime.position.step_taken()
+    return None
+
+
+SEAMS = (
+    Seam("accelerate.state", "PartialState.__init__", ("self", "cpu"), _init_state),
+    Seam("accelerate.state", "PartialState.is_main_process", (), _is_main_process),
+    Seam("accelerate.state", "PartialState.is_local_main_process", (), _is_local_main_process),
+    Seam("accelerate.state", "PartialState.main_process_first", ("self",), _main_process_first),
+    Seam("accelerate.state", "PartialState.local_main_process_first", ("self",),
+         _main_process_first),
+    Seam("accelerate.state", "torch", (), _over_quorum),
+    Seam("accelerate.utils.operations", "torch", (), _over_quorum),
+    Seam("accelerate.utils.operations", "_gpu_gather", ("tensor",)),
+    Seam("accelerate.utils.random", "torch", (), _with_healed_seeds),
+    Seam("accelerate.accelerator", "torch", (), _with_our_model),
+    Seam("accelerate.accelerator", "Accelerator.__init__", ("self", "kwargs_handlers"),
+         _init_accelerator),
+    Seam("accelerate.accelerator", "Accelerator.prepare_model", ("self", "model")),
+    Seam("accelerate.accelerator", "Accelerator.prepare_data_loader", ("self", "data_loader"),
+         _prepare_data_loader),
+    Seam("accelerate.accelerator", "Accelerator.join_uneven_inputs", ("self", "joinables"),
+         _join_uneven_inputs),
+    Seam("accelerate.accelerator", "Accelerator.pad_across_processes", ("self", "tensor"),
+         _pad_across_processes),
+    Seam("accelerate.accelerator", "Accelerator.save_state", ("self", "output_dir"), _save_state),
+    Seam("accelerate.accelerator", "Accelerator.save_model", ("self", "model", "save_directory"),
+         _unless_catching_up),
+    Seam("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f"), _unless_catching_up),
+    Seam("accelerate.accelerator", "Accelerator.init_trackers", (), _init_trackers),
+    Seam("accelerate.accelerator", "Accelerator.log", (), _log),
+    Seam("accelerate.accelerator", "Accelerator.end_training", ("self",), _end_training),
+    Seam("accelerate.local_sgd", "LocalSGD.__enter__", ("self",), while_active(periodic.enter)),
+    Seam("accelerate.local_sgd", "LocalSGD.__exit__", ("self",), while_active(periodic.leave)),
+    Seam("accelerate.local_sgd", "LocalSGD._sync_and_avg_model_params", ("self",),
+         while_active(periodic.average)),
+    Seam("accelerate.optimizer", "AcceleratedOptimizer.step", ("self", "closure"),
+         _optimizer_step),
+    Seam("accelerate.scheduler", "AcceleratedScheduler.step", ("self",), _unless_catching_up),
+    Seam("accelerate.data_loader", "DataLoaderShard.__iter__", ("self",), while_active(iterate)),
+    Seam("accelerate.data_loader", "DataLoaderShard.begin", ("self",)),
+    Seam("accelerate.data_loader", "DataLoaderShard.end", ("self",)),
+    Seam("accelerate.data_loader", "BatchSamplerShard.__iter__", ("self",), around(skip_batches)),
+    *(
+        Seam("torch.distributed", name, (), functools.partial(torch_proxy.refuse_own_use, name))
+        for name in torch_proxy.INSTEAD
+    ),
+)  # fmt: skip
+"""All that we lean on by name, and what takes its place."""

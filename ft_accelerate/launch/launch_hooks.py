@@ -1,25 +1,12 @@
 """Accelerate's own commands learn the section, its flags and its questions.
 
-Accelerate has no seam for third parties here, so some of its names are replaced, each right after
-its module was executed and before others have copied it:
-
-| module | name | becomes |
-|---|---|---|
-| `accelerate.commands.config.config_args` | `ClusterConfig` | a subclass with `fault_tolerance_config` |
-| `accelerate.commands.config.cluster` | `get_cluster_input` | asks our questions, too |
-| `accelerate.commands.launch` | `launch_command_parser` | has our flags, too |
-| `accelerate.commands.launch` | `launch_command` | ends in a sentence where the section is wrong |
-| `accelerate.utils.launch` | `prepare_simple_launcher_cmd_env`, `prepare_multi_gpu_env` | start replica groups instead, if that is wanted |
-| `accelerate.utils.launch` | `prepare_deepspeed_cmd_env`, `prepare_tpu` | refuse fault tolerance |
-
+Each name of `SEAMS` is replaced right after its module was executed and before others have copied it.
 Nothing here raises while a module is imported: an Accelerate whose names have moved keeps working
 without fault tolerance, and is refused in a sentence otherwise.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import os
 import sys
@@ -28,37 +15,36 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from ft_accelerate import seams
 from ft_accelerate.plugin.config import SECTION, SWITCH, SectionError, argument_name, read_section
 from ft_accelerate.plugin.options import field_names, help_of, kind_of, parse
+from ft_accelerate.seams import Seam, around
 from ft_core.launch.import_hook import when_imported
 
 log = logging.getLogger("ft_accelerate")
 
-MARK = "__ft_accelerate__"
+KNOWN = "accelerate 1.15"
 GROUP_TITLE = "Fault Tolerance Arguments"
 UNSUPPORTED = ("DEEPSPEED", "MEGATRON_LM", "FSDP", "XLA")
+CONFIG_ARGS = "accelerate.commands.config.config_args"
 
 _problems: list[str] = []
 
 
 def watch() -> None:
-    """Replace the names above, now or when their modules are imported; idempotent."""
-    for module_name, callback in _waiters().items():
-        when_imported(module_name, callback)
+    """Replace the names, now or when their modules are imported; idempotent."""
+    for name in dict.fromkeys(seam.module for seam in SEAMS):
+        when_imported(name, replace_in)
 
 
-@functools.cache
-def _waiters() -> dict[str, Callable[[ModuleType], None]]:
-    return {
-        name: functools.partial(_guarded, hook)
-        for name, hook in (
-            ("accelerate.commands.config.config_args", _on_config_args),
-            ("accelerate.commands.config.cluster", _on_cluster),
-            ("accelerate.commands.config.default", _on_default),
-            ("accelerate.utils.launch", _on_prepare),
-            ("accelerate.commands.launch", _on_launch),
-        )
-    }
+def replace_in(module: ModuleType) -> None:
+    """Replace the names of a module that was imported. Never raises: see `problem`."""
+    mine = [seam for seam in SEAMS if seam.module == module.__name__]
+    try:
+        seams.put(mine, KNOWN)
+    except Exception as error:
+        _problems.append(str(error))
+        log.debug("%s", error, exc_info=True)
 
 
 def problem() -> str:
@@ -66,50 +52,7 @@ def problem() -> str:
     return _problems[0] if _problems else ""
 
 
-def _guarded(hook: Callable[[ModuleType], None], module: ModuleType) -> None:
-    try:
-        hook(module)
-    except Exception as error:
-        _problems.append(
-            f"this version of Accelerate cannot be made fault-tolerant ({module.__name__}: "
-            f"{error}): install one that ft_accelerate was tested with (accelerate>=1.15,<1.16)"
-        )
-        log.debug("%s", _problems[-1], exc_info=True)
-
-
-def _replace(module: ModuleType, name: str, make: Callable[[Any], Any], first: str) -> None:
-    """`make(old)` takes the place of the function `name`, whose first parameter is `first`."""
-    old = getattr(module, name, None)
-    if old is None:
-        raise LookupError(f"there is no {name}")
-    if getattr(old, MARK, False):
-        return
-    parameters = list(inspect.signature(old).parameters)
-    if parameters[:1] != ([first] if first else []):
-        raise LookupError(f"{name} takes ({', '.join(parameters)})")
-    new = make(old)
-    setattr(new, MARK, True)
-    setattr(module, name, new)
-
-
 # ------------------------------------------------------------------ the section
-
-
-def _on_config_args(module: ModuleType) -> None:
-    stock = getattr(module, "ClusterConfig", None)
-    if getattr(stock, MARK, False):
-        return
-    for name in ("from_yaml_file", "from_json_file", "to_dict", "__post_init__"):
-        if not hasattr(stock, name):
-            raise LookupError(f"ClusterConfig has no {name}")
-    setattr(module, "ClusterConfig", _extended(stock))  # noqa: B010
-
-
-def _on_default(module: ModuleType) -> None:
-    """It copied the name, if it was there first."""
-    if hasattr(module, "ClusterConfig"):
-        home: Any = sys.modules["accelerate.commands.config.config_args"]
-        setattr(module, "ClusterConfig", home.ClusterConfig)  # noqa: B010
 
 
 def _extended(stock: Any) -> Any:
@@ -130,8 +73,13 @@ def _extended(stock: Any) -> Any:
 
     ClusterConfig.__module__ = stock.__module__
     ClusterConfig.__qualname__ = stock.__qualname__
-    setattr(ClusterConfig, MARK, True)
     return ClusterConfig
+
+
+def _copied(_: Any) -> Any:
+    """A module copied `ClusterConfig`, and may have done so too early."""
+    home: Any = sys.modules[CONFIG_ARGS]
+    return home.ClusterConfig
 
 
 def _check_config(config: Any) -> None:
@@ -160,55 +108,32 @@ def _check_config(config: Any) -> None:
         )
 
 
-# ------------------------------------------------------------------ the questions
+# ------------------------------------------------------------------ questions and flags
 
 
-def _on_cluster(module: ModuleType) -> None:
-    _on_default(module)
+@around
+def _get_cluster_input(original: Callable[[], Any]) -> Any:
+    from ft_accelerate.plugin.questions import ask_after
 
-    def make(stock: Callable[[], Any]) -> Callable[[], Any]:
-        @functools.wraps(stock)
-        def get_cluster_input() -> Any:
-            from ft_accelerate.plugin.questions import ask_after
-
-            return ask_after(stock())
-
-        return get_cluster_input
-
-    _replace(module, "get_cluster_input", make, first="")
+    return ask_after(original())
 
 
-# ------------------------------------------------------------------ the flags
+@around
+def _launch_command_parser(original: Callable[..., Any], subparsers: Any = None) -> Any:
+    launch: Any = sys.modules["accelerate.commands.launch"]
+    launch.options_to_group[SWITCH] = GROUP_TITLE
+    parser = original(subparsers=subparsers)
+    add_flags(parser)
+    return parser
 
 
-def _on_launch(module: ModuleType) -> None:
-    _on_prepare(module, missing_is_fine=True)  # it copied them, if it was there first
-    module.options_to_group[SWITCH] = GROUP_TITLE
-
-    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(stock)
-        def launch_command_parser(subparsers: Any = None) -> Any:
-            parser = stock(subparsers=subparsers)
-            add_flags(parser)
-            return parser
-
-        return launch_command_parser
-
-    _replace(module, "launch_command_parser", make, first="subparsers")
-    _replace(module, "launch_command", _with_a_sentence, first="args")
-
-
-def _with_a_sentence(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A section that is wrong is no error of the program: no stack."""
-
-    @functools.wraps(stock)
-    def launch_command(args: Any) -> Any:
-        try:
-            return stock(args)
-        except SectionError as error:
-            raise SystemExit(f"ft_accelerate: {error}") from None
-
-    return launch_command
+@around
+def _launch_command(original: Callable[..., Any], args: Any) -> Any:
+    """A section that is wrong is no error of the program: it ends in a sentence, without a stack."""
+    try:
+        return original(args)
+    except SectionError as error:
+        raise SystemExit(f"ft_accelerate: {error}") from None
 
 
 def add_flags(parser: Any) -> None:
@@ -245,49 +170,32 @@ def _reader(name: str) -> Callable[[str], Any]:
 # ------------------------------------------------------------------ the launch
 
 
-def _on_prepare(module: ModuleType, *, missing_is_fine: bool = False) -> None:
-    for name, make in (
-        ("prepare_simple_launcher_cmd_env", _instead_of_simple),
-        ("prepare_multi_gpu_env", _instead_of_torchrun),
-        ("prepare_deepspeed_cmd_env", _not_with),
-        ("prepare_tpu", _not_with),
-    ):
-        if not (missing_is_fine and not hasattr(module, name)):
-            _replace(module, name, make, first="args")
+@around
+def _prepare_simple(original: Callable[..., Any], args: Any) -> Any:
+    """One process: replica groups instead, if that is wanted."""
+    _refuse_first(args)
+    command, env = original(args)
+    _launch_if_wanted(args, command, env)
+    return command, env
 
 
-def _instead_of_simple(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def prepare_simple_launcher_cmd_env(args: Any) -> Any:
-        _refuse_first(args)
-        command, env = stock(args)
-        _launch_if_wanted(args, command, env)
-        return command, env
-
-    return prepare_simple_launcher_cmd_env
-
-
-def _instead_of_torchrun(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def prepare_multi_gpu_env(args: Any) -> Any:
-        _refuse_first(args)
-        env = stock(args)
-        if not hasattr(args, "training_script"):
-            return env  # it is not `accelerate launch` that calls
-        script = [args.training_script, *args.training_script_args]
-        _launch_if_wanted(args, [sys.executable, *(["-m"] if args.module else []), *script], env)
-        return env
-
-    return prepare_multi_gpu_env
+@around
+def _prepare_torchrun(original: Callable[..., Any], args: Any) -> Any:
+    """torchrun: replica groups instead, if that is wanted."""
+    _refuse_first(args)
+    env = original(args)
+    if not hasattr(args, "training_script"):
+        return env  # the caller is not `accelerate launch`
+    script = [args.training_script, *args.training_script_args]
+    _launch_if_wanted(args, [sys.executable, *(["-m"] if args.module else []), *script], env)
+    return env
 
 
-def _not_with(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def prepare(args: Any, *rest: Any) -> Any:
-        _refuse_first(args)
-        return stock(args, *rest)
-
-    return prepare
+@around
+def _prepare_other(original: Callable[..., Any], args: Any, *rest: Any) -> Any:
+    """DeepSpeed, TPU: no fault tolerance."""
+    _refuse_first(args)
+    return original(args, *rest)
 
 
 def _refuse_first(args: Any) -> None:
@@ -314,3 +222,31 @@ def _launch_if_wanted(args: Any, command: list[str], env: dict[str, str]) -> Non
     except ValueError as error:
         raise SystemExit(f"ft_accelerate: {error}") from None
     raise SystemExit(code)
+
+
+SEAMS = (
+    Seam(CONFIG_ARGS, "ClusterConfig", (), _extended),
+    *(
+        Seam(CONFIG_ARGS, f"ClusterConfig.{name}")
+        for name in ("from_yaml_file", "from_json_file", "to_dict", "__post_init__")
+    ),
+    Seam("accelerate.commands.config.default", "ClusterConfig", (), _copied),
+    Seam("accelerate.commands.config.cluster", "ClusterConfig", (), _copied),
+    Seam("accelerate.commands.config.cluster", "get_cluster_input", (), _get_cluster_input),
+    Seam("accelerate.commands.launch", "options_to_group"),
+    Seam("accelerate.commands.launch", "launch_command_parser", ("subparsers",),
+         _launch_command_parser),
+    Seam("accelerate.commands.launch", "launch_command", ("args",), _launch_command),
+    *(
+        Seam(module, name, ("args",), replace)
+        # The second has copied them from the first, perhaps too early.
+        for module in ("accelerate.utils.launch", "accelerate.commands.launch")
+        for name, replace in (
+            ("prepare_simple_launcher_cmd_env", _prepare_simple),
+            ("prepare_multi_gpu_env", _prepare_torchrun),
+            ("prepare_deepspeed_cmd_env", _prepare_other),
+            ("prepare_tpu", _prepare_other),
+        )
+    ),
+)  # fmt: skip
+"""The names of Accelerate's commands that we lean on, and what takes their place."""

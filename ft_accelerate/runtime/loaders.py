@@ -1,4 +1,4 @@
-"""Passes over prepared data loaders: real or fast-forwarded, with the change in the middle of a pass."""
+"""Passes over prepared data loaders: real, fast-forwarded, or real from the middle on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelerate.utils import send_to_device
 
 from ft_accelerate.runtime.peer_state import generator_of
 from ft_accelerate.runtime.runtime import Runtime
-from ft_accelerate.runtime.script_position import Iteration, Phase
+from ft_accelerate.runtime.script_position import Phase
 
 Original = Callable[[Any], Iterator[Any]]
 
@@ -20,29 +20,35 @@ _COUNTS = ("_num_yielded", "_sampler_iter_yielded")
 _POSITIONS_OF_OTHERS = (
     "_index_sampler_state", "_sampler_iter_state", "fetcher_state", "dataset_state",
 )  # fmt: skip
-"""Of torchdata's states: where all of these are None, counts are all there is to a place."""
+"""Of torchdata's states: where all of these are None, the counts alone give a place."""
 
 EVALUATION_BATCHES = 1
-"""How many batches of an evaluation a script that fast-forwards sees: enough for the script's variables to exist."""
+"""How many batches of an evaluation a fast-forwarding script sees: enough for its variables to exist."""
+
+_first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Of each loader that was fast-forwarded."""
 
 
-class Passes:
-    """Replaces `DataLoaderShard.__iter__`. `current()` gives the runtime."""
+def iterate(runtime: Runtime, original: Original, loader: Any) -> Iterator[Any]:
+    """`DataLoaderShard.__iter__`; the pass begins when its first batch is asked for."""
+    yield from _Pass(runtime, original, loader).batches()
 
-    def __init__(self, current: Callable[[], Runtime], original: Original) -> None:
-        self._current, self._original = current, original
-        self._first: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    def iterate(self, loader: Any) -> Iterator[Any]:
-        """One pass. Each request for a batch may begin a window, heal, or arrive."""
-        runtime = self._current()
-        position = runtime.position
-        generator = generator_of(loader)
-        iteration = position.begin(generator.get_state() if generator is not None else None)
-        resumed = _take_resumed(loader)
-        length = _length(loader)
-        if length is not None:
-            length -= _done_in(resumed)
+class _Pass:
+    """One pass over `loader`. Each request for a batch may begin a window, heal, or arrive."""
+
+    def __init__(self, runtime: Runtime, original: Original, loader: Any) -> None:
+        self._runtime, self._original, self._loader = runtime, original, loader
+        self._generator = generator_of(loader)
+        state = None if self._generator is None else self._generator.get_state()
+        self._iteration = runtime.position.begin(state)
+        self._resumed = _take_resumed(loader)
+        self._length = _remaining(loader, self._resumed)
+
+    def batches(self) -> Iterator[Any]:
+        """What the script gets."""
+        runtime, loader, position = self._runtime, self._loader, self._runtime.position
+        iteration, length = self._iteration, self._length
         real: Iterator[Any] | None = None
         try:
             while True:
@@ -51,38 +57,35 @@ class Passes:
                     if real is not None:
                         real.close()  # type: ignore[attr-defined]
                         real = None
-                    if self._fast_forward_is_over(runtime, loader, iteration, length):
+                    if self._fast_forward_is_over():
                         break
-                    batch = self._remembered(loader)
+                    batch = self._first_batch()
                 else:
                     if real is None:
                         if iteration.yielded and iteration.yielded == length:
                             _end(loader)
                             break
-                        real = self._start(runtime, loader, iteration, resumed)
+                        real = self._start()
                     try:
                         batch = next(real)
                     except StopIteration:
                         break
                 iteration.yielded += 1
-                position.fresh = False
                 yield batch
         finally:
             if real is not None:
                 real.close()  # type: ignore[attr-defined]
             position.finish(iteration, has_length=length is not None)
 
-    def _start(
-        self, runtime: Runtime, loader: Any, iteration: Iteration, resumed: _LoaderState
-    ) -> Iterator[Any]:
+    def _start(self) -> Iterator[Any]:
         """The real batches, from this pass's position on."""
-        generator = generator_of(loader)
-        state = runtime.position.generator_states.pop(iteration.seq, None)
-        if generator is not None and state is not None:
-            generator.set_state(state)
+        loader, iteration = self._loader, self._iteration
+        state = self._runtime.position.generator_states.pop(iteration.seq, None)
+        if self._generator is not None and state is not None:
+            self._generator.set_state(state)
             iteration.generator_state = state
         if _is_stateful(loader):
-            return self._start_stateful(loader, iteration.yielded, resumed)
+            return self._start_stateful()
         if not iteration.yielded:
             return self._original(loader)
         sampler = _index_sampler(loader)
@@ -91,27 +94,26 @@ class Passes:
         sampler._ft_skip = iteration.yielded
         return self._original(loader)
 
-    def _start_stateful(self, loader: Any, skip: int, resumed: _LoaderState) -> Iterator[Any]:
+    def _start_stateful(self) -> Iterator[Any]:
         """Move the loader itself to its position, so that its own state tells that position."""
+        loader, skip, resumed = self._loader, self._iteration.yielded, self._resumed
         state = resumed or loader.dl_state_dict
         if skip and all(state.get(name, 0) is None for name in _POSITIONS_OF_OTHERS):
             done = _done_in(resumed) + skip
             resumed = {**state, **dict.fromkeys(_COUNTS, done), "_iterator_finished": False}
             skip = 0
         loader.base_dataloader.load_state_dict(resumed or {})
-        batches = self._original(loader)
-        return _later(batches, skip) if skip else batches
+        return _later(self._original(loader), skip)
 
-    def _fast_forward_is_over(
-        self, runtime: Runtime, loader: Any, iteration: Iteration, length: int | None
-    ) -> bool:
+    def _fast_forward_is_over(self) -> bool:
         """Whether a fast-forwarded pass has no more batches; keeps what Accelerate knows of the pass."""
-        position = runtime.position
+        loader, iteration, length = self._loader, self._iteration, self._length
+        position = self._runtime.position
         if not iteration.yielded:
             loader.begin()
         if length is None:
             length = position.lengths.get(iteration.seq)
-        if position.phase is Phase.FAST_FORWARD and not runtime.training():
+        if position.phase is Phase.FAST_FORWARD and not self._runtime.training():
             length = min(EVALUATION_BATCHES, length or EVALUATION_BATCHES)
         if length is not None and iteration.yielded >= length:
             _end(loader)
@@ -119,22 +121,20 @@ class Passes:
         loader.end_of_dataloader = length is not None and iteration.yielded == length - 1
         return False
 
-    def _remembered(self, loader: Any) -> Any:
-        """This loader's first batch, always the same."""
-        if loader not in self._first:
-            generator = generator_of(loader)
-            before = generator.get_state() if generator is not None else None
-            iterator = iter(loader.base_dataloader)
-            batch = next(iterator)
-            del iterator
+    def _first_batch(self) -> Any:
+        """The loader's first batch, always the same."""
+        loader, generator = self._loader, self._generator
+        if loader not in _first_batches:
+            before = None if generator is None else generator.get_state()
+            batch = next(iter(loader.base_dataloader))
             if _is_stateful(loader):
                 loader.base_dataloader.load_state_dict({})  # forget it
             if generator is not None and before is not None:
                 generator.set_state(before)
             if loader.device is not None:
                 batch = send_to_device(batch, loader.device)
-            self._first[loader] = batch
-        return self._first[loader]
+            _first_batches[loader] = batch
+        return _first_batches[loader]
 
 
 def _end(loader: Any) -> None:
@@ -150,14 +150,9 @@ def _later(batches: Iterator[Any], skip: int) -> Iterator[Any]:
             yield batch
 
 
-def skipping(original: Original) -> Callable[[Any], Iterator[Any]]:
-    """Replaces `BatchSamplerShard.__iter__`: leaves out as many batches as `_ft_skip` says, once."""
-
-    def __iter__(self: Any) -> Iterator[Any]:
-        skip = self.__dict__.pop("_ft_skip", 0)
-        return islice(original(self), skip, None) if skip else original(self)
-
-    return __iter__
+def skip_batches(original: Original, sampler: Any) -> Iterator[Any]:
+    """`BatchSamplerShard.__iter__`: leaves out as many batches as `_ft_skip` says, once."""
+    return islice(original(sampler), sampler.__dict__.pop("_ft_skip", 0), None)
 
 
 def _index_sampler(loader: Any) -> Any | None:
@@ -196,8 +191,9 @@ def _done_in(resumed: _LoaderState) -> int:
     return int(resumed["_snapshot"]["_snapshot_step"]) + int(resumed["_steps_since_snapshot"])
 
 
-def _length(loader: Any) -> int | None:
+def _remaining(loader: Any, resumed: _LoaderState) -> int | None:
+    """Batches of the pass that begins; None: the loader has no length."""
     try:
-        return len(loader)
+        return len(loader) - _done_in(resumed)
     except TypeError:
         return None

@@ -64,15 +64,6 @@ class LocalSGD(StockLocalSGD):
             raise ValueError(f"local_sgd_steps must be at least 1, got {local_sgd_steps}")
         super().__init__(accelerator, model, local_sgd_steps, enabled)
 
-    def __enter__(self) -> Any:
-        return enter(self, super().__enter__)
-
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
-        leave(self, super().__exit__, kind, value, traceback)
-
-    def _sync_and_avg_model_params(self) -> None:
-        average(self, super()._sync_and_avg_model_params)
-
 
 class DiLoCo(LocalSGD):
     """
@@ -303,39 +294,35 @@ class _Operation:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
-# ---------------------------------------------------------------------- also for the stock class
+# ------------------------------------------------------ in the place of Accelerate's own methods
 
 
-def enter(local: Any, stock: Callable[[], Any]) -> Any:
+def enter(runtime: Runtime, original: Callable[..., Any], local: Any) -> Any:
     """Steps change what a peer may be reading from here on: serve copies."""
-    runtime = processes.active()
-    if runtime is not None and local.enabled:
+    if local.enabled:
         runtime.serve_copies = True
         if runtime.manager is None:  # a group with other settings is refused when it joins
             runtime.reducer.register_schema("outer steps", settings_of(local))
-    return stock()
+    return original(local)
 
 
-def leave(local: Any, stock: Callable[..., Any], kind: Any, value: Any, traceback: Any) -> None:
+def leave(
+    runtime: Runtime, original: Callable[..., Any], local: Any, kind: Any, *error: Any
+) -> None:
     """Average once more, unless the script has failed: the others are not at this place then."""
-    runtime = processes.active()
-    if runtime is None or not local.enabled:
-        stock(kind, value, traceback)
+    if not local.enabled:
+        original(local, kind, *error)
         return
     if kind is None:
         local._sync_and_avg_model_params()
     elif isinstance(local, DiLoCo):
         local.drop()
-    local.model_sync_obj.__exit__(kind, value, traceback)
+    local.model_sync_obj.__exit__(kind, *error)
     runtime.serve_copies = False
 
 
-def average(local: Any, stock: Callable[[], Any]) -> None:
+def average(runtime: Runtime, original: Callable[..., Any], local: Any) -> None:
     """Parameters and running statistics become the mean over the quorum, in place."""
-    runtime = processes.active()
-    if runtime is None:
-        stock()
-        return
     model = local.accelerator.unwrap_model(local.model)
     outer = ParameterMean(model, split(model, None), None, DEFAULT_BUCKET_BYTES)
     _Operation(runtime, outer, outer.fragments[0], settings_of(local)).apply()

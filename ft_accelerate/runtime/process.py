@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from ft_accelerate.plugin.options import (
     FaultTolerancePlugin,
     GroupPlace,
     Supervision,
-    as_one_process,
     is_enabled,
     switch_on,
-    uses,
 )
 from ft_accelerate.runtime.runtime import Runtime
 
@@ -17,7 +18,7 @@ _runtime: Runtime | None = None
 
 
 def current() -> Runtime:
-    """Raises RuntimeError where fault tolerance is off."""
+    """The runtime. Raises RuntimeError where fault tolerance is off."""
     if _runtime is None:
         raise RuntimeError("fault tolerance is not switched on in this process")
     return _runtime
@@ -28,8 +29,26 @@ def active() -> Runtime | None:
     return _runtime
 
 
+def while_active(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A `Seam.replace` for functions and methods of the frameworks.
+
+    While fault tolerance is on it calls `function(runtime, original, *args, **kwargs)`, else the
+    original.
+    """
+
+    def replace(original: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if _runtime is None:
+                return original(*args, **kwargs)
+            return function(_runtime, original, *args, **kwargs)
+
+        return wrapper
+
+    return replace
+
+
 def activate() -> Runtime | None:
-    """Make the runtime if the environment says so; the same one ever after."""
+    """Make the runtime if the environment asks for it; idempotent. Raises ValueError."""
     global _runtime
     if _runtime is None and is_enabled():
         _runtime = _make(FaultTolerancePlugin.from_env())
@@ -66,8 +85,3 @@ def forget() -> None:
 
 def _make(plugin: FaultTolerancePlugin) -> Runtime:
     return Runtime(plugin, GroupPlace.from_env(plugin.group_size), Supervision.from_env())
-
-
-__all__ = [
-    "activate", "activate_with", "active", "as_one_process", "current", "forget", "uses",
-]  # fmt: skip

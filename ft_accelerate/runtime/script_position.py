@@ -100,8 +100,6 @@ class ScriptPosition:
     pending: bool = False
     generator_states: dict[int, Any] = field(default_factory=dict)
     """Of passes that peers have under way, at their beginning."""
-    fresh: bool = False
-    """Nothing was done in this window yet."""
     fast_forwarding: bool = False
     """Batches and models are remembered ones: until the window of the peers. There they are real,
     since what comes after may lean on them (a GAN's fake batch on its way to both updates)."""
@@ -126,7 +124,7 @@ class ScriptPosition:
     def open_window(self, iteration: Iteration) -> None:
         """A training batch is asked for: a new window begins if an optimizer has stepped."""
         if self.stepped:
-            self.window, self.fresh = (iteration.seq, iteration.yielded), True
+            self.window = (iteration.seq, iteration.yielded)
             self.ops, self.grads, self.stepped, self._logged_bytes = [], 0, False, 0
 
     # ------------------------------------------------------------------ events
@@ -197,7 +195,7 @@ class ScriptPosition:
                     "objects that hold such values with accelerator.register_for_checkpointing"
                 )
             return False
-        self.window, self.fresh = target.window, True
+        self.window = target.window
         self.ops, self.grads, self.stepped, self._logged_bytes = [], 0, False, 0
         self.events = target.events - len(target.ops) - target.grads
         self.phase, self.fast_forwarding = Phase.REPLAY, False

@@ -10,7 +10,6 @@ worked. Libraries that know about process groups of their own are left alone.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -72,13 +71,9 @@ INSTEAD = {
 _LIBRARIES = ("torch", "accelerate", "transformers", "trl", "peft", "datasets", "ft_accelerate")
 
 
-def refusals() -> list[tuple[Any, str, Any]]:
-    """(torch.distributed, name, the function that refuses the script's own use of the world)."""
-    return [(dist, name, _guarded(name, getattr(dist, name))) for name in INSTEAD]
+def refuse_own_use(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.distributed`'s function `name`, which refuses the script's own use of the world."""
 
-
-def _guarded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         runtime = processes.active()
         if runtime is not None and runtime.num_processes > 1:

@@ -17,54 +17,27 @@ rest is here. It is put into `transformers.trainer` when a script imports that:
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import json
 import weakref
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
-
+from ft_accelerate import seams
 from ft_accelerate.plugin.options import is_enabled
-from ft_accelerate.runtime import patches
 from ft_accelerate.runtime import process as processes
+from ft_accelerate.runtime.process import while_active
+from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.torch_proxy import TorchProxy
 from ft_accelerate.runtime.world_collectives import Collectives
+from ft_accelerate.seams import Seam
 from ft_accelerate.transformers.trainer_checkpoints import save_checkpoint, started_from
 from ft_core.launch.import_hook import when_imported
 
-MARK = "__ft_accelerate__"
 RESULTS = frozenset(
     ("on_log", "on_evaluate", "on_predict", "on_prediction_step", "on_save", "on_push_begin")
 )
 """Events about results: a process that fast-forwards has none."""
-
-SEAMS: tuple[patches.Seam, ...] = (
-    ("transformers.trainer", "Trainer.train", ("self", "resume_from_checkpoint")),
-    ("transformers.trainer", "Trainer._save_rng_state", ("self", "output_dir")),
-    ("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial")),
-    ("transformers.trainer", "Trainer._get_output_dir", ("self", "trial")),
-    ("transformers.trainer", "Trainer._push_from_checkpoint", ("self", "checkpoint_folder")),
-    ("transformers.trainer", "Trainer._determine_best_metric", ("self", "metrics", "trial")),
-    (
-        "transformers.trainer_utils",
-        "rotate_checkpoints",
-        ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"),
-    ),
-    ("transformers.trainer_callback", "TrainerState.save_to_json", ("self", "json_path")),
-    ("transformers.trainer", "Trainer.is_world_process_zero", ("self",)),
-    ("transformers.trainer", "Trainer.is_local_process_zero", ("self",)),
-    ("transformers.trainer", "dist", ()),
-    ("transformers.trainer_pt_utils", "dist", ()),
-    ("transformers.trainer_pt_utils", "distributed_concat", ("tensor",)),
-    ("transformers.trainer_callback", "CallbackHandler.call_event", ("self", "event")),
-    ("transformers.trainer_callback", "TrainerState.load_from_json", ()),
-    ("transformers.trainer_callback", "ExportableState.state", ("self",)),
-    ("transformers.training_args", "TrainingArguments.should_save", ()),
-    ("transformers.training_args", "TrainingArguments.should_log", ()),
-)
+KNOWN = "transformers 5.23"
 
 
 def watch() -> None:
@@ -74,119 +47,77 @@ def watch() -> None:
 
 def check_seams() -> None:
     """Raise RuntimeError, in one sentence, if a name that we lean on has moved."""
-    import transformers
-
-    patches.check_seams(SEAMS, transformers, "transformers 5.23")
+    seams.check(SEAMS, KNOWN)
 
 
 def _on_trainer(module: ModuleType) -> None:
-    trainer: Any = vars(module)["Trainer"]
-    if getattr(trainer.train, MARK, False):
-        return
     try:
-        check_seams()
+        seams.put(SEAMS, KNOWN)
     except RuntimeError as error:
         if processes.active() is not None or is_enabled():
             raise SystemExit(f"ft_accelerate: {error}") from None
-        return
-    from transformers import trainer_callback, trainer_pt_utils, training_args
-
-    world = Collectives(processes.current)
-    vars(module)["dist"] = TorchProxy(dist, barrier=world.barrier)
-    vars(trainer_pt_utils)["dist"] = TorchProxy(
-        dist,
-        all_gather=world.all_gather,
-        get_world_size=world.get_world_size,
-        get_rank=world.get_rank,
-    )
-    _replace(trainer, "train", _train)
-    _replace(trainer, "_save_rng_state", _unless_past)
-    _replace(trainer, "_save_checkpoint", _save_checkpoint)
-    _replace(trainer, "_determine_best_metric", _determine_best_metric)
-    _replace(trainer, "is_world_process_zero", _is_leader)
-    _replace(trainer, "is_local_process_zero", _is_leader)
-    _replace(trainer_callback.CallbackHandler, "call_event", _call_event)
-    for name in ("should_save", "should_log"):
-        stock = inspect.getattr_static(training_args.TrainingArguments, name)
-        setattr(
-            training_args.TrainingArguments,
-            name,
-            property(_is_leader(stock.fget), doc=stock.__doc__),
-        )
-
-
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    stock = inspect.getattr_static(owner, name)
-    new = functools.wraps(stock)(make(stock))
-    setattr(new, MARK, True)
-    setattr(owner, name, new)
 
 
 # ------------------------------------------------------------------ replacements
 
 
-def _train(stock: Any) -> Any:
-    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        runtime = processes.active()
-        if runtime is None:
-            return stock(self, resume_from_checkpoint, *args, **kwargs)
-        if resume_from_checkpoint is True:
-            from transformers.trainer_utils import get_last_checkpoint
+@while_active
+def _train(
+    runtime: Runtime,
+    original: Any,
+    self: Any,
+    resume_from_checkpoint: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if resume_from_checkpoint is True:
+        from transformers.trainer_utils import get_last_checkpoint
 
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
-        if resume_from_checkpoint is not True:  # True: Trainer says that there is no checkpoint
-            resume_from_checkpoint = started_from(
-                self.args.output_dir, resume_from_checkpoint or None, runtime
-            )
-        place = _places[self] = TrainerPlace(self)
-        self.accelerator.register_for_checkpointing(place)
-        runtime.on_live.append(place.arrive)
-        try:
-            result = stock(self, resume_from_checkpoint, *args, **kwargs)
-        finally:
-            runtime.on_live.remove(place.arrive)
-        if not runtime.live:
-            raise RuntimeError(
-                "this process came back, but its training ended before it was where its peers "
-                "are: start all of them with the same checkpoint, data and arguments"
-            )
-        return result
-
-    return train
-
-
-def _unless_past(stock: Any) -> Any:
-    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        runtime = processes.active()
-        if runtime is not None and not runtime.live:
-            return None  # this process or a peer has written it already
-        return stock(self, *args, **kwargs)
-
-    return save
+        resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+    if resume_from_checkpoint is not True:  # True: Trainer says that there is no checkpoint
+        resume_from_checkpoint = started_from(
+            self.args.output_dir, resume_from_checkpoint or None, runtime
+        )
+    place = _places[self] = TrainerPlace(self)
+    self.accelerator.register_for_checkpointing(place)
+    runtime.on_live.append(place.arrive)
+    try:
+        result = original(self, resume_from_checkpoint, *args, **kwargs)
+    finally:
+        runtime.on_live.remove(place.arrive)
+    if not runtime.live:
+        raise RuntimeError(
+            "this process came back, but its training ended before it was where its peers are: "
+            "start all of them with the same checkpoint, data and arguments"
+        )
+    return result
 
 
-def _save_checkpoint(stock: Any) -> Any:
-    def save(self: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
-        runtime = processes.active()
-        if runtime is None:
-            return stock(self, model, trial, *args, **kwargs)
-        _know_the_best(self, runtime)
-        return save_checkpoint(lambda: stock(self, model, trial, *args, **kwargs), self, trial)
-
-    return save
+@while_active
+def _save_rng_state(runtime: Runtime, original: Any, *args: Any, **kwargs: Any) -> Any:
+    if not runtime.live:
+        return None  # this process or a peer has written it already
+    return original(*args, **kwargs)
 
 
-def _determine_best_metric(stock: Any) -> Any:
-    def determine(self: Any, metrics: Any, trial: Any) -> Any:
-        runtime = processes.active()
-        if runtime is None or not _know_the_best(self, runtime):
-            return stock(self, metrics, trial)
-        return self.state.best_global_step == self.state.global_step
-
-    return determine
+@while_active
+def _save_checkpoint(
+    runtime: Runtime, original: Any, self: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
+) -> None:
+    _know_the_best(self, runtime)
+    save_checkpoint(lambda: original(self, model, trial, *args, **kwargs), self, trial)
 
 
-def _know_the_best(trainer: Any, runtime: Any) -> bool:
+@while_active
+def _determine_best_metric(
+    runtime: Runtime, original: Any, self: Any, metrics: Any, trial: Any
+) -> Any:
+    if not _know_the_best(self, runtime):
+        return original(self, metrics, trial)
+    return self.state.best_global_step == self.state.global_step
+
+
+def _know_the_best(trainer: Any, runtime: Runtime) -> bool:
     """A process that fast-forwards has no metrics. Whether a step was the best so far, and so was
     saved with a barrier, it knows from its peers' state. False: this process decides by its metrics."""
     place = _places.get(trainer)
@@ -196,26 +127,60 @@ def _know_the_best(trainer: Any, runtime: Any) -> bool:
     return True
 
 
-def _is_leader(stock: Any) -> Any:
-    def is_first(self: Any) -> bool:
-        runtime = processes.active()
-        return bool(stock(self) if runtime is None else runtime.leader)
-
-    return is_first
+@while_active
+def _is_leader(runtime: Runtime, original: Any, self: Any) -> bool:
+    return runtime.leader
 
 
-def _call_event(stock: Any) -> Any:
-    def call_event(
-        self: Any, event: str, args: Any, state: Any, control: Any, **kwargs: Any
-    ) -> Any:
-        runtime = processes.active()
-        if runtime is not None:
-            if event in RESULTS and not runtime.live:
-                return control
-            state.is_world_process_zero = state.is_local_process_zero = runtime.leader
-        return stock(self, event, args, state, control, **kwargs)
+@while_active
+def _call_event(
+    runtime: Runtime, original: Any, self: Any, event: str, args: Any, state: Any, control: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    if event in RESULTS and not runtime.live:
+        return control
+    state.is_world_process_zero = state.is_local_process_zero = runtime.leader
+    return original(self, event, args, state, control, **kwargs)
 
-    return call_event
+
+def _with_our_barrier(dist: Any) -> TorchProxy:
+    return TorchProxy(dist, barrier=Collectives(processes.current).barrier)
+
+
+def _over_quorum(dist: Any) -> TorchProxy:
+    world = Collectives(processes.current)
+    return TorchProxy(
+        dist,
+        all_gather=world.all_gather,
+        get_world_size=world.get_world_size,
+        get_rank=world.get_rank,
+    )
+
+
+SEAMS = (
+    Seam("transformers.trainer", "Trainer.train", ("self", "resume_from_checkpoint"), _train),
+    Seam("transformers.trainer", "Trainer._save_rng_state", ("self", "output_dir"),
+         _save_rng_state),
+    Seam("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial"), _save_checkpoint),
+    Seam("transformers.trainer", "Trainer._get_output_dir", ("self", "trial")),
+    Seam("transformers.trainer", "Trainer._push_from_checkpoint", ("self", "checkpoint_folder")),
+    Seam("transformers.trainer", "Trainer._determine_best_metric", ("self", "metrics", "trial"),
+         _determine_best_metric),
+    Seam("transformers.trainer_utils", "rotate_checkpoints",
+         ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime")),
+    Seam("transformers.trainer_callback", "TrainerState.save_to_json", ("self", "json_path")),
+    Seam("transformers.trainer", "Trainer.is_world_process_zero", ("self",), _is_leader),
+    Seam("transformers.trainer", "Trainer.is_local_process_zero", ("self",), _is_leader),
+    Seam("transformers.trainer", "dist", (), _with_our_barrier),
+    Seam("transformers.trainer_pt_utils", "dist", (), _over_quorum),
+    Seam("transformers.trainer_pt_utils", "distributed_concat", ("tensor",)),
+    Seam("transformers.trainer_callback", "CallbackHandler.call_event", ("self", "event"),
+         _call_event),
+    Seam("transformers.trainer_callback", "TrainerState.load_from_json"),
+    Seam("transformers.trainer_callback", "ExportableState.state", ("self",)),
+    Seam("transformers.training_args", "TrainingArguments.should_save", (), _is_leader),
+    Seam("transformers.training_args", "TrainingArguments.should_log", (), _is_leader),
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------ the state

@@ -258,17 +258,23 @@ def test_moved_seams_are_refused_in_a_sentence(
     stock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An Accelerate that has no such function, or one with other parameters."""
-    monkeypatch.setattr(launch_hooks, "_problems", [])
-    moved = ModuleType("accelerate.utils.launch")
-    launch_hooks._guarded(launch_hooks._on_prepare, moved)
-    assert "there is no prepare_simple_launcher_cmd_env" in launch_hooks.problem()
-    monkeypatch.setattr(launch_hooks, "_problems", [])
-    changed = ModuleType("accelerate.commands.launch")
-    changed.options_to_group = {}  # type: ignore[attr-defined]
-    changed.launch_command_parser = lambda program: None  # type: ignore[attr-defined]
-    launch_hooks._guarded(launch_hooks._on_launch, changed)
-    assert "launch_command_parser takes (program)" in launch_hooks.problem()
-    with pytest.raises(ValueError, match="cannot be made fault-tolerant"):
+    for name, change, sentence in (
+        ("accelerate.utils.launch", {"prepare_tpu": None}, "prepare_tpu is not there"),
+        (
+            "accelerate.commands.launch",
+            {"launch_command_parser": lambda program: None},
+            "launch_command_parser takes no 'subparsers'",
+        ),
+    ):
+        monkeypatch.setattr(launch_hooks, "_problems", [])
+        moved = ModuleType(name)
+        known = vars(sys.modules[name]) | change
+        vars(moved).update({k: v for k, v in known.items() if v is not None})
+        with monkeypatch.context() as within:
+            within.setitem(sys.modules, name, moved)
+            launch_hooks.replace_in(moved)
+        assert sentence in launch_hooks.problem()
+    with pytest.raises(ValueError, match="does not know accelerate .*train without fault"):
         arguments(stock, "--config_file", written(tmp_path, ON_CPU, {"min_replicas": 1}))
     args = arguments(stock, "--config_file", written(tmp_path, ON_CPU))
     assert stock.prepare_simple_launcher_cmd_env(args)[0] == [sys.executable, "train.py"]
@@ -437,7 +443,7 @@ def converse(command: list[str], env: dict[str, str], answers: list[tuple[str, s
 )
 def test_whatever_is_imported_first_the_process_is_protected(first: str, tmp_path: Path) -> None:
     """The entry point acts in the midst of the import that brings Accelerate in."""
-    code = f"import {first}, accelerate, ft_accelerate.install as i; assert i._undo"
+    code = f"import {first}, accelerate, torch; assert accelerate.state.torch is not torch"
     env = installed(
         tmp_path,
         ACCELERATE_USE_FAULT_TOLERANCE="true",

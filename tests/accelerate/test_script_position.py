@@ -72,7 +72,6 @@ def test_in_the_same_window_what_was_done_here_is_not_replayed() -> None:
     position = ScriptPosition()
     iteration = position.begin(None)
     position.open_window(iteration)
-    position.fresh = False
     position.log("a", 0)
     position.relocate(peers(window=(0, 0), ops=("a", "b"), grads=1, at="op"))
     assert position.phase is Phase.REPLAY

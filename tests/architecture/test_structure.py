@@ -38,6 +38,7 @@ LAYERS = [
     "ft_lightning.fabric",
     "ft_lightning.diloco",
     "ft_lightning",
+    "ft_accelerate.seams",
     "ft_accelerate.plugin",
     "ft_accelerate.runtime",
     "ft_accelerate.transformers",
