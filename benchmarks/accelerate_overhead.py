@@ -9,7 +9,7 @@ forward, backward, gradients, optimizer.
 
 Recovery: three replica groups with steps of 50 ms; one is killed (SIGKILL) and restarted. Gap:
 the longest time between two steps of a survivor. Back: from the moment when the restarted script
-asks for its first batch to its first step that counts. Stall: a survivor's longest gap meanwhile.
+asks for its first batch to the first step in which it participates. Stall: a survivor's longest gap meanwhile.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def overhead(size: str, blocks: int, lighthouse: str) -> dict[str, float]:
 
 
 def recovery(kills: int, lighthouse: str) -> dict[str, list[float]]:
-    """Seconds: survivors' longest gap after each kill; until the killed one is back."""
+    """Seconds: survivors' longest gap after each kill; until the killed process is back."""
     job = "recovery"
 
     def start(index: int) -> Process:
@@ -269,7 +269,7 @@ def main() -> None:
             times = recovery(options.kills, server.address())
             for name, title in (
                 ("gap_s", "SIGKILL one of 3: longest gap between a survivor's steps (of 50 ms)"),
-                ("back_s", "killed one: from its first batch to its first step that counts"),
+                ("back_s", "killed process: from its first batch to its first step as participant"),
                 ("stall_s", "survivors: longest gap while it comes back"),
             ):
                 middle, worst = statistics.median(times[name]), max(times[name])

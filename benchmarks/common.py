@@ -82,7 +82,7 @@ def of_two_processes(
 
 
 def torchft_version() -> str | None:
-    """Version of the installed torchft, None if there is none (extra `bench` brings it)."""
+    """Version of the installed torchft, None if it is not installed (the extra `bench` installs it)."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -196,7 +196,11 @@ def main() -> None:
     columns = ["quorum", "compute", "step of 2 s", "step of 3 s", "joining step s", "extra stall",
                "all trials %", "snapshot s", "transfer s"]  # fmt: skip
     report(
-        f"A heal of {options.mib} MiB, seen by the healthy", columns, rows, figures, options.json
+        f"A heal of {options.mib} MiB, seen by the healthy members",
+        columns,
+        rows,
+        figures,
+        options.json,
     )
 
 

@@ -35,14 +35,14 @@ Times = list[tuple[float, float, int]]
 """Of each replica: when it asked, when the answer came, and with how many participants."""
 
 
-def replica(rank: int, address: str, rounds: int, gate: threading.Barrier, out: Times) -> None:
-    """One replica's life; `gate` starts and ends each round."""
+def replica(rank: int, address: str, rounds: int, barrier: threading.Barrier, out: Times) -> None:
+    """One replica's life; `barrier` starts and ends each round."""
     from torchft.coordination import LighthouseClient
 
     client = LighthouseClient(address, TIMEOUT)
-    gate.wait()
+    barrier.wait()
     for _ in range(rounds):
-        gate.wait()
+        barrier.wait()
         begin = time.perf_counter()
         quorum = client.quorum(
             replica_id=f"replica_{rank}",
@@ -52,7 +52,7 @@ def replica(rank: int, address: str, rounds: int, gate: threading.Barrier, out: 
             step=7,
         )
         out[rank] = (begin, time.perf_counter(), len(quorum.participants))
-        gate.wait()
+        barrier.wait()
 
 
 def main() -> None:
@@ -66,20 +66,20 @@ def main() -> None:
     ) as server:
         assert server.stdout is not None
         address = server.stdout.readline().strip()
-        gate = threading.Barrier(replicas + 1)
+        barrier = threading.Barrier(replicas + 1)
         times: Times = [(0.0, 0.0, 0)] * replicas
         threading.stack_size(256 * 1024)
         threads = [
-            threading.Thread(target=replica, args=(rank, address, rounds, gate, times))
+            threading.Thread(target=replica, args=(rank, address, rounds, barrier, times))
             for rank in range(replicas)
         ]
         for thread in threads:
             thread.start()
-        gate.wait()
+        barrier.wait()
         times_s = []
         for _ in range(rounds):
-            gate.wait()  # ask
-            gate.wait()  # all have their answer
+            barrier.wait()  # ask
+            barrier.wait()  # all have their answer
             assert {size for _, _, size in times} == {replicas}
             times_s.append(max(end for _, end, _ in times) - min(begin for begin, _, _ in times))
         for thread in threads:

@@ -81,7 +81,7 @@ class Member:
         return time.monotonic()
 
     def revoke(self, begin_at: float, elements: int) -> float:
-        """When this rank was free, revoked at `begin_at`; `elements` 0: it does not take part."""
+        """When this rank was free, revoked at `begin_at`; `elements` 0: it does not participate."""
         assert self.group is not None
         if elements == 0:
             sleep_until(begin_at)

@@ -4,7 +4,7 @@ What a failure costs the survivors: the longest gap between any survivor's commi
 50 ms, when one replica of three or six is killed (small, or with 4 GiB resident), stopped, or
 loses its network (a network namespace of its own; needs root). After each failure the victim is
 restarted and heals, so the time from ready to participating is measured, too.
-Torchft 0.2.0, if installed, runs `kill3` in the same way (hand-written averaging, because its DDP
+torchft 0.2.0, if installed, runs `kill3` in the same way (hand-written averaging, because its DDP
 wrapper crashes the survivors).
 """
 
@@ -184,7 +184,9 @@ class Cluster:
             try:
                 replica, event = self.said.get(timeout=max(0.0, give_up - time.monotonic()))
             except queue.Empty:
-                raise TimeoutError(f"{self.case.name}: waited {limit_s:g} s in vain") from None
+                raise TimeoutError(
+                    f"{self.case.name}: no such event within {limit_s:g} s"
+                ) from None
             if event["kind"] == "commit":
                 replica.commits.append(event["t"])
             elif event["kind"] == "ready":
@@ -350,7 +352,7 @@ def main() -> None:
                      found["rejoin_s"]])  # fmt: skip
         print(f"{case.name}: {found}", flush=True)
     columns = ["case", "fault", "step ms", "longest gap ms (median)", "beyond a step ms",
-               "all trials", "ready to taking part s"]  # fmt: skip
+               "all trials", "ready to participating s"]  # fmt: skip
     report(f"Failure, {options.trials} trials each", columns, rows, figures, options.json)
 
 

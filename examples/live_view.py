@@ -46,7 +46,10 @@ class View:
 
     def table(self) -> Table:
         """The present state of all replica groups."""
-        table = Table(title=f"step {self._run.committed_steps()} of {self._total}")
+        committed = self._run.committed_steps()
+        table = Table(
+            title=f"{committed} steps and agreements committed; ends after {self._total} steps"
+        )
         for name in ("replica group", "process", "state", "step", "loss", "quorum", "discards"):
             table.add_column(name, justify="right" if name in ("step", "loss") else "left")
         for group in self._run.groups():
@@ -94,10 +97,10 @@ def _state_of(life: Life) -> str:
 
 
 def summary_table(rows: list[Row], total_steps: int) -> Table:
-    """The numbers of the run, a column a replica group. "Lost": from the last commit before the
-    kill to the first one after it, less what a step takes otherwise; of the killed group that
-    holds the start of the new process, too."""
-    table = Table(title=f"{total_steps} steps committed by the job")
+    """The numbers of the run, a column for each replica group. "Lost": from the last commit before
+    the kill to the first one after it, less a normal step; for the killed group this includes the
+    start of the new process."""
+    table = Table(title=f"{total_steps} steps and agreements committed by the job")
     table.add_column("replica group")
     for row in rows:
         table.add_column(str(row.group), justify="right")

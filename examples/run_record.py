@@ -51,7 +51,7 @@ def summarize(run: Run) -> list[Row]:
 
 
 def faults_of(run: Run) -> list[str]:
-    """Sentences that say what went wrong; none: the run did what it promises."""
+    """Sentences that say what went wrong; empty: nothing did."""
     faults = []
     for group in run.groups():
         lives = run.lives_of(group)
@@ -77,7 +77,7 @@ def faults_of(run: Run) -> list[str]:
 
 
 def _start_ms(lives: list[Life]) -> float | None:
-    """From the restart to the first word from the new process's manager."""
+    """From the restart to the first event of the new process's manager."""
     if len(lives) < 2:
         return None
     first = next((e for e in lives[-1].events if e["kind"] in ("waiting", "quorum")), None)
