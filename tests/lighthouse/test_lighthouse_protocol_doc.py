@@ -1,4 +1,4 @@
-"""docs/protocol.md says of every message when it is sent, and names every rule of quorum.py."""
+"""docs/protocol.md says of every message when it is sent, and names every rule of rules.py."""
 
 from __future__ import annotations
 
