@@ -31,6 +31,7 @@ import zmq
 # The script's own directory is on the path when it runs as a script.
 from common import arguments, report
 
+from lighthouse.client import SERVICE
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
     Decision,
@@ -75,7 +76,8 @@ class Crowd:
 
     def _connect(self, address: str, replica_id: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, replica_id.encode())
+        socket.setsockopt(zmq.PLAIN_USERNAME, SERVICE.encode())
+        socket.setsockopt(zmq.PLAIN_PASSWORD, replica_id.encode())
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
         socket.connect(address)

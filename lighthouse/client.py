@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import secrets
 import time
 from typing import Any, Literal, Self
 
@@ -16,6 +17,16 @@ from lighthouse.wire import codec
 from lighthouse.wire.messages import Message, Request, Status, StatusRequest
 
 ConnectionEvent = Literal["connected", "disconnected"]
+SERVICE = "lighthouse"
+"""What connections to a lighthouse ask for."""
+HELLO = b""
+"""The frame of a process that connects and has nothing to say yet."""
+
+
+def new_identity(name: str) -> bytes:
+    """An identity that no other process can guess; `name` is for people."""
+    readable = "".join(c for c in name if c.isascii() and c.isprintable())[:200]
+    return f"{readable}.{secrets.token_hex(16)}".encode()
 
 
 class Connection:
@@ -29,23 +40,35 @@ class Connection:
 
     Args:
         address: "tcp://host:port"; see `normalize_address`. ValueError if malformed.
-        identity: unique in the whole job, 1 to 255 bytes, not starting with a zero byte; the
-            lighthouse tells connections apart by it.
+        identity: which process this is: 1 to 255 printable ASCII characters. What a process has
+            said counts for its later connections of the same identity, so one that others can't
+            guess keeps them from speaking for it (`new_identity`).
         timeouts: its heartbeats are used.
         context: ZeroMQ context, which the caller closes.
+        service: what is asked for at `address`.
     """
 
     def __init__(
-        self, address: str, *, identity: bytes, timeouts: Timeouts, context: zmq.Context[Any]
+        self,
+        address: str,
+        *,
+        identity: bytes,
+        timeouts: Timeouts,
+        context: zmq.Context[Any],
+        service: str = SERVICE,
     ) -> None:
         self.address = normalize_address(address)
-        if not 0 < len(identity) <= 255 or identity[0] == 0:
-            raise ValueError("identity must have 1 to 255 bytes and not start with a zero byte")
+        if not (
+            0 < len(identity) <= 255 and identity.isascii() and identity.decode().isprintable()
+        ):
+            raise ValueError("identity must have 1 to 255 printable ASCII characters")
         self.malformed = 0
         """Frames that were dropped because they were no message of this protocol."""
         self.connected = False
         self._encoder = codec.Encoder()
-        self._socket, self._monitor = sockets.open_dealer(context, self.address, identity, timeouts)
+        self._socket, self._monitor = sockets.open_dealer(
+            context, self.address, service, identity, timeouts
+        )
         self.sockets = (self._socket, self._monitor)
 
     def send(self, message: Request) -> bool:
@@ -56,6 +79,11 @@ class Connection:
         except zmq.Again:
             return False
         return True
+
+    def greet(self) -> None:
+        """Say that this connection is meant, before there is anything to say on it."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(HELLO, sockets.NOBLOCK)
 
     def receive(self) -> list[Message]:
         """All messages that have arrived, oldest first. Never blocks.
@@ -122,7 +150,7 @@ class LighthouseClient:
         try:
             self._connection = Connection(
                 address,
-                identity=b"tool-" + os.urandom(12).hex().encode(),
+                identity=new_identity("tool"),
                 timeouts=self._timeouts,
                 context=self._context,
             )

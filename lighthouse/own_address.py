@@ -15,6 +15,11 @@ _FAR_HOSTS = ("192.0.2.1", "2001:db8::1")
 """Reserved for documentation: routed like any far host, owned by none."""
 
 
+def bracketed(host: str) -> str:
+    """An IPv6 address in brackets, as URLs need it; any other host unchanged."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def outgoing_address(towards: str | None = None, *, prefer_ipv6: bool = False) -> str:
     """The local address that packets to the host `towards` leave from; sends nothing.
 

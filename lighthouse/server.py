@@ -1,9 +1,14 @@
-"""The lighthouse's shell: a ROUTER socket, a clock and one thread around the pure machine.
+"""The lighthouse's shell: an endpoint, a clock and one thread around the pure machine.
 
 Theory. The thread sleeps until a frame, a connection event, a command of another thread or the
-machine's deadline, whichever is first; there is no polling period. It never waits for a peer: if a
-peer's queue is full, the message is dropped and counted, and the peer asks again. The death of a
-process shows within milliseconds as a closed connection; `routes.py` finds out whose it was.
+machine's deadline, whichever is first; there is no polling period. It never waits for a peer: one
+that does not read its answers is disconnected. The death of a process shows within milliseconds as
+a closed connection; `routes.py` finds out whose it was.
+
+Nothing that a peer sends ends the thread. `endpoint.py` keeps strangers out; what is no message is
+counted and dropped; and a job whose rules fail on a message starts over, as after a restart of the
+lighthouse. An error of the thread itself ends it: a fresh process costs the replica groups no more
+than a reconnect.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import queue
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -24,11 +30,12 @@ from typing import Any, Self, cast, get_args
 import zmq
 
 from lighthouse import sockets
+from lighthouse.client import SERVICE
 from lighthouse.config import LighthouseConfig, normalize_address
+from lighthouse.endpoint import Complaints, Endpoint
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.journal import Journal
 from lighthouse.machine.job import Effect, Lighthouse, Note, Remember, Send, first_quorum_id
-from lighthouse.routes import Routes
 from lighthouse.wire import codec
 from lighthouse.wire.messages import JobKey, Peer, Refused, Request, Status, StatusRequest
 
@@ -36,14 +43,8 @@ log = logging.getLogger("lighthouse")
 
 BATCH_MESSAGES = 4_096
 """Frames handled before connection events and deadlines get their turn."""
-SHARE_FROM_BYTES = 4_096
-"""Frames of this size and more are shared by all receivers instead of copied to each."""
 SHUTDOWN_LINGER_MS = 200
 
-# As plain numbers: combining zmq's flags takes longer than some calls that they go into.
-_NOBLOCK = sockets.NOBLOCK
-_MORE = int(zmq.SNDMORE) | _NOBLOCK
-_SRCFD = int(zmq.SRCFD)
 _REQUESTS: tuple[type, ...] = get_args(Request)
 
 
@@ -58,11 +59,17 @@ class Stats:
     other_versions: int = 0
     """Frames of another protocol version; answered so that the sender can say so."""
     slow_peers: int = 0
-    """Messages that were dropped because the receiver's queue was full."""
+    """Messages that were dropped because the receiver's queue was full; it was disconnected."""
     no_route: int = 0
     """Messages to peers that were gone already."""
     lost_peers: int = 0
     """Peers whose connection ended."""
+    refused: int = 0
+    """Connections that were turned away in the handshake: not of this protocol."""
+    disconnected: int = 0
+    """Connections that the lighthouse has ended: too many messages, or answers not read."""
+    failures: int = 0
+    """Jobs that were started over because of an internal error, which the log tells."""
     connections: int = 0
 
     def as_dict(self) -> dict[str, int]:
@@ -104,22 +111,24 @@ class LighthouseServer:
             self._journal = Journal(Path(state_file), max_jobs=self.config.max_jobs)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._router, self._monitor = sockets.open_router(
-                self._context, endpoint, self.config.timeouts
+            self._endpoint = Endpoint(
+                self._context, endpoint, self.config.timeouts, service=SERVICE
             )
         except BaseException:
             self._context.destroy(linger=0)
             if self._journal is not None:
                 self._journal.close()
             raise
-        bound = cast(bytes, self._router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
-        self._address = sockets.reachable(bound)
+        self._address = sockets.reachable(self._endpoint.address)
         self.stats = Stats()
-        self._routes = Routes()
+        self._complaints = Complaints()
         self._encoder = codec.Encoder()
         remembered = self._journal.remembered if self._journal else None
         self._machine = Lighthouse(
-            self.config, first_quorum_id(time.time_ns() // 1_000_000), remembered
+            self.config,
+            first_quorum_id(time.time_ns() // 1_000_000),
+            remembered,
+            on_failure=self._on_failure,
         )
         self._commands: queue.SimpleQueue[Future[str] | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -210,35 +219,30 @@ class LighthouseServer:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        for each in self._endpoint.polled:
+            poller.register(each, zmq.POLLIN)
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
+        endpoint = self._endpoint
         dry, deadline = True, self._machine.deadline()
         while True:
             ready = dict(poller.poll(self._sleep_ms(dry, deadline)))
             if self._wake_read.fileno() in ready and not self._obey():
                 return
-            if self._monitor in ready:
-                self._drain_monitor()
+            endpoint.attend()
             # POLLIN may be spurious (a peer killed inside a frame), and frames that arrived
             # since must be handled before their senders are reported lost: read in any case.
             dry = self._drain_frames()
-            now = time.monotonic()
-            if self._routes.lost:
-                for peer in self._routes.take_lost(dry, now):
-                    self._lose(peer, now)
-            deadline = self._machine.deadline()
+            for peer in endpoint.take_lost(dry):
+                self.stats.lost_peers += 1
+                self._apply(self._machine.disconnected(peer, time.monotonic()))
+            deadline, now = self._machine.deadline(), time.monotonic()
             if deadline is not None and deadline <= now:
                 self._apply(self._machine.expire(now))
                 deadline = self._machine.deadline()
 
-    def _lose(self, peer: Peer, now: float) -> None:
-        self.stats.lost_peers += 1
-        self._apply(self._machine.disconnected(peer, now))
-
     def _sleep_ms(self, dry: bool, deadline: float | None) -> int | None:
         """How long to wait for events; None: for ever. `dry`: no frame is left to be handled."""
-        if not dry or self._routes.lost:
+        if not dry or self._endpoint.losing:
             return 0
         if deadline is None:
             return None
@@ -260,7 +264,11 @@ class LighthouseServer:
             command.set_result(self._status_text())
 
     def _status_text(self) -> str:
-        self.stats.connections = self._routes.connections
+        stats, endpoint = self.stats, self._endpoint
+        stats.connections, stats.received = endpoint.connections, endpoint.received
+        stats.malformed, stats.slow_peers = endpoint.malformed, endpoint.slow
+        stats.no_route, stats.refused = endpoint.unrouted, endpoint.refused
+        stats.disconnected = endpoint.disconnected
         journal_error = self._journal.error if self._journal else None
         server = {
             "address": self._address,
@@ -270,53 +278,25 @@ class LighthouseServer:
         }
         return json.dumps({**self._machine.status(), "server": server})
 
-    def _drain_monitor(self) -> None:
-        now = time.monotonic()
-        while (entry := sockets.read_monitor(self._monitor)) is not None:
-            event, fd = entry
-            if event == sockets.ACCEPTED:
-                self._routes.accepted(fd)
-            elif event == sockets.DISCONNECTED:
-                self._routes.closed(fd, now)
-
     def _drain_frames(self) -> bool:
         """Handle frames that have arrived, up to `BATCH_MESSAGES`; True if none is left."""
-        receive, fd_of = self._router.recv, self._routes.fd_of
+        receive = self._endpoint.receive
         for _ in range(BATCH_MESSAGES):
-            try:
-                peer = receive(_NOBLOCK)
-            except zmq.Again:
+            if (entry := receive()) is None:
                 return True
-            frame = receive(_NOBLOCK, copy=False)
-            self.stats.received += 1
-            fd = frame.get(_SRCFD)
-            if fd_of.get(peer) != fd:
-                self._drain_monitor()
-                now = time.monotonic()
-                if self._routes.attribute(peer, fd, now):
-                    self._lose(peer, now)
-            if frame.more:
-                self._drop_rest()
-                continue
-            self._handle(peer, frame)
+            self._handle(*entry)
         return False
 
-    def _drop_rest(self) -> None:
-        self.stats.malformed += 1
-        # All parts of a message arrive together, so that this cannot raise Again.
-        while self._router.getsockopt(zmq.RCVMORE):
-            self._router.recv(_NOBLOCK)
-
-    def _handle(self, peer: Peer, frame: zmq.Frame) -> None:
+    def _handle(self, peer: Peer, data: memoryview) -> None:
         try:
-            message = codec.decode(frame.buffer)
+            message = codec.decode(data)
         except VersionMismatch as error:
             self.stats.other_versions += 1
             # The sender can read no more of the answer than its version, and needs no more.
             self._send((peer,), codec.encode(Refused(JobKey(), str(error))))
             return
         except ProtocolError:
-            self.stats.malformed += 1
+            self._endpoint.blame(peer)
             return
         if isinstance(message, StatusRequest):
             self._send((peer,), codec.encode(Status(self._status_text())))
@@ -324,7 +304,15 @@ class LighthouseServer:
             request = cast(Request, message)
             self._apply(self._machine.handle(peer, request, time.monotonic()))
         else:
-            self.stats.malformed += 1  # a reply: only a lighthouse sends those
+            self._endpoint.blame(peer)  # a reply: only a lighthouse sends those
+
+    def _on_failure(self, job: JobKey, error: Exception) -> None:
+        """The rules of one job have failed: it starts over, and this thread goes on."""
+        self.stats.failures += 1
+        self._complaints.say(
+            "an internal error; the job starts over, no step is lost; report this: %s",
+            "".join(traceback.format_exception(error)),
+        )
 
     def _apply(self, effects: list[Effect]) -> None:
         if not effects:
@@ -335,29 +323,21 @@ class LighthouseServer:
             self._send(send.peers, frame)
         for effect in effects:  # only now: no peer waits for these
             if isinstance(effect, Note):
-                self._on_note(effect)
+                self._note(effect)
             elif isinstance(effect, Remember) and self._journal is not None:
                 self._journal.save(effect.job, effect.quorum_id, effect.members)
 
+    def _note(self, note: Note) -> None:
+        try:
+            self._on_note(note)
+        except Exception as error:  # of the owner's function: it must not end the training
+            self._complaints.say("on_note raised %r", error)
+
     def _send(self, peers: Iterable[Peer], data: bytes) -> None:
-        send, stats = self._router.send, self.stats
-        shared = len(data) >= SHARE_FROM_BYTES
-        payload: Any = zmq.Frame(data) if shared else data
-        for peer in peers:
-            try:
-                send(peer, _MORE)
-                send(payload, _NOBLOCK, copy=not shared)
-                stats.sent += 1
-            except zmq.Again:
-                stats.slow_peers += 1
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                stats.no_route += 1
-                self._routes.no_route(peer, time.monotonic())
+        self.stats.sent += self._endpoint.send(peers, data)
 
     def _close(self) -> None:
-        sockets.close(self._router, self._monitor, SHUTDOWN_LINGER_MS)
+        self._endpoint.close(SHUTDOWN_LINGER_MS)
         with self._lock:
             self._wake_read.close()
             self._refuse_commands()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -12,10 +13,9 @@ from lighthouse.config import Timeouts, split_address
 from lighthouse.own_address import outgoing_address
 from lighthouse.wire import codec
 
-SERVER_QUEUE_MESSAGES = 256
-"""Per peer and direction; a healthy peer has one message on its way."""
+SERVER_QUEUE_MESSAGES = 64
+"""Answers to one peer; a healthy peer has one on its way."""
 CLIENT_SEND_QUEUE_MESSAGES = 64
-CLIENT_RECEIVE_QUEUE_MESSAGES = 1_024
 BACKLOG = 4_096
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 500
@@ -24,6 +24,10 @@ HANDSHAKE_MS = 5_000
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
 HANDSHAKE_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
+ACCEPT_FAILED = int(zmq.EVENT_ACCEPT_FAILED)
+
+_AUTHENTICATOR = "inproc://zeromq.zap.01"
+"""Where ZeroMQ looks for the thread that answers handshakes (its RFC 27)."""
 
 # Plain integers: arithmetic on pyzmq's enumerations costs as much as asking the socket.
 EVENTS, RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
@@ -37,16 +41,18 @@ def open_router(
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """(a ROUTER bound to `endpoint`, its monitor). Raises OSError with a sentence for a person.
 
-    The monitor exists before the first connection can, so that no connection is missed.
+    Its context needs an authenticator. The monitor exists before the first connection can, so that
+    no connection is missed.
     """
     router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    router.setsockopt(zmq.PLAIN_SERVER, 1)
+    router.setsockopt(zmq.ZAP_DOMAIN, b"lighthouse")
     router.setsockopt(zmq.SNDHWM, SERVER_QUEUE_MESSAGES)
-    router.setsockopt(zmq.RCVHWM, SERVER_QUEUE_MESSAGES)
     router.setsockopt(zmq.BACKLOG, BACKLOG)
+    router.setsockopt(zmq.MAXMSGSIZE, codec.MAX_REQUEST_BYTES)
     _set_common(router, endpoint, timeouts)
-    monitor = _open_monitor(router, context, ACCEPTED | DISCONNECTED)
+    monitor = _open_monitor(router, context, ACCEPTED | DISCONNECTED | ACCEPT_FAILED)
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
@@ -62,16 +68,18 @@ def open_router(
 
 
 def open_dealer(
-    context: zmq.Context[Any], endpoint: str, identity: bytes, timeouts: Timeouts
+    context: zmq.Context[Any], endpoint: str, service: str, identity: bytes, timeouts: Timeouts
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """(a DEALER that connects to `endpoint`, and reconnects for ever; its monitor).
 
-    `identity`: tells this connection from all others at the ROUTER, 1 to 255 bytes.
+    `identity`: which process this is, 1 to 255 printable ASCII characters. A process that connects
+    again presents the same one.
     """
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.IDENTITY, identity)
+    dealer.setsockopt(zmq.PLAIN_USERNAME, service.encode())
+    dealer.setsockopt(zmq.PLAIN_PASSWORD, identity)
     dealer.setsockopt(zmq.SNDHWM, CLIENT_SEND_QUEUE_MESSAGES)
-    dealer.setsockopt(zmq.RCVHWM, CLIENT_RECEIVE_QUEUE_MESSAGES)
+    dealer.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_BYTES)
     dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     dealer.setsockopt(zmq.CONNECT_TIMEOUT, HANDSHAKE_MS)
@@ -97,6 +105,40 @@ def read_monitor(monitor: zmq.Socket[bytes]) -> tuple[int, int] | None:
     return event, value
 
 
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """What a connection presents. `envelope` takes the answer back to it."""
+
+    envelope: list[bytes]
+    service: bytes
+    identity: str
+
+
+def open_authenticator(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+    """The socket that all handshakes of this context's servers are asked at. One a context."""
+    authenticator: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    authenticator.setsockopt(zmq.LINGER, 0)
+    authenticator.setsockopt(zmq.SNDHWM, 0)
+    authenticator.setsockopt(zmq.RCVHWM, 0)
+    authenticator.bind(_AUTHENTICATOR)
+    return authenticator
+
+
+def read_request(authenticator: zmq.Socket[bytes]) -> Handshake | None:
+    """The next handshake; None if there is none. Never blocks."""
+    try:
+        asker, _, version, number, *_, service, identity = authenticator.recv_multipart(NOBLOCK)
+    except zmq.Again:
+        return None
+    return Handshake([asker, b"", version, number], service, identity.decode("ascii", "replace"))
+
+
+def answer_request(authenticator: zmq.Socket[bytes], request: Handshake, admitted: bool) -> None:
+    """Let the connection in or not. Frames of it name its identity as "User-Id"."""
+    status, user = (b"200", request.identity.encode()) if admitted else (b"400", b"")
+    authenticator.send_multipart([*request.envelope, status, b"", user, b""], NOBLOCK)
+
+
 def close(watched: zmq.Socket[bytes], monitor: zmq.Socket[bytes], linger_ms: int = 0) -> None:
     """Close a socket and its monitor; queued messages get `linger_ms` in the background."""
     watched.disable_monitor()
@@ -118,7 +160,8 @@ def reachable(bound: str) -> str:
 
 
 def _set_common(watched: zmq.Socket[bytes], endpoint: str, timeouts: Timeouts) -> None:
-    watched.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_BYTES)
+    # With a limit, ZeroMQ would stop to read, and abort the process if that connection is reset.
+    watched.setsockopt(zmq.RCVHWM, 0)
     watched.setsockopt(zmq.LINGER, 0)
     watched.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     # Both ends ping each other from ZeroMQ's own threads, which do not need the GIL.

@@ -319,19 +319,22 @@ class _Watcher:
     def _connect(self, said: dict[str, Any]) -> None:
         import zmq
 
-        from lighthouse.client import Connection
+        from lighthouse.client import Connection, new_identity
 
         heartbeat = Timeouts.derive(
             heartbeat_s=said["heartbeat_s"], heartbeat_timeout_s=said["heartbeat_timeout_s"]
         )
-        identity = b"watch-" + os.urandom(12).hex().encode()
+        identity = new_identity("watcher")
         self._context: zmq.Context[Any] = zmq.Context()
         self._connection = Connection(
             said["address"], identity=identity, timeouts=heartbeat, context=self._context
         )
 
     def _look_at_connection(self) -> None:
-        if "connected" in self._connection.events() and not self._told_ready:
+        if "connected" not in self._connection.events():
+            return
+        self._connection.greet()
+        if not self._told_ready:
             self._told_ready = True
             with contextlib.suppress(OSError):
                 os.write(sys.stdout.fileno(), b"r")

@@ -28,13 +28,13 @@ from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
 from ft_core.heal.snapshot import Arena, Loan, Publication
 from ft_core.heal.transport import (
     QUEUED_REPLIES,
-    bracketed,
     host_identity,
     raise_malloc_threshold,
     serving_socket,
 )
 from ft_core.heal.types import HealKey, ServerStats
 from lighthouse.errors import ProtocolError
+from lighthouse.own_address import bracketed
 
 _log = logging.getLogger(__name__)
 _MAX_RETIRED = 64  # keys remembered, so that a late reader is told "gone" instead of left waiting

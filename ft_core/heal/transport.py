@@ -21,17 +21,13 @@ import torch
 import zmq
 
 from ft_core.heal import protocol as wire
+from lighthouse.own_address import bracketed
 
 QUEUED_REPLIES = 128  # what ZeroMQ queues for one reader before the reader counts as too slow
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 30_000  # one frame must fit in: 64 MiB at 2 MB/s
 _RECONNECT_MS = 100
 _KERNEL_BUFFER_BYTES = 4 << 20
-
-
-def bracketed(host: str) -> str:
-    """An IPv6 address in brackets, as URLs need it; any other host unchanged."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def serving_socket(context: zmq.Context[Any], host: str, port: int) -> zmq.Socket[bytes]:

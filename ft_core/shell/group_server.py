@@ -7,9 +7,11 @@ through the replica group's own rendezvous store (MASTER_ADDR, MASTER_PORT).
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -17,19 +19,27 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast, get_args
 
 import msgpack
 import zmq
 
-from ft_core.replica.group_leader import BROKEN, LEFT, GroupEffect, GroupLeader, SendUp, peer_of
-from lighthouse.client import Connection
+from ft_core.replica.group_leader import (
+    BROKEN,
+    LEFT,
+    GroupEffect,
+    GroupLeader,
+    SendUp,
+    peer_of,
+    rank_of,
+)
+from lighthouse.client import Connection, new_identity
 from lighthouse.config import Timeouts
+from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError
-from lighthouse.routes import Routes
-from lighthouse.sockets import ACCEPTED, DISCONNECTED, close, open_router, read_monitor
+from lighthouse.own_address import bracketed
 from lighthouse.wire import codec
-from lighthouse.wire.messages import JobKey, Join, Message, Refused, Request
+from lighthouse.wire.messages import JobKey, Join, Message, Peer, Refused, Request
 
 log = logging.getLogger("ft_core")
 
@@ -37,19 +47,25 @@ IN_GROUP_SILENCE_S = 5.0
 """A rank that is silent for so long ends its whole group, which must then be restarted. Towards the
 lighthouse a silence costs one step and is noticed much sooner; here a busy machine must not do it."""
 
+_REQUESTS: tuple[type, ...] = get_args(Request)
 _managers: defaultdict[tuple[Any, ...], itertools.count[int]] = defaultdict(itertools.count)
 
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Where the leader listens, and the replica group's id until its next restart."""
+    """Where the leader listens, the replica group's id until its next restart, and the secret that
+    its ranks present."""
 
     address: str
     replica_id: str
+    secret: str
+
+
+_SERVICE = "replica group"
 
 
 class GroupServer:
-    """The leader's thread. `address` is where the ranks connect.
+    """The leader's thread. `leader` is what the ranks need to connect.
 
     Args:
         group_world_size: how many ranks.
@@ -66,14 +82,22 @@ class GroupServer:
         self._timeouts = timeouts
         self._lighthouse = lighthouse
         self._context: zmq.Context[Any] = zmq.Context()
-        self._router, self._monitor = open_router(
-            self._context, f"tcp://{host}:0", _in_group(timeouts)
+        self._secret = secrets.token_hex(16)
+        self._endpoint = Endpoint(
+            self._context,
+            f"tcp://{bracketed(host)}:0",
+            _in_group(timeouts),
+            service=_SERVICE,
+            admits=self._admits,
         )
-        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.leader = Leader(self._endpoint.address, replica_id, self._secret)
         self._upstream = Connection(
-            lighthouse, identity=replica_id.encode(), timeouts=timeouts, context=self._context
+            lighthouse,
+            identity=new_identity(replica_id),
+            timeouts=timeouts,
+            context=self._context,
         )
-        self._routes = Routes()
+        self._ranks: dict[Peer, Peer] = {}  # the machine's name of a rank: its connection
         self._last_up: Request | None = None
         self._job = JobKey()
         self._away_since: float | None = time.monotonic()
@@ -91,8 +115,7 @@ class GroupServer:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        sockets = (self._router, self._monitor, *self._upstream.sockets)
-        for each in sockets:
+        for each in (*self._endpoint.polled, *self._upstream.sockets):
             poller.register(each, zmq.POLLIN)
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
         try:
@@ -103,13 +126,13 @@ class GroupServer:
                 if self._wake_read.fileno() in ready:
                     return  # after the last requests: a leave is among them
                 self._take_replies(now)
-                for peer in self._routes.take_lost(True, now):
-                    self._apply(self._machine.disconnected(peer, now))
+                for peer in self._endpoint.take_lost(dry=True):
+                    self._apply(self._machine.disconnected(_name(peer), now))
                 self._look_at_lighthouse(now)
         except Exception:
             log.exception("fault tolerance: the replica group's leader failed")
         finally:
-            close(self._router, self._monitor, linger_ms=1_000)
+            self._endpoint.close(linger_ms=1_000)
             self._upstream.close(linger_s=1.0)
             self._wake_read.close()
 
@@ -119,36 +142,29 @@ class GroupServer:
         left_s = self._away_since + self._timeouts.connect_timeout_s - time.monotonic()
         return max(0, round(left_s * 1000) + 1)
 
+    def _admits(self, identity: str) -> bool:
+        rank, _, secret = identity.partition(".")
+        return hmac.compare_digest(secret.encode(), self._secret.encode()) and (
+            rank_of(rank.encode()) is not None
+        )
+
     def _take_requests(self, now: float) -> None:
-        self._take_monitor(now)
-        while True:
+        self._endpoint.attend()
+        while (entry := self._endpoint.receive()) is not None:
+            peer, data = entry
             try:
-                peer = self._router.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            frame = self._router.recv(zmq.NOBLOCK, copy=False)
-            descriptor = frame.get(zmq.SRCFD)
-            if self._routes.fd_of.get(peer) != descriptor:
-                self._take_monitor(now)
-                self._routes.attribute(peer, descriptor, now)
-            while frame.more:
-                frame = self._router.recv(zmq.NOBLOCK, copy=False)
-            try:
-                message = codec.decode(frame.buffer)
+                message = codec.decode(data)
             except ProtocolError as error:
                 log.warning("replica group: dropped a frame that is no message: %s", error)
+                self._endpoint.blame(peer)
+                continue
+            if not isinstance(message, _REQUESTS):
+                self._endpoint.blame(peer)
                 continue
             if isinstance(message, Join):
                 self._job = message.job
-            self._apply(self._machine.handle(peer, message, now))  # type: ignore[arg-type]
-
-    def _take_monitor(self, now: float) -> None:
-        while (event := read_monitor(self._monitor)) is not None:
-            kind, descriptor = event
-            if kind == ACCEPTED:
-                self._routes.accepted(descriptor)
-            elif kind == DISCONNECTED:
-                self._routes.closed(descriptor, now)
+            self._ranks[_name(peer)] = peer
+            self._apply(self._machine.handle(_name(peer), cast(Request, message), now))
 
     def _take_replies(self, now: float) -> None:
         for event in self._upstream.events():
@@ -176,13 +192,16 @@ class GroupServer:
             else:
                 self._send(effect.peers, effect.message)
 
-    def _send(self, peers: Iterable[bytes], message: Message) -> None:
-        data = codec.encode(message)
-        for peer in peers:
-            try:
-                self._router.send_multipart([peer, data], zmq.NOBLOCK)
-            except zmq.ZMQError:
-                pass  # a rank that has not connected yet asks again; a lost one is noticed
+    def _send(self, ranks: Iterable[Peer], message: Message) -> None:
+        # One that has not connected yet asks again; a lost one is noticed.
+        self._endpoint.send(
+            [self._ranks[rank] for rank in ranks if rank in self._ranks], codec.encode(message)
+        )
+
+
+def _name(peer: Peer) -> Peer:
+    """The machine's name of the rank behind a connection."""
+    return peer.partition(b".")[0]
 
 
 class GroupLink:
@@ -190,7 +209,11 @@ class GroupLink:
 
     def __init__(self, leader: Leader, rank: int, timeouts: Timeouts, context: Any) -> None:
         self._connection = Connection(
-            leader.address, identity=peer_of(rank), timeouts=_in_group(timeouts), context=context
+            leader.address,
+            identity=b"%s.%s" % (peer_of(rank), leader.secret.encode()),
+            timeouts=_in_group(timeouts),
+            context=context,
+            service=_SERVICE,
         )
         self.sockets = self._connection.sockets
         self._lost = False
@@ -239,9 +262,8 @@ def announce_leader(
     Like torch's "env://", rank 0 runs the store unless the launcher does.
     """
     store = group_store(store_addr, store_port, timeout_s, hosts=True)
-    store.set(
-        _key(job, store_addr, store_port, 0), msgpack.packb([leader.address, leader.replica_id])
-    )
+    said = msgpack.packb([leader.address, leader.replica_id, leader.secret])
+    store.set(_key(job, store_addr, store_port, 0), said)
     return store
 
 
@@ -250,8 +272,7 @@ def find_leader(
 ) -> Leader:
     """Other ranks: wait for the leader. Raises ValueError, or as the store does."""
     store = group_store(store_addr, store_port, timeout_s, hosts=False)
-    address, replica_id = msgpack.unpackb(store.get(_key(job, store_addr, store_port, rank)))
-    return Leader(address, replica_id)
+    return Leader(*msgpack.unpackb(store.get(_key(job, store_addr, store_port, rank))))
 
 
 def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:

@@ -18,9 +18,9 @@ from ft_core.replica.participation import ParticipationRule
 from ft_core.replica.status import ReplicaStatus, Stage
 from ft_core.shell.control import Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
-from ft_core.shell.group_server import GroupLink, GroupServer, Leader, announce_leader, find_leader
+from ft_core.shell.group_server import GroupLink, GroupServer, announce_leader, find_leader
 from ft_core.telemetry import WAITING, Telemetry
-from lighthouse.client import Connection
+from lighthouse.client import Connection, new_identity
 from lighthouse.config import normalize_address
 from lighthouse.errors import LighthouseUnavailable
 from lighthouse.own_address import advertised_host
@@ -106,9 +106,11 @@ class Session:
         """
         options, limits = self._options, self._options.timeouts
         if options.group_world_size == 1:
-            identity = replica_id.encode()
             link = Connection(
-                self.lighthouse, identity=identity, timeouts=limits, context=self._context
+                self.lighthouse,
+                identity=new_identity(replica_id),
+                timeouts=limits,
+                context=self._context,
             )
             return link, replica_id
         store, job = (options.store_addr, options.store_port), options.job_id
@@ -120,7 +122,7 @@ class Session:
                 replica_id=replica_id,
                 timeouts=limits,
             )
-            leader = Leader(self._group.address, replica_id)
+            leader = self._group.leader
             self._store = announce_leader(*store, job, leader, limits.connect_timeout_s)
         else:
             leader = find_leader(*store, job, limits.connect_timeout_s, rank=options.group_rank)

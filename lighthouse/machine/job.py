@@ -24,7 +24,7 @@ gives all of it a socket and a clock.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from lighthouse.config import LighthouseConfig
@@ -87,7 +87,8 @@ class JobState:
         self.key = key
         self._config = config
         self._timeouts = config.timeouts
-        self._next_id = first_quorum_id
+        self.next_id = first_quorum_id
+        """Of the next quorum. Read only."""
         self._members = Members()
         self._conflicts: dict[str, NameConflict] = {}
         self._live: Ballot | None = None
@@ -159,7 +160,7 @@ class JobState:
     # ------------------------------------------------------------------ requests
 
     def _on_join(self, peer: Peer, join: Join, now: float) -> None:
-        self._next_id = max(self._next_id, join.quorum_id + 1)
+        self.next_id = max(self.next_id, join.quorum_id + 1)
         live, member = self._live, self._members.by_id.get(join.replica_id)
         if member is not None and live is not None and join.replica_id in live.living:
             if join.quorum_id != live.quorum_id:
@@ -450,8 +451,8 @@ class JobState:
 
     def _start(self, choice: rules.Choice, reason: str, now: float) -> None:
         """The quorum of `choice` is live."""
-        quorum_id = self._next_id
-        self._next_id += 1
+        quorum_id = self.next_id
+        self.next_id += 1
         members, names = [], {}
         for replica_id in choice.members:
             member = self._members.by_id[replica_id]
@@ -493,7 +494,7 @@ class JobState:
         if live is None:
             return
         live.check()
-        assert live.quorum_id < self._next_id
+        assert live.quorum_id < self.next_id
         assert live.living <= set(everyone), "a living member of the quorum has not joined"
         assert self._history.head == live.position
         for member in live.members:
@@ -546,6 +547,8 @@ class Lighthouse:
     `handle`, `disconnected` and `expire` take an event and `now` (seconds, any monotonic clock)
     and return effects; `deadline` says when `expire` wants to be called.
     `remembered` maps jobs to the (quorum_id, members) that an earlier lighthouse left behind.
+    `on_failure` is told of an exception of a job's rules: that job starts over, as after a restart
+    of the lighthouse, and the others go on. None: it is raised.
     """
 
     def __init__(
@@ -553,9 +556,11 @@ class Lighthouse:
         config: LighthouseConfig,
         first_id: int,
         remembered: Mapping[JobKey, tuple[int, tuple[str, ...]]] | None = None,
+        on_failure: Callable[[JobKey, Exception], None] | None = None,
     ) -> None:
         self.config = config
         self._first_id = first_id
+        self._on_failure = on_failure
         self._jobs: dict[JobKey, JobState] = {}
         for key, (quorum_id, members) in (remembered or {}).items():
             first = max(first_id, quorum_id + 1)
@@ -569,7 +574,11 @@ class Lighthouse:
         if isinstance(message, DeathNotice):
             if job is None:
                 return []
-            return job.lost(message.replica_id, message.cause or "process died", now)
+            cause = message.cause or "process died"
+            try:
+                return job.lost(message.replica_id, cause, now)
+            except Exception as error:
+                return self._start_over(job, error)
         if job is None:
             if isinstance(message, Join) and not self._has_capacity():
                 reason = f"this lighthouse is full ({len(self._jobs)} jobs)"
@@ -577,7 +586,20 @@ class Lighthouse:
             job = JobState(message.job, self.config, self._first_id)
             if isinstance(message, Join):  # others are answered, but leave nothing behind
                 self._jobs[message.job] = job
-        return job.handle(peer, message, now)
+        try:
+            return job.handle(peer, message, now)
+        except Exception as error:
+            return self._start_over(job, error)
+
+    def _start_over(self, job: JobState, error: Exception) -> list[Effect]:
+        """The rules of `job` have failed; see `on_failure`."""
+        if self._on_failure is None:
+            raise error
+        # Its members' next messages find it unknown: they join again with what they hold.
+        self._jobs.pop(job.key, None)
+        self._first_id = max(self._first_id, job.next_id)
+        self._on_failure(job.key, error)
+        return []
 
     def _has_capacity(self) -> bool:
         """Whether one more job fits, if need be in the place of one that all members have left."""
@@ -594,18 +616,25 @@ class Lighthouse:
     ) -> list[Effect]:
         """The connection of `peer` is gone: the replica groups behind it are unreachable."""
         effects: list[Effect] = []
-        for job in self._jobs.values():
-            for replica_id in job.replicas_of(peer):
-                effects += job.lost(replica_id, cause, now)
+        for job in list(self._jobs.values()):
+            try:
+                for replica_id in job.replicas_of(peer):
+                    effects += job.lost(replica_id, cause, now)
+            except Exception as error:
+                effects += self._start_over(job, error)
         return effects
 
     def expire(self, now: float) -> list[Effect]:
         """Time has reached `deadline()`."""
         effects: list[Effect] = []
-        for job in self._jobs.values():
+        for job in list(self._jobs.values()):
             wanted = job.deadline()
-            if wanted is not None and wanted <= now:
+            if wanted is None or wanted > now:
+                continue
+            try:
                 effects += job.expire(now)
+            except Exception as error:
+                effects += self._start_over(job, error)
         return effects
 
     def deadline(self) -> float | None:

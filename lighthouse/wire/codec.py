@@ -26,6 +26,10 @@ from lighthouse.wire import messages
 VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest frame that is read; a full list of 16,384 replica groups of one rank fits."""
+MAX_REQUEST_BYTES = 2 * 1024 * 1024
+"""Largest request: a `Join` with the addresses of some thousand ranks."""
+MAX_SMALL_BYTES = 16 * 1024
+"""Largest frame of a kind that carries no list."""
 
 _TAGS: dict[str, type] = {
     "join": messages.Join,

@@ -23,7 +23,13 @@ MAX_CONTROL_BYTES = 1_024
 MAX_GROUP_WORLD_SIZE = 65_536
 
 Peer = bytes
-"""Identity of a connection, as ZeroMQ's ROUTER socket tells connections apart."""
+"""One connection: the identity that its process has presented, "#", and a number."""
+
+
+def same_process(a: Peer, b: Peer) -> bool:
+    """Whether two connections have presented the same identity."""
+    return (a.rpartition(b"#")[0] or a) == (b.rpartition(b"#")[0] or b)
+
 
 TORN = "torn-"
 """Prefix of the lineage of a torn state: it was partly overwritten, or its ranks hold different

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import zmq
 
-from lighthouse.client import Connection
+from lighthouse.client import SERVICE, Connection
 from lighthouse.config import Timeouts
+from lighthouse.endpoint import Endpoint
 from lighthouse.wire.messages import (
     Decision,
     JobKey,
@@ -106,6 +107,29 @@ class Player:
             raise AssertionError(f"{self.name}: {complaint} in time")
         self.events += self.connection.events()
         self.heard += self.connection.receive()
+
+
+def dealer(context: zmq.Context[Any], identity: bytes = b"somebody") -> zmq.Socket[bytes]:
+    """A bare socket that a lighthouse lets in; the caller connects and closes it."""
+    made: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    made.setsockopt(zmq.PLAIN_USERNAME, SERVICE.encode())
+    made.setsockopt(zmq.PLAIN_PASSWORD, identity)
+    return made
+
+
+def await_frame(endpoint: Endpoint) -> tuple[bytes, memoryview]:
+    """The next frame that an endpoint without a thread receives."""
+    poller = zmq.Poller()
+    for each in endpoint.polled:
+        poller.register(each, zmq.POLLIN)
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        endpoint.attend()
+        if (entry := endpoint.receive()) is not None:
+            return entry
+        left_ms = (deadline - time.monotonic()) * 1000
+        assert left_ms > 0
+        poller.poll(left_ms)
 
 
 def commit_together(players: list[Player]) -> list[Decision]:

@@ -12,9 +12,17 @@ from lighthouse.client import Connection, LighthouseClient
 from lighthouse.config import normalize_address, split_address
 from lighthouse.errors import LighthouseUnavailable
 from lighthouse.server import LighthouseServer
-from lighthouse.sockets import CLIENT_SEND_QUEUE_MESSAGES
+from lighthouse.sockets import (
+    CLIENT_SEND_QUEUE_MESSAGES,
+    answer_request,
+    close,
+    open_authenticator,
+    open_router,
+    read_request,
+)
 from lighthouse.wire.messages import StatusRequest
 from tests.lighthouse.support import FAST
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -114,15 +122,22 @@ def _events_until(connection: Connection, last: str) -> list[str]:
 
 
 def test_bytes_of_a_lighthouse_that_are_no_message_are_counted(context: zmq.Context[Any]) -> None:
-    with context.socket(zmq.ROUTER) as router:
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        connection = Connection(f"127.0.0.1:{port}", identity=b"x", timeouts=FAST, context=context)
-        connection.send(StatusRequest())
-        assert router.poll(10_000)
-        router.recv_multipart()
-        router.send_multipart([b"x", b"nonsense"])
-        router.send_multipart([b"x", b"two", b"parts"])
-        while connection.malformed < 2:
-            assert connection.sockets[0].poll(10_000)
-            assert connection.receive() == []
-        connection.close()
+    authenticator = open_authenticator(context)
+    router, monitor = open_router(context, "tcp://127.0.0.1:0", FAST)
+    address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    connection = Connection(address, identity=b"x", timeouts=FAST, context=context)
+    connection.send(StatusRequest())
+    assert authenticator.poll(PATIENCE_S * 1000)
+    request = read_request(authenticator)
+    assert request is not None
+    answer_request(authenticator, request, admitted=True)
+    assert router.poll(PATIENCE_S * 1000)
+    peer, _ = router.recv_multipart()
+    router.send_multipart([peer, b"nonsense"])
+    router.send_multipart([peer, b"two", b"parts"])
+    while connection.malformed < 2:
+        assert connection.sockets[0].poll(PATIENCE_S * 1000)
+        assert connection.receive() == []
+    connection.close()
+    close(router, monitor)
+    authenticator.close()

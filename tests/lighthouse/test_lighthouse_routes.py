@@ -13,7 +13,7 @@ A, B = b"a", b"b"
 def test_a_closed_descriptor_loses_who_spoke_through_it() -> None:
     routes = Routes()
     routes.accepted(7)
-    routes.attribute(A, 7, 0.0)
+    routes.meet(A, 7, 0.0)
     routes.closed(7, 1.0)
     assert routes.lost
     assert routes.take_lost(dry=True, now=1.0) == [A]
@@ -25,48 +25,51 @@ def test_a_closed_descriptor_loses_who_spoke_through_it() -> None:
 def test_frames_that_are_left_are_waited_for_but_not_for_ever() -> None:
     routes = Routes()
     routes.accepted(7)
-    routes.attribute(A, 7, 0.0)
+    routes.meet(A, 7, 0.0)
     routes.closed(7, 1.0)
     assert routes.take_lost(dry=False, now=1.0) == []
     assert routes.take_lost(dry=False, now=1.0 + MAX_GRACE_S) == [A]
 
 
-def test_the_end_of_an_older_connection_means_nothing() -> None:
+def test_the_end_of_an_older_connection_means_nothing_to_the_next_one() -> None:
     routes = Routes()
     routes.accepted(7)
-    routes.attribute(A, 7, 0.0)
+    routes.meet(A, 7, 0.0)
     routes.accepted(8)
-    routes.attribute(A, 8, 1.0)
+    routes.meet(B, 8, 1.0)
     routes.closed(7, 2.0)
-    assert not routes.lost
+    assert routes.take_lost(dry=True, now=2.0) == [A]
+    assert routes.fd_of == {B: 8}
 
 
-def test_a_peer_that_came_back_before_it_was_reported_is_not_lost() -> None:
+def test_the_next_user_of_a_descriptor_is_another_peer() -> None:
     routes = Routes()
     routes.accepted(7)
-    routes.attribute(A, 7, 0.0)
+    routes.meet(A, 7, 0.0)
     routes.closed(7, 1.0)
-    routes.accepted(8)
-    routes.attribute(A, 8, 1.0)
-    assert routes.take_lost(dry=True, now=1.0) == []
+    routes.accepted(7)
+    routes.meet(B, 7, 1.0)
+    assert routes.take_lost(dry=True, now=1.0) == [A]
+    assert routes.fd_of == {B: 7}
 
 
-def test_a_peer_that_came_back_over_the_same_number_is_lost_first() -> None:
+def test_who_has_said_nothing_is_a_stranger_and_the_oldest_comes_first() -> None:
     routes = Routes()
-    routes.accepted(7)
-    assert not routes.attribute(A, 7, 0.0)
-    routes.closed(7, 1.0)
-    routes.accepted(7)
-    assert routes.attribute(A, 7, 1.0)
-    assert not routes.lost
-    assert routes.fd_of == {A: 7}
+    for fd in (9, 7, 8):
+        routes.accepted(fd)
+    routes.meet(A, 7, 0.0)
+    assert routes.strangers() == [9, 8]
+    routes.closed(9, 1.0)
+    routes.accepted(9)
+    assert routes.strangers() == [8, 9]
+    assert routes.connections == 3
 
 
 def test_a_peer_that_spoke_and_went_before_it_was_read_is_lost() -> None:
     routes = Routes()
     routes.accepted(7)
     routes.closed(7, 0.0)
-    routes.attribute(A, 7, 0.0)
+    routes.meet(A, 7, 0.0)
     assert routes.take_lost(dry=True, now=0.0) == [A]
 
 
@@ -76,8 +79,8 @@ def test_a_ghost_on_somebody_elses_descriptor_is_found_by_answering_it() -> None
         routes.accepted(7)
         routes.closed(7, 0.0)
     routes.accepted(7)
-    routes.attribute(A, 7, 0.0)
-    routes.attribute(B, 7, 0.0)
+    routes.meet(A, 7, 0.0)
+    routes.meet(B, 7, 0.0)
     routes.no_route(A, 0.0)
     assert routes.take_lost(dry=True, now=0.0) == [A]
     assert routes.fd_of == {B: 7}
@@ -97,6 +100,7 @@ def test_the_living_are_kept_and_the_dead_are_found(data: st.DataObject) -> None
     reported: list[bytes] = []
     ended: set[bytes] = set()
     heard: set[bytes] = set()
+    met: set[bytes] = set()
     names = iter(b"peer%d" % n for n in range(1_000))
 
     def connect(peer: bytes) -> None:
@@ -118,10 +122,10 @@ def test_the_living_are_kept_and_the_dead_are_found(data: st.DataObject) -> None
         while frames:
             peer, fd = frames.pop(0)
             heard.add(peer)
-            if routes.fd_of.get(peer) != fd:
+            if peer not in met:
+                met.add(peer)
                 drain_events()
-                if routes.attribute(peer, fd, 0.0):
-                    reported.append(peer)
+                routes.meet(peer, fd, 0.0)
             if peer not in alive:  # each first frame is answered, and the socket knows no route
                 routes.no_route(peer, 0.0)
         reported.extend(routes.take_lost(dry=True, now=0.0))
@@ -140,8 +144,8 @@ def test_the_living_are_kept_and_the_dead_are_found(data: st.DataObject) -> None
             else:
                 events.append(("closed", alive.pop(peer)))
                 ended.add(peer)
-                if action == "reconnect":
-                    connect(peer)
+                if action == "reconnect":  # by another name: a peer is one connection
+                    connect(next(names))
     turn()
     assert set(routes.fd_of) == set(alive), "all that live, and nobody else, are known"
     assert set(reported) <= ended, "nobody was reported whose connection held"

@@ -7,17 +7,18 @@ import queue
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from lighthouse.client import SERVICE
 from lighthouse.config import LighthouseConfig
+from lighthouse.endpoint import Endpoint
 from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
-from lighthouse.sockets import open_router
+from lighthouse.sockets import open_dealer
 from lighthouse.watcher import CAUSE, ProcessWatch, Report
 from tests.lighthouse.support import FAST, JOB, Player
 from tests.waiting import PATIENCE_S
@@ -36,9 +37,10 @@ def test_a_killed_process_gets_a_death_notice(
 ) -> None:
     """Not its socket is what tells: the lighthouse stands behind a relay that hides its end."""
     with LighthouseServer(config=LighthouseConfig(timeouts=FAST), on_note=lines.put) as server:
-        relay, entry = _Relay.start(server.address(), context)
+        relay = _Relay(server.address(), context)
         with relay:
-            command = [sys.executable, "-m", "tests.lighthouse.support", entry, "b", "1", "watch"]
+            command = [sys.executable, "-m", "tests.lighthouse.support", relay.address]
+            command += ["b", "1", "watch"]
             with subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPO
             ) as process:
@@ -55,18 +57,13 @@ def test_a_killed_process_gets_a_death_notice(
 class _Relay:
     """Forwards frames of any peer to the lighthouse and never closes a connection to it."""
 
-    def __init__(self, server: str, context: zmq.Context[Any], front: Any, monitor: Any) -> None:
+    def __init__(self, server: str, context: zmq.Context[Any]) -> None:
         self._server, self._context = server, context
-        self._front, self._monitor = front, monitor
+        self._front = Endpoint(context, "tcp://127.0.0.1:0", FAST, service=SERVICE)
+        self.address = self._front.address
         self._stop_read = context.socket(zmq.PAIR)
         self._stop_read.bind("inproc://stop-relay")
         self._thread = threading.Thread(target=self._run)
-
-    @classmethod
-    def start(cls, server: str, context: zmq.Context[Any]) -> tuple[_Relay, str]:
-        front, monitor = open_router(context, "tcp://127.0.0.1:0", FAST)
-        entry = front.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
-        return cls(server, context, front, monitor), entry
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -80,25 +77,29 @@ class _Relay:
     def _run(self) -> None:
         backs: dict[Any, bytes] = {}
         by_peer: dict[bytes, Any] = {}
+        monitors: list[Any] = []
         poller = zmq.Poller()
-        poller.register(self._front, zmq.POLLIN)
-        poller.register(self._stop_read, zmq.POLLIN)
+        for each in (*self._front.polled, self._stop_read):
+            poller.register(each, zmq.POLLIN)
         while self._stop_read not in (ready := dict(poller.poll())):
-            if self._front in ready:
-                peer, frame = self._front.recv_multipart()
+            self._front.attend()
+            while (entry := self._front.receive()) is not None:
+                peer, frame = entry
                 if peer not in by_peer:
-                    back = by_peer[peer] = self._context.socket(zmq.DEALER)
-                    back.setsockopt(zmq.IDENTITY, peer)
-                    back.connect(self._server)
-                    backs[back] = peer
+                    identity = peer.rpartition(b"#")[0]
+                    back, monitor = open_dealer(
+                        self._context, self._server, SERVICE, identity, FAST
+                    )
+                    by_peer[peer], backs[back] = back, peer
+                    monitors.append(monitor)
                     poller.register(back, zmq.POLLIN)
                 by_peer[peer].send(frame)
             for back, peer in backs.items():
                 if back in ready:
-                    with suppress(zmq.ZMQError):  # it has just been killed
-                        self._front.send_multipart([peer, back.recv()])
-        for socket in (*backs, self._front, self._monitor, self._stop_read):
-            socket.close(linger=0)
+                    self._front.send([peer], back.recv())
+        self._front.close()
+        for each in (*backs, *monitors, self._stop_read):
+            each.close(linger=0)
 
 
 def test_a_graceful_end_gets_none(
@@ -173,7 +174,9 @@ def test_closing_from_another_thread_is_safe(server: LighthouseServer) -> None:
         "again = _RobustMutex.create(); again.lock(); again.discard()\n"
         "print('fine')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, timeout=PATIENCE_S
+    )
     assert done.stdout == b"fine\n"
     assert done.returncode == 0
 

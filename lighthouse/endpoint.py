@@ -1,0 +1,325 @@
+"""A bound ROUTER socket that no peer can end, block or fill, and that knows which process speaks.
+
+Theory. A port is found by processes that do not mean it (probes, scrapes, scans, browsers), and a
+peer may be broken or hostile. ZeroMQ 4.3.5 aborts the process (`!_io_error` in
+stream_engine_base.cpp) if a connection that it has stopped to read is reset. It stops to read one
+whose queue is full, and one whose identity another connection has taken over. So:
+
+- Connections authenticate (PLAIN): a peer must speak ZMTP 3, name the service, and present an
+  identity. ZeroMQ's own threads turn all others away, before they can send a message.
+- A peer's queue has no limit, and no connection takes over another's identity. What limits a peer
+  is what it may cost: one that sends more is disconnected (`_spend`), and so is one that does not
+  read its answers.
+- A connection that says nothing makes way when descriptors run short.
+
+A `Peer` is one connection: the identity, "#", and a number. `messages.same_process` compares them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq
+
+from lighthouse import sockets
+from lighthouse.config import Timeouts
+from lighthouse.routes import Routes
+from lighthouse.wire.messages import Peer
+
+log = logging.getLogger("lighthouse")
+
+COST_A_SECOND = 20_000
+"""What one connection may cost in a second: one for each frame and each KiB. A member costs two for
+each step."""
+MALFORMED_COST = 1_000
+"""Of a frame that no process of this suite sends."""
+SHARE_FROM_BYTES = 4_096
+"""Frames of this size and more are shared by all receivers instead of copied to each."""
+DESCRIPTORS_KEPT = 64
+"""For files and for the connections of this process itself."""
+COMPLAIN_S = 60.0
+"""One line in the log in this time about each kind of trouble with strangers."""
+
+# As plain numbers: combining zmq's flags takes longer than some calls that they go into.
+_NOBLOCK = sockets.NOBLOCK
+_MORE = int(zmq.SNDMORE) | _NOBLOCK
+_SRCFD = int(zmq.SRCFD)
+
+
+class Complaints:
+    """Writes a line about trouble at most once a minute for each kind. One thread."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def say(self, text: str, *values: object) -> None:
+        """Log `text` with `values` as a warning, unless `text` was logged a short while ago."""
+        now = time.monotonic()
+        if now - self._last.get(text, -math.inf) >= COMPLAIN_S:
+            self._last[text] = now
+            log.warning(text, *values)
+
+
+class Endpoint:
+    """See the module's docstring. One thread, but for the attributes.
+
+    Args:
+        context: ZeroMQ context of the caller; one endpoint a context.
+        address: "tcp://host:port" to bind.
+        timeouts: its heartbeats are used.
+        service: what connections must ask for.
+        admits: whether a connection that presents this identity is let in.
+
+    Raises OSError with a sentence for a person if the address can't be bound.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        timeouts: Timeouts,
+        *,
+        service: str,
+        admits: Callable[[str], bool] = bool,
+    ) -> None:
+        self._service, self._admits = service.encode(), admits
+        self._authenticator = sockets.open_authenticator(context)
+        try:
+            self._router, self._monitor = sockets.open_router(context, address, timeouts)
+        except BaseException:
+            self._authenticator.close(linger=0)
+            raise
+        self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        """Where it is bound."""
+        self._port = int(self.address.rpartition(":")[2])
+        self.polled = (self._router, self._monitor, self._authenticator)
+        """Sockets that the owner polls for POLLIN; when one is readable it calls `attend`, and
+        `receive` until that returns None."""
+        self.refused = self.malformed = self.disconnected = self.slow = self.unrouted = 0
+        self.received = 0
+        self.complaints = Complaints()
+        self._routes = Routes()
+        self._peer_of: dict[bytes, Peer] = {}
+        self._route_of: dict[Peer, bytes] = {}
+        self._cut: set[bytes] = set()
+        self._spent: dict[bytes, int] = {}
+        self._window_s = 0.0
+        self._met = 0
+        self._most = _most_connections()
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open, those of strangers too."""
+        return self._routes.connections
+
+    # ------------------------------------------------------------------ connections
+
+    def attend(self) -> None:
+        """Answer handshakes, and take notice of connections that were made or have ended."""
+        while (request := sockets.read_request(self._authenticator)) is not None:
+            admitted = (
+                request.service == self._service
+                and request.identity.isascii()
+                and request.identity.isprintable()
+                and self._admits(request.identity)
+            )
+            self.refused += not admitted
+            sockets.answer_request(self._authenticator, request, admitted)
+        self._read_monitor()
+
+    def _read_monitor(self) -> None:
+        while (entry := sockets.read_monitor(self._monitor)) is not None:
+            event, value = entry
+            if event == sockets.ACCEPTED:
+                self._routes.accepted(value)
+                if self._routes.connections > self._most:
+                    self._make_room()
+            elif event == sockets.DISCONNECTED:
+                self._routes.closed(value, time.monotonic())
+            elif event == sockets.ACCEPT_FAILED:
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Too many connections: end the oldest of those that have said nothing."""
+        self.complaints.say(
+            "%d connections are open, and this process may have %d: those that say nothing are "
+            "ended; raise the limit of open files (ulimit -n) if they are meant",
+            self._routes.connections,
+            self._most,
+        )
+        strangers = self._routes.strangers()
+        for fd in strangers[: max(1, len(strangers) // 4)]:
+            self._hang_up(fd)
+
+    def take_lost(self, dry: bool) -> list[Peer]:
+        """Peers whose connections have ended. `dry`: `receive` has returned None."""
+        if not self._routes.lost:
+            return []
+        lost = self._routes.take_lost(dry, time.monotonic())
+        for peer in lost:
+            route = self._route_of.pop(peer)
+            del self._peer_of[route]
+            self._cut.discard(route)
+            self._spent.pop(route, None)
+        return lost
+
+    @property
+    def losing(self) -> bool:
+        """Whether `take_lost` has peers to report soon."""
+        return bool(self._routes.lost)
+
+    def disconnect(self, peer: Peer) -> None:
+        """End the connection of `peer`; nothing that it has sent is handled any more."""
+        route = self._route_of.get(peer)
+        if route is None or route in self._cut:
+            return
+        self._cut.add(route)
+        self.disconnected += 1
+        fd = self._routes.fd_of.get(peer)
+        if fd is not None:
+            self._hang_up(fd)
+
+    def _hang_up(self, fd: int) -> None:
+        """Shut the connection behind `fd` down; ZeroMQ's thread then closes it."""
+        try:
+            connection = socket.socket(fileno=fd)
+        except OSError:
+            return
+        try:
+            if connection.getsockname()[1] == self._port:  # else the number has another user by now
+                connection.shutdown(socket.SHUT_RDWR)
+        except (OSError, IndexError, TypeError):
+            pass
+        finally:
+            connection.detach()
+
+    # ------------------------------------------------------------------ frames
+
+    def receive(self) -> tuple[Peer, memoryview] | None:
+        """The next frame and its sender; None if no more have arrived. Never blocks."""
+        receive = self._router.recv
+        while True:
+            try:
+                route = receive(_NOBLOCK)
+            except zmq.Again:
+                return None
+            frame = receive(_NOBLOCK, copy=False)
+            peer = self._peer_of.get(route) or self._meet(route, frame)
+            data = frame.buffer
+            if frame.more:
+                self._drop_rest()
+                if peer is not None:
+                    self.blame(peer)
+                continue
+            size = len(data)
+            if peer is None or route in self._cut or not size:
+                continue
+            self.received += 1
+            spent = self._spent[route] = self._spent.get(route, 0) + 1 + (size >> 10)
+            if spent > COST_A_SECOND and self._overspent(route, peer):
+                continue
+            return peer, data
+
+    def _meet(self, route: bytes, frame: zmq.Frame) -> Peer | None:
+        """The peer behind the first frame of a connection."""
+        try:
+            fd, identity = frame.get(_SRCFD), frame.get("User-Id")
+        except (zmq.ZMQError, UnicodeDecodeError):
+            self.malformed += 1  # the handshake lets none of these through
+            return None
+        self._read_monitor()
+        self._met += 1
+        peer = f"{identity}#{self._met}".encode()
+        self._peer_of[route], self._route_of[peer] = peer, route
+        self._routes.meet(peer, int(fd), time.monotonic())
+        if not route.startswith(b"\0"):  # it has chosen its routing id: ours never do
+            self.disconnect(peer)
+        return peer
+
+    def _drop_rest(self) -> None:
+        # All parts of a message arrive together, so that this cannot raise Again.
+        while self._router.getsockopt(zmq.RCVMORE):
+            self._router.recv(_NOBLOCK)
+
+    def blame(self, peer: Peer) -> None:
+        """`peer` has sent a frame that no process of this suite sends."""
+        self.malformed += 1
+        self.complaints.say("dropped frames that are no message of this protocol")
+        self.charge(peer, MALFORMED_COST)
+
+    def charge(self, peer: Peer, cost: int) -> None:
+        """`peer` has cost so much more than what it has sent."""
+        route = self._route_of.get(peer)
+        if route is None:
+            return
+        spent = self._spent[route] = self._spent.get(route, 0) + cost
+        if spent > COST_A_SECOND:
+            self._overspent(route, peer)
+
+    def _overspent(self, route: bytes, peer: Peer) -> bool:
+        """Disconnect `peer` if all that it has cost was within a second."""
+        now = time.monotonic()
+        if now >= self._window_s:
+            self._window_s = now + 1.0
+            self._spent.clear()
+            return False
+        self.complaints.say("disconnected a peer that floods: %s", printable(peer))
+        self.disconnect(peer)
+        return True
+
+    def send(self, peers: Iterable[Peer], data: bytes) -> int:
+        """Queue `data` for each of `peers`; how many it was queued for. Never blocks."""
+        send, route_of, sent = self._router.send, self._route_of, 0
+        shared = len(data) >= SHARE_FROM_BYTES
+        payload: Any = zmq.Frame(data) if shared else data
+        for peer in peers:
+            route = route_of.get(peer)
+            if route is None:
+                self.unrouted += 1
+                continue
+            try:
+                send(route, _MORE)
+                send(payload, _NOBLOCK, copy=not shared)
+                sent += 1
+            except zmq.Again:
+                self.slow += 1
+                self.disconnect(peer)
+            except zmq.ZMQError as error:
+                self.unrouted += 1
+                if error.errno != zmq.EHOSTUNREACH:
+                    self.complaints.say("could not send an answer: %s", error)
+                self._routes.no_route(peer, time.monotonic())
+        return sent
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close all sockets; queued messages get `linger_ms` in the background."""
+        sockets.close(self._router, self._monitor, linger_ms)
+        self._authenticator.close(linger=0)
+
+
+def printable(text: bytes | str, limit: int = 200) -> str:
+    """`text` of a peer for a log line: one line, no control characters, not too long."""
+    words = text.decode(errors="replace") if isinstance(text, bytes) else text
+    return "".join(c if c.isprintable() else "?" for c in words[:limit])
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many open files as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):
+            pass  # what it has must do
+
+
+def _most_connections() -> int:
+    """How many connections this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(8, soft - DESCRIPTORS_KEPT)
