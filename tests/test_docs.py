@@ -32,6 +32,22 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert not missing
 
 
+def _anchors(page: Path) -> set[str]:
+    """Of the page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings_that_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    assert not [
+        f"{file}#{anchor}"
+        for file, anchor in links
+        if anchor not in _anchors(page.parent / file if file else page)
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_tests_exist(page: Path) -> None:
     """`tests/file.py::test_name`, as the tables of features name them."""
