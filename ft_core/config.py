@@ -19,30 +19,6 @@ from lighthouse.config import Timeouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HealOptions:
-    """How states travel from one member to another. All members of a job choose alike.
-
-    Attributes:
-        port: where this rank's heal server listens; 0: any free port.
-        token: shared secret; a heal server refuses readers that name another one.
-        allow_objects: let states hold arbitrary Python objects, which travel by pickle: only on a
-            network that you trust.
-    """
-
-    port: int = 0
-    token: str = field(default="", repr=False)
-    allow_objects: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65_535:
-            raise ValueError(f"port must be from 0 (any free port) to 65535, got {self.port}")
-
-
-DEFAULT_HEAL = HealOptions()
-"""Any port, no token, plain values and tensors only."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
     """All options of one rank of a replica group. `resolve` makes them.
 
@@ -71,7 +47,10 @@ class JobOptions:
         interface: IP address, or name of a network interface, to advertise; "": the one that routes
             to the lighthouse.
         watch_process: start the watcher, which reports this process's death (Linux).
-        heal_port, token, heal_allow_objects: see `HealOptions`.
+        heal_port: where this rank's heal server listens; 0: any free port.
+        token: shared secret; a heal server refuses members that present another one.
+        heal_allow_objects: let states hold arbitrary Python objects, which travel by pickle: only on
+            a network that you trust. All members choose alike.
         timeouts: every duration of the protocol; derived.
 
     Raises ValueError, in one sentence, for a value that no job can have.
@@ -125,7 +104,8 @@ class JobOptions:
             raise ValueError(f'ranks_hold must be "shards" or "copies", got {self.ranks_hold!r}')
         if self.quorum_timeout_s is not None and not self.quorum_timeout_s > 0:
             raise ValueError(f"quorum_timeout_s must be positive, got {self.quorum_timeout_s}")
-        _ = self.heal  # it checks the port
+        if not 0 <= self.heal_port <= 65_535:
+            raise ValueError(f"port must be from 0 (any free port) to 65535, got {self.heal_port}")
         timeouts = Timeouts.derive(
             self.timeout_s,
             connect_timeout_s=self.connect_timeout_s,
@@ -165,13 +145,6 @@ class JobOptions:
         return cls(**known)
 
     @property
-    def heal(self) -> HealOptions:
-        """How states travel."""
-        return HealOptions(
-            port=self.heal_port, token=self.token, allow_objects=self.heal_allow_objects
-        )
-
-    @property
     def group_commit(self) -> bool:
         """Whether a replica group acts on its own vote."""
         return self.commit == "group"
@@ -189,6 +162,10 @@ class JobOptions:
         size = self.place.size
         found = {"ranks of a replica group": str(size)} if size > 1 else {}
         return found | ({"mean": "by samples"} if self.weighted else {})
+
+
+UNNAMED = JobOptions(name="")
+"""Defaults only: for a heal outside of a job."""
 
 
 def new_replica_id(name: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from ft_core.config import DEFAULT_HEAL, HealOptions
+from ft_core.config import UNNAMED, JobOptions
 from ft_core.heal import protocol as wire
 from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
 from ft_core.heal.snapshot import Arena, Loan, Publication
@@ -97,7 +97,7 @@ class HealServer:
 
     Args:
         host: the address to bind and to advertise.
-        options: of the job: the port, the token that readers present, what may be pickled.
+        options: of the job; those of heals are used.
         max_clients: how many readers are admitted at a time.
         same_host: let readers on this machine read this process's memory.
         context: a ZeroMQ context to share; None: one of its own.
@@ -109,7 +109,7 @@ class HealServer:
         self,
         *,
         host: str,
-        options: HealOptions = DEFAULT_HEAL,
+        options: JobOptions = UNNAMED,
         max_clients: int = 256,
         same_host: bool = True,
         context: zmq.Context[Any] | None = None,
@@ -137,7 +137,7 @@ class HealServer:
         self._own_context = context is None
         self._context = zmq.Context(io_threads=1) if context is None else context
         try:
-            self._router = serving_socket(self._context, host, options.port)
+            self._router = serving_socket(self._context, host, options.heal_port)
         except ValueError:
             if self._own_context:
                 self._context.term()
@@ -199,7 +199,7 @@ class HealServer:
         if not copy:
             raise_malloc_threshold()
         publication = Publication(
-            key, tree, self._arena, copy=copy, allow_objects=self._options.allow_objects
+            key, tree, self._arena, copy=copy, allow_objects=self._options.heal_allow_objects
         )
         with self._lock:
             self._publication = publication

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from ft_core.config import DEFAULT_HEAL, HealOptions
+from ft_core.config import UNNAMED, JobOptions
 from ft_core.heal import protocol as wire
 from ft_core.heal.format import Manifest
 from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
@@ -43,7 +43,7 @@ def fetch(
     *,
     deadline: float,
     into: Any = None,
-    options: HealOptions = DEFAULT_HEAL,
+    options: JobOptions = UNNAMED,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     same_host: bool = True,
     progress: Callable[[HealProgress], None] | None = None,
@@ -58,7 +58,7 @@ def fetch(
         into: this rank's own tree. Tensors of equal dtype and shape at the same place are received
             in place and are the leaves of the result; after a HealError their contents are
             undefined. Nothing is written to them after this has returned or raised.
-        options: of the job: the token that sources ask for, whether pickled objects are accepted.
+        options: of the job; those of heals are used.
         chunk_bytes: the unit of transfer, 64 KiB to 64 MiB.
         same_host: read a source's memory where it runs on this machine.
         progress: called in this thread at the first answer and after every chunk; an exception
@@ -117,7 +117,7 @@ class _Fetch:
         key: HealKey,
         into: Any,
         deadline: float,
-        options: HealOptions,
+        options: JobOptions,
         chunk_bytes: int,
         same_host: bool,
         progress: Callable[[HealProgress], None] | None,
@@ -188,7 +188,7 @@ class _Fetch:
                 if link.socket in ready and not link.failure:
                     self._read(link)
         assert self._receiver is not None
-        tree = self._receiver.finish(allow_objects=self._options.allow_objects)
+        tree = self._receiver.finish(allow_objects=self._options.heal_allow_objects)
         return tree, HealStats(
             bytes=self._done_bytes,
             seconds=time.perf_counter() - self._started,

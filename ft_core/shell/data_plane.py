@@ -59,7 +59,7 @@ class DataPlane:
     ) -> None:
         self.process_group = process_group
         process_group.advertise(host)
-        self._server = HealServer(host=host, options=options.heal)
+        self._server = HealServer(host=host, options=options)
         self._options = options
         self._telemetry, self._into = telemetry, into
         self._configuring = self._aborted = 0
@@ -166,7 +166,7 @@ class DataPlane:
                 key,
                 into=self._into(),
                 deadline=deadline,
-                options=self._options.heal,
+                options=self._options,
                 interrupt=interrupt,
             )
         except Exception as failure:  # whatever failed: there is no state, and the vote is no

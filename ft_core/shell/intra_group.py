@@ -123,7 +123,7 @@ class IntraGroup:
             return first
         key, server = HealKey(0, first), None
         # The port of the job's options is for the server that serves the other groups.
-        options = dataclasses.replace(self._options.heal, port=0)
+        options = dataclasses.replace(self._options, heal_port=0)
         if self._rank == 0:
             server = HealServer(host=self._host, options=options)
             server.publish(key, give(), expected_targets=len(differ))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import zmq
 
-from ft_core.config import HealOptions
+from ft_core.config import JobOptions
 from ft_core.heal import HealError, HealKey, HealProgress, HealServer, fetch
 from ft_core.heal import protocol as wire
 from ft_core.heal.target import DEFAULT_CHUNK_BYTES
@@ -198,12 +198,12 @@ def test_no_address() -> None:
 
 
 def test_token(make_server: MakeServer) -> None:
-    server = make_server(options=HealOptions(token="right"))
+    server = make_server(options=JobOptions(name="r0", token="right"))
     server.publish(KEY, {"epoch": 1})
     for token in ("", "wrong"):
         with pytest.raises(HealError, match="refused: wrong token; set the same heal token"):
-            fetch([server.address], KEY, deadline=soon(), options=HealOptions(token=token))
-    right = HealOptions(token="right")
+            fetch([server.address], KEY, deadline=soon(), options=JobOptions(name="r0", token=token))
+    right = JobOptions(name="r0", token="right")
     assert fetch([server.address], KEY, deadline=soon(), options=right)[0] == {"epoch": 1}
     assert server.stats().refused == 2
 
