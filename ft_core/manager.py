@@ -531,10 +531,6 @@ class Manager:
 
     # ------------------------------------------------------------------ leaving
 
-    def forget_state(self, reason: str) -> None:
-        """This group's state is not what the quorum takes it for: `rejoin` without a state."""
-        self.rejoin(reason)
-
     def rejoin(self, reason: str, *, discard_state: bool = True) -> None:
         """Leave the quorum; the next `start_quorum` joins again, and heals.
 

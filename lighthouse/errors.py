@@ -1,4 +1,4 @@
-"""Errors of the lighthouse package, split by who is to blame.
+"""Errors of the lighthouse package, split by their cause.
 
     LighthouseError
     ├── ProtocolError          the other side sent what this version can't read: dropped and counted

@@ -54,7 +54,7 @@ def agree(
             vote: the agreement is none of this member's, and the loop stops.
 
     Returns the result, or None if this member is behind. A step that `begin` has opened may be open
-    still; the caller uses it, or leaves the quorum (`Manager.forget_state`). What a callable raises
+    still; the caller uses it, or leaves the quorum (`Manager.rejoin`). What a callable raises
     is fatal here: the loop ends, with the step open, and the caller must leave the quorum, since the
     others wait in their collectives.
 

@@ -46,7 +46,7 @@ class AsyncReduce:
             try:
                 self._work.wait()
             except Exception as caught:
-                error = caught.with_traceback(None)  # which would tie this frame to it
+                error = caught.with_traceback(None)  # which would keep this frame alive
             if self._end is not None:
                 self._end(error)
             self.future.set_result(self._tensor)

@@ -68,7 +68,7 @@ class RetryHooks:
             manager lets the member contribute zeros, and it is given the mean.)
         committed: `.grad` holds the mean.
         refused: backward ends, and `begin` or `again` has returned False.
-        unused_hint: what a user does who has parameters that backward does not reach.
+        unused_hint: what to do about parameters that backward does not reach.
     """
 
     begin: Callable[[], bool]

@@ -191,8 +191,8 @@ def _storage(tensor: Tensor) -> int:
 def drop_bad_state(optimizer: Optimizer) -> None:
     """Forget the inner optimizer's state of parameters for which it is not finite.
 
-    Else its moments would spoil every window to come. What is finite is kept: running estimates,
-    taken near the parameters that the model returns to.
+    Else they would stay in its moments in every window to come. What is finite is kept: running
+    estimates, taken near the parameters that the model returns to.
     """
     for parameter, state in list(optimizer.state.items()):
         tensors = [t for t in tree_leaves(state) if isinstance(t, Tensor)]

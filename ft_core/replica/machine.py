@@ -1,7 +1,7 @@
 """The replica's state machine: what one rank of a replica group does next. PURE.
 
-Theory (docs/protocol.md). A rank is *out*, *joining* (a `Join` was sent), *seated* (the lighthouse
-knows it, no quorum yet), a *member* of a quorum, *refused* or *left*. As a member it works on one
+Theory (docs/protocol.md). A rank is *out*, *joining* (a `Join` was sent), *waiting* (the
+lighthouse knows it, no quorum yet), a *member* of a quorum, *refused* or *left*. As a member it works on one
 step at a time. The training loop opens an *attempt* at the step with `Begin`, *binds* it to the
 quorum with its first collective, and ends it with `CastVote`:
 
@@ -390,9 +390,9 @@ class Replica:
     def _on_waiting(self, message: Waiting, now: float) -> list[Effect]:
         """The lighthouse knows this rank; from here on heartbeats keep its place."""
         if self.stage is Stage.JOINING:
-            self.stage = Stage.SEATED
+            self.stage = Stage.WAITING
             self._resend_at = now + self._resend_s
-        if self.stage is not Stage.SEATED or self.reason == message.reason:
+        if self.stage is not Stage.WAITING or self.reason == message.reason:
             return []
         self.reason = message.reason
         return [Remark(message.reason)]
@@ -436,7 +436,7 @@ class Replica:
             return self._on_quorum(message.next_quorum, now)
         if not message.waiting:
             return []
-        self.stage = Stage.SEATED
+        self.stage = Stage.WAITING
         self.reason = "waiting for the next quorum"
         if self.attempt is Attempt.BOUND:  # per-group commit: one step ahead of the decision
             self.attempt, self.failure = Attempt.FAILED, "the quorum ended during the step"
@@ -536,7 +536,7 @@ class Replica:
 
     def _on_expelled(self, message: Expelled, now: float) -> list[Effect]:
         view = self.view
-        if self.stage not in (Stage.SEATED, Stage.MEMBER):
+        if self.stage not in (Stage.WAITING, Stage.MEMBER):
             return []  # joining: the answer to something older
         if view is not None and message.quorum_id not in (view.quorum_id, NO_QUORUM):
             return []

@@ -13,7 +13,7 @@ class Stage(Enum):
 
     OUT = "out"
     JOINING = "joining"
-    SEATED = "seated"
+    WAITING = "waiting"
     MEMBER = "member"
     REFUSED = "refused"
     LEFT = "left"

@@ -151,7 +151,7 @@ class FabricAgreementsMixin(FabricScopedMixin):
             self._where = self._round_of = None
         if agreed is None:
             self._open = False
-            manager.forget_state("fell behind between steps")
+            manager.rejoin("fell behind between steps")
             return None
         return self._agreed(name, agreed.result)
 
@@ -209,7 +209,7 @@ class FabricAgreementsMixin(FabricScopedMixin):
         self._exchange(call, empty)
         manager.should_commit(no_update=True)
         self._visit = None  # again, if the quorum has changed meanwhile
-        manager.forget_state("joined while its peers were between steps")
+        manager.rejoin("joined while its peers were between steps")
 
     def _warn(self, name: str) -> None:
         """Once, if a stock user would get something else than what he asked for."""

@@ -216,7 +216,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._open = False
         if committed and self._healed:
             # It was evicted while it computed: its loop is not where its peers' loops are.
-            manager.forget_state("healed within a step")
+            manager.rejoin("healed within a step")
             self._break_off()
         return committed
 

@@ -203,7 +203,7 @@ class StepDriver:
                 gather_bytes(self._manager, b"")
             self._manager.should_commit(no_update=True)
             self._visit = None  # again, if the quorum changed meanwhile
-        self._manager.forget_state(f"joined while its peers were {doing}")
+        self._manager.rejoin(f"joined while its peers were {doing}")
 
     # ------------------------------------------------------------------ a batch
 
@@ -299,7 +299,7 @@ class StepDriver:
         if difference:
             log.warning("%s: it takes their state", difference)
             self.last_committed = False
-            self._manager.forget_state(difference)
+            self._manager.rejoin(difference)
             raise BatchAbandoned
 
     def abandon(self) -> None:
@@ -347,7 +347,7 @@ class StepDriver:
         finally:
             self._starting, self._place = 0, None
         if agreed is None:
-            self._manager.forget_state("fell behind between batches")
+            self._manager.rejoin("fell behind between batches")
             return None
         rank = self._manager.participating_rank()
         assert rank is not None

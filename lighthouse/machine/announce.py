@@ -84,12 +84,12 @@ class Announcer:
         if not changed or now < self._explained_at + EXPLAIN_EVERY_S:
             return []
         self._explained_at = now
-        everyone = list(members.by_id.values())
-        for member in everyone:
+        all_members = list(members.by_id.values())
+        for member in all_members:
             member.last_reason = reason
         return [
             Note(self._job, reason),
-            *_send_all((m.peer for m in everyone), Waiting(self._job, reason)),
+            *_send_all((m.peer for m in all_members), Waiting(self._job, reason)),
         ]
 
     def explain_to(self, member: MemberState, live: Ballot | None) -> Send:
@@ -194,7 +194,7 @@ def status_of(
     "waiting" names the members outside the quorum; "highest_step" is the highest step that a
     connected member holds.
     """
-    head, everyone = history.head, members.by_id.values()
+    head, all_members = history.head, members.by_id.values()
     return {
         "job_id": key.job_id,
         "room_id": key.room_id,
@@ -217,8 +217,8 @@ def status_of(
         ]
         if live
         else [],
-        "waiting": [m.name for m in everyone if live is None or m.replica_id not in live.living],
-        "highest_step": max((m.position.step for m in everyone), default=0),
+        "waiting": [m.name for m in all_members if live is None or m.replica_id not in live.living],
+        "highest_step": max((m.position.step for m in all_members), default=0),
     }
 
 

@@ -109,11 +109,11 @@ class Forming:
 
     def admits(self, live: Ballot, now: float) -> bool:
         """Whether a member waits that the next quorum could take: then a commit ends this one."""
-        everyone = self._members.by_id
-        if len(everyone) == len(live.members):
+        all_members = self._members.by_id
+        if len(all_members) == len(live.members):
             return False
         return any(
-            self._may_enter(m, now) for m in everyone.values() if m.replica_id not in live.names
+            self._may_enter(m, now) for m in all_members.values() if m.replica_id not in live.names
         )
 
     def _may_enter(self, member: MemberState, now: float) -> bool:
@@ -126,16 +126,16 @@ class Forming:
 
     def verdict(self, now: float) -> rules.Verdict:
         """Apply the rules to the members."""
-        everyone, missed, head = self._members.by_id, self._history.missed, self._history.head
+        all_members, missed, head = self._members.by_id, self._history.missed, self._history.head
         expires = self.since + self._join_timeout_s
         if self._history.finished and head is not None:
-            held = any(member.position.step >= head.step for member in everyone.values())
-            late = rules.too_late(len(everyone), self._expected, held, head.step, expires, now)
+            held = any(member.position.step >= head.step for member in all_members.values())
+            late = rules.too_late(len(all_members), self._expected, held, head.step, expires, now)
             if late is not None:
                 return late
-        holds_head = head is not None and any(m.position == head for m in everyone.values())
+        holds_head = head is not None and any(m.position == head for m in all_members.values())
         early = rules.too_early(
-            len(everyone),
+            len(all_members),
             self._min_replicas,
             self._expected,
             self._members.were_members == 0,
@@ -173,18 +173,18 @@ class Forming:
             if self._after_discard
             else None
         )
-        everyone = tuple(_candidate(member) for member in members)
+        all_members = tuple(_candidate(member) for member in members)
         kept = tuple(
             c
-            for c in everyone
+            for c in all_members
             if (c.position == head or known is None or c.replica_id in known)
             and self._patience.allows(c.name, now)
         )
-        if len(kept) == len(everyone) or len(kept) < self._min_replicas:
-            return everyone
-        best = rules.newest(everyone, head)
+        if len(kept) == len(all_members) or len(kept) < self._min_replicas:
+            return all_members
+        best = rules.newest(all_members, head)
         if not any(c.position == best for c in kept):
-            return everyone  # the only holders of the newest state are never left out
+            return all_members  # the only holders of the newest state are never left out
         return kept
 
 

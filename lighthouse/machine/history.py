@@ -74,11 +74,11 @@ class History:
         of that quorum are here and in doubt, all had voted yes, and committing loses nothing.
         Otherwise the step is discarded: no member has acted on it.
         """
-        everyone = members.by_id.values()
-        unsettled = [m for m in everyone if m.doubt is not None and not m.settle]
+        all_members = members.by_id.values()
+        unsettled = [m for m in all_members if m.doubt is not None and not m.settle]
         if not unsettled:
             return False
-        held = {m.position.lineage for m in everyone}
+        held = {m.position.lineage for m in all_members}
         doubts = Counter(m.doubt for m in unsettled)
         changed = False
         for member in unsettled:

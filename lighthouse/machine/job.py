@@ -185,16 +185,16 @@ class JobState:
 
     def _refusal(self, join: Join) -> str:
         """Why `join` can't succeed, as a sentence for a person; empty: it can."""
-        everyone = self._members.by_id
-        known = everyone.get(join.replica_id)
+        all_members = self._members.by_id
+        known = all_members.get(join.replica_id)
         if known is not None and known.name != join.name:
             return (
                 f"{known.name!r} can't become {join.name!r}: start it again under a new replica_id"
             )
-        count = len(everyone) + len(self._conflicts)
+        count = len(all_members) + len(self._conflicts)
         if known is None and count >= self._config.max_replicas_per_job:
-            return f"the job is full ({len(everyone)} replica groups)"
-        other = next(iter(everyone.values()), None)  # any of them: all match each other
+            return f"the job is full ({len(all_members)} replica groups)"
+        other = next(iter(all_members.values()), None)  # any of them: all match each other
         return mismatch(join, other.join) if other is not None else ""
 
     def _hold_back(self, peer: Peer, join: Join, now: float) -> None:
@@ -487,19 +487,19 @@ class JobState:
     def check(self) -> None:
         """Assert every invariant. O(members)."""
         self._members.check()
-        everyone = self._members.by_id
+        all_members = self._members.by_id
         for conflict in self._conflicts.values():
-            assert conflict.join.replica_id not in everyone, "both member and held back"
+            assert conflict.join.replica_id not in all_members, "both member and held back"
         live = self._live
         if live is None:
             return
         live.check()
         assert live.quorum_id < self.next_id
-        assert live.living <= set(everyone), "a living member of the quorum has not joined"
+        assert live.living <= set(all_members), "a living member of the quorum has not joined"
         assert self._history.head == live.position
         for member in live.members:
             if member.replica_id in live.living and not member.healing:
-                assert everyone[member.replica_id].position == live.position, "S3: behind"
+                assert all_members[member.replica_id].position == live.position, "S3: behind"
 
     def status(self) -> dict[str, object]:
         """This job for people and dashboards, as plain JSON types."""

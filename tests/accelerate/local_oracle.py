@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_core.diloco.schedule import Schedule, ScheduleEvent, trace
+from ft_core.diloco.schedule import Schedule, ScheduleEvent
 from tests.accelerate.loop_worker import OPTIONS, Net, loaders
+from tests.diloco.schedule_trace import trace
 
 Lines = list[dict[str, Any]]
 

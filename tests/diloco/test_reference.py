@@ -10,9 +10,10 @@ import torch
 from ft_core.diloco.diloco import DiLoCo
 from ft_core.diloco.fragments import split
 from ft_core.diloco.local_sgd import LocalSGD
-from ft_core.diloco.schedule import Schedule, ScheduleEvent, trace
+from ft_core.diloco.schedule import Schedule, ScheduleEvent
 from tests.diloco.members import Trainer
 from tests.diloco.reference import Reference, network
+from tests.diloco.schedule_trace import trace
 from tests.threads.cluster import lighthouse, replicas
 
 INNER = 240

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_core.diloco.schedule import Schedule, ScheduleEvent, trace
+from ft_core.diloco.schedule import Schedule, ScheduleEvent
+from tests.diloco.schedule_trace import trace
 
 LAUNCH, APPLY = ScheduleEvent.LAUNCH, ScheduleEvent.APPLY
 

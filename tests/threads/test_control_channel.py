@@ -40,7 +40,7 @@ def test_a_member_that_forgets_its_state_heals_from_the_others() -> None:
                 replica.run_to(4)
                 if index == forgetful:
                     replica.weights.fill_(1e9)
-                    replica.manager.forget_state("a test spoilt it")
+                    replica.manager.rejoin("a test spoilt it")
                     replica.step()
                     until[0] = replica.manager.current_step() + 20
                     healed.set()

@@ -120,7 +120,7 @@ def test_a_rank_that_forgets_its_state_heals_with_its_group(which: list[int]) ->
             while manager.current_step() < 16:
                 if member.step() and index in which and manager.current_step() % 3 == 0:
                     member.weights.fill_(99.0)
-                    manager.forget_state("spoilt")
+                    manager.rejoin("spoilt")
             weights: list[float] = member.weights.tolist()
             return weights
 

@@ -311,7 +311,7 @@ def test_what_updates_nothing_may_be_committed_by_fewer():
                 replica.manager.allreduce(sums.fill_(1), reduce_op=ReduceOp.SUM).wait()
                 committed.append(replica.manager.should_commit(no_update=no_update))
                 if index == 1:
-                    replica.manager.forget_state("as one that sits in")
+                    replica.manager.rejoin("as one that sits in")
             replica.close()
             return seen, committed, float(sums)
 

@@ -60,7 +60,7 @@ class Member:
             self.participants[step] = participants
         if leaves and not self.gives_up:
             self.gives_up = True
-            self.manager.forget_state("injected")
+            self.manager.rejoin("injected")
         return committed
 
     def _again(self) -> bool:

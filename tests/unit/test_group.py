@@ -60,7 +60,7 @@ class Group:
         address = b"at-%d" % rank
         self.says(rank, Join(JOB, "g", GROUP, step, lineage, (address,)))
 
-    def seated(self) -> Group:
+    def in_quorum(self) -> Group:
         """Both ranks are members of quorum 1, and nothing is to be read."""
         self.join(0)
         self.join(1)
@@ -94,7 +94,7 @@ def test_ranks_at_different_positions_are_a_torn_state() -> None:
 
 
 def test_all_yes_is_the_groups_yes_with_the_first_ranks_control() -> None:
-    group = Group().seated()
+    group = Group().in_quorum()
     for rank in (1, 0):
         assert group.up == []
         group.says(rank, Vote(JOB, GROUP, 1, 3, "a", True, control=b"%d" % rank))
@@ -105,7 +105,7 @@ def test_all_yes_is_the_groups_yes_with_the_first_ranks_control() -> None:
 
 
 def test_the_first_no_is_the_groups_and_stops_the_others() -> None:
-    group = Group().seated()
+    group = Group().in_quorum()
     group.says(1, Vote(JOB, GROUP, 1, 3, "a", False, "broken link"))
     (vote,) = group.up
     assert isinstance(vote, Vote)
@@ -155,7 +155,7 @@ def test_a_no_of_a_rank_that_has_not_healed_is_that_of_a_group_behind() -> None:
 
 
 def test_leaving_is_said_once() -> None:
-    group = Group().seated()
+    group = Group().in_quorum()
     for rank in (0, 1):
         group.says(rank, Leave(JOB, GROUP, FINISHED))
     assert group.up == [Leave(JOB, GROUP, FINISHED)]
@@ -166,7 +166,7 @@ def test_leaving_is_said_once() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_gives_up_its_state_takes_the_group_with_it(rank: int) -> None:
-    group, other = Group().seated(), 1 - rank
+    group, other = Group().in_quorum(), 1 - rank
     group.says(rank, Leave(JOB, GROUP, "another learning rate"))
     assert group.up == [Leave(JOB, GROUP, "another learning rate")]
     group.join(rank, 0, f"{TORN}{GROUP}")
@@ -182,7 +182,7 @@ def test_a_rank_that_gives_up_its_state_takes_the_group_with_it(rank: int) -> No
 
 @pytest.mark.parametrize("order", ["one by one", "side by side"])
 def test_all_ranks_that_give_up_at_once_rejoin_once(order: str) -> None:
-    group = Group().seated()
+    group = Group().in_quorum()
     torn = f"{TORN}{GROUP}"
     group.says(0, Leave(JOB, GROUP, "visited"))
     if order == "one by one":
@@ -198,7 +198,7 @@ def test_all_ranks_that_give_up_at_once_rejoin_once(order: str) -> None:
 def test_a_rank_that_gives_up_twice_does_not_unseat_one_that_waits() -> None:
     """Rank 1 has joined again because rank 0 had given up, and gives up itself only then: rank 0,
     whose join is on its way, would take being told to join for something older."""
-    group = Group().seated()
+    group = Group().in_quorum()
     torn = f"{TORN}{GROUP}"
     group.says(0, Leave(JOB, GROUP, "visited"))
     group.join(0, 0, torn)
@@ -227,7 +227,7 @@ def test_a_lost_rank_breaks_the_group() -> None:
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_rank_that_was_told_to_end_takes_its_group_along_in_peace(committed: bool) -> None:
     """SIGTERM reaches rank 1 a step before rank 0, or never: the vote has said goodbye for both."""
-    group = Group().seated()
+    group = Group().in_quorum()
     group.says(0, Vote(JOB, GROUP, 1, 3, "a", True))
     group.says(1, Vote(JOB, GROUP, 1, 3, "a", committed, leaving=True))
     vote = group.up[-1]
@@ -245,7 +245,7 @@ def test_a_rank_that_was_told_to_end_takes_its_group_along_in_peace(committed: b
 
 
 def test_a_goodbye_that_came_after_the_groups_no_is_no_crash() -> None:
-    group = Group().seated()
+    group = Group().in_quorum()
     group.says(0, Vote(JOB, GROUP, 1, 3, "a", False))
     group.says(1, Vote(JOB, GROUP, 1, 3, "a", True, leaving=True))
     group.hears(Decision(JOB, 1, 3, False, waiting=True))
@@ -260,7 +260,7 @@ def test_a_goodbye_that_came_after_the_groups_no_is_no_crash() -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_who_wants_to_go_on_without_a_rank_that_has_left_is_told(when: str) -> None:
     """Rank 1 has ended for good; rank 0 gives up its state and would wait for it forever."""
-    group = Group().seated()
+    group = Group().in_quorum()
     group.says(1, Leave(JOB, GROUP, FINISHED))
     if when == "before":
         group.loses(1)
