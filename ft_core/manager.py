@@ -9,13 +9,11 @@ docs/torchft.md lists the differences.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -26,8 +24,7 @@ from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.allreduce import AsyncReduce
 from ft_core.collectives.ops import with_default
 from ft_core.config import JobOptions, new_replica_id
-from ft_core.errors import GroupBroken, GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
-from ft_core.heal import digest
+from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
 from ft_core.replica.participation import WorldSizeMode
@@ -36,12 +33,10 @@ from ft_core.shell.session import Session
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
-from lighthouse.errors import JoinRefused
 from lighthouse.wire.messages import FINISHED
 
 log = logging.getLogger("ft_core")
 T = TypeVar("T")
-P = ParamSpec("P")
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
@@ -178,11 +173,8 @@ class Manager:
         self.step = Step(pg, weighted=options.weighted, bind=self._bind, on_error=self._tell_error)
         """The step under way, for collectives and algorithms."""
         self.state = State()
-        self._vote_checks: list[Callable[[], Callable[[], None] | None]] = []
-        self._step_end_hooks: list[Callable[[], Callable[[bool], None] | None]] = []
         self._schema = dict(options.schema)
         self._start = (0, "")
-        self._batches_committed = 0
         self._session: Session | None = None
         self._began_at = 0.0
         self._quorum_wait_s = options.quorum_timeout_s
@@ -218,12 +210,12 @@ class Manager:
 
         It calls `report_error` if the step must not be committed.
         """
-        self._vote_checks.append(_weak_if_method(check))
+        self.step.before_vote(check)
 
     def register_step_end(self, hook: Callable[[bool], None]) -> None:
         """Have `hook(committed)` called (weakly held if it is a method) when a step has ended: in
         `should_commit`, or in the `start_quorum` that abandons the step."""
-        self._step_end_hooks.append(_weak_if_method(hook))
+        self.step.on_end(hook)
 
     def preallocate_state(self, *optimizers: Optimizer) -> None:
         """The state of these optimizers is part of the registered state: allocate it before the
@@ -233,7 +225,8 @@ class Manager:
     def state_dict(self) -> dict[str, Any]:
         """The manager's own state: save and restore it with every checkpoint."""
         step, lineage = self._position()
-        return {"step": step, "batches_committed": self._batches_committed, "lineage": lineage}
+        batches = self.state.batches_committed
+        return {"step": step, "batches_committed": batches, "lineage": lineage}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore from a checkpoint; before the first `start_quorum`.
@@ -243,13 +236,12 @@ class Manager:
         if self._session is not None:
             raise RuntimeError("load_state_dict must be called before the first start_quorum")
         self._start = (int(state_dict["step"]), str(state_dict.get("lineage", "")))
-        self._batches_committed = int(state_dict["batches_committed"])
+        self.state.batches_committed = int(state_dict["batches_committed"])
 
     def allow_state_dict_read(self) -> None:
         """Kept for torchft scripts: reads need no permission (`should_commit` checks them)."""
 
-    def disallow_state_dict_read(self) -> None:
-        """Kept for torchft scripts: reads need no permission (`should_commit` checks them)."""
+    disallow_state_dict_read = allow_state_dict_read
 
     # ------------------------------------------------------------------ the step
 
@@ -338,10 +330,7 @@ class Manager:
         control_channel = session.control
         if control_channel.status.attempt is Attempt.CLOSED:
             raise RuntimeError("should_commit must follow start_quorum")
-        for known in self._vote_checks:
-            check = known()
-            if check is not None:
-                check()
+        self.step.check()
         if not self.state.unchanged():
             self.report_error(RuntimeError(CHANGED_WHILE_SERVED))
         self.step.drain()
@@ -359,7 +348,7 @@ class Manager:
         deadline = time.monotonic() + wait_s.total_seconds()
         status = control_channel.vote(events.CastVote(ok, reason, control), deadline)
         if status.outcome is None:
-            self._check_fatal(session)
+            session.check_refused()
             raise StepInDoubt(
                 f"no answer to the vote on step {status.step} within {wait_s.total_seconds():g} s:"
                 f" is the lighthouse at {session.lighthouse} alive? ({status.reason})"
@@ -419,11 +408,10 @@ class Manager:
     def bind_step(self) -> int | None:
         """`bind`; the step that the quorum works on, also for a member that is behind. None: the
         attempt has failed, `errored` says why, and this member has reduced nothing."""
-        if self.step.bind() is None or self._session is None:
+        if self.step.bind() is None:
             return None
-        status = self._session.control.status
-        bound = status.attempt is Attempt.BOUND and status.view is not None
-        return status.view.step if bound and status.view is not None else None
+        status = self._need_session().control.status
+        return status.view.step if status.view and status.attempt is Attempt.BOUND else None
 
     def mean_divisor(self) -> int:
         """The divisor that a caller may apply to a tensor itself, passing it as `divided_by`.
@@ -462,7 +450,7 @@ class Manager:
 
     def batches_committed(self) -> int:
         """Batches in all committed steps: one a participant and step."""
-        return self._batches_committed
+        return self.state.batches_committed
 
     def num_participants(self) -> int:
         """How many replica groups, or ranks with a copy each, contribute. Waits for the quorum."""
@@ -576,13 +564,11 @@ class Manager:
             raise RuntimeError("this manager was shut down; create a new one")
         step, lineage = self._start
         if not lineage:
-            # The lineage of a start is its state's digest: equal starts need no transfer.
-            alike = not self._options.init_sync or step > 0
-            objects = self._options.heal_allow_objects
-            same = "same" if alike else digest(self.state.save(), allow_objects=objects)
-            lineage = f"init-{same}"
+            lineage = self.state.first_lineage(
+                alike=not self._options.init_sync or step > 0,
+                allow_objects=self._options.heal_allow_objects,
+            )
         self.state.prepare()
-        schema_text = "; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items()))
         session = Session(
             self._options,
             self._pg,
@@ -591,11 +577,10 @@ class Manager:
             can_heal=allow_heal,
             step=step,
             lineage=lineage,
-            schema=hashlib.blake2b(schema_text.encode(), digest_size=8).hexdigest(),
-            schema_text=schema_text[:1500],
+            schema="; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items())),
             telemetry=self.telemetry,
             into=lambda: self.state.room_to_receive(self._need_session(), in_step=self._async),
-            on_tick=self._check_stall,
+            waited_s=self.step.waited_s,
         )
         self._session = session
         session.await_lighthouse()
@@ -607,7 +592,7 @@ class Manager:
         deadline = None if wait_s is None else time.monotonic() + wait_s
         while True:
             session.wait_for(lambda status: status.may_enter(heal=heal), deadline)
-            self._check_fatal(session)
+            session.check_refused()
             status = control.status
             if status.attempt is Attempt.FAILED:
                 return
@@ -618,12 +603,8 @@ class Manager:
                 )
             if not (heal and status.healing):
                 break
-            self._batches_committed = self.state.load(session, self._batches_committed)
-        if status.targets and status.published != (status.step, status.lineage):
-            self.state.publish(session, self._batches_committed)
-        elif not status.targets and status.published is not None:
-            control.submit(events.Published(None))
-            session.plane.retire()
+            self.state.load(session)
+        self.state.serve(session)
         self.step.part = control.submit(events.Entered()).part
 
     def _bind(self) -> None:
@@ -658,18 +639,6 @@ class Manager:
             raise QuorumUnavailable(f"no quorum: {status.reason}")
         return part
 
-    def _check_stall(self, status: ReplicaStatus, now: float) -> events.Fail | None:
-        """Control thread: a collective that takes too long waits for a member that hangs."""
-        since = self.step.bound_at
-        if since is None or status.attempt is not Attempt.BOUND or not self.step.pending:
-            return None
-        view, limits = status.view, self._options.timeouts
-        healing = view is not None and any(m.healing for m in view.members)
-        patience_s = limits.heal_timeout_s if healing else limits.timeout_s
-        if now - since < patience_s or all(f.done() for f in list(self.step.pending)):
-            return None
-        return events.Fail(f"a collective waited {now - since:.1f} s", stalled=True)
-
     def _conclude(
         self, session: Session, status: ReplicaStatus, part: Participation | None
     ) -> bool:
@@ -678,21 +647,23 @@ class Manager:
         assert outcome is not None
         seconds = time.monotonic() - self._began_at
         self._last_outcome = outcome
-        self.step.bound_at = None
         if outcome.committed:
             if status.published is not None:
                 # The optimizer is next. All members have voted, the healed ones too, so that none
                 # reads the state any more, except where a group acts on its own vote.
                 (session.plane.freeze if self._options.group_commit else session.plane.retire)()
-            self._batches_committed += outcome.participants if part is None else part.participants
+            assert part is not None, "a yes without a quorum"
+            self.state.batches_committed += part.participants
             self._discards_in_a_row = 0
-            groups = outcome.participants if part is None else part.groups
-            self._step_ended(True)
+            self.step.end(True)
+            groups = part.groups
             self.telemetry.emit(COMMIT, step=outcome.step, participants=groups, seconds=seconds)
             return True
-        if not session.has_left:  # then there is no next step, which `start_quorum` says
-            self._check_fatal(session)
-        self._step_ended(False)
+        try:
+            session.check_refused()
+        except GroupLeft:
+            pass  # there is no next step, which `start_quorum` says
+        self.step.end(False)
         self.telemetry.emit(DISCARD, step=outcome.step, reason=outcome.reason, seconds=seconds)
         log.info("step %s discarded: %s", outcome.step, outcome.reason)
         self._discards_in_a_row += 1
@@ -707,22 +678,9 @@ class Manager:
     def _abandon(self, session: Session) -> None:
         """The loop began a step and never ended it: it counts as a no."""
         self.step.drain()
-        self._step_ended(False)
+        self.step.end(False)
         self.telemetry.emit(DISCARD, step=self.current_step(), reason="never ended", seconds=0.0)
         session.control.submit(events.CastVote(False, "the loop started over"))
-
-    def _step_ended(self, committed: bool) -> None:
-        for known in self._step_end_hooks:
-            hook = known()
-            if hook is not None:
-                hook(committed)
-
-    def _check_fatal(self, session: Session) -> None:
-        status = session.control.status
-        if status.stage is Stage.REFUSED:
-            if session.broken:
-                raise (GroupLeft if session.has_left else GroupBroken)(status.reason)
-            raise JoinRefused(status.reason)
 
     def _position(self) -> tuple[int, str]:
         if self._session is None:
@@ -734,11 +692,6 @@ class Manager:
         if self._session is None:
             raise RuntimeError("call start_quorum first")
         return self._session
-
-
-def _weak_if_method(function: Callable[P, T]) -> Callable[[], Callable[P, T] | None]:
-    """A reference to `function` that keeps no object alive whose method it is."""
-    return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function
 
 
 __all__ = ["Manager", "WorldSizeMode"]

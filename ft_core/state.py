@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ft_core.heal import digest
 from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
 from ft_core.shell.session import Session
 
@@ -51,10 +52,13 @@ Save = Callable[[], Any]
 class State:
     """A manager's named parts of state, each with its load and save function.
 
+    `batches_committed`: in all committed steps, one a participant and step; heals with the parts.
+
     Thread: the training loop's, but for `room_to_receive`.
     """
 
     def __init__(self) -> None:
+        self.batches_committed = 0
         self._parts: dict[str, tuple[Load, Save]] = {}
         self._read_in_step: set[str] = set()
         self._preallocated: list[PreallocatedState] = []
@@ -91,11 +95,22 @@ class State:
         """All parts by key: what their functions return, not copied."""
         return {key: save() for key, save in self.parts()}
 
-    def publish(self, session: Session, batches_committed: int) -> None:
-        """Serve the state at the replica's position; large tensors in place (`unchanged`)."""
+    def first_lineage(self, *, alike: bool, allow_objects: bool) -> str:
+        """Of a start without history: equal states have the same one, and need no transfer.
+        `alike`: they are equal in all members, and not looked at."""
+        return f"init-{'same' if alike else digest(self.save(), allow_objects=allow_objects)}"
+
+    def serve(self, session: Session) -> None:
+        """At a step's boundary: serve the state to members that heal from it, large tensors in place
+        (`unchanged`); stop serving where there are none."""
         status = session.control.status
         position = status.step, status.lineage
-        tree = {"user": self.save(), "batches_committed": batches_committed}
+        if not status.targets and status.published is not None:
+            session.control.submit(Published(None))
+            session.plane.retire()
+        if not status.targets or status.published == position:
+            return
+        tree = {"user": self.save(), "batches_committed": self.batches_committed}
         session.plane.publish(*position, tree, len(status.targets))
         self._served = _versions(tree)
         session.control.submit(Published(position))
@@ -119,17 +134,15 @@ class State:
             tree = self._tree(without=self._read_in_step)
             self._offered = tree_map(_if_large, tree) if _versions(tree) else None
 
-    def load(self, session: Session, otherwise: int) -> int:
-        """Put the fetched state in place; returns its `batches_committed`.
-
-        Where the loop has changed it during the step, it is fetched again: returns `otherwise`.
-        """
+    def load(self, session: Session) -> None:
+        """Put the fetched state in place. Where the loop has changed it during the step, it is
+        fetched again."""
         received, self._received = self._received, []
         if not _unchanged(received):
             log.warning(CHANGED_WHILE_RECEIVED)
             self._in_place, self._offered = False, None
             session.control.submit(FetchAgain())
-            return otherwise
+            return
         view = session.control.status.view
         assert view is not None
         tree = session.plane.take_state(view.step, view.lineage)
@@ -137,8 +150,7 @@ class State:
             if key in tree["user"]:
                 load(tree["user"][key])
         session.control.submit(Loaded())
-        batches_committed: int = tree["batches_committed"]
-        return batches_committed
+        self.batches_committed = tree["batches_committed"]
 
     def room_to_receive(self, session: Session, *, in_step: bool) -> Any:
         """Heal thread: the tree into which a fetched state may be received; None: into new memory.

@@ -22,6 +22,7 @@ socket or thread.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_type_hints
 
 from ft_core.replica.events import (
     Abort,
@@ -124,7 +125,6 @@ class Replica:
         self._related_key: tuple[object, ...] | None = None
         self._part: Participation | None = None
         self._targets: tuple[Member, ...] = ()
-        self._participants = 0  # how many members contribute: all but those that heal
         self._connected = True
         self._resend_at: float | None = None
         self._grace_at: float | None = None
@@ -154,7 +154,6 @@ class Replica:
             if view is not None:
                 self._part = self._rule.part(view, self.replica_id, behind=self.healing)
             self._targets = self.targets
-            self._participants = sum(not m.healing for m in view.members) if view else 0
         return ReplicaStatus(
             self.stage, self.attempt, self.step, self.lineage, view, self._part,
             self.attempt is Attempt.OPEN and not self._loop_waits, self.ready, self.healing,
@@ -209,6 +208,11 @@ class Replica:
             return ()
         mine = self.replica_id
         return tuple(m for m in self.view.members if m.healing and m.replica_id != mine)
+
+    @property
+    def _contributing(self) -> int:
+        """How many replica groups contribute to the step that is under way."""
+        return 0 if self._part is None else self._part.groups
 
     # ------------------------------------------------------------------ the training loop
 
@@ -403,7 +407,7 @@ class Replica:
             return []
         late = self._unanswered
         if late is not None and message.step == late.step:
-            return self._on_late_decision(message, now)
+            return self._late_decision(message, now)
         if message.step != view.step or self.stage is not Stage.MEMBER:
             return []
         vote = self._vote
@@ -419,7 +423,7 @@ class Replica:
         if self.attempt is Attempt.VOTED and answers_mine:
             self._close(
                 Outcome(view.step, message.committed, message.reason,
-                        self._participants, message.control)
+                        self._contributing, message.control)
             )  # fmt: skip
         self._vote = None
         if answers_mine and vote is not None and vote.leaving:
@@ -443,7 +447,7 @@ class Replica:
             return [Abort(message.quorum_id, self.failure)]
         return []
 
-    def _on_late_decision(self, message: Decision, now: float) -> list[Effect]:
+    def _late_decision(self, message: Decision, now: float) -> list[Effect]:
         """Per-group commit: the answer to a vote that this rank has already acted on."""
         self._unanswered = None
         view, over = self.view, message.next_quorum is not None or message.waiting
@@ -642,7 +646,7 @@ class Replica:
         if committed:
             self.step, self.lineage = after
         control = quorum.control if committed else b""
-        self._close(Outcome(vote.step, committed, "settled on return", self._participants, control))
+        self._close(Outcome(vote.step, committed, "settled on return", self._contributing, control))
 
     def _advance(self, view: View) -> None:
         """The step of `view` is committed: move on under the same quorum."""
@@ -652,7 +656,7 @@ class Replica:
     def _commit_locally(self, view: View) -> None:
         """Per-group commit: act on the own yes; the decision follows."""
         self._advance(view)
-        self._close(Outcome(view.step, True, "own vote", self._participants, b""))
+        self._close(Outcome(view.step, True, "own vote", self._contributing, b""))
         self._vote = None
 
     def _close(self, outcome: Outcome) -> None:
@@ -674,27 +678,15 @@ class Replica:
         assert (self.outcome is None) or self.attempt is Attempt.CLOSED
 
 
-_HANDLERS: dict[type, str] = {
-    Begin: "_on_begin",
-    Entered: "_on_entered",
-    Bind: "_on_bind",
-    Fail: "_on_fail",
-    CastVote: "_on_cast_vote",
-    LeaveAfterStep: "_on_leave_after_step",
-    Depart: "_on_depart",
-    Rejoin: "_on_rejoin",
-    Configured: "_on_configured",
-    Fetched: "_on_fetched",
-    Overwrite: "_on_overwrite",
-    FetchAgain: "_on_fetch_again",
-    Loaded: "_on_loaded",
-    Published: "_on_published",
-    Connected: "_on_connected",
-    Disconnected: "_on_disconnected",
-    Decision: "_on_decision",
-    Quorum: "_on_quorum",
-    Revoke: "_on_revoke",
-    Expelled: "_on_expelled",
-    Waiting: "_on_waiting",
-    Refused: "_on_refused",
-}
+def _handlers() -> dict[type, str]:
+    """Each event, and the `_on_` method whose first argument is annotated with it."""
+    found: dict[type, str] = {}
+    for name, method in vars(Replica).items():
+        if name.startswith("_on_"):
+            event, *_ = get_type_hints(method).values()
+            assert event not in found, f"two methods take {event.__name__}"
+            found[event] = name
+    return found
+
+
+_HANDLERS = _handlers()

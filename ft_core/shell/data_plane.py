@@ -1,7 +1,6 @@
 """Carries out the replica's effects: on the process group and the heal transport.
 
-Addresses. Each rank of a member advertises one blob: the addresses of its process group and of its
-heal server. It is sent in `Join` and comes back in `Quorum`.
+Each rank of a member advertises a `RankAddress`. It is sent in `Join` and comes back in `Quorum`.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-
-import msgpack
 
 from ft_core.config import JobOptions
 from ft_core.heal import HealError, HealKey, HealServer, HealStats, Interrupt, fetch
@@ -21,6 +19,7 @@ from ft_core.process_group import ProcessGroup, ProcessGroupError
 from ft_core.replica.events import Abort, Configure, Configured, Fetched, FetchState
 from ft_core.replica.participation import RanksHold
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
+from lighthouse.wire.codec import MessageCodec
 from lighthouse.wire.messages import Member
 
 log = logging.getLogger("ft_core")
@@ -28,16 +27,16 @@ log = logging.getLogger("ft_core")
 ABORT_PATIENCE_S = 0.05
 
 
-def pack_address(process_group: bytes, heal: str) -> bytes:
-    """One rank's blob. See the module's docstring."""
-    packed: bytes = msgpack.packb([process_group, heal])
-    return packed
+@dataclass(frozen=True, slots=True)
+class RankAddress:
+    """Where the process group and the heal server of one rank are reached."""
+
+    process_group: bytes
+    heal: str
 
 
-def unpack_address(blob: bytes) -> tuple[bytes, str]:
-    """(process group's address, heal server's address)."""
-    process_group, heal = msgpack.unpackb(blob)
-    return process_group, heal
+addresses = MessageCodec(1, {"rank": RankAddress})
+"""How a `RankAddress` travels."""
 
 
 class DataPlane:
@@ -69,8 +68,8 @@ class DataPlane:
         self._heal: tuple[threading.Thread, Interrupt] | None = None  # the newest one
 
     def address(self) -> bytes:
-        """This rank's blob."""
-        return pack_address(self.process_group.address(), self._server.address)
+        """This rank's `RankAddress`, encoded."""
+        return addresses.encode(RankAddress(self.process_group.address(), self._server.address))
 
     # ------------------------------------------------------------------ effects
 
@@ -155,14 +154,13 @@ class DataPlane:
 
     def _fetch(self, effect: FetchState, interrupt: Interrupt) -> str:
         """Heal thread. Blocks until the state has arrived; returns why not, "" on success."""
-        sources = [self._unpack(m)[1] for m in effect.sources]
         names = [m.replica_id for m in effect.sources]
         self._telemetry.emit(HEAL_START, step=effect.step, sources=names)
         key = HealKey(effect.step, effect.lineage)
         deadline = time.monotonic() + self._options.timeouts.heal_timeout_s
         try:
             tree, stats = fetch(
-                sources,
+                [self._address_of(m).heal for m in effect.sources],
                 key,
                 into=self._into(),
                 deadline=deadline,
@@ -221,10 +219,14 @@ class DataPlane:
     def _mesh(self, effect: Configure) -> tuple[int, list[bytes]]:
         """(this rank's number in the process group, the addresses of all of its ranks)."""
         if self._options.ranks_hold is RanksHold.SHARDS:
-            return effect.replica_rank, [self._unpack(m)[0] for m in effect.members]
+            mine = [self._address_of(m).process_group for m in effect.members]
+            return effect.replica_rank, mine
         before = sum(len(m.addresses) for m in effect.members[: effect.replica_rank])
-        blobs = [blob for m in effect.members for blob in m.addresses]
-        return before + self._options.group_rank, [unpack_address(blob)[0] for blob in blobs]
+        frames = [frame for m in effect.members for frame in m.addresses]
+        everywhere = [addresses.decode(frame).process_group for frame in frames]
+        return before + self._options.group_rank, everywhere
 
-    def _unpack(self, member: Member) -> tuple[bytes, str]:
-        return unpack_address(member.addresses[self._options.group_rank])
+    def _address_of(self, member: Member) -> RankAddress:
+        """Of the rank of this one's number."""
+        address: RankAddress = addresses.decode(member.addresses[self._options.group_rank])
+        return address

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast, get_args
 
-import msgpack
 import zmq
 
 from ft_core.replica.group_leader import (
@@ -62,6 +61,9 @@ class Leader:
 
 
 _SERVICE = "replica group"
+
+
+_leaders = codec.MessageCodec(1, {"leader": Leader})
 
 
 class GroupServer:
@@ -262,8 +264,7 @@ def announce_leader(
     Like torch's "env://", rank 0 runs the store unless the launcher does.
     """
     store = group_store(store_addr, store_port, timeout_s, hosts=True)
-    said = msgpack.packb([leader.address, leader.replica_id, leader.secret])
-    store.set(_key(job, store_addr, store_port, 0), said)
+    store.set(_key(job, store_addr, store_port, 0), _leaders.encode(leader))
     return store
 
 
@@ -272,7 +273,8 @@ def find_leader(
 ) -> Leader:
     """Other ranks: wait for the leader. Raises ValueError, or as the store does."""
     store = group_store(store_addr, store_port, timeout_s, hosts=False)
-    return Leader(*msgpack.unpackb(store.get(_key(job, store_addr, store_port, rank))))
+    leader: Leader = _leaders.decode(store.get(_key(job, store_addr, store_port, rank)))
+    return leader
 
 
 def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:

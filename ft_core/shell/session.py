@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -10,19 +11,20 @@ from typing import Any
 import zmq
 
 from ft_core.config import JobOptions
+from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.process_group import ProcessGroup
-from ft_core.replica.events import Depart, ReplicaEvent
+from ft_core.replica.events import Depart, Fail
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
 from ft_core.replica.participation import ParticipationRule
-from ft_core.replica.status import ReplicaStatus, Stage
+from ft_core.replica.status import Attempt, ReplicaStatus, Stage
 from ft_core.shell.control import Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
 from ft_core.shell.group_server import GroupLink, GroupServer, announce_leader, find_leader
 from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import normalize_address
-from lighthouse.errors import LighthouseUnavailable
+from lighthouse.errors import JoinRefused, LighthouseUnavailable
 from lighthouse.own_address import advertised_host
 from lighthouse.watcher import ProcessWatch, Report
 from lighthouse.wire.messages import JobKey, Join
@@ -35,6 +37,9 @@ LOCAL_PATIENCE_S = 3.0
 
 class Session:
     """Owns the ZeroMQ context, the control and plane threads, the heal server and the watcher.
+
+    `into` gives the tree to receive a state in place (heal thread); `waited_s(now)` tells for how
+    long the loop has waited for its collectives (control thread).
 
     Thread: the training loop's, but where said otherwise.
     """
@@ -50,13 +55,12 @@ class Session:
         step: int,
         lineage: str,
         schema: str,
-        schema_text: str,
         telemetry: Telemetry,
         into: Callable[[], Any],
-        on_tick: Callable[[ReplicaStatus, float], ReplicaEvent | None],
+        waited_s: Callable[[float], float],
     ) -> None:
         self.room_id = room_id
-        self._options, self._telemetry = options, telemetry
+        self._options, self._telemetry, self._waited_s = options, telemetry, waited_s
         self.lighthouse = options.lighthouse or _local_lighthouse()
         self._closed = False
         limits = options.timeouts
@@ -85,8 +89,8 @@ class Session:
             expected_replicas=options.expected_replicas,
             can_heal=can_heal,
             group_commit=options.group_commit,
-            schema=schema,
-            schema_text=schema_text,
+            schema=hashlib.blake2b(schema.encode(), digest_size=8).hexdigest(),
+            schema_text=schema[:1500],
         )
         rule = ParticipationRule(options.world_size_mode, options.min_replicas, options.place)
         replica = Replica(
@@ -96,7 +100,9 @@ class Session:
         if options.watch_process:
             self._watch = ProcessWatch(normalize_address(self.lighthouse), limits)
             self._watch.start([Report(job, replica_id)])
-        self.control = Control(replica, link, self.plane, on_told=self._on_told, on_tick=on_tick)
+        self.control = Control(
+            replica, link, self.plane, on_told=self._on_told, on_tick=self._check_stall
+        )
         self.plane.report = self.control.submit
 
     def _connect(self, host: str, replica_id: str) -> tuple[Link, str]:
@@ -128,15 +134,14 @@ class Session:
             leader = find_leader(*store, job, limits.connect_timeout_s, rank=options.group_rank)
         return GroupLink(leader, options.group_rank, limits, self._context), leader.replica_id
 
-    @property
-    def broken(self) -> bool:
-        """Whether the own replica group has lost a rank."""
-        return self.control.status.reason.startswith((BROKEN, LEFT))
-
-    @property
-    def has_left(self) -> bool:
-        """Whether it has lost it by leaving, with a rank that was told to end."""
-        return self.control.status.reason.startswith(LEFT)
+    def check_refused(self) -> None:
+        """Raises JoinRefused if the lighthouse refuses this replica group, GroupBroken (GroupLeft)
+        if the group has lost a rank (has left with one that was told to end)."""
+        status = self.control.status
+        if status.stage is Stage.REFUSED:
+            if status.reason.startswith(LEFT):
+                raise GroupLeft(status.reason)
+            raise (GroupBroken if status.reason.startswith(BROKEN) else JoinRefused)(status.reason)
 
     def await_lighthouse(self) -> None:
         """Raises LighthouseUnavailable unless a lighthouse answers within the connect timeout."""
@@ -173,6 +178,18 @@ class Session:
                 raise LighthouseUnavailable(
                     f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
                 )
+
+    def _check_stall(self, status: ReplicaStatus, now: float) -> Fail | None:
+        """Control thread: a collective that takes too long waits for a member that hangs."""
+        if status.attempt is not Attempt.BOUND:
+            return None
+        view, limits = status.view, self._options.timeouts
+        healing = view is not None and any(m.healing for m in view.members)
+        patience_s = limits.heal_timeout_s if healing else limits.timeout_s
+        waited_s = self._waited_s(now)
+        if waited_s < patience_s:
+            return None
+        return Fail(f"a collective waited {waited_s:.1f} s", stalled=True)
 
     def close(self, reason: str = "shutdown") -> None:
         """Leave, and free threads, sockets, processes. Idempotent."""

@@ -13,7 +13,7 @@ from ft_core.config import JobOptions
 from ft_core.heal import HealKey, HealServer
 from ft_core.process_group import ProcessGroupDummy
 from ft_core.replica.events import Configured, Fetched, FetchState
-from ft_core.shell.data_plane import DataPlane, pack_address
+from ft_core.shell.data_plane import DataPlane, RankAddress, addresses
 from ft_core.telemetry import Telemetry
 from lighthouse.wire.messages import Member
 from tests.heal.support import FaultyLink, same
@@ -47,7 +47,7 @@ class Target:
             self.news.notify_all()
 
     def fetch(self, key: HealKey, address: str) -> FetchState:
-        source = Member("source", 1, (pack_address(b"", address),))
+        source = Member("source", 1, (addresses.encode(RankAddress(b"", address)),))
         effect = FetchState(key.step, key.lineage, (source,))
         self.plane.fetch(effect)
         return effect
