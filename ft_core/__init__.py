@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         ProcessGroupGloo,
         ProcessGroupNCCL,
     )
-    from ft_core.replica.participation import WorldSizeMode
+    from ft_core.replica.status import WorldSizeMode
 
 __version__ = "0.1.0"
 
@@ -63,7 +63,7 @@ _HOMES = {
     "QuorumUnavailable": "ft_core.errors",
     "StepInDoubt": "ft_core.errors",
     "TooManyDiscards": "ft_core.errors",
-    "WorldSizeMode": "ft_core.replica.participation",
+    "WorldSizeMode": "ft_core.replica.status",
 }
 
 __all__ = [

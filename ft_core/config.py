@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from ft_core.environment import ReplicaEnv
-from ft_core.replica.participation import CopyIndex, RanksHold, WorldSizeMode
+from ft_core.replica.status import CopyIndex, RanksHold, WorldSizeMode
 from lighthouse.config import Timeouts
 
 

@@ -27,8 +27,14 @@ from ft_core.config import JobOptions, new_replica_id
 from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
-from ft_core.replica.participation import WorldSizeMode
-from ft_core.replica.status import Attempt, Outcome, Participation, ReplicaStatus, Stage
+from ft_core.replica.status import (
+    Attempt,
+    Outcome,
+    Participation,
+    ReplicaStatus,
+    Stage,
+    WorldSizeMode,
+)
 from ft_core.shell.session import Session
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step

@@ -25,7 +25,7 @@ from ft_core.diloco.global_state import drop_bad_state, refuse_drifting
 from ft_core.diloco.outer_step import OuterReduce, OuterStep, squared_norm
 from ft_core.diloco.schedule import Schedule, ScheduleEvent, Windows
 from ft_core.process_group import ProcessGroupError
-from ft_core.replica.participation import WorldSizeMode
+from ft_core.replica.status import WorldSizeMode
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager

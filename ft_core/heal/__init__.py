@@ -6,17 +6,17 @@ once, in place; `digest` tells whether two states are equal. `pack` and `unpack`
 
 from ft_core.heal.checksum import digest
 from ft_core.heal.format import allow_enum, pack, unpack
-from ft_core.heal.source import HealServer
-from ft_core.heal.target import fetch
-from ft_core.heal.types import (
+from ft_core.heal.protocol import (
     HealError,
     HealKey,
     HealProgress,
     HealStats,
-    Interrupt,
     ServerStats,
     UnsupportedObjectError,
 )
+from ft_core.heal.source import HealServer
+from ft_core.heal.target import fetch
+from ft_core.heal.transport import Interrupt
 
 __all__ = [
     "HealError",

@@ -28,8 +28,7 @@ import msgpack
 import numpy as np
 import torch
 
-from ft_core.heal.layout import Layout, lay_out
-from ft_core.heal.types import HealError, UnsupportedObjectError
+from ft_core.heal.protocol import HealError, Layout, UnsupportedObjectError, lay_out
 
 Node = Any  # None | bool | int | float | str | bytes | list[Any]
 MANIFEST_VERSION = 1

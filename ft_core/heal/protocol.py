@@ -1,4 +1,13 @@
-"""Messages between HealServer and fetch, version 3. PURE: bytes in, frozen values out.
+"""PURE. What both ends of a heal agree on: versions, the layout of a state, messages, errors.
+
+HealError                   the state could not be fetched; the target stays behind and may retry
+UnsupportedObjectError      the state itself holds something that cannot travel: change the state
+
+Layout. Small tensors share one pool, so that ten thousand scalars of an optimizer are one transfer.
+Every large tensor is a segment of its own, so that a chunk never spans two tensors and can be
+received straight into its place. Both ends compute the same layout from the same sizes.
+
+Messages between HealServer and fetch, version 3. PURE: bytes in, frozen values out.
 
 Target to source, one frame (`lighthouse.wire.codec`):
 
@@ -21,9 +30,154 @@ Anything else raises `lighthouse.errors.ProtocolError`; the source drops and cou
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lighthouse.wire.codec import MessageCodec
+
+
+class HealError(Exception):
+    """A heal failed. The message names every source that was asked, and why it did not help."""
+
+
+class UnsupportedObjectError(HealError, TypeError):
+    """A state dict holds an object that cannot travel; the message names its path and a remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealKey:
+    """The version of a state: the number of committed steps, and a hash of those commits.
+
+    Two states with equal keys are bitwise equal. A step alone never identifies a state.
+    Raises ValueError for a negative step or a lineage of more than 256 characters.
+    """
+
+    step: int
+    lineage: str
+
+    def __post_init__(self) -> None:
+        if type(self.step) is not int or self.step < 0:
+            raise ValueError(f"step must be an int of at least 0, not {self.step!r}.")
+        if type(self.lineage) is not str or len(self.lineage) > 256:
+            raise ValueError("lineage must be a str of at most 256 characters.")
+
+    def __str__(self) -> str:
+        return f"(step {self.step}, lineage {self.lineage or '-'})"
+
+
+@dataclass(frozen=True, slots=True)
+class HealProgress:
+    """How far a heal is. Passed to the `progress` callback in the thread that called `fetch`."""
+
+    key: HealKey
+    bytes_done: int
+    bytes_total: int
+    sources: int  # sources that serve this version at present
+
+
+@dataclass(frozen=True, slots=True)
+class HealStats:
+    """What a finished heal cost the target."""
+
+    bytes: int  # tensor bytes received, without headers and duplicates
+    seconds: float  # from the call of fetch to the tree in place
+    source_bytes: Mapping[str, int] = field(default_factory=dict)  # per address, valid chunks only
+    retries: int = 0  # chunks requested again: late, lost or corrupted
+    corrupted: int = 0  # chunks whose checksum did not match
+    same_host_bytes: int = 0  # of `bytes`, read straight from a source's memory
+    failed_sources: Mapping[str, str] = field(default_factory=dict)  # address to reason
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStats:
+    """Counters of a HealServer since it started."""
+
+    published: int = 0
+    snapshot_seconds: float = 0.0  # time that the training thread spent in publish and freeze
+    opened: int = 0  # readers admitted
+    finished: int = 0  # readers that reported that they have everything
+    bytes_sent: int = 0  # raw bytes handed to ZeroMQ
+    bytes_lent: int = 0  # bytes that readers on this host read from this process's memory
+    dropped: int = 0  # malformed or unexpected requests
+    refused: int = 0  # wrong token, too many clients
+
+
+# ---------------------------------------------------------------- the layout of a state
+
+
+SMALL_BYTES = 1 << 20  # tensors below this go into the pool
+ALIGN_BYTES = 64
+MIN_CHUNK_BYTES = 64 << 10
+MAX_CHUNK_BYTES = 64 << 20
+
+
+def align(offset: int) -> int:
+    """The next multiple of ALIGN_BYTES."""
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a tensor lies: segment index, and bytes from the start of that segment."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of bytes inside one segment: the unit that is requested, checked and counted."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Segment 0 is the pool (maybe empty). `places` has one entry per tensor, in their order."""
+
+    segment_bytes: tuple[int, ...]
+    places: tuple[Extent, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(self.segment_bytes)
+
+    def chunks(self, chunk_bytes: int) -> list[Chunk]:
+        """All bytes in order, in pieces of at most `chunk_bytes`. Raises ValueError for a bad size."""
+        if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(
+                f"chunk_bytes is {chunk_bytes}; it must be between {MIN_CHUNK_BYTES} and "
+                f"{MAX_CHUNK_BYTES}."
+            )
+        return [
+            Chunk(segment, offset, min(chunk_bytes, nbytes - offset))
+            for segment, nbytes in enumerate(self.segment_bytes)
+            for offset in range(0, nbytes, chunk_bytes)
+        ]
+
+
+def lay_out(tensor_bytes: Sequence[int]) -> Layout:
+    """The layout of tensors of these sizes in bytes."""
+    pool = 0
+    segments = [0]
+    places: list[Extent] = []
+    for nbytes in tensor_bytes:
+        if nbytes < SMALL_BYTES:
+            places.append(Extent(0, pool, nbytes))
+            pool = align(pool + nbytes)
+        else:
+            places.append(Extent(len(segments), 0, nbytes))
+            segments.append(nbytes)
+    segments[0] = pool
+    return Layout(tuple(segments), tuple(places))
+
+
+# ---------------------------------------------------------------- messages
+
 
 VERSION = 3
 MAX_REQUEST_BYTES = 64 << 10

@@ -8,8 +8,7 @@ import torch
 
 from ft_core.heal.checksum import checksum
 from ft_core.heal.format import Manifest, byte_view
-from ft_core.heal.layout import Chunk
-from ft_core.heal.types import HealError
+from ft_core.heal.protocol import Chunk, HealError
 
 _STAGING_SLOTS = 3
 

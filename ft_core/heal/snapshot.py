@@ -22,9 +22,7 @@ import zmq
 
 from ft_core.heal.checksum import checksum
 from ft_core.heal.format import Manifest, byte_view, pack
-from ft_core.heal.layout import Chunk, align
-from ft_core.heal.protocol import MAX_MANIFEST_BYTES
-from ft_core.heal.types import HealError, HealKey
+from ft_core.heal.protocol import MAX_MANIFEST_BYTES, Chunk, HealError, HealKey, align
 
 _HUGE_PAGE = 2 << 20
 _TOUCH_BYTES = 32 << 20

@@ -24,7 +24,7 @@ import zmq
 
 from ft_core.config import UNNAMED, JobOptions
 from ft_core.heal import protocol as wire
-from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
+from ft_core.heal.protocol import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk, HealKey, ServerStats
 from ft_core.heal.snapshot import Arena, Loan, Publication
 from ft_core.heal.transport import (
     QUEUED_REPLIES,
@@ -32,7 +32,6 @@ from ft_core.heal.transport import (
     raise_malloc_threshold,
     serving_socket,
 )
-from ft_core.heal.types import HealKey, ServerStats
 from lighthouse.errors import ProtocolError
 from lighthouse.own_address import bracketed
 

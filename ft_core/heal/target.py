@@ -17,16 +17,24 @@ from zmq.utils.monitor import parse_monitor_message
 from ft_core.config import UNNAMED, JobOptions
 from ft_core.heal import protocol as wire
 from ft_core.heal.format import Manifest
-from ft_core.heal.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk
+from ft_core.heal.protocol import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    Chunk,
+    HealError,
+    HealKey,
+    HealProgress,
+    HealStats,
+)
 from ft_core.heal.receive import Receiver, as_memory
 from ft_core.heal.transfer_plan import TransferPlan
 from ft_core.heal.transport import (
+    Interrupt,
     host_identity,
     raise_malloc_threshold,
     read_memory,
     reading_socket,
 )
-from ft_core.heal.types import HealError, HealKey, HealProgress, HealStats, Interrupt
 from lighthouse.errors import ProtocolError
 
 DEFAULT_CHUNK_BYTES = 1 << 20  # measured: larger frames cost page faults, smaller ones Python

@@ -1,4 +1,5 @@
-"""The two ways on which a heal's bytes travel: ZeroMQ sockets, and memory of the same machine.
+"""The two ways on which a heal's bytes travel: ZeroMQ sockets, and memory of the same machine. And
+how a transfer is interrupted.
 
 Memory of the same machine is read by process_vm_readv through ctypes, as an optional fast path. It
 is taken where source and target share boot id, PID and user namespace, and where the kernel lets
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -124,3 +126,37 @@ def read_memory(pid: int, remote: int, local: int, nbytes: int) -> None:
             code = ctypes.get_errno() if count < 0 else 14
             raise OSError(code, os.strerror(code))
         done += count
+
+
+# ---------------------------------------------------------------- ending a heal
+
+
+class Interrupt:
+    """Lets one thread end a `fetch` that another thread runs.
+
+    Pass it to `fetch`, which raises HealError soon after `set`. An eventfd, so that the fetch waits
+    for it and for its sockets in one poll. Call `close` when the fetch is over.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # `set` must not write to a descriptor that `close` gave back
+        self._closed = False
+        self.is_set = False
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once the interrupt is set."""
+        return self._fd
+
+    def set(self) -> None:
+        """End the fetch. Any thread, any number of times, also after `close`."""
+        with self._lock:
+            self.is_set = True
+            if not self._closed:
+                os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        """Give the descriptor back. The fetching thread, once."""
+        with self._lock:
+            self._closed = True
+            os.close(self._fd)

@@ -49,8 +49,15 @@ from ft_core.replica.events import (
     ReplicaEvent,
     Transmit,
 )
-from ft_core.replica.participation import ParticipationRule
-from ft_core.replica.status import Attempt, Outcome, Participation, ReplicaStatus, Stage, View
+from ft_core.replica.status import (
+    Attempt,
+    Outcome,
+    Participation,
+    ParticipationRule,
+    ReplicaStatus,
+    Stage,
+    View,
+)
 from lighthouse.wire.messages import (
     GAVE_UP,
     NO_QUORUM,

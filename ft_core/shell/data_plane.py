@@ -17,7 +17,7 @@ from ft_core.config import JobOptions
 from ft_core.heal import HealError, HealKey, HealServer, HealStats, Interrupt, fetch
 from ft_core.process_group import ProcessGroup, ProcessGroupError
 from ft_core.replica.events import Abort, Configure, Configured, Fetched, FetchState
-from ft_core.replica.participation import RanksHold
+from ft_core.replica.status import RanksHold
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
 from lighthouse.wire.codec import MessageCodec
 from lighthouse.wire.messages import Member

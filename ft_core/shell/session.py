@@ -16,8 +16,7 @@ from ft_core.process_group import ProcessGroup
 from ft_core.replica.events import Depart, Fail
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
-from ft_core.replica.participation import ParticipationRule
-from ft_core.replica.status import Attempt, ReplicaStatus, Stage
+from ft_core.replica.status import Attempt, ParticipationRule, ReplicaStatus, Stage
 from ft_core.shell.control import Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
 from ft_core.shell.group_server import GroupLink, GroupServer, announce_leader, find_leader

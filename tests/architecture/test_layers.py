@@ -39,12 +39,10 @@ LIGHTHOUSE_INSIDE = {
 
 PURE = [
     "ft_core.replica.events",
-    "ft_core.replica.participation",
     "ft_core.replica.status",
     "ft_core.replica.group_leader",
-    "ft_core.heal.layout",
-    "ft_core.heal.transfer_plan",
     "ft_core.heal.protocol",
+    "ft_core.heal.transfer_plan",
     "ft_core.replica.machine",
     "ft_lightning.shared.topology",
     "lighthouse.wire.codec",
