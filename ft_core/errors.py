@@ -7,11 +7,14 @@
     │   └── GroupLeft         a rank was told to end, and the group has left with its last vote:
     │                         end normally, nothing is lost
     ├── StepInDoubt           the lighthouse was unreachable for so long that a vote stays unanswered
-    └── TooManyDiscards       more than `max_retries` steps in a row were discarded
+    ├── TooManyDiscards       more than `max_retries` steps in a row were discarded
+    └── ProcessGroupError     one class for every failure of a process group, since a caller reacts
+                              in the same way to all: it gives up the step, votes no and waits for
+                              the next quorum. `__cause__` is the original exception
 
-`lighthouse.errors.JoinRefused` and `LighthouseUnavailable` pass through; heal and process-group
-errors have homes of their own (`ft_core.heal`, `ft_core.process_group`) and end in a discard, not
-in an exception. `ValueError` is raised for options that a user set wrong.
+`lighthouse.errors.JoinRefused` and `LighthouseUnavailable` pass through; those of a heal
+(`ft_core.heal`) end in a discard, not in an exception. `ValueError` is raised for options that a
+user set wrong.
 """
 
 from __future__ import annotations
@@ -41,3 +44,7 @@ class StepInDoubt(FaultToleranceError):
 
 class TooManyDiscards(FaultToleranceError, RuntimeError):
     """More than `max_retries` steps in a row were discarded."""
+
+
+class ProcessGroupError(FaultToleranceError, RuntimeError):
+    """A process group could not be configured, was revoked, or lost a member in a collective."""

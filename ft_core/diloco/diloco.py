@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ft_core.collectives.codecs import codec_named
-from ft_core.collectives.quantized import Reduction, reduce_quantized, wire_bytes
+from ft_core.collectives.quantized import Reduction, codec_named, reduce_quantized, wire_bytes
 from ft_core.diloco.fragments import (
     DEFAULT_BUCKET_BYTES,
     Fragment,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from ft_core.errors import ProcessGroupError
 from ft_core.process_group.base import ProcessGroup
-from ft_core.process_group.errors import ProcessGroupError
 from ft_core.process_group.gloo import ProcessGroupGloo, native_reconfigure_available
 from ft_core.process_group.nccl import ProcessGroupNCCL
 from ft_core.process_group.wrappers import (

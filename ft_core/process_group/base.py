@@ -42,7 +42,7 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from ft_core.process_group.errors import ProcessGroupError
+from ft_core.errors import ProcessGroupError
 from ft_core.process_group.work import CompletedWork
 
 Tensors = list[torch.Tensor] | torch.Tensor

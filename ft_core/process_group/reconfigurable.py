@@ -28,8 +28,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Work
 
+from ft_core.errors import ProcessGroupError
 from ft_core.process_group.base import ProcessGroup, outputs_of
-from ft_core.process_group.errors import ProcessGroupError
 from ft_core.process_group.rendezvous import Address, Listener, Rendezvous
 from ft_core.process_group.work import BackendWork, FailedWork, PointToPointWork, StreamWork
 from lighthouse.own_address import choose_address

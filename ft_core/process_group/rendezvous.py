@@ -31,7 +31,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ft_core.process_group.errors import ProcessGroupError
+from ft_core.errors import ProcessGroupError
 from lighthouse.errors import ProtocolError
 from lighthouse.wire.codec import MessageCodec
 

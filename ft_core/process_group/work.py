@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future
 
-from ft_core.process_group.errors import ProcessGroupError
+from ft_core.errors import ProcessGroupError
 
 _IN_BACKEND = timedelta(milliseconds=20)
 """How long a wait for an unwatched work may sit in the backend, whose interruption can fail."""

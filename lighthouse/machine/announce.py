@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lighthouse.machine.ballot import Ballot
-from lighthouse.machine.history import History
-from lighthouse.machine.members import Members, MemberState
+from lighthouse.machine.members import History, Members, MemberState
 from lighthouse.wire.messages import (
     NO_QUORUM,
     Decision,

@@ -11,8 +11,7 @@ from collections import OrderedDict
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine import rules
 from lighthouse.machine.ballot import Ballot
-from lighthouse.machine.history import History
-from lighthouse.machine.members import Members, MemberState
+from lighthouse.machine.members import History, Members, MemberState
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 8
 """Bounds, in heal timeouts, of the time that a member which keeps failing stays out."""

@@ -16,7 +16,7 @@ Rules held here, each checked by `check()` or by the simulator:
   counted; a no carries the lineage that its sender holds, so that a member that is still behind
   stays behind (S3).
 
-`members.py` holds the members, `ballot.py` the live quorum, `history.py` what is remembered,
+`members.py` holds the members and what is remembered, `ballot.py` the live quorum,
 `forming.py` what the next quorum is made of, `announce.py` the messages and effects. `server.py`
 gives all of it a socket and a clock.
 """
@@ -42,8 +42,7 @@ from lighthouse.machine.announce import (
 )
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.forming import Forming
-from lighthouse.machine.history import History
-from lighthouse.machine.members import Members, MemberState, NameConflict
+from lighthouse.machine.members import History, Members, MemberState, NameConflict
 from lighthouse.machine.rules import Position
 from lighthouse.wire.messages import (
     FINISHED,

@@ -34,7 +34,7 @@ ALWAYS = {"__future__", "__main__"}
 
 # What nobody outside needs to know about the lighthouse's inside.
 LIGHTHOUSE_INSIDE = {
-    "announce", "ballot", "forming", "history", "journal", "members", "rules",
+    "announce", "ballot", "forming", "journal", "members", "rules",
 }  # fmt: skip
 
 PURE = [
@@ -54,7 +54,6 @@ PURE = [
     "lighthouse.machine.announce",
     "lighthouse.machine.ballot",
     "lighthouse.machine.forming",
-    "lighthouse.machine.history",
     "lighthouse.machine.members",
 ]
 # Reads the environment when asked to; pure modules take no more than its constants and types.

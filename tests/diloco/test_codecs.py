@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_core.collectives.codecs import codec_named
+from ft_core.collectives.quantized import codec_named
 
 NAMES = ("int8", "int4", "fp8")
 BOUND = {"int8": 1 / 254, "fp8": 1 / 28, "int4": 1 / 14 + 1 / 256}

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core.collectives.codecs import codec_named
-from ft_core.collectives.quantized import Reduction, reduce_quantized, wire_bytes
+from ft_core.collectives.quantized import Reduction, codec_named, reduce_quantized, wire_bytes
 from ft_core.manager import WorldSizeMode
 from tests.threads.cluster import Replica, lighthouse, replicas
 from tests.waiting import PATIENCE_S

@@ -13,13 +13,13 @@ import pytest
 
 import ft_core.replica.machine as replica_module
 import ft_core.replica.status as status_module
-import lighthouse.machine.history as history_module
+import lighthouse.machine.members as history_module
 from ft_core.replica.events import CastVote, Rejoin
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Outcome
 from lighthouse.machine.ballot import Ballot
-from lighthouse.machine.history import History
 from lighthouse.machine.job import JobState, Lighthouse
+from lighthouse.machine.members import History
 from lighthouse.wire.messages import Join, Member, Quorum, Vote, next_lineage
 from tests.sim.cluster import Cluster
 from tests.sim.profile import Profile, profile_of
