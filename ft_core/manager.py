@@ -27,14 +27,7 @@ from ft_core.config import JobOptions, new_replica_id
 from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
-from ft_core.replica.status import (
-    Attempt,
-    Outcome,
-    Participation,
-    ReplicaStatus,
-    Stage,
-    WorldSizeMode,
-)
+from ft_core.replica.status import Attempt, Outcome, Participation, Stage, WorldSizeMode
 from ft_core.shell.session import Session
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
@@ -266,7 +259,8 @@ class Manager:
 
         Raises:
             QuorumUnavailable: no quorum within the timeout; says what it waited for.
-            JoinRefused: the lighthouse refuses this replica group; says why.
+            JoinRefused: the lighthouse refuses this replica group, or its peers refuse it their state
+                (another `token`, `heal_allow_objects`); says why.
             LighthouseUnavailable: no lighthouse answers at the address.
             GroupBroken: another rank of this replica group is gone.
         """
@@ -359,7 +353,7 @@ class Manager:
                 f"no answer to the vote on step {status.step} within {wait_s.total_seconds():g} s:"
                 f" is the lighthouse at {session.lighthouse} alive? ({status.reason})"
             )
-        return self._conclude(session, status, part)
+        return self._conclude(session, part)
 
     def set_samples(self, samples: int) -> None:
         """How many samples this member's batch has; before the step's first collective.
@@ -645,10 +639,9 @@ class Manager:
             raise QuorumUnavailable(f"no quorum: {status.reason}")
         return part
 
-    def _conclude(
-        self, session: Session, status: ReplicaStatus, part: Participation | None
-    ) -> bool:
+    def _conclude(self, session: Session, part: Participation | None) -> bool:
         """Record the outcome of a step; whether it is committed."""
+        status = session.control.status
         outcome = status.outcome
         assert outcome is not None
         seconds = time.monotonic() - self._began_at

@@ -4,7 +4,8 @@
     ├── ProtocolError          the other side sent what this version can't read: dropped and counted
     │   └── VersionMismatch    the other side speaks another protocol version: upgrade one of them
     ├── LighthouseUnavailable  no lighthouse answers at the address within the connect timeout
-    └── JoinRefused            the lighthouse refuses this replica group; its sentence says why
+    └── JoinRefused            the lighthouse, or every member that could heal it, refuses this replica
+                               group for good; its sentence says why
 
 Wrong options of a user raise `ValueError`.
 """
@@ -29,4 +30,4 @@ class LighthouseUnavailable(LighthouseError):
 
 
 class JoinRefused(LighthouseError):
-    """The lighthouse refused this replica group for good."""
+    """This replica group is refused for good."""

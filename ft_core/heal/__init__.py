@@ -7,6 +7,7 @@ once, in place; `digest` tells whether two states are equal. `pack` and `unpack`
 from ft_core.heal.checksum import digest
 from ft_core.heal.format import allow_enum, pack, unpack
 from ft_core.heal.protocol import (
+    HealDenied,
     HealError,
     HealKey,
     HealProgress,
@@ -19,6 +20,7 @@ from ft_core.heal.target import fetch
 from ft_core.heal.transport import Interrupt
 
 __all__ = [
+    "HealDenied",
     "HealError",
     "HealKey",
     "HealProgress",

@@ -28,7 +28,7 @@ import msgpack
 import numpy as np
 import torch
 
-from ft_core.heal.protocol import HealError, Layout, UnsupportedObjectError, lay_out
+from ft_core.heal.protocol import HealDenied, HealError, Layout, UnsupportedObjectError, lay_out
 
 Node = Any  # None | bool | int | float | str | bytes | list[Any]
 MANIFEST_VERSION = 1
@@ -291,7 +291,7 @@ class TreeDecoder:
                 return set(members) if tag == "s" else frozenset(members)
             if tag == "P":
                 if not self._allow_objects:
-                    raise HealError(
+                    raise HealDenied(
                         "The source sent pickled objects; set heal_allow_objects=True here too "
                         "(trusted networks only), or publish without it."
                     )

@@ -1,7 +1,8 @@
 """PURE. What both ends of a heal agree on: versions, the layout of a state, messages, errors.
 
 HealError                   the state could not be fetched; the target stays behind and may retry
-UnsupportedObjectError      the state itself holds something that cannot travel: change the state
+├── HealDenied              the target's options differ from the sources': it will never get a state
+└── UnsupportedObjectError  the state itself holds something that cannot travel: change the state
 
 Layout. Small tensors share one pool, so that ten thousand scalars of an optimizer are one transfer.
 Every large tensor is a segment of its own, so that a chunk never spans two tensors and can be
@@ -21,7 +22,7 @@ Source to target, one frame, for some kinds followed by one raw frame:
     manifest  step, lineage, layout digest, pid, [addresses]   + manifest   pid 0: no same-host path
     chunk     index, checksum                                  + raw bytes
     valid     [indexes], [indexes]    read directly: of this version; perhaps changed since
-    gone      reason                  this version is not served (any more)
+    gone      reason                  this version is not served (any more), or not to one more reader
     refused   reason                  this reader will never be served
 
 Anything else raises `lighthouse.errors.ProtocolError`; the source drops and counts it.
@@ -38,6 +39,10 @@ from lighthouse.wire.codec import MessageCodec
 
 class HealError(Exception):
     """A heal failed. The message names every source that was asked, and why it did not help."""
+
+
+class HealDenied(HealError):
+    """Every source refuses this target, or it refuses what they send, which no other try changes."""
 
 
 class UnsupportedObjectError(HealError, TypeError):
@@ -268,7 +273,7 @@ class ValidReply:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The version is not served any more."""
+    """The version is not served (any more), or not to one more reader."""
 
     reason: str
 

@@ -354,7 +354,7 @@ class HealServer:
 
     def _on_open(self, identity: bytes, request: wire.Open) -> None:
         now = time.monotonic()
-        refusal = ""
+        refusal = busy = ""
         if not hmac.compare_digest(request.token.encode(), self._options.token.encode()):
             refusal = "wrong token; set the same heal token on every member"
         elif not MIN_CHUNK_BYTES <= request.chunk_bytes <= MAX_CHUNK_BYTES:
@@ -362,8 +362,8 @@ class HealServer:
         with self._lock:
             if not refusal and identity not in self._readers:
                 if len(self._readers) >= self._max_clients:
-                    refusal = f"it serves {self._max_clients} readers already"
-            if not refusal:
+                    busy = f"it serves {self._max_clients} readers already"
+            if not refusal and not busy:
                 self._readers[identity] = Reader(
                     HealKey(request.step, request.lineage),
                     request.chunk_bytes,
@@ -376,6 +376,8 @@ class HealServer:
                 self._count(refused=1)
         if refusal:
             self._send(identity, wire.HealRefused(refusal))
+        elif busy:
+            self._send(identity, wire.Gone(busy))
         else:
             self._review_readers()
 

@@ -21,6 +21,7 @@ from ft_core.heal.protocol import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     Chunk,
+    HealDenied,
     HealError,
     HealKey,
     HealProgress,
@@ -73,7 +74,8 @@ def fetch(
             that it raises ends the fetch.
         interrupt: ends the fetch from another thread.
 
-    Raises HealError, which names every source and its reason, and ValueError for bad arguments.
+    Raises HealError, which names every source and its reason (HealDenied if all of them refuse this
+    target for good), and ValueError for bad arguments.
     """
     if not sources:
         raise ValueError("sources is empty; a heal needs at least one healthy member's address.")
@@ -106,6 +108,7 @@ class _Link:
     pid: int = 0
     addresses: tuple[int, ...] = ()  # of its segments, in its memory
     failure: str = ""  # why it was given up
+    refused: bool = False  # for good
     received_bytes: int = 0
 
     def status(self) -> str:
@@ -235,7 +238,8 @@ class _Fetch:
         if self._plan is not None:
             missing = f" with {self._plan.remaining} of {len(self._chunks)} chunks missing"
         sources = "; ".join(f"{link.address}: {link.status()}" for link in self._links)
-        return HealError(f"Could not heal to {self._key}: {what}{missing}. Sources: {sources}.")
+        kind = HealDenied if all(link.refused for link in self._links) else HealError
+        return kind(f"Could not heal to {self._key}: {what}{missing}. Sources: {sources}.")
 
     def _give_up(self, link: _Link, reason: str) -> None:
         link.failure = reason
@@ -344,8 +348,8 @@ class _Fetch:
         if isinstance(reply, wire.ManifestReply):
             self._on_manifest(link, reply)
         elif isinstance(reply, wire.Gone | wire.HealRefused):
-            refused = isinstance(reply, wire.HealRefused)
-            self._give_up(link, f"{'it refused: ' if refused else ''}{reply.reason[:500]}")
+            link.refused = isinstance(reply, wire.HealRefused)
+            self._give_up(link, f"{'it refused: ' if link.refused else ''}{reply.reason[:500]}")
         elif isinstance(reply, wire.ChunkReply):
             self._check_asked(link, (reply.index,))
             self._on_chunk(link, reply)

@@ -95,10 +95,14 @@ class Configured:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What the effect `fetch` (this very object) asked for has arrived, or not (`error`)."""
+    """What the effect `fetch` (this very object) asked for has arrived, or not (`error`).
+
+    `denied`: it never will, since this member's options differ from its peers'.
+    """
 
     fetch: FetchState
     error: str = ""
+    denied: bool = False
 
 
 @dataclass(frozen=True, slots=True)

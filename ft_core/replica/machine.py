@@ -24,27 +24,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_type_hints
 
+from ft_core.replica import events
 from ft_core.replica.events import (
     Abort,
-    Begin,
-    Bind,
-    CastVote,
     Configure,
-    Configured,
-    Connected,
-    Depart,
-    Disconnected,
     Effect,
-    Entered,
-    Fail,
-    FetchAgain,
-    Fetched,
     FetchState,
-    LeaveAfterStep,
-    Loaded,
-    Overwrite,
-    Published,
-    Rejoin,
     Remark,
     ReplicaEvent,
     Transmit,
@@ -223,7 +208,7 @@ class Replica:
 
     # ------------------------------------------------------------------ the training loop
 
-    def _on_begin(self, event: Begin, now: float) -> list[Effect]:
+    def _on_begin(self, event: events.Begin, now: float) -> list[Effect]:
         assert self.attempt in (Attempt.CLOSED, Attempt.OPEN), f"begin while {self.attempt.value}"
         if self.attempt is Attempt.CLOSED:
             self.attempt = Attempt.OPEN
@@ -235,17 +220,17 @@ class Replica:
         self._loop_waits = not at_once
         return self._join(now) if self.stage is Stage.OUT else []
 
-    def _on_entered(self, event: Entered, now: float) -> list[Effect]:
+    def _on_entered(self, event: events.Entered, now: float) -> list[Effect]:
         self._loop_waits = False
         return []
 
-    def _on_bind(self, event: Bind, now: float) -> list[Effect]:
+    def _on_bind(self, event: events.Bind, now: float) -> list[Effect]:
         may_reduce = self.ready and not self._loop_waits and (self.healed or self._heal_in_step)
         if self.attempt is Attempt.OPEN and may_reduce:
             self.attempt = Attempt.BOUND
         return []
 
-    def _on_fail(self, event: Fail, now: float) -> list[Effect]:
+    def _on_fail(self, event: events.Fail, now: float) -> list[Effect]:
         return self._fail(event.reason, now, stalled=event.stalled)
 
     def _fail(self, reason: str, now: float, *, stalled: bool = False) -> list[Effect]:
@@ -256,7 +241,7 @@ class Replica:
         self.failure = reason
         return self._vote_no(reason, now, phase=phase, stalled=stalled)
 
-    def _on_cast_vote(self, event: CastVote, now: float) -> list[Effect]:
+    def _on_cast_vote(self, event: events.CastVote, now: float) -> list[Effect]:
         if self.attempt in (Attempt.VOTED, Attempt.CLOSED):
             return []
         effects: list[Effect] = []
@@ -277,11 +262,11 @@ class Replica:
         # Per-group commit keeps one vote in flight: the next one waits for its decision.
         return [] if self._unanswered is not None else self._cast(view, now)
 
-    def _on_leave_after_step(self, event: LeaveAfterStep, now: float) -> list[Effect]:
+    def _on_leave_after_step(self, event: events.LeaveAfterStep, now: float) -> list[Effect]:
         self.leaving = True
         return []
 
-    def _on_depart(self, event: Depart, now: float) -> list[Effect]:
+    def _on_depart(self, event: events.Depart, now: float) -> list[Effect]:
         return self._leave(event.reason)
 
     def _leave(self, reason: str) -> list[Effect]:
@@ -293,7 +278,7 @@ class Replica:
             self._close(Outcome(self.step, False, f"left: {reason}"))
         return [] if was_out else [Transmit(Leave(self._template.job, self.replica_id, reason))]
 
-    def _on_rejoin(self, event: Rejoin, now: float) -> list[Effect]:
+    def _on_rejoin(self, event: events.Rejoin, now: float) -> list[Effect]:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
         effects: list[Effect] = []
@@ -308,7 +293,7 @@ class Replica:
 
     # ------------------------------------------------------------------ process group and state
 
-    def _on_configured(self, event: Configured, now: float) -> list[Effect]:
+    def _on_configured(self, event: events.Configured, now: float) -> list[Effect]:
         if self.view is None or event.quorum_id != self.view.quorum_id or self._revoked:
             return []
         if event.error:
@@ -316,7 +301,7 @@ class Replica:
         self._configured = event.quorum_id
         return []
 
-    def _on_fetched(self, event: Fetched, now: float) -> list[Effect]:
+    def _on_fetched(self, event: events.Fetched, now: float) -> list[Effect]:
         fetch = event.fetch
         if self._fetching is not fetch:
             return []  # superseded by another one, also of the same state: that one may be in memory
@@ -328,12 +313,16 @@ class Replica:
             self._fetched = key
             return []
         self.reason = f"heal failed: {event.error}"
+        if event.denied:
+            leave = Leave(self._template.job, self.replica_id, self.reason[:500])
+            refused = Refused(self._template.job, self.reason)
+            return [Transmit(leave), *self._on_refused(refused, now)]
         effects: list[Effect] = [Remark(self.reason)]
         if self.attempt is Attempt.BOUND:
             return effects + self._fail(self.reason, now)
         return effects + self._vote_no(self.reason, now, phase=PHASE_HEALING)
 
-    def _on_overwrite(self, event: Overwrite, now: float) -> list[Effect]:
+    def _on_overwrite(self, event: events.Overwrite, now: float) -> list[Effect]:
         free = self._loop_waits
         if event.in_step:
             free = self.attempt in (Attempt.OPEN, Attempt.BOUND)
@@ -342,29 +331,29 @@ class Replica:
             self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
         return []
 
-    def _on_fetch_again(self, event: FetchAgain, now: float) -> list[Effect]:
+    def _on_fetch_again(self, event: events.FetchAgain, now: float) -> list[Effect]:
         assert self.state_fetched and self.view is not None
         self._fetched = None
         return self._fetch(self.view)
 
-    def _on_loaded(self, event: Loaded, now: float) -> list[Effect]:
+    def _on_loaded(self, event: events.Loaded, now: float) -> list[Effect]:
         view = self.view
         assert view is not None and self.state_fetched
         self.step, self.lineage = view.step, view.lineage
         self.healed, self._overwriting = True, False
         return []
 
-    def _on_published(self, event: Published, now: float) -> list[Effect]:
+    def _on_published(self, event: events.Published, now: float) -> list[Effect]:
         self.published = event.position
         return []
 
     # ------------------------------------------------------------------ the lighthouse
 
-    def _on_disconnected(self, event: Disconnected, now: float) -> list[Effect]:
+    def _on_disconnected(self, event: events.Disconnected, now: float) -> list[Effect]:
         self._connected = False
         return []
 
-    def _on_connected(self, event: Connected, now: float) -> list[Effect]:
+    def _on_connected(self, event: events.Connected, now: float) -> list[Effect]:
         self._connected = True
         return self._repeat(now)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft_core.config import JobOptions
-from ft_core.heal import HealError, HealKey, HealServer, HealStats, Interrupt, fetch
+from ft_core.heal import HealDenied, HealError, HealKey, HealServer, HealStats, Interrupt, fetch
 from ft_core.process_group import ProcessGroup, ProcessGroupError
 from ft_core.replica.events import Abort, Configure, Configured, Fetched, FetchState
 from ft_core.replica.status import RanksHold
@@ -138,11 +138,11 @@ class DataPlane:
         """Heal thread."""
         if before is not None:
             before.join()
-        error = "" if interrupt.is_set else self._fetch(effect, interrupt)
+        done = Fetched(effect) if interrupt.is_set else self._fetch(effect, interrupt)
         superseded = interrupt.is_set
         interrupt.close()
         if not superseded:
-            self.report(Fetched(effect, error))
+            self.report(done)
 
     def _stop_heal(self) -> threading.Thread | None:
         """Any thread. Returns the thread, which ends soon."""
@@ -152,8 +152,8 @@ class DataPlane:
         interrupt.set()
         return thread
 
-    def _fetch(self, effect: FetchState, interrupt: Interrupt) -> str:
-        """Heal thread. Blocks until the state has arrived; returns why not, "" on success."""
+    def _fetch(self, effect: FetchState, interrupt: Interrupt) -> Fetched:
+        """Heal thread. Blocks until the state has arrived, or can't be had."""
         names = [m.replica_id for m in effect.sources]
         self._telemetry.emit(HEAL_START, step=effect.step, sources=names)
         key = HealKey(effect.step, effect.lineage)
@@ -173,12 +173,13 @@ class DataPlane:
                 log.warning(
                     "heal to step %s failed: %s", effect.step, failure, exc_info=not expected
                 )
-            return str(failure) or type(failure).__name__
+            denied = isinstance(failure, HealDenied)
+            return Fetched(effect, str(failure) or type(failure).__name__, denied=denied)
         self._state, self.heal_stats = (key, tree), stats
         self._telemetry.emit(
             HEAL_DONE, step=effect.step, bytes=stats.bytes, seconds=stats.seconds, sources=names
         )
-        return ""
+        return Fetched(effect)
 
     # ------------------------------------------------------------------ the training loop
 

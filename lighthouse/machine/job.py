@@ -16,9 +16,9 @@ Rules held here, each checked by `check()` or by the simulator:
   counted; a no carries the lineage that its sender holds, so that a member that is still behind
   stays behind (S3).
 
-`members.py` holds the members and what is remembered, `ballot.py` the live quorum,
-`forming.py` what the next quorum is made of, `announce.py` the messages and effects. `server.py`
-gives all of it a socket and a clock.
+`members.py` holds the members and what is remembered, `ballot.py` the live quorum, `forming.py` what
+the next quorum is made of, `announce.py` the messages and effects. `server.py` gives all of it a
+socket and a clock.
 """
 
 from __future__ import annotations

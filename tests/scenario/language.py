@@ -255,7 +255,8 @@ class ReplicaStage:
         if name == "configured":
             return Configured(int(plain[0]), error)
         if name == "fetched":
-            return Fetched(self.fetches[int(plain[0]), self.names.resolve(plain[1])], error)
+            fetch = self.fetches[int(plain[0]), self.names.resolve(plain[1])]
+            return Fetched(fetch, error, denied=words.flag("denied"))
         if name == "overwrite":
             return Overwrite(in_step=words.flag("in_step"))
         if name == "published":

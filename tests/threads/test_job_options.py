@@ -22,6 +22,7 @@ from ft_core.heal import UnsupportedObjectError
 from ft_core.launch.rank_group import free_port
 from ft_lightning.shared.strategy_options import Options
 from lighthouse import sockets
+from lighthouse.errors import JoinRefused
 
 from .cluster import Replica, lighthouse, replicas
 
@@ -114,40 +115,54 @@ def test_an_arbitrary_object_is_refused_by_name() -> None:
         a.close()
 
 
-def test_a_member_that_does_not_allow_objects_takes_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_member_that_does_not_allow_objects_takes_none() -> None:
     with lighthouse() as server:
         a = with_note(Replica(server, "r0", heal_allow_objects=True, init_sync=False), "first")
         a.run_to(2)
         b = with_note(Replica(server, "r1", init_sync=False), "second")
 
         def join() -> None:
-            with pytest.raises(QuorumUnavailable):
-                b.manager.start_quorum(timeout=timedelta(seconds=1))
+            with pytest.raises(JoinRefused, match="set heal_allow_objects=True here too"):
+                b.manager.start_quorum()
 
         beside(a, join)
-        assert "set heal_allow_objects=True here too" in caplog.text
         assert b.note.text == "second"
         a.close()
         b.close()
 
 
-def test_another_token_is_refused_by_the_heal_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_token_is_refused_by_the_heal_server() -> None:
     with lighthouse() as server:
         a = Replica(server, "r0", token="ours")
         a.run_to(1)
         stranger = Replica(server, "r1", token="theirs")
 
         def join() -> None:
-            with pytest.raises(QuorumUnavailable):
-                stranger.manager.start_quorum(timeout=timedelta(seconds=1))
+            with pytest.raises(JoinRefused, match="wrong token; set the same heal token on every"):
+                stranger.manager.start_quorum()
 
         beside(a, join)
-        assert "wrong token" in caplog.text
         stranger.close()
         friend = Replica(server, "r2", token="ours")
         beside(a, friend.step)
         assert friend.manager.current_step() >= 2
         friend.close()
+        a.close()
+
+
+def test_another_token_is_refused_where_the_heal_runs_beside_the_step() -> None:
+    with lighthouse() as server:
+        a = Replica(server, "r0", token="ours")
+        a.run_to(1)
+        stranger = Replica(server, "r1", token="theirs", use_async_quorum=True)
+
+        def join() -> None:
+            with pytest.raises(JoinRefused, match="wrong token"):
+                while True:
+                    stranger.step()
+
+        beside(a, join)
+        stranger.close()
         a.close()
 
 

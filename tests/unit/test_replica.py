@@ -102,7 +102,8 @@ def act(
     elif kind == 5 and replica.view is not None:
         return Configured(replica.view.quorum_id, rng.choice(["", "", "broken"]))
     elif kind == 6 and fetches:
-        return Fetched(rng.choice(fetches[-3:]), rng.choice(["", "", "gone"]))
+        error = rng.choice(["", "", "gone"])
+        return Fetched(rng.choice(fetches[-3:]), error, denied=bool(error) and rng.random() < 0.2)
     elif kind == 7 and replica.healing and replica.state_fetched:
         return Loaded()
     elif kind == 8:
