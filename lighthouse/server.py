@@ -261,7 +261,11 @@ class LighthouseServer:
                 return True
             if command is None:
                 return False
-            command.set_result(self._status_text())
+            try:
+                command.set_result(self._status_text())
+            except BaseException:
+                self._commands.put(command)  # `_close` refuses it: its thread waits for an answer
+                raise
 
     def _status_text(self) -> str:
         stats, endpoint = self.stats, self._endpoint
