@@ -21,7 +21,7 @@ from ft_core.errors import QuorumUnavailable
 from ft_core.heal import UnsupportedObjectError
 from ft_core.launch.rank_group import free_port
 from ft_lightning.shared.strategy_options import Options
-from lighthouse import sockets
+from lighthouse.client import Connection, new_identity
 from lighthouse.errors import JoinRefused
 
 from .cluster import Replica, lighthouse, replicas
@@ -197,10 +197,13 @@ def test_hostname_is_where_a_member_is_reached() -> None:
 def test_heartbeat_interval_reaches_the_sockets() -> None:
     timeouts = JobOptions(name="r0", heartbeat_s=0.125).timeouts
     context: zmq.Context[Any] = zmq.Context()
-    dealer, monitor = sockets.open_dealer(context, "tcp://127.0.0.1:9", b"r0", timeouts)
+    connection = Connection(
+        "tcp://127.0.0.1:9", identity=new_identity("r0"), timeouts=timeouts, context=context
+    )
+    dealer, _ = connection.sockets
     assert dealer.getsockopt(zmq.HEARTBEAT_IVL) == 125
     assert dealer.getsockopt(zmq.HEARTBEAT_TIMEOUT) == 375
-    sockets.close(dealer, monitor)
+    connection.close()
     context.term()
 
 
