@@ -29,12 +29,13 @@ def native_reconfigure_available() -> bool:
 
 
 class ProcessGroupGloo(ReconfigurableProcessGroup):
-    """A Gloo group whose members can change. See `ProcessGroup` for the contract.
+    """A Gloo group for CPU tensors, whose members can change. Methods, errors and threads: see
+    `ProcessGroup`.
 
     Args:
         timeout: seconds or timedelta; bounds a collective that is not revoked.
-        hostname, interface: choose the address to bind and to advertise (at most one of them); the
-            default is the outgoing address.
+        hostname, interface: choose the address to bind and to advertise (give at most one of them);
+            the default is the outgoing address.
         native: whether to use torch's own reconfiguration instead of a new Gloo group for every
             quorum; the default is to, where torch has it.
 

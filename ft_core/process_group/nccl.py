@@ -22,7 +22,8 @@ _CONNECT_MARGIN_S = 30.0
 
 
 class ProcessGroupNCCL(ReconfigurableProcessGroup):
-    """An NCCL group whose members can change. See `ProcessGroup` for the contract.
+    """An NCCL group for CUDA tensors, whose members can change. Methods, errors and threads: see
+    `ProcessGroup`.
 
     It has NOT RUN ON A GPU in this project yet. Tests cover only that its constructor refuses a machine
     without one, and what it shares with Gloo: rendezvous, revocation, works.

@@ -72,7 +72,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
 
     A training loop then runs to the end of its step on meaningless numbers, and must ask `error()`
     before it commits. Errors show when a work ends, so ask after waiting. Wrong arguments still raise
-    TypeError, ValueError or NotImplementedError.
+    TypeError, ValueError or NotImplementedError. Threads: as `ProcessGroup`.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -407,7 +407,7 @@ class ProcessGroupDummy(ProcessGroup):
     For tests, dry runs and members that do not participate. `rank` and `world` are what `rank()` and
     `size()` return until `configure` changes them. After `revoke` collectives still succeed: there
     is no member to lose. `configure_count` and `collective_count` count the calls. Raises
-    ValueError unless `rank` is from 0 to `world` - 1.
+    ValueError unless `rank` is from 0 to `world` - 1. Threads: as `ProcessGroup`.
     """
 
     def __init__(self, rank: int = 0, world: int = 1) -> None:
