@@ -93,6 +93,23 @@ class Run:
             f"step {step} of replica {name}",
         )
 
+    def until_held(self, name: int, place: str) -> None:
+        """Until replica `name` waits at this place (option `holds`, see `script.Holds`)."""
+        self.until(lambda: self._is_held(name, place), f"replica {name} at {place}")
+
+    def go(self, place: str) -> None:
+        """Let the replicas go on that wait at this place, once one does: one that has not come so
+        far would never wait."""
+        self.until(
+            lambda: any(self._is_held(path.stem, place) for path in self.log.glob("*.holds")),
+            f"any replica at {place}",
+        )
+        (self.log / f"go.{place}").touch()
+
+    def _is_held(self, name: int | str, place: str) -> bool:
+        path = self.log / f"{name}.holds"
+        return path.exists() and place in path.read_text().splitlines()
+
     def wait(self, *processes: Process, code: int | None = 0) -> None:
         """Until they have ended, with this exit code. None: whatever it is (torch's own Gloo group
         sometimes aborts a plain process at its exit, when all is done)."""

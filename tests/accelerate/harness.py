@@ -74,17 +74,6 @@ class Run(runs.Run):
         _, *arguments = group_command(command, size, parent_env=ENV_SUPERVISOR)
         return self.launch(arguments, env, without=NOT_OURS)
 
-    def until_held(self, name: int, hold: str) -> None:
-        """Until replica `name` waits at this hold (option `holds`)."""
-        path = self.log / f"{name}.holds"
-        self.until(
-            lambda: path.exists() and hold in path.read_text().split(), f"{hold} of replica {name}"
-        )
-
-    def go(self, hold: str) -> None:
-        """Let the replicas go on that wait there."""
-        (self.log / f"go.{hold}").touch()
-
     def killed_and_back(
         self,
         victim: Process,

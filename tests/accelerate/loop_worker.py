@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.script import Holds
+
 OPTIONS: dict[str, Any] = {
     "log": "",
     "epochs": 2,
@@ -37,8 +39,8 @@ OPTIONS: dict[str, Any] = {
     "first_seed_only": False,  # the others begin with weights of their own
     "step_delay_s": 0.0,
     "eval_delay_s": 0.0,
-    # "step-12", "eval-1": wait there until the file <log>/go.<that> is there; "past-step-3": when the
-    # script runs through its past
+    # places to wait at, see `script.Holds`: "step-12", "eval-1"; "past-step-3": when the script runs
+    # through its past
     "holds": [],
     "inject": {},  # {"<step>": index}: this replica group reports an error once
     "gather_loss": False,
@@ -104,7 +106,7 @@ class Log:
         self.options, self.accelerator = options, accelerator
         self.name = str(accelerator.process_index)
         self.path = Path(options["log"]) / f"{self.name}.steps"
-        self.go = Path(options["log"]) / "go"
+        self.holds = Holds(options["log"], self.name, options["holds"])
         self.started = False
 
     @property
@@ -122,11 +124,7 @@ class Log:
         return runtime is not None and runtime.leader and runtime.participants == 2
 
     def hold(self, here: str) -> None:
-        here = here if self.live else f"past-{here}"
-        if here in self.options["holds"]:
-            self.path.with_suffix(".holds").open("a").write(f"{here}\n")
-            while not self.go.with_suffix("." + here).exists():
-                time.sleep(0.02)
+        self.holds.at(here if self.live else f"past-{here}")
 
     def inject(self, step: int) -> None:
         from ft_accelerate.runtime import process as processes

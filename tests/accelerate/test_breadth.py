@@ -69,7 +69,7 @@ def test_killed_between_two_updates_and_in_a_save_and_stopped(
     """
     options = {
         "epochs": 12, "step_delay_s": 0.02, "stateful": True, "compile": "eager", "save": 5,
-        "die_in_save": 10, "holds": ["step-5", "between-50", "between-90"],
+        "die_in_save": 10, "holds": ["step-5", "between-50", "step-60", "between-90"],
     }  # fmt: skip
     with running(tmp_path, lighthouse, WORKER, **options) as run:
         zero, one = run.start(0), run.start(1)
@@ -79,8 +79,11 @@ def test_killed_between_two_updates_and_in_a_save_and_stopped(
         assert not (tmp_path / f"checkpoint_{torn}").exists()
         assert (tmp_path / f"checkpoint_{torn - 5}" / "model.safetensors").exists()
         zero = run.killed_and_back(zero, 0, hold="between-50", of=1)
-        run.until(lambda: run.lines(0)[-1]["pid"] == zero.pid, "replica 0 in training")
+        for index in (0, 1):
+            run.until_held(index, "step-60")
+        assert run.lines(0)[-1]["pid"] == zero.pid
         one.send_signal(signal.SIGSTOP)
+        run.go("step-60")
         run.until_held(0, "between-90")
         before = run.events(1, "waiting", "quorum")
         one.send_signal(signal.SIGCONT)

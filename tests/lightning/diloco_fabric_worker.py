@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ft_lightning.fabric
 from tests.lightning.worker import digest
+from tests.script import Holds
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -31,7 +32,7 @@ OPTIONS: dict[str, Any] = {
     "epochs": 4,
     "samples": 152,
     "step_delay_s": 0.0,
-    "hold": None,  # at this inner step wait until the file <log>/go is there
+    "holds": [],  # places to wait at, see `script.Holds`: "step:<inner step>"
     "die": None,  # [replica, inner step]: SIGKILL itself there, in its first life
     "load": None,  # a checkpoint to go on from
 }
@@ -51,6 +52,8 @@ def run(options: dict[str, Any]) -> None:
     fabric.launch()
     fabric.seed_everything(7, verbose=False)
     name = os.environ["REPLICA_GROUP_ID"]
+    holds = Holds(log, name, options["holds"])
+    holds.begin_life()
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     inner = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=7, gamma=0.9)
@@ -87,8 +90,7 @@ def run(options: dict[str, Any]) -> None:
                 seen = strategy.manager.last_outcome()
                 write()
             time.sleep(options["step_delay_s"])
-            while step == options["hold"] and not (log / "go").exists():
-                time.sleep(0.02)
+            holds.at(f"step:{step}")
             first_life = len((log / f"{name}.ready").read_text().split()) == 1
             if [fabric.global_rank, step] == options["die"] and first_life:
                 os.kill(os.getpid(), signal.SIGKILL)

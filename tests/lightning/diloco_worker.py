@@ -25,7 +25,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 import ft_lightning
-from tests.lightning.worker import loaders
+from tests.lightning.worker import loaders, process_name
+from tests.script import Holds
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -39,7 +40,7 @@ OPTIONS: dict[str, Any] = {
     "precision": "32-true",
     "seed": 7,
     "step_delay_s": 0.0,
-    "hold": None,  # at this global step wait until the file <log>/go is there
+    "holds": [],  # places to wait at, see `script.Holds`: "step:<global step>"
     "die": None,  # [replica, global step]: SIGKILL itself there, in its first life
     "inject": {},  # {"<global step>": replica}: this replica reports an error once
     "resume": None,  # a checkpoint
@@ -59,6 +60,7 @@ class Model(LightningModule):
         self.options = options
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         self.log_path = Path(options["log"])
+        self.holds = Holds(self.log_path, process_name(), options["holds"])
         self.injected: set[str] = set()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -69,8 +71,7 @@ class Model(LightningModule):
         return loss
 
     def interfere(self, step: int) -> None:
-        while step == self.options["hold"] and not (self.log_path / "go").exists():
-            time.sleep(0.02)
+        self.holds.at(f"step:{step}")
         rank = self.global_rank
         if [rank, step] == self.options["die"]:
             lives = (self.log_path / f"{rank}.ready").read_text().split()
@@ -154,6 +155,8 @@ def run(options: dict[str, Any]) -> Trainer:
     torch.set_num_threads(1)
     seed_everything(options["seed"], verbose=False)
     model = Model(options)
+    if "REPLICA_GROUP_ID" in os.environ:  # not in the process that starts the replicas
+        model.holds.begin_life()
     train, val = loaders(options)
     recorder = Recorder(options)
     strategy = options["strategy"]

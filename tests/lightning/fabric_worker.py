@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ft_lightning  # noqa: F401
 from ft_lightning.fabric import FTDDPStrategy
 from tests.lightning.worker import digest, process_name
+from tests.script import Holds
 from tests.stock import leave_stock
 
 OPTIONS: dict[str, Any] = {
@@ -40,8 +41,8 @@ OPTIONS: dict[str, Any] = {
     "accumulate": 1,
     "clip": None,
     "step_delay_s": 0.0,
-    "hold": None,  # before this step wait until the file <log>/go is there
-    "holds": {},  # {"<place>": file}: write <name>.at.<place>, and wait for the file
+    "holds": [],  # places to wait at, see `script.Holds`: "step:<number>", "between:<number>",
+    # "validation:<number>"
     "inject": {},  # {"<step>": replica index}: this replica reports an error once, in backward
     "critic": False,  # every second window has two updates: of a critic, then of the net
     "save_at": None,  # save after this step
@@ -55,6 +56,7 @@ class Worker:
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.log = Path(options["log"])
+        signal.signal(signal.SIGTERM, self.note_sigterm)
         if os.environ.get("LT_CLI_USED"):  # `fabric run` has the options, and launches
             self.fabric = Fabric()
         else:
@@ -72,6 +74,8 @@ class Worker:
         self.strategy: Any = self.fabric.strategy
         self.ours = options["strategy"] == "ft_ddp"
         self.name = process_name()
+        self.holds = Holds(self.log, self.name, options["holds"])
+        self.holds.begin_life()
         self.counts = {"committed": 0}
         self.injected: set[str] = set()
         self.set_up()
@@ -120,9 +124,7 @@ class Worker:
                 if self.ours:
                     self.step, number = self.strategy.current_step, self.place() - 1
                 time.sleep(self.options["step_delay_s"])
-                self.hold(f"step:{self.step}")
-                while self.step == self.options["hold"] and not (self.log / "go").exists():
-                    time.sleep(0.02)
+                self.holds.at(f"step:{self.step}")
                 window += [round(float(x) * 64) for x in images[:, 0]]
                 k = self.options["accumulate"]
                 last = (number + 1) % k == 0
@@ -153,7 +155,7 @@ class Worker:
             losses = [
                 nn.functional.cross_entropy(self.net(x), y, reduction="sum") for x, y in self.val
             ]
-        self.hold(f"validation:{self.step}")
+        self.holds.at(f"validation:{self.step}")
         self.val_loss = float(self.fabric.all_reduce(sum(losses), reduce_op="sum"))
         self.val_ranks = self.gather_ranks()
         self.fabric.barrier()
@@ -174,7 +176,7 @@ class Worker:
         mean = self.fabric.all_reduce(self.critic(logits.detach()).mean().detach())
         if self.count_update():
             self.criticism = float(mean)
-            self.hold(f"between:{self.step}")
+            self.holds.at(f"between:{self.step}")
 
     def count_update(self) -> bool:
         """Whether the update is made, and for the first time."""
@@ -226,11 +228,12 @@ class Worker:
         if self.step == self.options["save_at"]:
             self.fabric.save(self.log / "saved.ckpt", self.checkpoint)
 
-    def hold(self, place: str) -> None:
-        if place in self.options["holds"]:
-            (self.log / f"{self.name}.at.{place}").touch()
-            while not (self.log / self.options["holds"][place]).exists():
-                time.sleep(0.02)
+    def note_sigterm(self, number: int, frame: Any) -> None:
+        """Announce a SIGTERM. The strategy's own handler calls this one first."""
+        (self.log / f"{self.name}.told").touch()
+        if signal.getsignal(number) == self.note_sigterm:  # the strategy's is not there
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def inject(self, loss: Any) -> None:
         """In the step that begins, when the backward pass from `loss` does."""

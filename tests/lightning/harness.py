@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ft_core.launch.rank_group import free_port, rank_environment
+from lighthouse import LighthouseServer
 from tests import runs
 from tests.runs import Line, Process, compare_steps, ended
 
 WORKER = Path(__file__).with_name("worker.py")
 SCENARIOS = Path(__file__).with_name("scenarios.py")
+ASKS = ("waiting", "quorum")
+"""Telemetry events of a group that has asked for a quorum and got the lighthouse's answer."""
 NOT_OURS = ("FT_", "TORCHFT_", "PL_", "REPLICA_", "NUM_REPLICA")
 
 
@@ -35,6 +38,7 @@ class Run(runs.Run):
             env = {"REPLICA_GROUP_ID": str(index), "NUM_REPLICA_GROUPS": str(groups), **env}
             env["TORCHFT_LIGHTHOUSE"] = self.lighthouse
             env["FT_JOB_ID"] = str(self.log)  # one lighthouse serves several runs
+        env = {"FT_EVENT_LOG": str(self.log / "events"), **env}
         arguments = [*through, str(self.script), json.dumps(self.options)]
         return self.launch(arguments, env, without=NOT_OURS)
 
@@ -46,16 +50,49 @@ class Run(runs.Run):
             for rank in range(size)
         ]
 
+    def events(self, group: int, *kinds: str) -> int:
+        """How many telemetry events of these kinds replica group `group` has written."""
+        path = self.log / "events"
+        if not path.exists():
+            return 0
+        whole = path.read_text().rpartition("\n")[0]  # the last line may be half written
+        told = [json.loads(text) for text in whole.splitlines()]
+        return sum(event["name"] == str(group) and event["kind"] in kinds for event in told)
+
+    def start_again(self, index: int) -> Process:
+        """Another life of replica group `index`, once it waits for those that hold."""
+        asked = self.events(index, *ASKS)
+        process = self.start(index)
+        self._until_asks(index, asked)
+        return process
+
+    def begin_again(self, name: int, life: int, *, group: int | None = None) -> None:
+        """Let life number `life` of replica `name` begin, which a launcher has started and which waits
+        at its start (place "life:N"); until its group waits for those that hold."""
+        group = name if group is None else group
+        self.until_held(name, f"life:{life}")
+        asked = self.events(group, *ASKS)
+        self.go(f"life:{life}")
+        self._until_asks(group, asked)
+
+    def _until_asks(self, group: int, asked: int) -> None:
+        self.until(lambda: self.events(group, *ASKS) > asked, f"group {group} to ask for a quorum")
+
+    def until_waiting(self, server: LighthouseServer, name: str) -> None:
+        """Until `name` waits at the lighthouse to be let in."""
+
+        def waits() -> bool:
+            jobs = [job for job in server.status()["jobs"] if job["job_id"] == str(self.log)]
+            return any(name in job["waiting"] for job in jobs)
+
+        self.until(waits, f"{name} to join")
+
     def validations(self, name: int) -> dict[int, Line]:
         """What replica `name` logged of each epoch's validation; its metric is that of the set."""
         lines = [json.loads(text) for text in (self.log / f"{name}.validations").open()]
         for line in lines:
             assert abs(line["val_loss"] - line["truth"]) < 1e-5, (name, line)
         return {line["epoch"]: line for line in lines}
-
-    def go(self) -> None:
-        """Let the replicas go on that hold (option `hold`)."""
-        (self.log / "go").touch()
 
 
 def running(

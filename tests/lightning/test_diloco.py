@@ -43,14 +43,14 @@ def test_killed_and_healed(tmp_path: Path, lighthouse: str) -> None:
     options = {"sync_every": 5, "outer_lr": 0.5, "outer_momentum": 0.8, "min_replicas": 1}
     epochs = 6
     with running(
-        tmp_path, lighthouse, strategy_options=options, max_epochs=epochs, hold=33,
-        die=[1, 13], step_delay_s=0.01,
+        tmp_path, lighthouse, strategy_options=options, max_epochs=epochs, holds=["step:33"],
+        die=[1, 13],
     ) as run:  # fmt: skip
         zero, one = run.start(0), run.start(1)
         run.until(lambda: one.poll() is not None, "the death of replica 1")
-        again = run.start(1)
-        run.until(lambda: len(run.lives(1)) == 2, "the second life of replica 1")
-        run.go()
+        run.until_held(0, "step:33")
+        again = run.start_again(1)
+        run.go("step:33")
         run.wait(zero, again)
     lines, ends = [run.lines(i) for i in (0, 1)], [run.end(i) for i in (0, 1)]
     assert compare(*lines) >= 10
@@ -76,11 +76,12 @@ def test_streaming_killed_in_the_overlap_under_the_launcher(tmp_path: Path) -> N
     epochs, steps = 8, -(-BATCHES // 2)
     with running(
         tmp_path, strategy_options=options, devices=2, max_epochs=epochs, accumulate=2,
-        precision="bf16-mixed", step_delay_s=0.01, hold=25, die=[1, 15],
+        precision="bf16-mixed", step_delay_s=0.01, holds=["step:25", "life:2"], die=[1, 15],
     ) as run:  # fmt: skip
         main = run.start()  # 15: sent after inner step 14, to be applied after 16
-        run.until(lambda: len(run.lives(1)) == 2, "the second life of replica 1")
-        run.go()
+        run.until_held(0, "step:25")
+        run.begin_again(1, 2)
+        run.go("step:25")
         run.wait(main)
     lines, ends = [run.lines(i) for i in (0, 1)], [run.end(i) for i in (0, 1)]
     assert compare(*lines) >= 5

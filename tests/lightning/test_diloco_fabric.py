@@ -18,13 +18,13 @@ def test_killed_healed_and_resumed(tmp_path: Path, lighthouse: str) -> None:
     epochs = 5
     with running(
         tmp_path / "a", lighthouse, worker=WORKER, strategy_options=options, epochs=epochs,
-        step_delay_s=0.01, hold=33, die=[1, 13],
+        holds=["step:33"], die=[1, 13],
     ) as run:  # fmt: skip
         zero, one = run.start(0), run.start(1)
         run.until(lambda: one.poll() is not None, "the death of replica 1")
-        again = run.start(1)
-        run.until(lambda: len(run.lives(1)) == 2, "the second life of replica 1")
-        run.go()
+        run.until_held(0, "step:33")
+        again = run.start_again(1)
+        run.go("step:33")
         run.wait(zero, again)
     lines, ends = [run.lines(i) for i in (0, 1)], [run.end(i) for i in (0, 1)]
     by_step = {line["outer_step"]: line for line in lines[0]}

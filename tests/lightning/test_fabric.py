@@ -65,21 +65,24 @@ def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
     Batches have two updates or one.
     """
     options: dict[str, Any] = {"worker": WORKER, "devices": 2, "epochs": 5}
-    options |= {"critic": True, "step_delay_s": 0.05, "hold": 18, "holds": {"validation:60": "on"}}
-    events = tmp_path / "events.jsonl"
+    holds = ["step:18", "life:2", "step:33", "life:3", "validation:60"]
+    options |= {"critic": True, "holds": holds}
     with running(tmp_path, **options) as run:
-        main = run.start(through=FABRIC_RUN, FT_EVENT_LOG=str(events))
+        main = run.start(through=FABRIC_RUN)
         for index in (0, 1):
             run.until_step(index, 3)
         first = run.lives(1)[0]
         os.kill(first, signal.SIGKILL)
-        run.until(lambda: len(run.lives(1)) == 2, "the second life of replica 1")
-        run.go()
+        run.until_held(0, "step:18")
+        run.begin_again(1, 2)
+        run.go("step:18")
+        run.until_held(1, "step:33")
         second = run.lives(1)[1]
-        run.until(lambda: any(line["pid"] == second for line in run.lines(1)), "it to heal")
         os.kill(second, signal.SIGTERM)
-        run.until(lambda: len(run.lives(1)) == 3, "the third life of replica 1")
-        (tmp_path / "on").touch()
+        run.go("step:33")
+        run.until_held(0, "validation:60")
+        run.begin_again(1, 3)
+        run.go("validation:60")
         run.wait(main)
         assert "replica group 1 failed with exit code 143; it is started again" in run.output()
     alone = {line["step"]: line for line in run.lines(0)}
@@ -98,7 +101,7 @@ def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
         mine = [x for line in alone.values() if line["epoch"] == epoch for x in line["batch"]]
         assert len(mine) == len(set(mine)) == 38
     # The other one has lost nothing by the SIGTERM.
-    told = [json.loads(text) for text in events.read_text().splitlines()]
+    told = [json.loads(text) for text in (tmp_path / "events").read_text().splitlines()]
     mine = [e for e in told if e["name"] == "0" and e["kind"] in ("commit", "discard")]
     both = [i for i, e in enumerate(mine) if e.get("participants") == 2]
     healed = next(i for i in both if i and mine[i - 1].get("participants") != 2)

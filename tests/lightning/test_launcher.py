@@ -14,7 +14,6 @@ import pytest
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from tests.lightning.harness import Run, compare, running
-from tests.lightning.test_membership import until_at, until_waiting
 from tests.waiting import PATIENCE_S, gone, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_supervisor_and_all_it_started(tmp_path: Path, number: Any) -> None:
     """What was trained is kept: Lightning ends the fit after the batch, as it does without us."""
-    with running(tmp_path, devices=2, max_epochs=100, step_delay_s=0.02) as run:
+    with running(tmp_path, devices=2, max_epochs=100_000, step_delay_s=0.02) as run:
         main = run.start()
         for index in (0, 1):
             run.until_step(index, 3)
@@ -64,12 +63,12 @@ def requeued(
     for index in (0, 1):
         run.until_step(index, 3)
     task.kill()
-    until_at(run, 0, "step:9")
+    run.until_held(0, "step:9")
     own = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
     own |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train"}
     again = run.start(1, 2, SLURM_JOB_ID="8", SLURM_RESTART_COUNT="1", **own)
-    until_waiting(run, server, "1")
-    (run.log / "go").touch()
+    run.until_waiting(server, "1")
+    run.go("step:9")
     return again
 
 
@@ -80,7 +79,7 @@ def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
     config = LighthouseConfig(timeouts=Timeouts.derive(5.0, join_timeout_s=20.0))
     options: dict[str, Any] = {}
     if how == "slurm":
-        options = {"devices": 2, "holds": {"step:9": "go"}}
+        options = {"devices": 2, "holds": ["step:9"]}
     with LighthouseServer(config=config) as server:
         with running(tmp_path, server.address(), max_epochs=1, **options) as run:
             started = [scheduled(run, how, index) for index in (0, 1)]

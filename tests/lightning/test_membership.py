@@ -12,25 +12,11 @@ from pathlib import Path
 import pytest
 
 from lighthouse import LighthouseServer
-from tests.lightning.harness import Run, compare, running
+from tests.lightning.harness import compare, running
 
 pytestmark = pytest.mark.process
 
 BATCHES = 19  # of one of two replicas: 152 samples, 4 a batch
-
-
-def until_at(run: Run, rank: int, place: str) -> None:
-    run.until((run.log / f"{rank}.at.{place}").exists, f"replica {rank} at {place}")
-
-
-def until_waiting(run: Run, server: LighthouseServer, name: str) -> None:
-    """The lighthouse has `name` in its anteroom."""
-
-    def waits() -> bool:
-        rooms = [room for room in server.status()["jobs"] if room["job_id"] == str(run.log)]
-        return any(name in room["waiting"] for room in rooms)
-
-    run.until(waits, f"{name} to join")
 
 
 def test_the_leader_dies_in_a_validation_and_comes_back_in_the_next(
@@ -40,21 +26,21 @@ def test_the_leader_dies_in_a_validation_and_comes_back_in_the_next(
 
     The validation is replicated, and calls collectives.
     """
-    holds = {"val batch:1:2": "one", "validation:2": "two"}
+    holds = ["val batch:1:2", "validation:2"]
     options = {"max_epochs": 4, "holds": holds, "checkpoints": True, "logs": True, "gathers": True}
     with running(tmp_path, coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)
         for rank in (0, 1):
-            until_at(run, rank, "val batch:1:2")
+            run.until_held(rank, "val batch:1:2")
         assert [line["leader"] for line in run.lines(0)] == [True] * len(run.lines(0))
         before = (tmp_path / "logs/version_0/metrics.csv").read_text().splitlines()
         zero.kill()
         zero.wait()
-        (tmp_path / "one").touch()
-        until_at(run, 1, "validation:2")
+        run.go("val batch:1:2")
+        run.until_held(1, "validation:2")
         again = run.start(0)
-        until_waiting(run, coordinator, "0")
-        (tmp_path / "two").touch()
+        run.until_waiting(coordinator, "0")
+        run.go("validation:2")
         run.wait(one, again)
     lines = [run.lines(rank) for rank in (0, 1)]
     healed = [line for line in lines[0] if line["pid"] == again.pid]
@@ -90,22 +76,24 @@ def test_one_that_hangs_in_a_batch_abandons_it_and_heals(
 ) -> None:
     """It is evicted, and finds at the end of a backward that its peers are far ahead: nothing of
     its batch is applied, and it goes on at their place. Its peers' code runs once a batch."""
-    options = {"max_epochs": 4, "gan": gan, "holds": {"step:12": "go"}, "step_delay_s": 0.1}
+    options = {"max_epochs": 4, "gan": gan, "holds": ["step:12", "step:30"]}
     with running(tmp_path, coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)
         for rank in (0, 1):
-            until_at(run, rank, "step:12")
+            run.until_held(rank, "step:12")
         one.send_signal(signal.SIGSTOP)
-        (tmp_path / "go").touch()
-        run.until_step(0, 20)
+        run.go("step:12")
+        run.until_held(0, "step:30")
         one.send_signal(signal.SIGCONT)
+        run.until_waiting(coordinator, "1")
+        run.go("step:30")
         run.wait(zero, one)
     lines = [run.lines(rank) for rank in (0, 1)]
     steps = [line["step"] for line in lines[0]]
     updates = 2 if gan else 1
     assert steps == list(range(updates, 4 * BATCHES * updates + 1, updates))
     assert compare(*lines) == len(lines[1]) > BATCHES
-    assert lines[1][12 // updates]["step"] > 20
+    assert lines[1][12 // updates]["step"] > 30
     assert run.end(0)["digest"] == run.end(1)["digest"]
     assert run.end(0)["runs"] == [[x["epoch"], x["batch_idx"]] for x in lines[0]]
     seen = [[x["epoch"], x["batch_idx"]] for x in lines[1]]
@@ -117,16 +105,16 @@ def test_one_let_in_between_two_steps_of_a_batch_heals_at_the_next(
 ) -> None:
     """Peers are in the midst of user code, which no state can bring along: the newcomer leaves them
     alone, and heals where the next batch begins. Theirs runs once."""
-    options = {"max_epochs": 2, "gan": True, "holds": {"step:12": "go"}, "step_delay_s": 0.01}
+    options = {"max_epochs": 2, "gan": True, "holds": ["step:12"]}
     with running(tmp_path, coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)
         for rank in (0, 1):
-            until_at(run, rank, "step:12")
+            run.until_held(rank, "step:12")
         one.kill()
         one.wait()
         again = run.start(1)
-        until_waiting(run, coordinator, "1")
-        (tmp_path / "go").touch()
+        run.until_waiting(coordinator, "1")
+        run.go("step:12")
         run.wait(zero, again)
     lines = [run.lines(rank) for rank in (0, 1)]
     healed = [line for line in lines[1] if line["pid"] == again.pid]
@@ -163,17 +151,18 @@ def test_one_that_hangs_between_epochs_is_left_behind_and_heals(
     options = {
         "max_epochs": 5,
         "strategy_options": {"validation": "sharded"},
-        "holds": {"validation:1": "go"},
-        "step_delay_s": 0.1,
+        "holds": ["validation:1", "step:48"],
     }
     with running(tmp_path, coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)
         for rank in (0, 1):
-            until_at(run, rank, "validation:1")
+            run.until_held(rank, "validation:1")
         one.send_signal(signal.SIGSTOP)
-        (tmp_path / "go").touch()
-        run.until_step(0, 2 * BATCHES + 5)
+        run.go("validation:1")
+        run.until_held(0, "step:48")
         one.send_signal(signal.SIGCONT)
+        run.until_waiting(coordinator, "1")
+        run.go("step:48")
         run.wait(zero, one)
     lines = [run.lines(rank) for rank in (0, 1)]
     assert compare(*lines) > 3 * BATCHES
@@ -188,18 +177,18 @@ def test_the_leader_dies_in_a_divided_validation_and_is_let_in_at_an_epochs_end(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
     """Its share is done by the other one; it is let in between epochs, and begins with a batch."""
-    holds = {"val batch:1:2": "one", "end:2": "two"}
+    holds = ["val batch:1:2", "end:2"]
     options = {"max_epochs": 4, "holds": holds, "strategy_options": {"validation": "sharded"}}
     with running(tmp_path, coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)
-        until_at(run, 0, "val batch:1:2")
+        run.until_held(0, "val batch:1:2")
         zero.kill()
         zero.wait()
-        (tmp_path / "one").touch()
+        run.go("val batch:1:2")
+        run.until_held(1, "end:2")
         again = run.start(0)
-        until_at(run, 1, "end:2")
-        until_waiting(run, coordinator, "0")
-        (tmp_path / "two").touch()
+        run.until_waiting(coordinator, "0")
+        run.go("end:2")
         run.wait(one, again)
     zeros, ones = run.validations(0), run.validations(1)
     assert [zeros[0]["batches"], ones[0]["batches"]] == [[0, 2], [1, 3]]

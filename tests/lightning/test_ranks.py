@@ -17,7 +17,6 @@ import ft_lightning
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, free_port
 from lighthouse import LighthouseServer
 from tests.lightning.harness import Line, Run, compare, running
-from tests.lightning.test_membership import until_at, until_waiting
 from tests.waiting import gone, until
 
 pytestmark = pytest.mark.process
@@ -44,15 +43,17 @@ def test_torchrun_restarts_its_group_which_heals(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
     """Two torchruns of two processes each; one process dies, and takes its group along."""
-    options = {"worker": WORKER, "devices": 2, "epochs": 10, "step_delay_s": 0.05, "hold": 8}
+    options = {"worker": WORKER, "devices": 2, "epochs": 10, "holds": ["step:8", "life:2"]}
     with running(tmp_path, coordinator.address(), **options) as run:
         started = [run.start(index, 2, TORCHRUN) for index in (0, 1)]
         for rank in range(4):
             run.until_step(rank, 3)
         first = [run.lives(rank)[0] for rank in range(4)]
         os.kill(first[2], signal.SIGKILL)
-        until_waiting(run, coordinator, "1")
-        run.go()
+        run.until_held(0, "step:8")
+        run.go("life:2")
+        run.until_waiting(coordinator, "1")
+        run.go("step:8")
         run.wait(*started)
     lines = [run.lines(rank) for rank in range(4)]
     assert [line["step"] for line in lines[0]] == list(range(1, 51))
@@ -118,28 +119,28 @@ def test_slurm_tasks_die_come_back_in_a_job_of_their_own_and_leave(
     to end, which costs nobody a step.
     """
     events = tmp_path / "events.jsonl"
-    options: dict[str, Any] = {"max_epochs": 5, "step_delay_s": 0.05, "own_start": True}
+    options: dict[str, Any] = {"max_epochs": 5, "own_start": True}
     options |= {"strategy_options": {"group_size": 2}, "devices": 4}
-    options["holds"] = {"step:4": "one", "step:14": "two", "step:24": "three"}
+    options["holds"] = ["step:4", "step:14", "step:24"]
     job = free_port()  # the ranks' port follows from it
     with running(tmp_path, coordinator.address(), **options) as run:
         tasks = srun(run, 4, job=job)
         for rank in range(4):
-            until_at(run, rank, "step:4")
+            run.until_held(rank, "step:4")
         tasks[3].kill()
-        (tmp_path / "one").touch()
+        run.go("step:4")
         run.wait(tasks[2], code=BROKEN_EXIT_CODE)
-        until_at(run, 0, "step:14")
+        run.until_held(0, "step:14")
         group = {"REPLICA_GROUP_ID": "1", "NUM_REPLICA_GROUPS": "2", "SLURM_RESTART_COUNT": "1"}
         group["FT_EVENT_LOG"] = str(events)
         again = srun(run, 2, job=job + 1, **group)
-        until_waiting(run, coordinator, "1")
-        (tmp_path / "two").touch()
+        run.until_waiting(coordinator, "1")
+        run.go("step:14")
         for rank in range(4):
-            until_at(run, rank, "step:24")
+            run.until_held(rank, "step:24")
         for task in tasks[:2]:
             task.terminate()
-        (tmp_path / "three").touch()
+        run.go("step:24")
         run.wait(*tasks[:2], *again)
     lines = [run.lines(rank) for rank in range(4)]
     assert compare(*lines[:2]) == len(lines[0]) == lines[0][-1]["step"] == 25
@@ -161,8 +162,7 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
     started again; then a supervisor is told to end, which costs nobody a step."""
     events = tmp_path / "events.jsonl"
     options: dict[str, Any] = {"worker": WORKER, "devices": 2, "num_nodes": 2, "epochs": 20}
-    options["holds"] = {"step:14": "one", "step:44": "two", "step:74": "three"}
-    options["step_delay_s"] = 0.05
+    options["holds"] = ["step:14", "life:2", "step:44", "step:74"]
     with running(tmp_path, coordinator.address(), **options) as run:
 
         def node(number: int, **env: str) -> subprocess.Popen[bytes]:
@@ -173,20 +173,23 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
         for rank in range(4):
             run.until_step(rank, 3)
         os.kill(run.lives(3)[0], signal.SIGKILL)
-        until_at(run, 0, "step:14")
-        until_waiting(run, coordinator, "1")
-        (tmp_path / "one").touch()
+        run.until_held(0, "step:14")
+        run.go("life:2")
+        run.until_waiting(coordinator, "1")
+        run.go("step:14")
         run.until_step(2, 18)
         zero.kill()
         run.until(lambda: all(gone(run.lives(rank)[0]) for rank in (0, 1)), "its ranks to end")
-        until_at(run, 2, "step:44")
+        run.until_held(2, "step:44")
         again = node(0)
-        until_waiting(run, coordinator, "0")
-        (tmp_path / "two").touch()
+        run.until_waiting(coordinator, "0")
+        run.go("step:44")
         for rank in range(4):
-            until_at(run, rank, "step:74")
+            run.until_held(rank, "step:74")
         again.terminate()
-        (tmp_path / "three").touch()
+        for rank in (0, 1):
+            run.until((tmp_path / f"{rank}.told").exists, f"SIGTERM at rank {rank}")
+        run.go("step:74")
         run.wait(again, code=128 + signal.SIGTERM)
         run.wait(one)
     lines = [run.lines(rank) for rank in range(4)]

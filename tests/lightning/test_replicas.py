@@ -83,20 +83,20 @@ def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path)
 
     It dies in its share of a validation, which the others do in its place.
     """
-    options = {"max_epochs": 5, "step_delay_s": 0.05, "hold": 17, "checkpoints": True}
+    options: dict[str, Any] = {"max_epochs": 5, "checkpoints": True}
     options |= {"strategy_options": {"group_size": 2, "validation": "sharded"}, "own_start": True}
-    options |= {"holds": {"val batch:0:3": "one"}}
+    options |= {"holds": ["val batch:0:3", "step:17", "life:2"]}
     with running(tmp_path, devices=4, **options) as run:
         main = run.start()
         for rank in range(4):
             run.until_step(rank, 3)
         first = [run.lives(rank)[0] for rank in range(4)]
-        run.until((tmp_path / "3.at.val batch:0:3").exists, "rank 3 in its share")
+        run.until_held(3, "val batch:0:3")
         os.kill(first[3], signal.SIGKILL)
-        (tmp_path / "one").touch()
-        for rank in (2, 3):
-            run.until(lambda r=rank: len(run.lives(r)) == 2, f"the second life of rank {rank}")  # type: ignore[misc]
-        run.go()
+        run.go("val batch:0:3")
+        run.until_held(0, "step:17")
+        run.begin_again(2, 2, group=1)
+        run.go("step:17")
         run.wait(main)
     shares = [run.validations(rank) for rank in range(4)]
     assert [each[0]["batches"] for each in shares[:2]] == [[0, 2], [1, 3]]
@@ -151,7 +151,7 @@ def check_against_four_processes(lines: list[list[Line]]) -> None:
 def test_accumulation_repeats_discarded_windows_and_heals_at_a_window(
     tmp_path: Path, lighthouse: str
 ) -> None:
-    options = {"accumulate": 3, "max_epochs": 6, "step_delay_s": 0.02, "hold": 8}
+    options: dict[str, Any] = {"accumulate": 3, "max_epochs": 6, "holds": ["step:8"]}
     options["inject"] = {"2": 0, "30": 1, "32": 0}
     windows = -(-BATCHES // 3)
     with running(tmp_path, lighthouse, **options) as run:
@@ -159,9 +159,9 @@ def test_accumulation_repeats_discarded_windows_and_heals_at_a_window(
         run.until_step(1, 4)
         one.kill()
         one.wait()
-        again = run.start(1)
-        run.until(lambda: len(run.lives(1)) == 2, "the second life of replica 1")
-        run.go()
+        run.until_held(0, "step:8")
+        again = run.start_again(1)
+        run.go("step:8")
         run.wait(zero, again)
     lines = [run.lines(i) for i in (0, 1)]
     assert run.end(0)["digest"] == run.end(1)["digest"]
@@ -173,11 +173,12 @@ def test_accumulation_repeats_discarded_windows_and_heals_at_a_window(
 
 def test_sigterm_leaves_without_a_discard(tmp_path: Path, lighthouse: str) -> None:
     events = tmp_path / "events.jsonl"
-    with running(tmp_path, lighthouse, step_delay_s=0.05, max_epochs=3) as run:
+    with running(tmp_path, lighthouse, holds=["step:6"], max_epochs=3) as run:
         zero = run.start(0, FT_EVENT_LOG=str(events))
         one = run.start(1)
-        run.until_step(1, 5)
+        run.until_held(1, "step:6")
         one.terminate()
+        run.go("step:6")
         run.wait(one, zero)
     kinds = [(e["kind"], e.get("participants")) for e in map(json.loads, events.open())]
     left = kinds.index(("commit", 1))  # the first step without the one that left

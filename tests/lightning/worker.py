@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ft_lightning
+from tests.script import Holds
 from tests.stock import leave_stock
 
 OPTIONS: dict[str, Any] = {
@@ -45,7 +46,6 @@ OPTIONS: dict[str, Any] = {
     "step_delay_s": 0.0,
     "seed": 7,
     "own_start": False,  # each process begins with other parameters
-    "hold": None,  # at this global step wait until the file <log>/go is there
     "inject": {},  # {"<global step>": replica index}: this replica reports an error once
     "dies": {},  # {"<global step>": replica index}: it is killed in that step's backward, once
     "manual": False,
@@ -53,8 +53,8 @@ OPTIONS: dict[str, Any] = {
     "gathers": False,  # validation calls collectives
     "checkpoints": False,
     "logs": False,  # a CSV logger, a weight average, an early stopping
-    "holds": {},  # {place: file}: wait for <log>/<file> there, where a place is
-    # "validation:<epoch>", "val batch:<epoch>:<index>", "step:<global step>" or "end:<epoch>"
+    "holds": [],  # places to wait at, see `script.Holds`: "step:<global step>", "end:<epoch>",
+    # "validation:<epoch>", "val batch:<epoch>:<index>"
 }
 
 
@@ -86,17 +86,11 @@ class Model(LightningModule):
         self.injected: set[str] = set()
         self.runs: list[list[int]] = []
         self.validated: list[int] = []
-        self.go = Path(options["log"]) / "go"
-
-    def hold(self, place: str) -> None:
-        name = self.options["holds"].get(place)
-        if name is not None and not (self.go.parent / name).exists():
-            (self.go.parent / f"{self.global_rank}.at.{place}").touch()
-            while not (self.go.parent / name).exists():
-                time.sleep(0.02)
+        self.log_path = Path(options["log"])
+        self.holds = Holds(self.log_path, process_name(), options["holds"])
 
     def on_train_epoch_end(self) -> None:
-        self.hold(f"end:{self.trainer.current_epoch}")
+        self.holds.at(f"end:{self.trainer.current_epoch}")
 
     def on_validation_end(self) -> None:
         """A line for each validation: the batches that were done here, the metric, the truth."""
@@ -110,19 +104,17 @@ class Model(LightningModule):
             "truth": float(nn.functional.cross_entropy(self.net(images), labels)),
         }
         self.validated = []
-        with (self.go.parent / f"{self.global_rank}.validations").open("a") as file:
+        with (self.log_path / f"{self.global_rank}.validations").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def on_validation_start(self) -> None:
         if not self.trainer.sanity_checking:
-            self.hold(f"validation:{self.trainer.current_epoch}")
+            self.holds.at(f"validation:{self.trainer.current_epoch}")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.runs.append([self.trainer.current_epoch, batch_idx])
-        self.hold(f"step:{self.trainer.global_step}")
+        self.holds.at(f"step:{self.trainer.global_step}")
         time.sleep(self.options["step_delay_s"])
-        while self.trainer.global_step == self.options["hold"] and not self.go.exists():
-            time.sleep(0.02)
         step = str(self.trainer.global_step)
         if self.options["inject"].get(step) == self.global_rank and step not in self.injected:
             self.injected.add(step)
@@ -158,7 +150,7 @@ class Model(LightningModule):
 
     def perhaps_die(self, loss: Tensor) -> None:
         """In the backward of `loss`, in this replica's first life."""
-        died = self.go.parent / f"{self.global_rank}.died"
+        died = self.log_path / f"{self.global_rank}.died"
         if self.options["dies"].get(str(self.trainer.global_step)) == self.global_rank:
             if not died.exists():
                 died.touch()
@@ -166,7 +158,7 @@ class Model(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
-            self.hold(f"val batch:{self.trainer.current_epoch}:{batch_idx}")
+            self.holds.at(f"val batch:{self.trainer.current_epoch}:{batch_idx}")
             self.validated.append(batch_idx)
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         if self.options["gathers"]:
@@ -268,6 +260,8 @@ def run(options: dict[str, Any]) -> Trainer:
     if options["own_start"]:
         torch.manual_seed(int(process_name()))
     model = Model(options)
+    if "REPLICA_GROUP_ID" in os.environ:  # not in the process that starts the replicas
+        model.holds.begin_life()
     train, val = loaders(options)
     recorder = Recorder(options)
     callbacks: list[Any] = [recorder]
