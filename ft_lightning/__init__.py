@@ -37,6 +37,7 @@ __all__ = [
 # The purpose of this import, and all that it does: the name must be there before a Trainer is.
 install()
 
+
 def __getattr__(name: str) -> Any:
     if name in __all__:
         import importlib

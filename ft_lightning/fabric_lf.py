@@ -12,17 +12,11 @@ __all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTLocalSGDStrategy"]
 
 class FTDDPStrategy(FTFabricMixin, DDPStrategy):  # type: ignore[misc]  # typed as the other's
     __doc__ = FTFabricMixin.__doc__
-    strategy_name = "ft_ddp"
-    _namespace = "lightning_fabric"
 
 
 class FTLocalSGDStrategy(FTFabricLocalSGDMixin, DDPStrategy):  # type: ignore[misc]  # typed as the other's
     __doc__ = FTFabricLocalSGDMixin.__doc__
-    strategy_name = "ft_local_sgd"
-    _namespace = "lightning_fabric"
 
 
 class FTDiLoCoStrategy(FTFabricDiLoCoMixin, DDPStrategy):  # type: ignore[misc]  # typed as the other's
     __doc__ = FTFabricDiLoCoMixin.__doc__
-    strategy_name = "ft_diloco"
-    _namespace = "lightning_fabric"

@@ -12,20 +12,14 @@ __all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTLocalSGDStrategy"]
 
 class FTDDPStrategy(FTFabricMixin, DDPStrategy):
     __doc__ = FTFabricMixin.__doc__
-    strategy_name = "ft_ddp"
-    _namespace = "lightning.fabric"
     __module__ = "ft_lightning.fabric"
 
 
 class FTLocalSGDStrategy(FTFabricLocalSGDMixin, DDPStrategy):
     __doc__ = FTFabricLocalSGDMixin.__doc__
-    strategy_name = "ft_local_sgd"
-    _namespace = "lightning.fabric"
     __module__ = "ft_lightning.fabric"
 
 
 class FTDiLoCoStrategy(FTFabricDiLoCoMixin, DDPStrategy):
     __doc__ = FTFabricDiLoCoMixin.__doc__
-    strategy_name = "ft_diloco"
-    _namespace = "lightning.fabric"
     __module__ = "ft_lightning.fabric"

@@ -20,20 +20,14 @@ __all__ = [
 
 class FTDDPStrategy(FTDDPMixin, DDPStrategy):  # type: ignore[misc]  # typed as the other's
     __doc__ = FTDDPMixin.__doc__
-    strategy_name = "ft_ddp"
-    _namespace = "pytorch_lightning"
 
 
 class FTLocalSGDStrategy(FTLocalSGDMixin, DDPStrategy):  # type: ignore[misc]  # typed as the other's
     __doc__ = FTLocalSGDMixin.__doc__
-    strategy_name = "ft_local_sgd"
-    _namespace = "pytorch_lightning"
 
 
 class FTDiLoCoStrategy(FTDiLoCoMixin, DDPStrategy):  # type: ignore[misc]  # typed as the other's
     __doc__ = FTDiLoCoMixin.__doc__
-    strategy_name = "ft_diloco"
-    _namespace = "pytorch_lightning"
 
 
 class FTMetricsCallback(MetricsMixin, Callback):  # type: ignore[misc]  # typed as the other's

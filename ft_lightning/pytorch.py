@@ -20,20 +20,14 @@ __all__ = [
 
 class FTDDPStrategy(FTDDPMixin, DDPStrategy):
     __doc__ = FTDDPMixin.__doc__
-    strategy_name = "ft_ddp"
-    _namespace = "lightning.pytorch"
 
 
 class FTLocalSGDStrategy(FTLocalSGDMixin, DDPStrategy):
     __doc__ = FTLocalSGDMixin.__doc__
-    strategy_name = "ft_local_sgd"
-    _namespace = "lightning.pytorch"
 
 
 class FTDiLoCoStrategy(FTDiLoCoMixin, DDPStrategy):
     __doc__ = FTDiLoCoMixin.__doc__
-    strategy_name = "ft_diloco"
-    _namespace = "lightning.pytorch"
 
 
 class FTMetricsCallback(MetricsMixin, Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +39,7 @@ class LocalSGDArguments(_Base):
         **kwargs: options of :class:`FTDDPStrategy`, such as ``min_replicas``.
     """
 
+    strategy_name = "ft_local_sgd"
     _manager: Manager | None
 
     def __init__(
@@ -48,16 +50,14 @@ class LocalSGDArguments(_Base):
         bucket_bytes: int = 32 << 20,
         **kwargs: Any,
     ) -> None:
+        said = locals()
         super().__init__(**kwargs)
         _positive("sync_every", sync_every)
-        self._sync_every = sync_every
-        self._algorithm_options: dict[str, Any] = {
-            "weighted": weighted, "keep_windows": keep_windows, "bucket_bytes": bucket_bytes,
-        }  # fmt: skip
+        self._algorithm_options = _taken_by(LocalSGD, said)
 
     def _make_algorithm(self, module: torch.nn.Module, steps: Optimizer) -> Any:
         assert self._manager is not None
-        return LocalSGD(self._manager, module, steps, self._sync_every, **self._algorithm_options)
+        return LocalSGD(self._manager, module, steps, **self._algorithm_options)
 
 
 class DiLoCoArguments(_Base):
@@ -91,6 +91,7 @@ class DiLoCoArguments(_Base):
         **kwargs: options of :class:`FTDDPStrategy`, such as ``min_replicas``.
     """
 
+    strategy_name = "ft_diloco"
     _manager: Manager | None
 
     def __init__(
@@ -111,30 +112,25 @@ class DiLoCoArguments(_Base):
         bucket_bytes: int = 32 << 20,
         **kwargs: Any,
     ) -> None:
+        said = locals()
         super().__init__(**kwargs)
         _positive("sync_every", sync_every)
-        default = nesterov(outer_lr, outer_momentum)
-        self._sync_every = sync_every
+        if backup_device is not None:
+            torch.device(backup_device)  # raises RuntimeError if there is no such kind
+        default = nesterov(outer_lr, outer_momentum)  # checks both
         self._make_outer = outer_optimizer or default
-        self._algorithm_options: dict[str, Any] = {
-            "fragments": fragments,
-            "fragment_sync_delay": fragment_sync_delay,
-            "fragment_update_alpha": fragment_update_alpha,
-            "codec": codec,
-            "error_feedback": error_feedback,
-            "weighted": weighted,
-            "backup_device": None if backup_device is None else torch.device(backup_device),
-            "pin_memory": pin_memory,
-            "keep_windows": keep_windows,
-            "bucket_bytes": bucket_bytes,
-        }
+        self._algorithm_options = _taken_by(DiLoCo, said)
 
     def _make_algorithm(self, module: torch.nn.Module, steps: Optimizer) -> Any:
         assert self._manager is not None
         outer = self._make_outer([p for p in module.parameters() if p.requires_grad])
-        return DiLoCo(
-            self._manager, module, steps, outer, self._sync_every, **self._algorithm_options
-        )
+        return DiLoCo(self._manager, module, steps, outer, **self._algorithm_options)
+
+
+def _taken_by(algorithm: Any, said: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments `said` that `algorithm` takes under the same name."""
+    names = inspect.signature(algorithm).parameters
+    return {name: said[name] for name in names if name in said and name != "outer_optimizer"}
 
 
 def _positive(name: str, value: float) -> None:

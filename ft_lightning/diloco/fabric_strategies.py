@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from ft_lightning.diloco import equal_state as diloco_state
@@ -59,13 +58,12 @@ class _NothingToHoldBack:
 class FabricPeriodicMixin(FTFabricMixin):
     """What both strategies share. Not used alone."""
 
-    _ranks_may_share_a_group = False
+    _votes_each_step = False
     _steps: InnerSteps | None = None
     _entered = _stepped = False
-    _votes_each_step = False
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def _prepare(self) -> None:
+        super()._prepare()
         self._backward_sync_control: Any = _NothingToHoldBack()
         self.algorithm: Any = None
         """ft_core's LocalSGD or DiLoCo; None before the first batch."""
@@ -105,7 +103,7 @@ class FabricPeriodicMixin(FTFabricMixin):
         self.finish()
 
     def finish(self) -> None:
-        """The training is over: agree on what came after the last outer step. Twice is once.
+        """The training is over: agree on what came after the last outer step. Idempotent.
 
         The models hold the global parameters afterwards.
         """
@@ -128,14 +126,7 @@ class FabricPeriodicMixin(FTFabricMixin):
         self._models.append(module)
         if any(p.requires_grad for p in module.parameters()):
             self._ensure_manager()
-            strategy = weakref.ref(self)
-
-            def before_forward(module: nn.Module, args: Any) -> None:
-                me = strategy()
-                if me is not None and module.training and torch.is_grad_enabled():
-                    me.begin_window(by_loader=False)
-
-            module.register_forward_pre_hook(before_forward)
+            self._watch_forward(module)
         return module
 
     def _start(self) -> None:
@@ -166,12 +157,12 @@ class FabricPeriodicMixin(FTFabricMixin):
             if not self._entered:
                 self.algorithm.__enter__()
                 self._entered = True
-                self._follow_leader()
+                self._on_quorum()
             elif self._stepped:
                 before = self._manager.last_outcome()
                 self._count()
                 if self._manager.last_outcome() is not before:
-                    self._follow_leader()
+                    self._on_quorum()
         finally:
             self._starting = False
 

@@ -109,7 +109,7 @@ class InnerDriver:
         manager: Manager,
         batches: Batches,
         *,
-        on_quorum: Callable[[], None],
+        on_quorum: Callable[[], object],
         hooks: Callable[[str], None],
     ) -> None:
         self._trainer, self._manager, self._batches = trainer, manager, batches
@@ -124,8 +124,11 @@ class InnerDriver:
         self.entered = False
         self.restoring = False
         """A peer's place is being taken."""
-        self.participants = 0
         self.last_committed: bool | None = None
+        batches.at_boundary = self.at_boundary
+
+    def before_backward(self) -> None:
+        """Nothing: gradients are this group's own."""
 
     def use(self, algorithm: Any, steps: InnerSteps) -> None:
         """`algorithm` (LocalSGD or DiLoCo) has `steps` for its inner optimizer."""

@@ -31,7 +31,7 @@ STATE_KEY = "ft_outer_optimizer"
 class PeriodicMixin(FTDDPMixin):
     """What both strategies share. Not used alone."""
 
-    _ranks_may_share_a_group = False
+    _votes_each_step = False
     _driver: InnerDriver | None  # type: ignore[assignment]
     _restored: Any = None
     _aside: dict[str, Tensor] | None = None

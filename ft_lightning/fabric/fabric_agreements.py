@@ -43,15 +43,11 @@ class FabricAgreementsMixin(FabricScopedMixin):
     _window: Window
     _wrapped: list[Any]
     _open = _lost = False
-    _votes_each_step = True
-    """Not those strategies that meet every so many steps: their collectives stay at home."""
     _where: Where | None = None
     """Where a quorum is asked for; None: nowhere."""
     _round_of: Call | None = None
     _visit: Call | None = None
     _warned = False
-    participants = 0
-    """How many took part when this group last looked."""
 
     # ------------------------------------------------------------------ what Fabric calls
 

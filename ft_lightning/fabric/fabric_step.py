@@ -14,38 +14,61 @@ batch at hand finishes this pass of its loop without effect, and its loader goes
 
 from __future__ import annotations
 
-import os
 import threading
+import weakref
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
-from ft_core.errors import GroupLeft, QuorumUnavailable
+from ft_core.errors import GroupLeft
 from ft_core.launch.sigterm import Sigterm
-from ft_core.launch.supervisor import report_joined
+from ft_core.replica.status import Participation
 from ft_lightning.fabric.fabric_agreements import FabricAgreementsMixin
 from ft_lightning.fabric.fabric_data import LoaderPlace, Progress
 from ft_lightning.fabric.fabric_window import Where, Window
-from ft_lightning.trainer.world_view import act_as_leader
 
 
 class FabricStepMixin(FabricAgreementsMixin):
     """The part of the strategy that begins and ends steps. The loop's thread."""
 
-    progress: Progress
-    last_step_committed: bool | None
-    _models: list[nn.Module]
-    _wrapped: list[Any]
-    """Those of the models that are trained, in ft_core's wrapper."""
-    _optimizers: list[Any]
+    last_step_committed: bool | None = None
+    """Whether the last optimizer step was committed; None before the first one's end."""
+    _part: Participation | None = None
+    """In the quorum that this process has seen last."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Wrap the stock `backward`, which `fabric.backward` calls, so that a further step begins
+        before it.
+
+        It is no override, since Lightning refuses `loss.backward()` where a strategy has one. With one
+        step a batch `loss.backward()` works here.
+        """
+        super().__init_subclass__(**kwargs)
+        inherited: Any = getattr(super(), "backward", None)
+        if inherited is None:
+            return
+
+        @wraps(inherited)
+        def backward(self: Any, *args: Any, **options: Any) -> None:
+            if self._before_backward():
+                inherited(self, *args, **options)
+            self._window.after_backward()
+
+        cls.backward = backward  # type: ignore[method-assign]
+
+    def _prepare(self) -> None:
+        super()._prepare()
         self._window = Window()
         self._sigterm = Sigterm(self._is_waiting)
+        self._models: list[nn.Module] = []
+        self._wrapped: list[Any] = []
+        """Those of the models that are trained, in ft_core's wrapper."""
+        self._optimizers: list[Any] = []
+        self.progress = Progress()
         self._starting = self._started = self._healed = False
         self._fed_by_loader = False
         self._fetching: LoaderPlace | None = None
@@ -60,6 +83,17 @@ class FabricStepMixin(FabricAgreementsMixin):
         """Buffers to put back when this pass of the loop has left out what it must."""
 
     # ------------------------------------------------------------------ begin
+
+    def _watch_forward(self, model: nn.Module) -> None:
+        """Let a window begin with a forward of `model`, where no loader has begun one."""
+        strategy = weakref.ref(self)
+
+        def before_forward(module: nn.Module, args: Any) -> None:
+            me = strategy()
+            if me is not None and module.training and torch.is_grad_enabled():
+                me.begin_window(by_loader=False)
+
+        model.register_forward_pre_hook(before_forward)
 
     def _before_batch(self, place: LoaderPlace) -> None:
         """A loader is about to fetch: for training, if models train and gradients are recorded."""
@@ -122,7 +156,8 @@ class FabricStepMixin(FabricAgreementsMixin):
 
     def _attempt(self, where: Where) -> None:
         """Be in a quorum. Raises as `Manager.start_quorum`. Who asks for a round ends it, too."""
-        manager = self._known_manager
+        manager = self._manager
+        assert manager is not None
         self._thread = threading.get_ident()
         self._starting, self._where, self._healed = True, where, False
         try:
@@ -136,24 +171,16 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._starting = False
             self._where = where if where is Where.ROUND else None
         self._open = where is not Where.ROUND
-        self._follow_leader()
+        part = manager.step.part
+        if part is not None and part is not self._part:
+            self._part = part
+            self._on_quorum()
 
     def _aligned(self) -> bool:
         return self._fed_by_loader and self._lead is not None and self._lead.placeable
 
     def _in_pass(self) -> bool:
         return self._window.open or (self._lead is not None and self._lead.active)
-
-    def _follow_leader(self) -> None:
-        """Membership may have changed: so may the leader."""
-        manager = self._known_manager
-        try:
-            self.participants = manager.num_participants()
-            self._leader = manager.participating_rank() == 0
-        except QuorumUnavailable:
-            return  # the attempt has failed already; the next one tells
-        act_as_leader(self._leader, self.scope)
-        report_joined(os.environ, self.scope.number)
 
     # ------------------------------------------------------------------ gradients
 
@@ -207,7 +234,8 @@ class FabricStepMixin(FabricAgreementsMixin):
 
     def _vote(self) -> bool:
         """Backward has ended."""
-        manager = self._known_manager
+        manager = self._manager
+        assert manager is not None
         self._thread = threading.get_ident()
         if self._sigterm.noted:
             # The vote says goodbye: the next quorum is formed without this group at once.

@@ -1,8 +1,8 @@
 """The strategy for Lightning Fabric, written once for both of its namespaces.
 
-The loop is the user's and cannot be rewound. A step begins before a training loader fetches a batch (or,
-with data that Fabric does not know, at the forward) and is committed when backward ends; a discarded
-one is tried again there, from kept gradients. See `fabric_step.py`.
+The loop is the user's and cannot be rewound. A step begins before a training loader fetches a batch
+(or, with data that Fabric does not know, at the forward) and is committed when backward ends. A
+discarded step is tried again there, from kept gradients. See `fabric_step.py`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,20 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import astuple
-from functools import partial, wraps
-from pathlib import Path
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
-import torch
 from torch import nn
 
+from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.heal import digest
 from ft_core.manager import Manager
-from ft_core.telemetry import JsonlSink
-from ft_lightning.fabric.fabric_data import LoaderPlace, Progress, follow, is_placeable
+from ft_lightning.fabric.fabric_data import LoaderPlace, follow, is_placeable
 from ft_lightning.fabric.fabric_step import FabricStepMixin
 from ft_lightning.fabric.fabric_window import Where, WindowPlace
-from ft_lightning.shared.launcher import SupervisorLauncher, live_with_group
-from ft_lightning.shared.strategy_options import (
-    Options,
-    make_manager,
-    refuse_ddp_options,
-    refuse_lbfgs,
-)
+from ft_lightning.shared.launcher import SupervisorLauncher
+from ft_lightning.shared.registration import NAME
+from ft_lightning.shared.strategy_base import refuse_lbfgs
 from ft_lightning.shared.topology import Role
 from ft_lightning.trainer.batches import adopt
 
@@ -44,110 +38,24 @@ class FTFabricMixin(FabricStepMixin):
     others train on. One that (re)starts takes models, optimizers, the scheduler, what was given to
     :meth:`register`, and its place in the data from its peers, and joins them at their step.
 
-    Args:
-        min_replicas: no step is taken with fewer replica groups; the others wait.
-        num_replica_groups: how many replica groups there are meant to be; the data is sharded by
-            their processes. Default: NUM_REPLICA_GROUPS, else as many as ``devices`` make.
-        lighthouse: address of the lighthouse, "tcp://host:port". Default: TORCHFT_LIGHTHOUSE, else
-            one is started on this machine.
-        timeout_s: how long one step's communication may take, in seconds. The other times follow
-            from it.
-        quorum_timeout_s: how long to wait for enough replica groups, in seconds; None: as long as
-            it takes.
-        replica_name: what this replica group is called; stable over restarts, unique in the job.
-            Default: REPLICA_GROUP_ID.
-        commit: "quorum": all groups take a step or none does. "group": each decides by its own
-            success, which saves a round trip where links are slow.
-        max_retries: raise after this many discarded steps in a row; None: never.
-        max_restarts: how often each replica group is started again when Fabric starts them
-            (``devices`` greater than 1).
-        heal_allow_objects: let states hold arbitrary Python objects, which travel by pickle. Only
-            on a network that you trust.
-        token: shared secret that replica groups ask of each other before they give their state.
-        job_id: keeps two jobs on one lighthouse apart. Default: FT_JOB_ID.
-        group_size: processes a replica group, which live and die together. Default: 1; all devices
-            of a machine with ``num_nodes`` > 1; WORLD_SIZE under torchrun.
-        **kwargs: options of :class:`DDPStrategy` and of torch's DistributedDataParallel.
+    Its options are those of `__init__`.
     """
 
-    _namespace: str
+    strategy_name = NAME
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Put the beginning of a further step before `backward`, which `fabric.backward` calls.
-
-        In the form of a wrapper: Lightning refuses `loss.backward()` where a strategy overrides
-        `backward`, and with one step a batch it works here.
-        """
-        super().__init_subclass__(**kwargs)
-        inherited: Any = getattr(super(), "backward", None)
-        if inherited is None:
-            return
-
-        @wraps(inherited)
-        def backward(self: Any, *args: Any, **options: Any) -> None:
-            if self._before_backward():
-                inherited(self, *args, **options)
-            self._window.after_backward()
-
-        cls.backward = backward  # type: ignore[method-assign]
-
-    def __init__(
-        self,
-        min_replicas: int = 1,
-        num_replica_groups: int | None = None,
-        lighthouse: str | None = None,
-        timeout_s: float = 60.0,
-        quorum_timeout_s: float | None = None,
-        replica_name: str | None = None,
-        commit: Literal["quorum", "group"] = "quorum",
-        max_retries: int | None = None,
-        max_restarts: int = 10,
-        heal_allow_objects: bool = False,
-        token: str = "",
-        job_id: str | None = None,
-        group_size: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        refuse_ddp_options(kwargs)
-        super().__init__(**kwargs)
-        self._options = Options(
-            min_replicas=min_replicas,
-            num_replica_groups=num_replica_groups,
-            lighthouse=lighthouse,
-            timeout_s=timeout_s,
-            quorum_timeout_s=quorum_timeout_s,
-            replica_name=replica_name,
-            commit=commit,
-            max_retries=max_retries,
-            max_restarts=max_restarts,
-            heal_allow_objects=heal_allow_objects,
-            token=token,
-            job_id=job_id,
-            group_size=group_size,
-        )
+    def _prepare(self) -> None:
+        super()._prepare()
+        if self._options.validation == "sharded":
+            raise ValueError(
+                'validation="sharded" needs a Trainer: in a Fabric loop, give each process its part '
+                "of the validation data and reduce what it computes with fabric.all_reduce"
+            )
         self._thread = threading.get_ident()
-        self._models: list[nn.Module] = []
-        self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
         self._registered: dict[str, Any] = {}
-        self._wrapped: list[Any] = []
         self._finished = False
-        self.progress = Progress()
-        self.last_step_committed: bool | None = None
-        """Whether the last optimizer step was committed; None before the first one's end."""
 
     # ------------------------------------------------------------------ what users call
-
-    @property
-    def manager(self) -> Manager | None:
-        """The manager; None before a model is set up."""
-        return self._manager
-
-    @property
-    def num_participants(self) -> int:
-        """How many processes contribute to the step under way, or to the last one; 0 before the
-        first. Never waits."""
-        return self.participants
 
     @property
     def current_step(self) -> int:
@@ -175,26 +83,21 @@ class FTFabricMixin(FabricStepMixin):
 
     def leave(self) -> None:
         """Leave the quorum, for good. Done at the end of the process, if not before: call it if
-        long work without training follows. Twice is once."""
+        long work without training follows. Idempotent."""
         self._open = False
         self._sigterm.unwatch()
         if self._manager is not None:
             self._manager.shutdown(finished=self._finished)
+        if self._sink is not None:
+            self._sink.close()
 
     # ------------------------------------------------------------------ set-up
-
-    def _configure_launcher(self) -> None:
-        if self.scope.role is Role.MEMBER:
-            live_with_group(self.scope)
-            self._launcher = None
-            return
-        self._launcher = SupervisorLauncher(self.scope, self._options)  # type: ignore[assignment]
 
     def setup_environment(self) -> None:
         """Called by Fabric when it is launched, or made under `fabric run`."""
         if self.scope.role is Role.SUPERVISOR:
             assert isinstance(self._launcher, SupervisorLauncher)
-            self._launcher.launch(lambda: None)  # `fabric run`: the script is not to call launch
+            self._launcher.launch(lambda: None)  # `fabric run`: the script does not call launch
         super().setup_environment()
 
     def _setup_distributed(self) -> None:
@@ -203,8 +106,6 @@ class FTFabricMixin(FabricStepMixin):
 
     def setup_module(self, module: nn.Module) -> Any:
         """Called by `fabric.setup` and `setup_module`. A frozen module is left as it is."""
-        from ft_core.ddp import RetryableDistributedDataParallel
-
         if self._started:
             raise RuntimeError("set up all models before the first batch: peers heal them as one")
         self._models.append(module)
@@ -213,14 +114,7 @@ class FTFabricMixin(FabricStepMixin):
         self._ensure_manager()
         self._reducer = self._reducer or self._make_reducer()
         wrapped = RetryableDistributedDataParallel(self._reducer, module, **self._ddp_kwargs)
-        strategy = weakref.ref(self)
-
-        def before_forward(module: nn.Module, args: Any) -> None:
-            me = strategy()
-            if me is not None and module.training and torch.is_grad_enabled():
-                me.begin_window(by_loader=False)
-
-        wrapped.register_forward_pre_hook(before_forward)
+        self._watch_forward(wrapped)
         self._wrapped.append(wrapped)
         return wrapped
 
@@ -254,21 +148,17 @@ class FTFabricMixin(FabricStepMixin):
         loader = super().process_dataloader(dataloader)
         place = LoaderPlace()
         self.progress.places.append(place)
-        set_epoch = importlib.import_module(f"{self._namespace}.utilities.data")._set_sampler_epoch
+        lightning = self._stock_class.__module__.partition(".strategies")[0]
+        set_epoch = importlib.import_module(f"{lightning}.utilities.data")._set_sampler_epoch
         place.placeable = is_placeable(loader)
         follow(loader, place, boundary=partial(self._before_batch, place), set_epoch=set_epoch)
         return loader
 
     def _ensure_manager(self) -> Manager:
         if self._manager is None:
-            self._manager = make_manager(self._job, self._options, self.scope, self.root_device)
+            self._manager = self._make_manager()
             local_only = self._in_group.local_only()
             self._manager.set_state_dict_fns(local_only(self._load), local_only(self._state))
-            self._manager.register_schema("replica groups", str(self.scope.num_groups))
-            self._manager.register_schema("processes a group", str(self.scope.group_size))
-            if self.scope.event_log and self.scope.group_rank == 0:
-                sink = JsonlSink(Path(self.scope.event_log), name=self.scope.name)
-                self._manager.telemetry.add_sink(sink)
         return self._manager
 
     # ------------------------------------------------------------------ the step

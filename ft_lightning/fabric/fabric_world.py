@@ -1,6 +1,6 @@
 """What a Fabric is told about ranks and the world, and how far its collectives reach.
 
-As for a Trainer (`scoping.py`): `world_size` and `global_rank` are nominal, and what is reduced
+As for a Trainer (`world_view.py`): `world_size` and `global_rank` are nominal, and what is reduced
 while a step is under way goes over those who take part in it.
 """
 
@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ft_core.environment import ENV_REPLICA_GROUP
-from ft_core.manager import Manager
-from ft_lightning.shared.ranks import NominalRanks
+from ft_lightning.shared.strategy_base import StrategyBase
 from ft_lightning.shared.topology import ENV_NODE
-from ft_lightning.trainer.world_view import act_as_leader
 
 _OF_TORCHRUN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -27,10 +25,9 @@ else:
     _Base = object
 
 
-class FabricScopedMixin(NominalRanks, _Base):
+class FabricScopedMixin(StrategyBase, _Base):
     """The part of the strategy that answers questions about ranks, and reduces."""
 
-    _manager: Manager | None = None
     _open = False
 
     @property
@@ -52,9 +49,7 @@ class FabricScopedMixin(NominalRanks, _Base):
         if self._scope is None:
             if _started_by_cli(os.environ):
                 _leave_torchrun()
-            scope = self._find_scope(self._num_nodes)
-            self._leader = scope.rank == 0 and scope.restarts == 0
-            act_as_leader(self._leader, scope)
+            self._find_scope(self._num_nodes)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Within the replica group: from its rank number `src`."""

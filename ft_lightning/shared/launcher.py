@@ -1,7 +1,7 @@
-"""Lightning's side of `devices=N`: replica groups on this machine under one supervisor.
+"""Lightning's side of `devices=N`: the replica groups of this machine under one supervisor.
 
-Each process of a replica group runs the user's script from its first line, as under `torchrun`; code that
-follows `fit` runs in each of them, and not in the supervisor, which ends when they have ended.
+Each process of a replica group runs the user's script from its first line, as under `torchrun`. Code
+that follows `fit` runs in each of them. The supervisor does not run it: it ends with the last of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
 from ft_core.launch.supervisor import die_with, supervise
-from ft_lightning.shared.strategy_options import Options
 from ft_lightning.shared.topology import ENV_SUPERVISOR, Scope, child_environment
 
 through_main = False
@@ -24,16 +24,17 @@ through_main = False
 
 
 class SupervisorLauncher:
-    """What the Trainer calls instead of its run. Quacks like Lightning's `_Launcher`.
+    """What Lightning calls instead of the user's run; it has the interface of its `_Launcher`.
 
-    The lighthouse is the one of the options, else TORCHFT_LIGHTHOUSE, else one is embedded here.
+    If `job` names no lighthouse, one is embedded in this process. A replica group is started again
+    at most `max_restarts` times.
     """
 
     is_interactive_compatible = True
-    """So that `launch` says in its own words why there is nothing to start in a notebook."""
+    """So that it is `launch` which says why there is nothing to start in a notebook."""
 
-    def __init__(self, scope: Scope, options: Options) -> None:
-        self._scope, self._options = scope, options
+    def __init__(self, scope: Scope, job: JobOptions, max_restarts: int) -> None:
+        self._scope, self._job, self._max_restarts = scope, job, max_restarts
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
@@ -46,7 +47,7 @@ class SupervisorLauncher:
         script = script_command(scope.supervised * scope.group_size)
         command = group_command(script, scope.group_size, parent_env=ENV_SUPERVISOR)
         server = None
-        address = self._options.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
+        address = self._job.lighthouse
         if not address:
             server = self._serve()
             address = server.address()
@@ -69,8 +70,8 @@ class SupervisorLauncher:
                 count=scope.supervised,
                 first=scope.index,
                 elsewhere=elsewhere > 0,
-                min_alive=max(1, self._options.min_replicas - elsewhere),
-                max_restarts=self._options.max_restarts,
+                min_alive=max(1, self._job.min_replicas - elsewhere),
+                max_restarts=self._max_restarts,
                 speaker="ft_lightning",
             )
         finally:
@@ -83,18 +84,18 @@ class SupervisorLauncher:
         os._exit(code)
 
     def kill(self, signum: int) -> None:
-        """Called by Lightning when it is told to end; the supervisor passes signals on itself."""
+        """Called by Lightning on a signal. The supervisor passes signals on itself."""
 
     def _serve(self) -> Any:
         from lighthouse import LighthouseConfig, LighthouseServer
         from lighthouse.config import Timeouts
 
-        timeout_s = self._options.timeout_s
+        timeout_s = self._job.timeout_s
         return LighthouseServer(
             config=LighthouseConfig(
-                min_replicas=self._options.min_replicas,
+                min_replicas=self._job.min_replicas,
                 expected_replicas=self._scope.num_groups,
-                # All start now; how long that takes says nothing about communication.
+                # All start now; how long that takes has nothing to do with communication.
                 timeouts=Timeouts.derive(timeout_s, join_timeout_s=max(timeout_s, 60.0)),
             )
         )
@@ -125,10 +126,10 @@ def script_command(processes: int) -> list[str]:
 
 
 def live_with_group(scope: Scope) -> None:
-    """For a process that trains: end with its supervisor, if it has one, and with its group.
+    """Let a process that trains end with its supervisor, if it has one, and with its group.
 
-    What another rank's end makes of this one is no error of the script: said in a line, and by
-    the exit code. Whoever has started the group starts it again as a whole.
+    If another rank of its group ends, this one ends with a line and an exit code instead of a
+    traceback, since the script is not at fault. The launcher restarts the group as a whole.
     """
     if scope.supervisor_pid:
         die_with(scope.supervisor_pid)

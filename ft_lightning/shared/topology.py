@@ -119,6 +119,12 @@ def resolve(
     return _member(env, known, ranked, groups, replica_name, group_size)
 
 
+def processes_of_group(env: Mapping[str, str]) -> int:
+    """How many processes the launcher has started for this replica group. Raises ValueError."""
+    known = ReplicaEnv.read(env)
+    return known.group_world_size if _is_rank(env, known) else 1
+
+
 def child_environment(
     env: Mapping[str, str],
     scope: Scope,

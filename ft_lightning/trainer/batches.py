@@ -80,10 +80,9 @@ def _announcing(at_boundary: Callable[[], None]) -> Callable[[Any], dict[str, An
 class Batches:
     """The training data of one fit. `set_sampler_epoch(loader, epoch)` is Lightning's own."""
 
-    def __init__(
-        self, at_boundary: Callable[[], None], set_sampler_epoch: Callable[[Any, int], None]
-    ) -> None:
-        self._at_boundary = at_boundary
+    def __init__(self, set_sampler_epoch: Callable[[Any, int], None]) -> None:
+        self.at_boundary: Callable[[], None] = lambda: None
+        """Called before a batch is fetched. The driver sets it."""
         self._set_sampler_epoch = set_sampler_epoch
         self._samplers: list[Any] = []
         self._adopted: list[Any] = []
@@ -105,7 +104,7 @@ class Batches:
                 "is tried again with the same batch; take (self, batch, batch_idx)"
             )
         if not adopted(fetcher):
-            self.adopt(fetcher, _announcing(self._at_boundary))
+            self.adopt(fetcher, _announcing(self.at_boundary))
 
     def adopt(self, instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
         """Give `instance` a subclass of its own class, until `release`."""

@@ -42,7 +42,12 @@ from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.manager import Manager
 from ft_core.replica.status import Participation
-from ft_lightning.shared.step_collectives import gather_bytes, gather_in_step, reduce_in_step
+from ft_lightning.shared.step_collectives import (
+    gather_bytes,
+    gather_in_step,
+    reduce_in_step,
+    zero_loss,
+)
 from ft_lightning.trainer import healing
 from ft_lightning.trainer import loop_counters as position
 from ft_lightning.trainer.batches import Batches
@@ -83,7 +88,7 @@ class StepDriver:
         batches: Batches,
         decisions: Decisions,
         *,
-        on_quorum: Callable[[], None],
+        on_quorum: Callable[[], object],
         hooks: Callable[[str], None],
         leave: Callable[[], None],
         patience_s: float,
@@ -111,8 +116,8 @@ class StepDriver:
         self._votes = 0  # of the batch, committed
         self.open = self.computing = False
         self.last_committed: bool | None = None
-        self.participants = 0
         self._part: Participation | None = None
+        batches.at_boundary = self.at_boundary
         batches.adopt(trainer.fit_loop.epoch_loop, _catching(self))
 
     @property
@@ -209,14 +214,21 @@ class StepDriver:
 
     def training_step(self, args: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
         """One call of `Strategy.training_step`: `compute(*args)`."""
+        if not self.open:
+            raise RuntimeError(
+                "a batch began without a quorum: this version of Lightning fetches batches in "
+                "another way; use the versions that ft_lightning was tested with (2.6)"
+            )
         self.computing = True
         try:
             output = compute(*args)
             if self.open and self._within:  # something was reduced after the last backward
                 self._commit()
-            return output
         finally:
             self.computing = False
+        if output is None and not self._manual and self._trainer.world_size > 1:
+            return zero_loss(self._trainer.lightning_module)  # the peers' gradients wait for one
+        return output
 
     def before_backward(self) -> None:
         """Manual optimization: a `manual_backward` begins. Gradients of batches before may be there."""

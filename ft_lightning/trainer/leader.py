@@ -17,10 +17,10 @@ import logging
 import os
 from typing import Any
 
+from ft_lightning.shared.strategy_base import act_as_leader
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.batches import adopt, release
 from ft_lightning.trainer.hooks import refuse_search
-from ft_lightning.trainer.world_view import act_as_leader
 
 log = logging.getLogger("ft_lightning")
 

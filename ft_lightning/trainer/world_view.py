@@ -20,12 +20,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
 
-from ft_core.environment import ENV_JOB
 from ft_core.launch.sigterm import Sigterm
-from ft_lightning.shared.ranks import NominalRanks
-from ft_lightning.shared.topology import Scope
+from ft_lightning.shared.strategy_base import StrategyBase
 from lighthouse.files import machine_lock
 
 if TYPE_CHECKING:
@@ -75,13 +72,12 @@ class _Ending(Sigterm):
             strategy._leave()
 
 
-class ScopedMixin(NominalRanks, EndingMixin, _Base):
+class ScopedMixin(StrategyBase, EndingMixin, _Base):
     """The part of the strategy that answers questions about ranks."""
 
     _prepare_lock: int | None = None
     _prepared = False
     _driver: Any
-    _manager: Any
 
     @property
     def local_rank(self) -> int:
@@ -157,9 +153,7 @@ class ScopedMixin(NominalRanks, EndingMixin, _Base):
     def set_world_ranks(self) -> None:
         """Called by Lightning when the Trainer is made, and before a run."""
         if self._scope is None:
-            scope = self._find_scope(self.num_nodes)
-            self._leader = scope.rank == 0 and scope.restarts == 0
-            act_as_leader(self._leader, scope)
+            self._find_scope(self.num_nodes)
 
     def release_machine(self) -> None:
         """Let the next process of this machine prepare its data."""
@@ -168,12 +162,10 @@ class ScopedMixin(NominalRanks, EndingMixin, _Base):
             self._prepare_lock = None
 
 
-def schema(trainer: Any, scope: Scope) -> dict[str, str]:
+def schema(trainer: Any) -> dict[str, str]:
     """What replica groups must have in common; one that differs is refused when it joins."""
     module = trainer.lightning_module
     return {
-        "replica groups": str(scope.num_groups),
-        "processes a replica group": str(scope.group_size),
         "batches an epoch": str(trainer.num_training_batches),
         "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
         "precision": str(trainer.precision),
@@ -187,17 +179,9 @@ def schema(trainer: Any, scope: Scope) -> dict[str, str]:
     }
 
 
-def act_as_leader(leader: bool, scope: Scope) -> None:
-    """Set the rank that Lightning's loggers and messages go by: rank 0 writes and speaks."""
-    rank: Any = rank_zero_only
-    # Others must differ from each other, too: seeds of data loader workers follow from it.
-    rank.rank = 0 if leader else scope.rank or scope.world_size
-
-
 def lock_machine(job_id: str) -> int:
     """Let one process of this script and user at a time prepare data on this machine.
 
     Returns a file descriptor that holds the lock; closing it (or dying) lets the next one in.
     """
-    job = f"{os.path.abspath(sys.argv[0])} {job_id} {os.environ.get(ENV_JOB, '')}"
-    return machine_lock("ft_lightning", job)
+    return machine_lock("ft_lightning", f"{os.path.abspath(sys.argv[0])} {job_id}")

@@ -39,7 +39,7 @@ def test_by_yaml(tmp_path: Path) -> None:
     )
     strategy = cli.trainer.strategy
     assert type(strategy) is ft_lightning.FTDiLoCoStrategy
-    assert strategy._sync_every == 30
+    assert strategy._algorithm_options["sync_every"] == 30
     assert strategy._algorithm_options["codec"] == "int4"
     assert strategy._options.min_replicas == 2
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
 from ft_core.environment import ReplicaEnv
-from ft_lightning.shared.strategy_options import Options, job_of, refuse_ddp_options
+from ft_lightning import fabric_lf, fabric_lightning, pl, pytorch
+from ft_lightning.shared.strategy_base import Options, job_of, refuse_ddp_options
 from ft_lightning.shared.topology import Role, Scope
 from ft_lightning.trainer.decisions import Hyperparameters
 
@@ -46,6 +48,22 @@ def test_wrong_options(wrong: dict[str, Any], says: str) -> None:
     Options(**FINE)
     with pytest.raises(ValueError, match=says):
         Options(**{**FINE, **wrong})
+
+
+@pytest.mark.parametrize("module", [pytorch, pl, fabric_lightning, fabric_lf])
+def test_every_strategy_shows_every_option(module: Any) -> None:
+    """To `help()`, LightningCLI and type checkers: by name, type and default."""
+    shown = inspect.signature(module.FTDDPStrategy).parameters
+    assert {each.name for each in fields(Options)} == set(shown) - {"kwargs"}
+    assert module.FTDDPStrategy()._options == Options(**FINE)
+    for parameter in shown.values():
+        assert parameter.annotation is not inspect.Parameter.empty
+        assert f"{parameter.name}: " in str(module.FTDDPStrategy.__init__.__doc__)
+
+
+def test_a_fabric_loop_validates_itself() -> None:
+    with pytest.raises(ValueError, match="needs a Trainer"):
+        fabric_lightning.FTDDPStrategy(validation="sharded")
 
 
 def test_what_only_says_its_default_is_taken_out() -> None:

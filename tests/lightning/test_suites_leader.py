@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from ft_lightning.shared.strategy_base import act_as_leader
 from ft_lightning.shared.topology import Role, Scope
 from ft_lightning.trainer.leader import before_quorum, in_quorum, without_quorum
-from ft_lightning.trainer.world_view import act_as_leader
 
 
 class Logger:

@@ -20,7 +20,7 @@ from ft_core.config import JobOptions
 from ft_core.errors import QuorumUnavailable
 from ft_core.heal import UnsupportedObjectError
 from ft_core.launch.rank_group import free_port
-from ft_lightning.shared.strategy_options import Options
+from ft_lightning.shared.strategy_base import Options
 from lighthouse.client import Connection, new_identity
 from lighthouse.errors import JoinRefused
 

@@ -1,0 +1,357 @@
+"""What the strategies of Trainer and Fabric share: their options, their ranks, and the manager.
+
+Each option is declared once, in the signature of `StrategyBase.__init__`. All strategies inherit
+it, so that `help()`, LightningCLI and type checkers see every option with its type.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from ft_core.config import JobOptions
+from ft_core.environment import ReplicaEnv
+from ft_core.errors import QuorumUnavailable
+from ft_core.launch.supervisor import report_joined
+from ft_core.manager import Manager
+from ft_core.process_group import process_group_for
+from ft_core.shell.intra_group import IntraGroup
+from ft_core.telemetry import JsonlSink
+from ft_lightning.shared.launcher import SupervisorLauncher, live_with_group
+from ft_lightning.shared.topology import ENV_DEVICE, Role, Scope, processes_of_group, resolve
+
+if TYPE_CHECKING:
+
+    class _Base:
+        def __init__(self, **kwargs: Any) -> None: ...
+
+else:
+    _Base = object
+
+_TIMEOUT = timedelta(minutes=30)
+
+# ---------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The arguments of `StrategyBase.__init__`. Raises ValueError for a value that no job can have.
+
+    What a `JobOptions` checks is checked there.
+    """
+
+    min_replicas: int
+    num_replica_groups: int | None
+    lighthouse: str | None
+    timeout_s: float
+    quorum_timeout_s: float | None
+    replica_name: str | None
+    commit: str
+    max_retries: int | None
+    max_restarts: int
+    heal_allow_objects: bool
+    token: str
+    job_id: str | None
+    group_size: int | None = None
+    validation: str = "replicated"
+
+    def __post_init__(self) -> None:
+        mine = {each.name: getattr(self, each.name) for each in fields(self)}
+        of_job = {each.name for each in fields(JobOptions)}
+        JobOptions(name="0", **{k: v for k, v in mine.items() if k in of_job and v is not None})
+        if self.group_size is not None and self.group_size < 1:
+            raise ValueError(f"group_size must be at least 1, got {self.group_size}")
+        groups = self.num_replica_groups
+        if groups is not None and groups < self.min_replicas:
+            raise ValueError(
+                f"num_replica_groups ({groups}) must be at least min_replicas ({self.min_replicas})"
+            )
+        if self.validation not in ("replicated", "sharded"):
+            raise ValueError(
+                f'validation must be "replicated" or "sharded", got {self.validation!r}'
+            )
+        if self.validation == "sharded" and self.commit == "group":
+            raise ValueError(
+                'validation="sharded" needs commit="quorum": with commit="group" nothing says '
+                "which groups are at the same validation"
+            )
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts must not be negative, got {self.max_restarts}")
+
+
+_REFUSED = {
+    "ddp_comm_state": "gradients travel through the manager",
+    "ddp_comm_hook": "gradients travel through the manager",
+    "ddp_comm_wrapper": "gradients travel through the manager",
+    "model_averaging_period": "post-local SGD needs a fixed world",
+    "start_method": "each replica group runs the script itself",
+    "process_group_backend": "it follows from the device",
+}
+_DEFAULTS = {"start_method": "popen", "init_sync": True}
+
+
+def refuse_ddp_options(given: dict[str, Any]) -> None:
+    """Raise ValueError for options of DDPStrategy that cannot work here.
+
+    Removes those that have their default: LightningCLI passes all options, set or not.
+    """
+    for name, default in _DEFAULTS.items():
+        if given.get(name) == default:
+            del given[name]
+    for name, reason in _REFUSED.items():
+        if given.get(name) is not None:
+            raise ValueError(f"ft_ddp takes no {name}: {reason}")
+
+
+def refuse_lbfgs(optimizers: Any) -> None:
+    """Raise ValueError for an optimizer that cannot step fault-tolerantly."""
+    if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+        raise ValueError(
+            "LBFGS evaluates the loss several times a step, which a fault-tolerant step "
+            "cannot: use an optimizer that evaluates it once"
+        )
+
+
+def job_of(options: Options, scope: Scope, known: ReplicaEnv) -> str | None:
+    """The job of this fit; None: what the environment says.
+
+    A fit without peers, as far as options and environment say, has a job of its own. Several such
+    fits on one machine share a lighthouse, which would take them for lives of one replica group.
+    """
+    named = options.job_id or options.replica_name or known.name
+    if scope.num_groups > 1 or named or known.job_id != ReplicaEnv().job_id:
+        return options.job_id
+    if scope.group_size > 1:  # all its ranks must have the same name for it
+        return f"alone-{scope.store_addr}:{scope.store_port}"
+    return f"alone-{uuid.uuid4().hex[:12]}"
+
+
+# ---------------------------------------------------------------------- the strategies' base
+
+
+class StrategyBase(_Base):
+    """Part of every strategy: options, ranks, the launcher and the manager.
+
+    World size and ranks are those of the *configured* replica groups. They stay when groups die.
+    """
+
+    parallel_devices: Any
+    _launcher: Any
+    _options: Options
+    _votes_each_step = True
+    """False where a replica group trains on its own between two outer steps: it is one process."""
+    _scope: Scope | None = None
+    """Set when the Trainer or the Fabric is made."""
+    _in_group: IntraGroup
+    _job: JobOptions
+    _manager: Manager | None = None
+    _sink: JsonlSink | None = None
+    _leader = False
+    participants = 0
+    """How many processes contributed when this one last looked."""
+
+    def __init__(
+        self,
+        min_replicas: int = 1,
+        num_replica_groups: int | None = None,
+        lighthouse: str | None = None,
+        timeout_s: float = 60.0,
+        quorum_timeout_s: float | None = None,
+        replica_name: str | None = None,
+        commit: Literal["quorum", "group"] = "quorum",
+        max_retries: int | None = None,
+        max_restarts: int = 10,
+        heal_allow_objects: bool = False,
+        token: str = "",
+        job_id: str | None = None,
+        group_size: int | None = None,
+        validation: Literal["replicated", "sharded"] = "replicated",
+        **kwargs: Any,
+    ) -> None:
+        """Take the options. Raises ValueError, in one sentence, for those that cannot work.
+
+        Args:
+            min_replicas: no step is taken with fewer replica groups; the others wait.
+            num_replica_groups: how many replica groups there are meant to be; the data is sharded
+                by their processes. Default: NUM_REPLICA_GROUPS, else as many as ``devices`` make.
+            lighthouse: address of the lighthouse, "tcp://host:port". Default: TORCHFT_LIGHTHOUSE,
+                else one is started on this machine.
+            timeout_s: how long one step's communication may take, in seconds. The other times
+                follow from it.
+            quorum_timeout_s: how long to wait for enough replica groups, in seconds; None: for ever.
+            replica_name: name of this replica group; stable over restarts, unique in the job.
+                Default: REPLICA_GROUP_ID.
+            commit: "quorum": all groups take a step or none does. "group": each decides by its own
+                success, which saves a round trip where links are slow.
+            max_retries: raise after this many discarded steps in a row; None: never.
+            max_restarts: how often each replica group is restarted, where ``devices=N`` starts them.
+            heal_allow_objects: let states hold any Python object (pickle): on trusted networks only.
+            token: shared secret that a replica group must show before a peer gives it its state.
+            job_id: keeps two jobs on one lighthouse apart. Default: FT_JOB_ID.
+            group_size: processes a replica group, which live and die together. Default: 1; all
+                devices of a machine with ``num_nodes`` > 1; WORLD_SIZE under torchrun.
+            validation: "replicated": each group validates on all of the data. "sharded" (Trainer
+                only): the groups divide it; metrics are those of all of it, also if a group dies.
+            **kwargs: options of :class:`DDPStrategy` and of torch's DistributedDataParallel.
+        """
+        said = locals()
+        refuse_ddp_options(kwargs)
+        super().__init__(**kwargs)
+        self._options = Options(**{each.name: said[each.name] for each in fields(Options)})
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """The options are known: set up what the strategy keeps."""
+
+    @property
+    def _stock_class(self) -> Any:
+        """The DDPStrategy of the Lightning that this strategy belongs to."""
+        return next(cls for cls in type(self).__mro__ if cls.__name__ == "DDPStrategy")
+
+    # ------------------------------------------------------------------ ranks
+
+    @property
+    def scope(self) -> Scope:
+        """This process's place. Known once the Trainer or the Fabric has been created."""
+        assert self._scope is not None, "the strategy is not attached to a Trainer or a Fabric yet"
+        return self._scope
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        number = self._scope.device if self._scope else 0
+        # All CPUs are one: `devices` need not say how many processes torchrun has started.
+        on_cpu = self.parallel_devices[0].type == "cpu"
+        device: torch.device = self.parallel_devices[0 if on_cpu else number]
+        return device
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this process among those of all configured replica groups."""
+        return self._scope.rank if self._scope else 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes in all configured replica groups."""
+        return self._scope.world_size if self._scope else 1
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this machine among those of the replica group."""
+        return self._scope.node if self._scope else 0
+
+    def _find_scope(self, num_nodes: int) -> None:
+        """Find this process's place in the environment. Raises ValueError."""
+        devices: list[Any] = list(self.parallel_devices or ())
+        size = self._options.group_size
+        if not self._votes_each_step:
+            size = self._one_process(max(size or 1, processes_of_group(os.environ)))
+        scope = resolve(
+            os.environ,
+            devices=len(devices),
+            num_nodes=num_nodes,
+            group_size=size,
+            num_replica_groups=self._options.num_replica_groups,
+            replica_name=self._options.replica_name,
+            lighthouse=self._options.lighthouse,
+        )
+        if scope.device >= len(devices) and devices[0].type != "cpu":
+            raise ValueError(
+                f"this process is to use device number {scope.device} ({ENV_DEVICE} and LOCAL_RANK "
+                f"say so), but there are {len(devices)} device(s): make devices the number of "
+                "processes that are started on this machine"
+            )
+        if scope.group_size > 1 and self._options.commit == "group":
+            raise ValueError(
+                'commit="group" lets each process decide for itself, and the ranks of a replica '
+                'group must decide as one: use commit="quorum", or group_size=1'
+            )
+        timeout = getattr(self, "_timeout", None) or _TIMEOUT
+        self._job = JobOptions.resolve(
+            self._options,
+            name=scope.name,
+            expected_replicas=scope.num_groups,
+            async_quorum=False,
+            group_rank=scope.group_rank,
+            # A supervisor has ranks, and no peers.
+            group_world_size=scope.group_size if scope.role is Role.MEMBER else 1,
+            ranks_hold="copies",
+            store_addr=scope.store_addr,
+            store_port=scope.store_port,
+        )
+        self._in_group = IntraGroup(
+            self._job, life=scope.restarts, timeout_s=timeout.total_seconds()
+        )
+        self._scope = scope
+        self._leader = scope.rank == 0 and scope.restarts == 0
+        act_as_leader(self._leader, scope)
+
+    def _one_process(self, size: int) -> int:
+        if size > 1:
+            raise ValueError(
+                f"{type(self).__name__} trains one process a replica group, not {size}: "
+                "the ranks of a group would have to average gradients among themselves between two "
+                "outer steps; use group_size=1 (under torchrun --nproc-per-node 1), or ft_ddp"
+            )
+        return size
+
+    def _configure_launcher(self) -> None:
+        """Called by Lightning when the Trainer or the Fabric is made."""
+        if self.scope.role is Role.MEMBER:
+            live_with_group(self.scope)
+            self._launcher = None
+        else:
+            self._launcher = SupervisorLauncher(self.scope, self._job, self._options.max_restarts)
+
+    # ------------------------------------------------------------------ the manager
+
+    @property
+    def manager(self) -> Manager | None:
+        """The manager of the training under way or, shut down, of the last one; None before."""
+        return self._manager
+
+    @property
+    def num_participants(self) -> int:
+        """How many processes contribute to the current (or last) step; 0 before the first one.
+        Never waits."""
+        return self.participants
+
+    def _make_manager(self) -> Manager:
+        """The manager of one training. Opens no connection yet."""
+        scope, job = self.scope, self._job
+        job_id = job_of(self._options, scope, ReplicaEnv.read())
+        if job_id is not None:
+            job = replace(job, job_id=job_id)
+        manager = Manager.from_options(process_group_for(self.root_device, job.timeout_s), job)
+        if scope.event_log and scope.group_rank == 0:
+            self._sink = JsonlSink(Path(scope.event_log), name=scope.name)
+            manager.telemetry.add_sink(self._sink)
+        manager.register_schema("replica groups", str(scope.num_groups))
+        manager.register_schema("processes a replica group", str(scope.group_size))
+        return manager
+
+    def _on_quorum(self) -> bool:
+        """Membership may have changed, and with it the leader. False: there is no quorum now."""
+        assert self._manager is not None
+        try:
+            self.participants = self._manager.num_participants()
+            self._leader = self._manager.participating_rank() == 0
+        except QuorumUnavailable:
+            return False  # the attempt has failed already; the next one tells
+        act_as_leader(self._leader, self.scope)
+        report_joined(os.environ, self.scope.number)
+        return True
+
+
+def act_as_leader(leader: bool, scope: Scope) -> None:
+    """Set the rank by which Lightning's loggers and messages go: rank 0 writes and prints."""
+    rank: Any = rank_zero_only
+    # Others must differ from each other, too: seeds of data loader workers follow from it.
+    rank.rank = 0 if leader else scope.rank or scope.world_size
