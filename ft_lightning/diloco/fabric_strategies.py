@@ -21,9 +21,8 @@ from typing import Any
 
 from torch import nn
 
-from ft_lightning.diloco import equal_state as diloco_state
-from ft_lightning.diloco.arguments import DiLoCoArguments, LocalSGDArguments
-from ft_lightning.diloco.inner_driver import InnerSteps
+from ft_lightning.diloco import inner_steps
+from ft_lightning.diloco.inner_steps import DiLoCoArguments, InnerSteps, LocalSGDArguments
 from ft_lightning.fabric.fabric_step import FabricStepMixin
 from ft_lightning.fabric.fabric_strategy import FTFabricMixin
 
@@ -91,11 +90,11 @@ class FabricPeriodicMixin(FTFabricMixin):
         if not self._entered:
             yield
             return
-        before = diloco_state.show_global(self._whole(), self.algorithm)
+        before = inner_steps.show_global(self._whole(), self.algorithm)
         try:
             yield
         finally:
-            diloco_state.put_back(self._whole(), before)
+            inner_steps.put_back(self._whole(), before)
 
     def epochs(self, total: int) -> Iterator[int]:
         """As FTDDPStrategy's; after the last one, `finish`."""
@@ -185,7 +184,7 @@ class FabricPeriodicMixin(FTFabricMixin):
         if self._entered:
             self._entered = self._stepped = False
             self.algorithm.__exit__(None if error is None else type(error), error, None)
-            diloco_state.show_global(self._whole(), self.algorithm)
+            inner_steps.show_global(self._whole(), self.algorithm)
 
     # ------------------------------------------------------------------ heal
 
@@ -197,11 +196,11 @@ class FabricPeriodicMixin(FTFabricMixin):
         del state["models"]
         state["optimizers"] = [o.state_dict()["param_groups"] for o in self._optimizers]
         state["local_step"] = self.algorithm.local_step
-        packed: dict[str, Any] = diloco_state.pack(state)
+        packed: dict[str, Any] = inner_steps.pack(state)
         return packed
 
     def _load(self, packed: dict[str, Any]) -> None:
-        state = diloco_state.unpack(packed)
+        state = inner_steps.unpack(packed)
         groups = zip(state["optimizers"], self._optimizers, strict=True)
         # A peer's learning rates, but the own moments; the models are the algorithm's.
         state["optimizers"] = [

@@ -1,4 +1,7 @@
-"""`all_reduce`, `all_gather` and `barrier` of a Fabric: agreements of their own.
+"""What a Fabric is told about ranks, and how far its collectives reach.
+
+`world_size` and `global_rank` are those of the configured replica groups, as for a Trainer.
+`all_reduce`, `all_gather` and `barrier` are agreements of their own.
 
 In a training under way (in a step, after it, in a validation, at an epoch's end) each call is an
 agreement: a step of the manager's without an update, repeated until it is committed, so that all
@@ -16,29 +19,38 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ft_core.collectives.agreement import agree, exchange_headers
-from ft_lightning.fabric.fabric_window import Where, Window
-from ft_lightning.fabric.fabric_world import FabricScopedMixin
+from ft_core.environment import ENV_REPLICA_GROUP
+from ft_lightning.fabric.loop_position import Where, Window
 from ft_lightning.shared.step_collectives import gather_in_step, reduce_in_step
+from ft_lightning.shared.strategy_base import StrategyBase
+from ft_lightning.shared.topology import ENV_NODE
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import DDPStrategy as _Base
+else:
+    _Base = object
 
 log = logging.getLogger("ft_lightning")
 
 _PATIENCE = 4
-"""Timeouts that a peer may be late at a round: the lighthouse evicts who hangs before."""
+"""Timeouts that a peer may be late at a round. The lighthouse evicts one that hangs before that."""
 
 Call = tuple[str, str, list[int], str]
 """What is called: its name, dtype, shape, and how it reduces. Plain values: it travels."""
 
 
-class FabricAgreementsMixin(FabricScopedMixin):
-    """The part of the strategy that reduces."""
+class FabricAgreementsMixin(StrategyBase, _Base):
+    """The part of the strategy that answers questions about ranks, and reduces."""
 
     _window: Window
     _wrapped: list[Any]
@@ -48,6 +60,33 @@ class FabricAgreementsMixin(FabricScopedMixin):
     _round_of: Call | None = None
     _visit: Call | None = None
     _warned = False
+
+    # ------------------------------------------------------------------ ranks
+
+    @property
+    def local_rank(self) -> int:
+        """Number of the process's device on this machine: 0 prints (`fabric.print`)."""
+        return self._scope.device if self._scope else 0
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process is the leader: the first of those that take part; it saves."""
+        return self._leader
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _set_world_ranks(self) -> None:
+        """Called by Fabric's connector when the Fabric is made."""
+        if self._scope is None:
+            if _started_by_cli(os.environ):
+                _leave_torchrun()
+            self._find_scope(self._num_nodes)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Within the replica group: from its rank number `src`."""
+        return obj if self._scope is None else self._in_group.broadcast(obj, src)
 
     # ------------------------------------------------------------------ what Fabric calls
 
@@ -244,3 +283,26 @@ def _name_of(op: Any) -> str:
 def _number(text: str) -> int:
     """A text as a number of 56 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+_OF_TORCHRUN = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
+def _started_by_cli(env: Mapping[str, str]) -> bool:
+    """Whether `fabric run` has had torchrun start this process, one of several."""
+    several = env.get("WORLD_SIZE", "1") != "1" and "TORCHELASTIC_RUN_ID" in env
+    return env.get("LT_CLI_USED") == "1" and several and ENV_REPLICA_GROUP not in env
+
+
+def _leave_torchrun() -> None:
+    """Of the processes that torchrun has started on this machine, the first one goes on, to look
+    after the replica groups, and the others end: torchrun ends all when one dies."""
+    if os.environ.get("LOCAL_RANK") != "0":
+        raise SystemExit(0)
+    os.environ[ENV_NODE] = os.environ.get("GROUP_RANK", "0")
+    for name in list(os.environ):
+        if name in _OF_TORCHRUN or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]

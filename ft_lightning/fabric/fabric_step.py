@@ -9,7 +9,7 @@
 
 So the loop sees each batch once, whatever happens to other groups. A group that heals away from the
 batch at hand finishes this pass of its loop without effect, and its loader goes to the peers' place
-(`fabric_window.py`). With data that Fabric does not know a window begins at the forward.
+(`loop_position.py`). With data that Fabric does not know a window begins at the forward.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from ft_core.errors import GroupLeft
 from ft_core.launch.sigterm import Sigterm
 from ft_core.replica.status import Participation
 from ft_lightning.fabric.fabric_agreements import FabricAgreementsMixin
-from ft_lightning.fabric.fabric_data import LoaderPlace, Progress
-from ft_lightning.fabric.fabric_window import Where, Window
+from ft_lightning.fabric.loop_position import LoaderPlace, Progress, Where, Window
 
 
 class FabricStepMixin(FabricAgreementsMixin):

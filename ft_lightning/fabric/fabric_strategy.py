@@ -21,9 +21,8 @@ from torch import nn
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.heal import digest
 from ft_core.manager import Manager
-from ft_lightning.fabric.fabric_data import LoaderPlace, follow, is_placeable
 from ft_lightning.fabric.fabric_step import FabricStepMixin
-from ft_lightning.fabric.fabric_window import Where, WindowPlace
+from ft_lightning.fabric.loop_position import LoaderPlace, Where, WindowPlace, follow, is_placeable
 from ft_lightning.shared.launcher import SupervisorLauncher
 from ft_lightning.shared.registration import NAME
 from ft_lightning.shared.strategy_base import refuse_lbfgs

@@ -9,6 +9,10 @@ Replica groups join where a batch begins, not in the middle of Lightning's hooks
 let in while its peers are at an agreement is told so in place of a state: it contributes nothing
 and joins again. A group that finds at an agreement of its own that it is behind goes on alone to
 the next batch, and heals there.
+
+Some of them happen where a strategy has no hook: two callbacks of ours make those. Lightning calls
+callbacks that decide by an epoch's metrics (EarlyStopping and checkpoints) after all others and
+after the module's own `on_train_epoch_end`, by their class. So ours are of such a class, too.
 """
 
 from __future__ import annotations
@@ -125,3 +129,72 @@ class Rounds:
 
 def _names(meta: Any) -> tuple[str, ...]:
     return meta.name, meta.forked_name(False)
+
+
+# ---------------------------------------------------------------------- where they happen
+
+
+def make_callbacks(
+    early_stopping: type, adopt_fetcher: Callable[[], None], rounds: Rounds, decisions: Decisions
+) -> tuple[Any, Any]:
+    """(one to be the first in the Trainer's list, one to be the last).
+
+    `early_stopping`: the class of the Lightning that is used. `adopt_fetcher()`: the data fetcher
+    of a new epoch is to be ours before it is used.
+    """
+
+    def first_epoch_start(self: Any, trainer: Any, module: Any) -> None:
+        adopt_fetcher()
+
+    def first_validation_epoch_end(self: Any, trainer: Any, module: Any) -> None:
+        rounds.meet()
+
+    def first_validation_end(self: Any, trainer: Any, module: Any) -> None:
+        rounds.validation_metrics()
+
+    def first_epoch_end(self: Any, trainer: Any, module: Any) -> None:
+        rounds.epoch_metrics()
+
+    def last_validation_end(self: Any, trainer: Any, module: Any) -> None:
+        decisions.validated()
+        rounds.stop()
+
+    def last_epoch_end(self: Any, trainer: Any, module: Any) -> None:
+        rounds.stop()
+
+    first = {
+        "on_train_epoch_start": first_epoch_start,
+        "on_validation_epoch_end": first_validation_epoch_end,
+        "on_validation_end": first_validation_end,
+        "on_train_epoch_end": first_epoch_end,
+    }
+    last = {
+        "on_train_epoch_start": first_epoch_start,  # a callback may have made another fetcher
+        "on_validation_end": last_validation_end,
+        "on_train_epoch_end": last_epoch_end,
+    }
+    return _callback("First", early_stopping, first), _callback("Last", early_stopping, last)
+
+
+def _callback(name: str, base: type, hooks: dict[str, Any]) -> Any:
+    """Nothing of `base` but its class: no monitor, no state."""
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def state(self: Any) -> dict[str, Any]:
+        return {}
+
+    members = {
+        "_ft_internal": True,
+        "__init__": nothing,
+        "monitor": None,
+        "state_key": f"ft_lightning.{name}",
+        "setup": nothing,
+        "state_dict": state,
+        "load_state_dict": nothing,
+        "on_validation_end": nothing,
+        "on_train_epoch_end": nothing,
+        **hooks,
+    }
+    return type(f"_FT{name}", (base,), members)()

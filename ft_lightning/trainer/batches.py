@@ -1,13 +1,21 @@
-"""The training data at the right place: the boundary before each batch, and jumps within an epoch.
+"""Where a Trainer is in its run: its training data, and the loops' counters.
 
-Two objects of Lightning get a subclass of their own class while a fit lasts (both are undone by
-`Batches.release`):
+Two objects of Lightning get a subclass of their own class while a fit lasts. `Batches.release` undoes
+both:
 
 - the data fetcher calls `at_boundary` before it fetches. There a step begins and a replica group
   heals: counters are whole, and batch, batch index and "last batch" that Lightning computes next
   are already those of the healed position. (At `on_train_batch_start` they would be stale.)
 - the sampler of batches can be told to leave out the first n, which costs index arithmetic only,
   whatever sampler or batch sampler the user chose; or which batches to give (`validation.py`).
+
+Lightning counts a batch in four stages (ready, started, processed, completed) while it works on it,
+so raw counters say *where in the code* a Trainer is, too. A state may be asked for at two places: at
+the boundary before the first batch of a step is fetched, and at the end of backward, when a discarded
+step is tried again. What travels always has the form of the boundary.
+
+Reads and writes attributes of Lightning 2.6 that are not public. `check_counters` says in one
+sentence if they have moved.
 """
 
 from __future__ import annotations
@@ -21,7 +29,6 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ft_core.heal import UnsupportedObjectError, pack
-from ft_lightning.trainer import loop_counters as position
 
 log = logging.getLogger("ft_lightning")
 
@@ -100,8 +107,8 @@ class Batches:
         """Have `at_boundary` called before each of its batches."""
         if hasattr(fetcher, "iterator_wrapper"):
             raise ValueError(
-                "ft_ddp does not support training_step(self, dataloader_iter): a discarded step "
-                "is tried again with the same batch; take (self, batch, batch_idx)"
+                "ft_ddp does not support training_step(self, dataloader_iter): a step begins where "
+                "Lightning fetches a batch; take (self, batch, batch_idx)"
             )
         if not adopted(fetcher):
             self.adopt(fetcher, _announcing(self.at_boundary))
@@ -145,11 +152,11 @@ class Batches:
         `states`: of a peer that is there, or empty.
         """
         fit_loop = trainer.fit_loop
-        done = position.batches_done(trainer)
+        done = batches_done(trainer)
         loaders = fit_loop._combined_loader.flattened
         self._marked = list(states)
         for loader, state in zip_longest(loaders, states[: len(loaders)]):
-            self._set_sampler_epoch(loader, position.epoch(trainer))
+            self._set_sampler_epoch(loader, epochs_done(trainer))
             sampler, owner = self.index_sampler(loader), self._stateful(loader)
             if sampler is not None:
                 # A shorter loader may have started over within the epoch.
@@ -185,7 +192,7 @@ class Batches:
         return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
     def _stateful(self, loader: Any) -> Any | None:
-        """Who keeps the place in a stream: its loader, or a dataset that is read in this process.
+        """What keeps the place in a stream: its loader, or a dataset that is read in this process.
 
         As in Lightning's checkpoints the state is one for all shards: how far, not of what.
         """
@@ -204,3 +211,79 @@ class Batches:
                 "or not at all in this epoch",
                 type(loader).__name__,
             )
+
+
+# ---------------------------------------------------------------------- counters
+
+BATCHES = "epoch_loop.batch_progress"
+STEPS = "epoch_loop.automatic_optimization.optim_progress"
+UPDATES = "epoch_loop.manual_optimization.optim_step_progress"
+PARTS = ("total", "current")
+
+
+def check_counters(trainer: Any) -> None:
+    """Raise RuntimeError unless this Lightning keeps its counters where we look for them."""
+    try:
+        state = trainer.fit_loop.state_dict()
+        for part in PARTS:
+            _ = state[BATCHES][part]["ready"], state[BATCHES][part]["started"]
+            _ = state[STEPS]["optimizer"]["step"][part]["ready"]
+            _ = state[UPDATES][part]["ready"], state[UPDATES][part]["completed"]
+            _ = state["epoch_progress"][part]["processed"]
+        loop = trainer.fit_loop.epoch_loop
+        _ = loop._batches_that_stepped, loop._should_accumulate, trainer.fit_loop._combined_loader
+        _ = trainer._checkpoint_connector.dump_checkpoint, trainer.fit_loop._data_fetcher
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RuntimeError(
+            f"this version of Lightning keeps its loop state in another way ({error!r}): use the "
+            "versions that ft_lightning was tested with (2.6)"
+        ) from error
+
+
+def capture_counters(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
+    """The fit loop's state as of the boundary at which the current step began. Plain values.
+
+    `batches`: of the step under way, where the Trainer computes the last of them; 0 at the boundary.
+    """
+    state: dict[str, Any] = trainer.fit_loop.state_dict()
+    # Data has ways of its own to its place (`Batches.jump`).
+    state.get("state_dict", {}).pop("combined_loader", None)
+    state[BATCHES]["is_last_batch"] = False
+    for part in PARTS if batches else ():
+        counts = state[BATCHES][part]
+        counts["ready"] -= batches
+        counts["started"] -= batches
+        counts["processed"] -= batches - 1
+        counts["completed"] -= batches - 1
+        for steps in (state[STEPS]["optimizer"]["step"][part], state[UPDATES][part]):
+            steps["ready"] = steps["completed"]
+    return state
+
+
+def settle_counters(trainer: Any) -> None:
+    """Make the loops go on from a captured state that they have loaded.
+
+    They would take it for a restart otherwise, and skip or repeat parts of an epoch.
+    """
+    fit_loop = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+    for loop in (
+        fit_loop,
+        epoch_loop,
+        epoch_loop.val_loop,
+        epoch_loop.automatic_optimization,
+        epoch_loop.manual_optimization,
+    ):
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+
+
+def epochs_done(trainer: Any) -> int:
+    """Epochs done: what samplers are seeded with."""
+    done: int = trainer.fit_loop.epoch_progress.current.processed
+    return done
+
+
+def batches_done(trainer: Any) -> int:
+    """Batches of this epoch before the one that is fetched next (at the boundary)."""
+    done: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return done

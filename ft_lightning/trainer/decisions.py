@@ -33,7 +33,6 @@ from typing import Any
 import msgpack
 import torch
 
-from ft_lightning.trainer import loop_counters as position
 from ft_lightning.trainer.batches import adopt, release
 
 log = logging.getLogger("ft_lightning")
@@ -152,7 +151,8 @@ class Decisions:
         )
         place = [trainer.global_step, number]
         if self._aligned:
-            place += position.place(trainer)
+            loop = trainer.fit_loop
+            place += [loop.epoch_progress.current.processed, loop.epoch_loop.batch_idx]
         return [hyperparameters, digest(place)]
 
     # ------------------------------------------------------------------ validation by the clock

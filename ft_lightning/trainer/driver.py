@@ -49,8 +49,7 @@ from ft_lightning.shared.step_collectives import (
     zero_loss,
 )
 from ft_lightning.trainer import healing
-from ft_lightning.trainer import loop_counters as position
-from ft_lightning.trainer.batches import Batches
+from ft_lightning.trainer.batches import Batches, epochs_done
 from ft_lightning.trainer.decisions import Decisions
 
 log = logging.getLogger("ft_lightning")
@@ -410,7 +409,7 @@ class StepDriver:
         """Go to a peer's place in epoch and data."""
         trainer = self._trainer
         epoch_before = healing.restore(trainer, state)
-        if position.epoch(trainer) != epoch_before:
+        if epochs_done(trainer) != epoch_before:
             # What was gathered for the epoch that this group was in is not of this one.
             trainer.fit_loop.epoch_loop._results.reset()
             self._hooks("on_train_epoch_start")

@@ -16,7 +16,12 @@ from ft_core.config import JobOptions
 from ft_core.heal import digest
 from ft_core.shell.intra_group import IntraGroup
 from ft_lightning.trainer import leader
-from ft_lightning.trainer import loop_counters as position
+from ft_lightning.trainer.batches import (
+    batches_done,
+    capture_counters,
+    epochs_done,
+    settle_counters,
+)
 
 log = logging.getLogger("ft_lightning")
 
@@ -51,7 +56,7 @@ def begin(trainer: Any, in_group: IntraGroup, options: JobOptions) -> str:
 def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
     """The state as of the boundary at which the current step began. The loop's thread only.
 
-    Tensors are the live ones: the caller copies. `batches`: as in `loop_counters.capture`.
+    Tensors are the live ones: the caller copies. `batches`: as in `capture_counters`.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for owner in (trainer.lightning_module, trainer.datamodule):
@@ -59,7 +64,7 @@ def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
             # The target has its own; they may hold anything, and restoring does not read them.
             for key in ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_TYPE"):
                 checkpoint.pop(getattr(owner, key, key), None)
-    checkpoint["loops"] = {"fit_loop": position.capture(trainer, batches=batches)}
+    checkpoint["loops"] = {"fit_loop": capture_counters(trainer, batches=batches)}
     metrics = {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for name, value in trainer.callback_metrics.items()
@@ -91,7 +96,7 @@ def restore(trainer: Any, state: dict[str, Any]) -> int:
 
     Returns the epoch that the Trainer was in before. Does not touch the data: see `Batches.jump`.
     """
-    epoch_before = position.epoch(trainer)
+    epoch_before = epochs_done(trainer)
     checkpoint = state["checkpoint"]
     _adopt_directories(trainer, checkpoint.get("callbacks", {}))
     connector = trainer._checkpoint_connector
@@ -103,14 +108,14 @@ def restore(trainer: Any, state: dict[str, Any]) -> int:
         connector.restore_training_state()
     finally:
         connector._loaded_checkpoint = {}
-    position.settle(trainer)
+    settle_counters(trainer)
     trainer.should_stop = state["should_stop"]
     leader.adopt_directories(trainer, state["logs"])
     trainer.callback_metrics.update(state["metrics"])
     log.info(
         "healed: epoch %s, batch %s, global step %s",
         trainer.current_epoch,
-        position.batches_done(trainer),
+        batches_done(trainer),
         trainer.global_step,
     )
     return epoch_before

@@ -7,20 +7,32 @@
 | in a quorum | the first participant (`FTDDPMixin._on_quorum`) | the same |
 | after a fit without a quorum | group 0: no other has done more | the same |
 
-What the one before has written stays.
+What the leader before has written stays.
+
+A checkpoint file is written whole or not at all, with the manager's position inside. A full disk must
+not end a training that survives the loss of machines: a save that fails is logged, and as long as
+the newest file is missing, no file that it was to replace is removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from ft_core.manager import Manager
 from ft_lightning.shared.strategy_base import act_as_leader
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.batches import adopt, release
-from ft_lightning.trainer.hooks import refuse_search
+from lighthouse.files import replace_whole
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
 
 log = logging.getLogger("ft_lightning")
 
@@ -52,7 +64,7 @@ def before_quorum(trainer: Any, scope: Scope, dummy: Any) -> bool:
 
 
 def in_quorum(trainer: Any, scope: Scope, leads: bool) -> None:
-    """Who leads is known, for the first time or anew."""
+    """The leader is known, for the first time or anew."""
     act_as_leader(leads, scope)
     _release(trainer)
 
@@ -67,6 +79,25 @@ def without_quorum(trainer: Any, scope: Scope) -> bool:
     leads = scope.index == 0 and scope.group_rank == 0 and not risky
     act_as_leader(leads, scope)
     return leads
+
+
+def searching(trainer: Any) -> bool:
+    """Whether the learning rate finder trains, before the fit: with a callback of its own only."""
+    return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
+
+
+def refuse_search(trainer: Any, *, outer: bool = False) -> None:
+    """Several groups would find several rates; and `outer` steps begin once. Raises ValueError."""
+    if any(
+        cls.__name__ == "LearningRateFinder" for c in trainer.callbacks for cls in type(c).mro()
+    ):
+        raise ValueError(
+            "LocalSGD and DiLoCo cannot find a learning rate, which is one of their inner steps: run "
+            "the finder in a Trainer with devices=1 and another strategy first"
+            if outer
+            else "ft_ddp finds a learning rate with one replica group only, whose losses decide: run "
+            "the finder in a Trainer with devices=1 first, and give the rate to all"
+        )
 
 
 def _release(trainer: Any) -> None:
@@ -139,10 +170,7 @@ def keep_metrics(logger: Any) -> None:
 
 def directories(trainer: Any) -> list[Any]:
     """Which version of its directory each logger writes to; None: it has no such thing."""
-    return [
-        logger.version if _has_version(logger) else None
-        for logger in trainer.loggers
-    ]  # fmt: skip
+    return [each.version if _has_version(each) else None for each in trainer.loggers]
 
 
 def adopt_directories(trainer: Any, versions: list[Any]) -> None:
@@ -155,3 +183,96 @@ def adopt_directories(trainer: Any, versions: list[Any]) -> None:
 def _has_version(logger: Any) -> bool:
     names = ("_version", "_experiment")
     return all(name in vars(logger) for name in names) and hasattr(logger, "log_dir")
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+KEY = "ft_lightning"
+"""Where a checkpoint holds `Manager.state_dict()`."""
+
+_LIVE = (
+    "_manager", "_driver", "_batches", "_decisions", "_rounds", "_sink", "_prepare_lock", "_sigterm",
+)  # fmt: skip
+"""Attributes of the strategy that belong to a fit under way."""
+
+
+class Checkpoints:
+    """The checkpoint files of one strategy. Thread: the one that saves."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+        """Saves in a row that failed."""
+        self.loaded: dict[str, Any] = {}
+        """The manager's part of the checkpoint that was loaded last."""
+
+    def save(
+        self, io: Any, checkpoint: dict[str, Any], path: Any, options: Any, *, plain: bool
+    ) -> bool:
+        """Write through Lightning's `CheckpointIO`; whether it worked.
+
+        `plain`: it writes one file, and now. On a disk of this machine that file is written whole:
+        a process that dies meanwhile leaves no half file under the right name.
+        """
+        whole = plain and "://" not in str(path)
+        try:
+            with replace_whole(path) if whole else contextlib.nullcontext(path) as target:
+                io.save_checkpoint(checkpoint, target, storage_options=options)
+        except Exception as error:  # a storage's own errors are of any kind
+            self.failed += 1
+            log.warning("checkpoint %s could not be saved (%s): training goes on", path, error)
+            return False
+        self.failed = 0
+        return True
+
+    def may_remove(self, path: Any) -> bool:
+        """Whether a file that a newer one was to replace may go."""
+        if self.failed:
+            log.warning("checkpoint %s is kept: the newer one could not be saved", path)
+        return not self.failed
+
+    def take(self, checkpoint: dict[str, Any]) -> None:
+        """Take the manager's part out of a checkpoint that was loaded: hooks see their own."""
+        self.loaded = dict(checkpoint.pop(KEY, None) or {})
+
+
+class CheckpointMixin(_Base):
+    """The part of the strategy that saves and loads."""
+
+    _manager: Manager | None
+    _from: Callable[[str], Any]
+    _saved: Checkpoints | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a Trainer, or of what refers to one, has no fit under way: sockets, threads
+        and what works with them stay with this one."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
+        dead = {name: None for name in _LIVE if name in state}
+        return {**state, **dead, "_model": self.lightning_module}  # without its wrapper
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        if self._saved is None:
+            self._saved = Checkpoints()
+        return self._saved
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Called on all; the leader writes. A failure is logged, and the training goes on."""
+        if not self.is_global_zero:
+            return
+        if self._manager is not None:
+            # In a copy: hooks may have kept theirs, and look at it.
+            checkpoint = {**checkpoint, KEY: self._manager.state_dict()}
+        io = self.checkpoint_io
+        plain = isinstance(io, self._from("plugins.io").TorchCheckpointIO)
+        self._checkpoints.save(io, checkpoint, filepath, storage_options, plain=plain)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero and self._checkpoints.may_remove(filepath):
+            super().remove_checkpoint(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._checkpoints.take(checkpoint)
+        return checkpoint

@@ -12,11 +12,9 @@ import torch
 
 from ft_lightning.shared.registration import DESCRIPTION, NAME
 from ft_lightning.shared.strategy_base import refuse_lbfgs
-from ft_lightning.trainer import healing, hooks, leader
-from ft_lightning.trainer import loop_counters as position
-from ft_lightning.trainer.agreements import Rounds
-from ft_lightning.trainer.batches import Batches
-from ft_lightning.trainer.checkpoint_files import CheckpointMixin
+from ft_lightning.trainer import healing, leader
+from ft_lightning.trainer.agreements import Rounds, make_callbacks
+from ft_lightning.trainer.batches import Batches, check_counters
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
 from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
@@ -24,7 +22,7 @@ from ft_lightning.trainer.validation import Validation
 from ft_lightning.trainer.world_view import ScopedMixin, lock_machine, schema
 
 
-class FTDDPMixin(CheckpointMixin, ScopedMixin):
+class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
     """Strategy for data-parallel training that survives the loss of processes.
 
     Each replica group (one process, or several) holds the whole model and may die at any time; the
@@ -84,7 +82,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         if trainer.state.fn != "fit":
             super(self._stock_class, self).setup(trainer)
             return
-        position.check(trainer)
+        check_counters(trainer)
         self._shut_down()
         self._batches = Batches(self._from("fabric.utilities.data")._set_sampler_epoch)
         self._manager = self._make_manager()
@@ -107,7 +105,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
         if self._votes_each_step:
             self._manager.preallocate_state(*self.optimizers)
         stopping = self._from("callbacks").EarlyStopping
-        first, last = hooks.make(stopping, self._adopt_fetcher, self._rounds, self._decisions)
+        first, last = make_callbacks(stopping, self._adopt_fetcher, self._rounds, self._decisions)
         self._callbacks, trainer.callbacks[:] = (first, last), [first, *trainer.callbacks, last]
 
     def _make_driver(self, trainer: Any) -> Any:
@@ -224,7 +222,7 @@ class FTDDPMixin(CheckpointMixin, ScopedMixin):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        if not hooks.searching(self._trainer):
+        if not leader.searching(self._trainer):
             # Before user code that follows the fit: peers must not wait for it.
             self._shut_down(finished=True)
 

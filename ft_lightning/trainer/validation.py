@@ -1,7 +1,31 @@
 """Validation divided over the replica groups: `FTDDPStrategy(validation="sharded")`.
 
-`validation_split.py` says which member takes which batches, and why each counts once if members die.
-Here that meets Lightning, whose validation loop gets a subclass of its own class while a fit lasts:
+A validation set is a list of batches, numbered from 0, equal in all replica groups. Members of a
+quorum divide it so that each batch counts exactly once, also if members die:
+
+1. *Begin.* An agreement (a step without an update, `agreements.py`) is committed. All participants
+   know the same list of missing batches (at first: all), their number n and their rank among them.
+   Member k of n takes the missing batches at places k, k + n, k + 2n, ... of that list.
+2. *Compute.* Each member adds the results of its share to what it holds. What it holds is the sum
+   over a set of batches that it knows by number: what it has *done*.
+3. *Tally.* In another agreement each member shows what it has done and what it holds. Batches that
+   no participant has done are missing: they are shared out as in 1, and 2 and 3 follow again.
+4. *Final.* None is missing: the result is the sum over what all hold, and all have it, as all have
+   seen the same and add in the order of ranks.
+
+Why each batch counts once. No member computes a batch that a committed agreement did not give it,
+and a committed agreement gives a batch to one member: so what members have done never overlaps. An
+agreement that is not committed changes nothing and is repeated. A member that dies before the tally
+takes what it holds along: its batches are in no set, so they are missing. One that dies after it
+has been counted.
+
+A group that joins meanwhile contributes nothing to agreements (no rank, nothing done). One that
+fell behind (evicted, and back) is in no agreement any more: it computes what it has not done,
+alone, so that what it holds is the whole set, and heals at the next batch.
+
+It ends: each tally that finds batches missing has lost a member since the agreement before it.
+
+Lightning's validation loop gets a subclass of its own class while a fit lasts:
 
 - before its loaders start, a round agrees on the batches there are (index lists of the samplers:
   the same on all, or nothing is divided) and on the shares;
@@ -24,7 +48,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -32,14 +56,35 @@ import msgpack
 from torch.utils.data import DataLoader
 
 from ft_lightning.trainer import logged_totals
-from ft_lightning.trainer import loop_counters as position
-from ft_lightning.trainer import validation_split as shares
 from ft_lightning.trainer.agreements import Rounds
-from ft_lightning.trainer.batches import Batches, adopt
+from ft_lightning.trainer.batches import Batches, adopt, epochs_done
 
 log = logging.getLogger("ft_lightning")
 
 BATCH_HOOKS = ("validation_step", "on_validation_batch_start", "on_validation_batch_end")
+
+
+def share(missing: Sequence[int], rank: int, members: int) -> list[int]:
+    """The batches out of `missing` that member `rank` of `members` takes, in order.
+
+    As even as can be: shares differ by one batch at most. May be empty.
+    """
+    assert 0 <= rank < members
+    return list(missing[rank::members])
+
+
+def batches_missing(batches: int, done: Sequence[Iterable[int]]) -> list[int]:
+    """Batches out of `batches` that no set in `done` (one a member) holds, in order.
+
+    The sets must not overlap, and hold nothing else: AssertionError.
+    """
+    left, counted = set(range(batches)), 0
+    for own in done:
+        numbers = set(own)
+        counted += len(numbers)
+        left -= numbers
+    assert batches - len(left) == counted, "a batch was validated by two, or is none of the set"
+    return sorted(left)
 
 
 class Validation:
@@ -134,7 +179,7 @@ class Validation:
 
     def _take(self, missing: Any, rank: int, members: int) -> None:
         """My share of `missing` is to be given out next."""
-        self._todo.extend(shares.share(missing, rank, members))
+        self._todo.extend(share(missing, rank, members))
         chosen: list[list[Any]] = [[] for _ in self._indices]
         for number in self._todo:
             loader, index = self._places[number]
@@ -151,14 +196,14 @@ class Validation:
             result = self._rounds.gather(mine)
             if result is not None:
                 members, rank = result
-                missing = shares.missing(total, [member["done"] for member in members])
+                missing = batches_missing(total, [member["done"] for member in members])
                 if missing:
                     log.info("validation: %s batches of others are done again", len(missing))
                     self._take(missing, rank, len(members))
                     return True
                 self._put(members)
         if self._alone or result is None:
-            missing = shares.missing(total, [self._done])
+            missing = batches_missing(total, [self._done])
             if missing:
                 log.warning("left behind in a validation: this group does the rest alone")
                 self._alone = True
@@ -230,7 +275,7 @@ class Validation:
         found: list[list[Any]] = []
         for loader, limit in zip(combined.flattened, self._loop.max_batches, strict=True):
             self._batches.adopt_loader(loader)
-            self._batches.set_epoch(loader, position.epoch(self._trainer))
+            self._batches.set_epoch(loader, epochs_done(self._trainer))
             sampler = self._batches.index_sampler(loader)
             if sampler is None:
                 return None

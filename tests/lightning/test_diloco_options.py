@@ -14,7 +14,7 @@ from torch import nn
 
 import ft_lightning
 from ft_core.diloco.diloco import DiLoCo
-from ft_lightning.diloco import equal_state as diloco_state
+from ft_lightning.diloco import inner_steps
 
 YAML = """
 trainer:
@@ -89,13 +89,13 @@ def test_refused_before_the_first_step(options: dict[str, Any], sentence: str) -
 
 def test_what_travels_is_unchanged() -> None:
     tree = {"a": [torch.arange(3), (torch.tensor(2.5, dtype=torch.bfloat16), "x")], "b": None}
-    there = diloco_state.unpack(diloco_state.pack(tree))
+    there = inner_steps.unpack(inner_steps.pack(tree))
     assert there["a"][0].equal(tree["a"][0])
     assert there["a"][1][0].equal(tree["a"][1][0])
     assert there["a"][1][0].dtype == torch.bfloat16
     assert there["a"][1][1:] == ("x",)
     assert there["b"] is None
-    assert diloco_state.unpack(diloco_state.pack(torch.empty(0, 4))).shape == (0, 4)
+    assert inner_steps.unpack(inner_steps.pack(torch.empty(0, 4))).shape == (0, 4)
 
 
 def test_global_values_are_shown_and_the_own_put_back() -> None:
@@ -107,12 +107,12 @@ def test_global_values_are_shown_and_the_own_put_back() -> None:
     layer = nn.Linear(2, 2)
     module = nn.Sequential(layer, layer)  # tied
     own = layer.weight.detach().clone()
-    before = diloco_state.show_global(module, Known())
+    before = inner_steps.show_global(module, Known())
     assert module[1].weight.equal(torch.ones(2, 2))
-    assert set(diloco_state.global_values(module, Known())) == {
+    assert set(inner_steps.global_values(module, Known())) == {
         "0.weight", "0.bias", "1.weight", "1.bias",
     }  # fmt: skip
-    diloco_state.put_back(module, before)
+    inner_steps.put_back(module, before)
     assert layer.weight.equal(own)
     assert DiLoCo.KEY == "diloco"
 

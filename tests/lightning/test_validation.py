@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from torchmetrics.retrieval import RetrievalMAP
 
 from ft_lightning.trainer import logged_totals
-from ft_lightning.trainer import validation_split as shares
+from ft_lightning.trainer.validation import batches_missing, share
 
 
 @given(
@@ -35,14 +35,14 @@ def test_each_batch_counts_once_whoever_dies(
     while True:
         sizes = []
         for rank, own in enumerate(done.values()):
-            mine = shares.share(missing, rank, len(done))
+            mine = share(missing, rank, len(done))
             sizes.append(len(mine))
             own += mine
         assert max(sizes) - min(sizes) <= 1
         for index in deaths.pop() if deaths else []:
             if len(done) > 1:  # with all it holds, the share just done too
                 del done[list(done)[index % len(done)]]
-        missing = shares.missing(batches, list(done.values()))
+        missing = batches_missing(batches, list(done.values()))
         tallies += 1
         if not missing:
             break
@@ -53,7 +53,7 @@ def test_each_batch_counts_once_whoever_dies(
 
 def test_a_batch_that_two_have_done_is_our_own_fault() -> None:
     with pytest.raises(AssertionError, match="validated by two"):
-        shares.missing(3, [[0, 1], [1, 2]])
+        batches_missing(3, [[0, 1], [1, 2]])
 
 
 def test_tensors_travel_as_they_are() -> None:
