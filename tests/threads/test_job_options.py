@@ -23,6 +23,7 @@ from ft_core.launch.rank_group import free_port
 from ft_lightning.shared.strategy_base import Options
 from lighthouse.client import Connection, new_identity
 from lighthouse.errors import JoinRefused
+from tests.waiting import PATIENCE_S
 
 from .cluster import Replica, lighthouse, replicas
 
@@ -174,6 +175,64 @@ def test_quorum_timeout_bounds_the_wait_for_a_quorum() -> None:
         a.close()
 
 
+def test_a_job_is_known_by_its_id() -> None:
+    with lighthouse() as server:
+        lives = [Replica(server, "r0", job_id=job_id) for job_id in ("one", "two")]
+        for replica in lives:
+            replica.run_to(1)
+        jobs = {
+            job["job_id"]: [m["name"] for m in job["members"]] for job in server.status()["jobs"]
+        }
+        assert jobs == {"one": ["r0"], "two": ["r0"]}
+        for replica in lives:
+            replica.close()
+
+
+def test_the_first_quorum_forms_as_soon_as_all_expected_are_there() -> None:
+    """Without the number it would wait out the join timeout, which never comes here."""
+    with lighthouse(timeouts={"join_timeout_s": 2 * PATIENCE_S}) as server:
+        a, b = (Replica(server, f"r{i}", expected_replicas=2) for i in range(2))
+        replicas(lambda: a.run_to(1), lambda: b.run_to(1))
+        assert [job["commits"] for job in server.status()["jobs"]] == [1]
+        a.close()
+        b.close()
+
+
+def test_a_group_that_commits_by_itself_does_not_wait_for_the_others_votes() -> None:
+    with lighthouse() as server:
+        a, b = (Replica(server, f"r{i}", expected_replicas=2, commit="group") for i in range(2))
+        committed = threading.Event()
+
+        def first() -> None:
+            assert a.step()
+            committed.set()
+
+        def second() -> None:
+            b.manager.start_quorum()
+            b.manager.allreduce(torch.ones(8)).wait()
+            assert committed.wait(PATIENCE_S), "it waits for a vote that is not cast yet"
+            assert b.manager.should_commit()
+
+        replicas(first, second)
+        a.close()
+        b.close()
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_an_asynchronous_quorum_is_not_waited_for(use_async_quorum: bool) -> None:
+    with lighthouse() as server:
+        limit = timedelta(seconds=0.3)
+        options = {"use_async_quorum": use_async_quorum, "quorum_timeout": limit}
+        alone = Replica(server, "r0", min_replica_size=2, **options)
+        if use_async_quorum:
+            alone.manager.start_quorum()
+            assert not alone.manager.in_quorum()
+        else:
+            with pytest.raises(QuorumUnavailable):
+                alone.manager.start_quorum()
+        alone.close()
+
+
 def test_each_start_of_a_group_has_an_id_of_its_own() -> None:
     with lighthouse() as server:
         lives = [Replica(server, "r0") for _ in range(2)]
@@ -270,12 +329,12 @@ MANAGER = "threads/test_manager.py::"
 COPIES = "threads/test_copies.py::"
 EFFECTS = {
     "name": MANAGER + "test_the_same_name_twice_is_refused",
-    "job_id": MANAGER + "test_rooms_and_jobs_are_apart",
+    "job_id": HERE + "test_a_job_is_known_by_its_id",
     "lighthouse": MANAGER + "test_no_lighthouse_is_one_sentence",
     "min_replicas": MANAGER + "test_too_few_participants_never_commit",
-    "expected_replicas": MANAGER + "test_steps_are_counted_and_averaged",
-    "commit": MANAGER + "test_per_group_commit_does_not_wait_and_agrees",
-    "async_quorum": MANAGER + "test_different_starts_take_the_first_ones_state",
+    "expected_replicas": HERE + "test_the_first_quorum_forms_as_soon_as_all_expected_are_there",
+    "commit": HERE + "test_a_group_that_commits_by_itself_does_not_wait_for_the_others_votes",
+    "async_quorum": HERE + "test_an_asynchronous_quorum_is_not_waited_for",
     "init_sync": HERE + "test_a_member_that_does_not_allow_objects_takes_none",
     "weighted": MANAGER + "test_means_weighted_by_samples",
     "world_size_mode": MANAGER + "test_spares_are_neutral_under_every_reduction",

@@ -486,7 +486,7 @@ def test_the_same_name_twice_is_refused():
 
 def test_no_lighthouse_is_one_sentence():
     a = Replica("tcp://127.0.0.1:9", "r0", connect_timeout=timedelta(seconds=0.5))
-    with pytest.raises(LighthouseUnavailable, match="127.0.0.1:9.*lighthouse --bind"):
+    with pytest.raises(LighthouseUnavailable, match="127.0.0.1:9 within 0.5 s.*lighthouse --bind"):
         a.manager.start_quorum()
     a.close()
 
