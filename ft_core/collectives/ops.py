@@ -14,13 +14,6 @@ from torch.futures import Future
 
 T = TypeVar("T")
 
-_ON_THE_WIRE = {
-    "sum": ReduceOp.SUM,
-    "avg": ReduceOp.SUM,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "product": ReduceOp.PRODUCT,
-}
 _NAMES = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "avg",
@@ -28,20 +21,16 @@ _NAMES = {
     ReduceOp.MAX: "max",
     ReduceOp.PRODUCT: "product",
 }
-
-
-def op_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
-    """ "sum", "avg", "min", "max" or "product". Raises ValueError for others."""
-    for known, name in _NAMES.items():
-        if op == known:
-            return name
-    raise ValueError(f"reduce_op must be one of SUM, AVG, MIN, MAX, PRODUCT, got {op}")
+_ON_THE_WIRE = {name: op for op, name in _NAMES.items()} | {"avg": ReduceOp.SUM}
 
 
 def resolve(op: ReduceOp | ReduceOp.RedOpType) -> tuple[str, Any]:
-    """The name of `op`, and torch's options of an all-reduce for it. Raises ValueError."""
-    name = op_name(op)
-    return name, options_for(name)
+    """The name of `op` ("sum", "avg", "min", "max" or "product"), and torch's options of an
+    all-reduce for it. Raises ValueError for others."""
+    for known, name in _NAMES.items():
+        if op == known:
+            return name, options_for(name)
+    raise ValueError(f"reduce_op must be one of SUM, AVG, MIN, MAX, PRODUCT, got {op}")
 
 
 def fill_neutral(tensor: Tensor, op: str) -> None:
@@ -83,15 +72,10 @@ def finish(tensor: Tensor, op: str, participants: int) -> None:
         tensor.div_(participants, rounding_mode="trunc")
 
 
-def wire_op(op: str) -> ReduceOp.RedOpType:
-    """The backend's operation for `op`: a mean is a sum of scaled contributions."""
-    return _ON_THE_WIRE[op]
-
-
 def options_for(op: str) -> Any:
-    """torch's options of an all-reduce for `op`."""
+    """torch's options of an all-reduce for `op`: a mean is a sum of scaled contributions."""
     options = dist.AllreduceOptions()
-    options.reduceOp = wire_op(op)
+    options.reduceOp = _ON_THE_WIRE[op]
     return options
 
 

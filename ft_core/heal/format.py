@@ -98,7 +98,6 @@ class TreeEncoder:
         allow_objects: pickle what is not a plain value; else such a value is refused.
         canonical: sort the entries of dicts, so that equal mappings give equal nodes whatever
             their insertion order was.
-        root: what error messages call the tree.
     """
 
     def __init__(
@@ -107,12 +106,11 @@ class TreeEncoder:
         *,
         allow_objects: bool = False,
         canonical: bool = False,
-        root: str = "state_dict",
     ) -> None:
         self._tensor = tensor
         self._allow_objects = allow_objects
         self._canonical = canonical
-        self._path = [root]
+        self._path = ["state_dict"]
         self._open: set[int] = set()  # ids of the containers that the walk is inside of
 
     def path(self) -> str:

@@ -169,7 +169,6 @@ def supervise(
     max_restarts: int,
     first: int = 0,
     elsewhere: bool = False,
-    cwd: str | None = None,
     speaker: str = "ft",
 ) -> int:
     """Run `count` processes of `command` until all have ended; returns this process's exit code.
@@ -182,7 +181,6 @@ def supervise(
         environment: called as `environment(index, restarts)`; returns a child's environment.
         count, min_alive, max_restarts, elsewhere: see `Policy`.
         first: the replica group number of the first child.
-        cwd: the children's working directory.
         speaker: what the lines on stderr begin with.
     """
     say = partial(_say, speaker)
@@ -195,9 +193,7 @@ def supervise(
     def start(child: Child) -> None:
         # A process group of its own, so that the terminal's Ctrl-C reaches it only through us.
         env = {**environment(child.index, child.restarts), ENV_JOINED: str(tell_joined)}
-        child.process = subprocess.Popen(
-            command, env=env, cwd=cwd, process_group=0, pass_fds=(tell_joined,)
-        )
+        child.process = subprocess.Popen(command, env=env, process_group=0, pass_fds=(tell_joined,))
         waiter = threading.Thread(
             target=_wait, args=(child.index, child.process, events), daemon=True
         )

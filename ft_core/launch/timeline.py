@@ -8,7 +8,6 @@ from typing import Any
 from ft_core.launch.run_record import Life, Run, gap_around
 
 INK, COMMITTED, DISCARDED, HEALED, QUIET = "#222222", "#2a6f97", "#c1121f", "#e09f3e", "#d8dee4"
-HEAL_TEXT = "#9a6700"
 LANE = 0.62
 SHORTEST_LABELLED_S = 1.5
 ZOOM_BEFORE_S, ZOOM_AFTER_S = 0.4, 0.8

@@ -133,7 +133,7 @@ class GroupLeader:
         self._send(range(self._size), message)
         return self._drain()
 
-    def disconnected(self, peer: Peer, now: float, cause: str = "") -> list[GroupEffect]:
+    def disconnected(self, peer: Peer, now: float) -> list[GroupEffect]:
         """The connection of a rank is gone."""
         rank = rank_of(peer)
         if rank is None or self._broken:

@@ -25,6 +25,7 @@ from lighthouse.wire.messages import (
 )
 
 EXPLAIN_EVERY_S = 1.0
+MOST_NAMES = 8
 STEP_IN_PROGRESS = "waiting for the step in progress to end"
 Delta = tuple[tuple[str, ...], tuple[Member, ...]]
 
@@ -245,7 +246,7 @@ def duplicate_name(name: str) -> str:
     )
 
 
-def short_list(names: list[str], most: int = 8) -> str:
-    """`names` for a log line; beyond `most` only their number."""
-    shown = ", ".join(names[:most])
-    return f"[{shown}{f', … {len(names)} in all' if len(names) > most else ''}]"
+def short_list(names: list[str]) -> str:
+    """`names` for a log line; beyond a few only their number."""
+    shown = ", ".join(names[:MOST_NAMES])
+    return f"[{shown}{f', … {len(names)} in all' if len(names) > MOST_NAMES else ''}]"

@@ -610,15 +610,13 @@ class Lighthouse:
         del self._jobs[left]
         return True
 
-    def disconnected(
-        self, peer: Peer, now: float, cause: str = "connection closed"
-    ) -> list[Effect]:
+    def disconnected(self, peer: Peer, now: float) -> list[Effect]:
         """The connection of `peer` is gone: the replica groups behind it are unreachable."""
         effects: list[Effect] = []
         for job in list(self._jobs.values()):
             try:
                 for replica_id in job.replicas_of(peer):
-                    effects += job.lost(replica_id, cause, now)
+                    effects += job.lost(replica_id, "connection closed", now)
             except Exception as error:
                 effects += self._start_over(job, error)
         return effects
