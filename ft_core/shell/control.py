@@ -88,7 +88,7 @@ class Control:
         replica: the machine; this object is its only user.
         link: to the lighthouse, or to the group's leader.
         plane: carries out the effects on the process group and the state.
-        on_told: gets the machine's remarks (any thread, quick).
+        on_remark: gets the machine's remarks (any thread, quick).
         on_tick: called when the machine's deadline has passed; an event that it returns is handled.
 
     Attributes:
@@ -102,12 +102,12 @@ class Control:
         link: Link,
         plane: Plane,
         *,
-        on_told: Callable[[str], None],
+        on_remark: Callable[[str], None],
         on_tick: Callable[[ReplicaStatus, float], ReplicaEvent | None],
     ) -> None:
         self._replica, self.status = replica, replica.status
         self._link, self._plane = link, plane
-        self._on_told, self._on_tick = on_told, on_tick
+        self._on_remark, self._on_tick = on_remark, on_tick
         self._state = threading.Condition(threading.RLock())
         self._io = threading.Lock()
         self._outbox: deque[Request] = deque()
@@ -331,7 +331,7 @@ class Control:
             elif isinstance(effect, Abort):
                 self._plane.abort(effect)
             elif isinstance(effect, Remark):
-                self._on_told(effect.text)
+                self._on_remark(effect.text)
             else:
                 self._jobs.put(effect)
 

@@ -100,7 +100,7 @@ class Session:
             self._watch = ProcessWatch(normalize_address(self.lighthouse), limits)
             self._watch.start([Report(job, replica_id)])
         self.control = Control(
-            replica, link, self.plane, on_told=self._on_told, on_tick=self._check_stall
+            replica, link, self.plane, on_remark=self._on_remark, on_tick=self._check_stall
         )
         self.plane.report = self.control.submit
 
@@ -207,7 +207,7 @@ class Session:
             self._store = None
         self._context.term()
 
-    def _on_told(self, text: str) -> None:
+    def _on_remark(self, text: str) -> None:
         log.info("%s: %s", self._options.name, text)
         self._telemetry.emit(WAITING, reason=text)
 
