@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import zmq
 
-from tests.leaks import Snapshot, leaks_since
-from tests.lighthouses import patient_lighthouse
-from tests.waiting import PATIENCE_S
+from tests.harness.leaks import Snapshot, leaks_since
+from tests.harness.lighthouses import patient_lighthouse
+from tests.harness.waiting import PATIENCE_S
+
+# How long an example takes says nothing on a machine that does other things too.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 
 class FailuresAtOnce:

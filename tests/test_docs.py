@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -64,8 +64,8 @@ def test_a_page_of_tests_names_tests_that_exist(folder: str) -> None:
     """Test files and test functions by their bare names; a section on Accelerate's own has others."""
     page = (ROOT / "docs" / f"{folder}_tests.md").read_text("utf-8")
     ours = page.partition("\n## Accelerate's own")[0]
-    files = {path.name: path.read_text("utf-8") for path in (ROOT / "tests" / folder).iterdir()
-             if path.suffix == ".py"}  # fmt: skip
+    ours_at = ROOT / "tests" / f"ft_{folder}"
+    files = {path.name: path.read_text("utf-8") for path in ours_at.rglob("*.py")}
     defined = set(re.findall(r"^def (test_\w+)\(", "\n".join(files.values()), re.M))
     named = {name for code in re.findall(r"`([^`]+)`", ours) for name in re.split(r"::|\[", code)
              if name.startswith("test_")}  # fmt: skip

@@ -11,7 +11,7 @@ import threading
 import pytest
 import zmq
 
-from tests.leaks import Snapshot, leaks_since
+from tests.harness.leaks import Snapshot, leaks_since
 
 
 def test_nothing_is_no_leak() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import Snapshot, leaks_since
-from tests.workers import Worker, start
+from tests.harness.leaks import Snapshot, leaks_since
+from tests.harness.workers import Worker, start
 
 TELL = """
 import json, os, signal, sys, threading

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-REPO = Path(__file__).parent.parent.parent
+REPO = Path(__file__).resolve().parents[2]
 PACKAGES = ("lighthouse", "ft_core", "ft_lightning", "ft_accelerate")
 
 

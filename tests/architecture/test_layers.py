@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.architecture.source import PACKAGES, REPO, Module, modules
-from tests.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 # The rest of the standard library is free to all but the pure.
 ALLOWED = {

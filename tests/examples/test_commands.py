@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.accelerate.installed import accelerate, installed
-from tests.waiting import PATIENCE_S
+from tests.ft_accelerate.installed import accelerate, installed
+from tests.harness.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.process

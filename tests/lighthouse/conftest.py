@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import hypothesis
 import pytest
 import zmq
 
@@ -16,10 +15,6 @@ from lighthouse.config import LighthouseConfig
 from lighthouse.server import LighthouseServer
 from lighthouse.wire.messages import JobKey
 from tests.lighthouse.support import FAST, JOB, Player
-
-# How long an example takes says nothing on a machine that does other things too.
-hypothesis.settings.register_profile("lighthouse", deadline=None)
-hypothesis.settings.load_profile("lighthouse")
 
 PlayerFactory = Callable[..., Player]
 

@@ -23,7 +23,7 @@ from lighthouse.wire.messages import (
     Vote,
     next_lineage,
 )
-from tests.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 FAST = Timeouts.derive(
     10.0, join_timeout_s=5.0, heartbeat_timeout_s=2.0, resend_s=0.2, revoke_timeout_s=5.0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source import PACKAGES
-from tests.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.process

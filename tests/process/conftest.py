@@ -9,8 +9,8 @@ import pytest
 
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
+from tests.harness.waiting import PATIENCE_S
 from tests.process.driver import Job, LighthouseProcess
-from tests.waiting import PATIENCE_S
 
 TIMEOUT_S = 20.0
 ENDLESS_S = 24 * PATIENCE_S

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lighthouse import LighthouseServer
-from tests import workers
-from tests.waiting import PATIENCE_S, until
+from tests.harness import workers
+from tests.harness.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ALIGN_STEPS = 20

@@ -35,7 +35,7 @@ PHASES = (
     "publish",  # the state is asked for: a peer is about to heal from it
     "load",  # the healed state has arrived and is being put in place
 )
-"""Of a plain run; those of LocalSGD and DiLoCo are in `tests.diloco.training`."""
+"""Of a plain run; those of LocalSGD and DiLoCo are in `tests.ft_core.diloco.training`."""
 
 
 NEVER = 1 << 62
@@ -63,7 +63,7 @@ class RunOptions:
     store_addr: str = ""
     store_port: int = 0
     stop_at: int = 0
-    outer: dict[str, Any] | None = None  # a run of `tests.diloco.training` instead
+    outer: dict[str, Any] | None = None  # a run of `tests.ft_core.diloco.training` instead
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ class Worker:
     def run(self, options: RunOptions) -> None:
         """One life of a replica group (of one of its ranks)."""
         if options.outer is not None:
-            from tests.diloco.training import train
+            from tests.ft_core.diloco.training import train
 
             train(self, options)
             return

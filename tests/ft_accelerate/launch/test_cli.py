@@ -1,0 +1,123 @@
+"""`ft-accelerate`, `python -m ft_accelerate.run`, and Accelerate's own test scripts under the plugin."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ft_accelerate.launch import command as cli
+from tests.ft_accelerate.installed import installed
+from tests.harness.waiting import PATIENCE_S
+
+FT = [sys.executable, "-m", "ft_accelerate.launch.command"]
+ON_CPU = {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}
+
+
+def section(path: Path) -> dict[str, object]:
+    found: dict[str, object] = yaml.safe_load(path.read_text())["fault_tolerance_config"]
+    return found
+
+
+def test_config_writes_a_file_from_flags_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "config.yaml"
+    answers = ["--num_processes", "4", "--cpu", "--fault_tolerance_min_replicas", "2"]
+    assert cli.main(["config", "--config_file", str(path), *answers]) == 0
+    written = yaml.safe_load(path.read_text())
+    assert (written["distributed_type"], written["num_processes"]) == ("MULTI_CPU", 4)
+    assert written["use_cpu"] is True
+    assert section(path) == {"use_fault_tolerance": True, "fault_tolerance_min_replicas": 2}
+
+
+def test_config_adds_to_the_file_that_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**ON_CPU, "main_process_port": 4000, "debug": True}))
+    for answer in (["--fault_tolerance_timeout_s", "9"], ["--fault-tolerance-job-id", "night"]):
+        assert cli.main(["config", "--config_file", str(path), *answer]) == 0
+    written = yaml.safe_load(path.read_text())
+    assert (written["main_process_port"], written["debug"]) == (4000, True)
+    assert section(path) == {
+        "use_fault_tolerance": True,
+        "fault_tolerance_timeout_s": 9.0,
+        "fault_tolerance_job_id": "night",
+    }
+
+
+def test_wrong_answers_end_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "config.yaml")
+    answers = ["--num_processes", "4", "--fault_tolerance_group_size", "3"]
+    assert cli.main(["config", "--config_file", path, *answers]) == 2
+    assert capsys.readouterr().err.startswith(
+        "ft-accelerate: a replica group of 3 processes does not fit a machine that runs 4"
+    )
+    assert not Path(path).exists()
+    assert cli.main(["tset"]) == 2
+    assert "there is no command 'tset'" in capsys.readouterr().err
+
+
+def test_env_tells_what_a_report_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**ON_CPU, "fault_tolerance_config": {"min_replicas": 2}}))
+    monkeypatch.setenv("ACCELERATE_FAULT_TOLERANCE_TOKEN", "very secret")
+    assert cli.main(["env", "--config_file", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "fault_tolerance_config: {'fault_tolerance_min_replicas': 2}" in said
+    assert "Accelerate's seams: as expected" in said
+    assert "ACCELERATE_FAULT_TOLERANCE_TOKEN: (set)" in said
+    assert "very secret" not in said
+
+
+@pytest.mark.process
+def test_the_self_test_kills_heals_and_compares(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*FT, "test"], env=installed(tmp_path), capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Test is a success!" in done.stdout
+    weights = {line.split("│")[6].strip() for line in done.stdout.splitlines() if "│" in line}
+    assert len(weights) == 1  # of both groups, with and without a fault
+
+
+@pytest.mark.process
+def test_plain_python_is_protected_by_the_environment(tmp_path: Path) -> None:
+    """By the entry point; and `python -m ft_accelerate.run` without it."""
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import sys\n"
+        "from accelerate import Accelerator\n"
+        "from ft_accelerate.runtime import process as processes\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "print('protected', processes.current().live, accelerator.num_processes, sys.argv[1:])\n"
+    )
+    on = {"ACCELERATE_USE_FAULT_TOLERANCE": "true", "NUM_REPLICA_GROUPS": "3"}
+    for wrapper, more in (
+        ([], on),
+        (["-m", "ft_accelerate.run"], {**on, "FT_ACCELERATE_AUTOLOAD": "0"}),
+    ):
+        command = [sys.executable, *wrapper, str(script), "--x"]
+        env = installed(tmp_path, REPLICA_GROUP_ID="1", **more)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert "protected True 3 ['--x']" in done.stdout, done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["test_script", "test_sync", "test_ops"])
+def test_accelerates_own_scripts(name: str, tmp_path: Path) -> None:
+    """What Accelerate runs to see whether a set-up works, on two replica groups."""
+    from accelerate.test_utils import path_in_accelerate_package
+
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({**ON_CPU, "fault_tolerance_config": {"min_replicas": 2}}))
+    script = path_in_accelerate_package("test_utils", "scripts", f"{name}.py")
+    command = [*FT, "launch", "--config_file", str(config), str(script)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=installed(tmp_path), capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]

@@ -1,0 +1,453 @@
+"""`accelerate launch` and `accelerate config`, Accelerate's own, with the package installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from ft_accelerate.launch import launch_hooks
+from ft_accelerate.launch.groups import environment, in_our_hands, plan, wanted
+from ft_accelerate.plugin.config import MachineLayout
+from ft_accelerate.plugin.options import FaultTolerancePlugin
+from ft_core.launch.rank_group import group_command
+from tests.ft_accelerate.installed import accelerate, installed
+from tests.harness.waiting import PATIENCE_S
+
+MULTI_NODE = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "MULTI_GPU",
+    "machine_rank": 2,
+    "main_process_ip": "10.0.0.1",
+    "main_process_port": 4000,
+    "num_machines": 4,
+    "num_processes": 32,
+    "mixed_precision": "bf16",
+}
+ON_CPU = {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}
+
+
+@pytest.fixture(scope="module")
+def stock() -> ModuleType:
+    """`accelerate.commands.launch`, as it is with the package installed."""
+    launch_hooks.watch()
+    import accelerate.commands.config.cluster
+    import accelerate.commands.launch
+
+    assert launch_hooks.problem() == ""
+    module: ModuleType = accelerate.commands.launch
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _clean_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "TORCHFT_", "REPLICA_GROUP", "NUM_REPLICA", "FT_JOB")):
+            monkeypatch.delenv(name)
+
+
+def written(folder: Path, config: Mapping[str, Any], section: Any = None) -> str:
+    path = folder / "config.yaml"
+    content = dict(config) if section is None else {**config, "fault_tolerance_config": section}
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def arguments(stock: ModuleType, *argv: str) -> argparse.Namespace:
+    """As `accelerate launch` has them when it is about to start something."""
+    args: argparse.Namespace
+    args = stock.launch_command_parser().parse_args([*argv, "train.py"])
+    args, _, _ = stock._validate_launch_command(args)
+    return args
+
+
+def test_an_existing_multi_node_yaml_becomes_replica_groups(
+    stock: ModuleType, tmp_path: Path
+) -> None:
+    config = written(tmp_path, MULTI_NODE, {"min_replicas": 3})
+    args = arguments(stock, "--config_file", config)
+    assert wanted(args, {})
+    made = plan(args, {})
+    assert made.place == MachineLayout(num_replica_groups=4, first=2, groups=1, group_size=8)
+    assert made.plugin.lighthouse == "tcp://10.0.0.1:4000"
+    assert made.lighthouse.bind == ""  # the first machine's launcher runs it
+    assert made.plugin.min_replicas == 3
+    first = plan(arguments(stock, "--config_file", config, "--machine_rank", "0"), {})
+    assert first.lighthouse.bind == "tcp://0.0.0.0:4000"
+    one_each = plan(
+        arguments(stock, "--config_file", config, "--fault_tolerance_group_size", "1"), {}
+    )
+    assert one_each.place == MachineLayout(num_replica_groups=32, first=16, groups=8, group_size=1)
+
+
+def test_flags_beat_the_yaml_which_beats_the_environment(stock: ModuleType, tmp_path: Path) -> None:
+    config = written(tmp_path, ON_CPU, {"timeout_s": 10, "commit": "group", "job_id": "yaml"})
+    args = arguments(
+        stock, "--config_file", config, "--fault-tolerance-timeout-s", "20",
+        "--fault_tolerance_job_id", "flag",
+    )  # fmt: skip
+    env = {
+        "ACCELERATE_FAULT_TOLERANCE_COMMIT": "quorum",
+        "ACCELERATE_FAULT_TOLERANCE_TOKEN": "env",
+    }
+    plugin = plan(args, env).plugin
+    assert (plugin.timeout_s, plugin.job_id, plugin.commit) == (20.0, "flag", "group")
+    assert plugin.token == "env"
+
+
+def test_what_switches_it_on_and_off(stock: ModuleType, tmp_path: Path) -> None:
+    plain = arguments(stock, "--config_file", written(tmp_path, ON_CPU))
+    assert not wanted(plain, {})
+    assert wanted(plain, {"ACCELERATE_USE_FAULT_TOLERANCE": "true"})
+    section = arguments(stock, "--config_file", written(tmp_path, ON_CPU, {"timeout_s": 10}))
+    assert wanted(section, {})
+    assert not wanted(section, {"ACCELERATE_USE_FAULT_TOLERANCE": "false"})
+    off = written(tmp_path, ON_CPU, {"timeout_s": 10, "use_fault_tolerance": False})
+    assert not wanted(arguments(stock, "--config_file", off), {})
+    flag = arguments(stock, "--config_file", off, "--use_fault_tolerance")
+    assert wanted(flag, {"ACCELERATE_USE_FAULT_TOLERANCE": "false"})
+
+
+def test_num_processes_are_groups_or_one_group_as_the_config_says(
+    stock: ModuleType, tmp_path: Path
+) -> None:
+    config = written(tmp_path, {**ON_CPU, "num_processes": 4}, {"use_fault_tolerance": True})
+    assert plan(arguments(stock, "--config_file", config), {}).place.groups == 4
+    one = plan(arguments(stock, "--config_file", config, "--fault_tolerance_group_size=4"), {})
+    assert (one.place.groups, one.place.group_size) == (1, 4)
+    ours = in_our_hands([sys.executable, "train.py", "--x"])
+    assert ours == [sys.executable, "-m", "ft_accelerate.run", "train.py", "--x"]
+    assert group_command(ours, 1, parent_env="PARENT") == ours
+    assert group_command(ours, 4, parent_env="PARENT") == [
+        sys.executable, "-m", "ft_core.launch.rank_group", "PARENT", "4", *ours,
+    ]  # fmt: skip
+
+
+def test_what_a_replica_group_is_told(stock: ModuleType, tmp_path: Path) -> None:
+    config = written(tmp_path, {**ON_CPU, "num_processes": 4}, {"group_size": 2, "job_id": "j"})
+    made = plan(arguments(stock, "--config_file", config), {})
+    of_group = environment(made, {}, address="tcp://127.0.0.1:5", devices=["a", "b", "c", "d"])
+    told = of_group(1, 3)
+    plugin = FaultTolerancePlugin.from_env(told)
+    assert (plugin.replica_group_id, plugin.num_replica_groups, plugin.group_size) == (1, 2, 2)
+    assert (plugin.lighthouse, plugin.job_id) == ("tcp://127.0.0.1:5", "j")
+    assert told["CUDA_VISIBLE_DEVICES"] == "c,d"
+    assert told["ACCELERATE_FAULT_TOLERANCE_RESTARTS"] == "3"
+    single = plan(
+        arguments(stock, "--config_file", config, "--fault_tolerance_group_size", "1"), {}
+    )
+    told = environment(single, {}, address="tcp://127.0.0.1:5", devices=[])(3, 0)
+    assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"]) == ("0", "1", "0")
+    assert "CUDA_VISIBLE_DEVICES" not in told
+
+
+@pytest.mark.parametrize(
+    ("config", "section", "said"),
+    [
+        (ON_CPU, {"min_replica": 1}, "did you mean 'fault_tolerance_min_replicas'"),
+        (ON_CPU, {"timeout_s": "soon"}, "must be a number of seconds, got 'soon'"),
+        (
+            {**MULTI_NODE, "deepspeed_config": {"zero_stage": 2}},
+            {"min_replicas": 1},
+            "cannot be combined with DEEPSPEED",
+        ),
+        (
+            {"distributed_type": "MEGATRON_LM", "num_processes": 2},
+            {"min_replicas": 1},
+            "cannot be combined with MEGATRON_LM",
+        ),
+        (
+            {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}},
+            {"min_replicas": 1},
+            "cannot be combined with FSDP",
+        ),
+        ({**ON_CPU, "fault_tolerance": 1}, None, "unknown keys"),
+    ],
+)
+def test_a_wrong_config_file_is_refused_when_it_is_read(
+    stock: ModuleType, tmp_path: Path, config: dict[str, Any], section: Any, said: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        arguments(stock, "--config_file", written(tmp_path, config, section))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--fault_tolerance_group_size", "3"], "must divide the processes of each machine"),
+        (["--fault_tolerance_min_replicas", "3"], r"min_replicas \(3\) must be at most num_rep"),
+        (["--fault_tolerance_timeout_s", "0"], "must be a positive number of seconds"),
+        (["--no_python"], "trains Python scripts"),
+        (["--use_fsdp"], "cannot be combined with FSDP"),
+        (
+            [
+                "--fault_tolerance_lighthouse",
+                "tcp://127.0.0.1:9",
+                "--fault_tolerance_timeout_s",
+                "0.2",
+            ],
+            "no lighthouse answers at tcp://127.0.0.1:9 within 0.2 s",
+        ),
+    ],
+)
+def test_what_cannot_be_launched_ends_in_a_sentence(
+    stock: ModuleType, tmp_path: Path, argv: list[str], said: str
+) -> None:
+    config = written(tmp_path, ON_CPU, {"use_fault_tolerance": True})
+    args = stock.launch_command_parser().parse_args(["--config_file", config, *argv, "train.py"])
+    with pytest.raises(SystemExit, match=said) as caught:
+        stock.launch_command(args)
+    assert str(caught.value).startswith("ft_accelerate: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_section_ends_in_a_sentence_without_a_stack(
+    stock: ModuleType, tmp_path: Path
+) -> None:
+    config = written(tmp_path, ON_CPU, {"min_replica": 1})
+    args = stock.launch_command_parser().parse_args(["--config_file", config, "train.py"])
+    with pytest.raises(SystemExit, match=r"^ft_accelerate: fault_tolerance_config has the unknown"):
+        stock.launch_command(args)
+
+
+def test_a_wrong_flag_is_refused(stock: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(stock, "--fault_tolerance_timeout_s", "soon")
+    assert "it must be a number of seconds, got 'soon'" in capsys.readouterr().err
+
+
+def test_config_update_keeps_the_section(stock: ModuleType, tmp_path: Path) -> None:
+    from accelerate.commands.config.update import update_config
+
+    config = written(tmp_path, ON_CPU, {"min_replicas": 2, "use_fault_tolerance": True})
+    update_config(argparse.Namespace(config_file=config))
+    assert yaml.safe_load(Path(config).read_text())["fault_tolerance_config"] == {
+        "fault_tolerance_min_replicas": 2,
+        "use_fault_tolerance": True,
+    }
+
+
+def test_without_a_section_nothing_changes(stock: ModuleType, tmp_path: Path) -> None:
+    from accelerate.commands.config.update import update_config
+
+    config = written(tmp_path, ON_CPU)
+    update_config(argparse.Namespace(config_file=config))
+    assert "fault_tolerance_config" not in yaml.safe_load(Path(config).read_text())
+    args = arguments(stock, "--config_file", config)
+    command, env = stock.prepare_simple_launcher_cmd_env(args)
+    assert command == [sys.executable, "train.py"]
+    assert not [name for name in env if "FAULT_TOLERANCE" in name]
+
+
+def test_moved_seams_are_refused_in_a_sentence(
+    stock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An Accelerate that has no such function, or one with other parameters."""
+    for name, change, sentence in (
+        ("accelerate.utils.launch", {"prepare_tpu": None}, "prepare_tpu is not there"),
+        (
+            "accelerate.commands.launch",
+            {"launch_command_parser": lambda program: None},
+            "launch_command_parser takes no 'subparsers'",
+        ),
+    ):
+        monkeypatch.setattr(launch_hooks, "_problems", [])
+        moved = ModuleType(name)
+        known = vars(sys.modules[name]) | change
+        vars(moved).update({k: v for k, v in known.items() if v is not None})
+        with monkeypatch.context() as within:
+            within.setitem(sys.modules, name, moved)
+            launch_hooks.replace_in(moved)
+        assert sentence in launch_hooks.problem()
+    with pytest.raises(ValueError, match="does not know accelerate .*train without fault"):
+        arguments(stock, "--config_file", written(tmp_path, ON_CPU, {"min_replicas": 1}))
+    args = arguments(stock, "--config_file", written(tmp_path, ON_CPU))
+    assert stock.prepare_simple_launcher_cmd_env(args)[0] == [sys.executable, "train.py"]
+
+
+def test_autoload_breaks_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ft_accelerate.autoload import autoload
+
+    def fail() -> None:
+        raise RuntimeError("moved")
+
+    monkeypatch.setattr(launch_hooks, "watch", fail)
+    autoload()
+
+
+# ---------------------------------------------------------- the commands themselves
+
+TELL = """
+import json, os, sys
+mine = {k: v for k, v in os.environ.items() if k.startswith("ACCELERATE_FAULT_TOLERANCE_")}
+os.write(1, (json.dumps([mine, sys.argv[1:]]) + chr(10)).encode())
+"""
+
+
+@pytest.mark.process
+def test_plain_accelerate_launch_starts_the_groups(tmp_path: Path) -> None:
+    """The entry point alone: torch is imported before the modules that read the YAML."""
+    script = tmp_path / "tell.py"
+    script.write_text(TELL)
+    config = written(tmp_path, ON_CPU, {"min_replicas": 2})
+    command = [*accelerate("launch"), "--config_file", config, str(script), "--lr", "1"]
+    env = installed(tmp_path)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert sorted(t["ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID"] for t, _ in told) == ["0", "1"]
+    assert {t["ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS"] for t, _ in told} == {"2"}
+    assert all(argv == ["--lr", "1"] for _, argv in told)
+    assert "starting replica groups 0 to 1 of 2" in done.stderr
+
+
+@pytest.mark.process
+def test_two_machines_train_together(tmp_path: Path) -> None:
+    """The same file and command on both, but for `machine_rank`; the first runs the lighthouse.
+
+    Each machine is a replica group of two processes.
+    """
+    from ft_accelerate.launch.cli_test import SCRIPT
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = written(
+        tmp_path,
+        {
+            **ON_CPU,
+            "num_processes": 4,
+            "num_machines": 2,
+            "main_process_ip": "127.0.0.1",
+            "main_process_port": port,
+        },
+        {"min_replicas": 2},
+    )
+    machines = [
+        subprocess.Popen(
+            [
+                *accelerate("launch"), "--config_file", config, "--machine_rank", str(rank),
+                str(SCRIPT), str(tmp_path), "-1", "0",
+            ],
+            env=installed(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [machine.communicate(timeout=PATIENCE_S)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], "".join(said)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert len({process["weights"] for process in found}) == 1
+    assert [process["group"] for process in found] == [0, 1, 2, 3]
+    assert [process["local_main"] for process in found] == [True, False, True, False]
+    assert "starting replica group 1 of 2, 2 processes each" in said[1]
+    assert "replica group 1 has finished" in said[1]  # its number in the job, not on the machine
+
+
+@pytest.mark.process
+def test_opted_out_the_section_is_an_unknown_key(tmp_path: Path) -> None:
+    config = written(tmp_path, ON_CPU, {"min_replicas": 2})
+    command = [*accelerate("launch"), "--config_file", config, "train.py"]
+    env = installed(tmp_path, FT_ACCELERATE_AUTOLOAD="0")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode != 0
+    assert "unknown keys (['fault_tolerance_config'])" in done.stderr
+
+
+@pytest.mark.process
+def test_accelerate_config_asks_our_questions_too(tmp_path: Path) -> None:
+    """On a real terminal, as Accelerate's menus want one."""
+    path = tmp_path / "answered.yaml"
+    answers = [
+        ("In which compute environment", MENU[0]),
+        ("Which type of machine", MENU[1]),
+        ("How many different machines", "\n"),
+        ("checked while running", "\n"),
+        ("launch mpirun", "\n"),
+        ("torch dynamo", "\n"),
+        ("How many processes", "4\n"),
+        ("mixed precision", MENU[0]),
+        ("train fault-tolerantly", "yes\n"),
+        ("restarted together)? [1]", "3\n"),
+        ("Please enter a number that divides the 4", "2\n"),
+        ("smallest number of replica groups to train with (there are 2)", "2\n"),
+        ("lighthouse that runs already", "\n"),
+        ("hangs be given up", "30\n"),
+        ("started again", "\n"),
+        ("Who decides", MENU[0]),
+        ("other options", "\n"),
+        ("configuration saved", ""),
+    ]
+    command = [*accelerate("config"), "--config_file", str(path)]
+    said = converse(command, installed(tmp_path, TERM="xterm"), answers)
+    config = yaml.safe_load(path.read_text())
+    assert config["fault_tolerance_config"] == {
+        "use_fault_tolerance": True,
+        "fault_tolerance_group_size": 2,
+        "fault_tolerance_min_replicas": 2,
+        "fault_tolerance_timeout_s": 30.0,
+        "fault_tolerance_max_restarts": 10,
+        "fault_tolerance_commit": "quorum",
+    }, said
+
+
+MENU = ("\r", "1\r")
+"""Answers to a menu: what it stands at; number 1. Those to a question end with a newline."""
+
+
+def converse(command: list[str], env: dict[str, str], answers: list[tuple[str, str]]) -> str:
+    """Answer each question when it has been asked; returns all that was said."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(command[0], command, env)
+    said, seen, typed, deadline = "", 0, "", time.monotonic() + PATIENCE_S
+    try:
+        for question, answer in answers:
+            while question not in said[seen:]:
+                assert time.monotonic() < deadline, said
+                if not select.select([terminal], [], [], 0.5)[0]:
+                    # A menu throws away what was typed before it listened.
+                    os.write(terminal, typed.encode() if typed in MENU else b"")
+                    continue
+                try:
+                    said += os.read(terminal, 65536).decode(errors="replace")
+                except OSError:  # the other end is closed
+                    raise AssertionError(f"never asked {question!r}: {said}") from None
+            seen = said.index(question, seen) + len(question)
+            os.write(terminal, answer.encode())
+            typed = answer
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        os.waitpid(pid, 0)
+        os.close(terminal)
+    return said
+
+
+@pytest.mark.parametrize(
+    "first", ["ft_accelerate.install", "ft_accelerate.runtime.runtime", "torch"]
+)
+def test_whatever_is_imported_first_the_process_is_protected(first: str, tmp_path: Path) -> None:
+    """The entry point acts in the midst of the import that brings Accelerate in."""
+    code = f"import {first}, accelerate, torch; assert accelerate.state.torch is not torch"
+    env = installed(
+        tmp_path,
+        ACCELERATE_USE_FAULT_TOLERANCE="true",
+        ACCELERATE_FAULT_TOLERANCE_NUM_REPLICA_GROUPS="2",
+        ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID="0",
+    )
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=PATIENCE_S)

@@ -1,0 +1,285 @@
+"""One process of a test: a raw Accelerate loop, with a log of everything that must agree.
+
+    python tests/ft_accelerate/runtime/loop_worker.py '{"log": "/dir", ...}'
+
+The loop itself has no line that knows of fault tolerance. Each optimizer step appends one line to
+`<log>/<index>.steps`, the end writes `<log>/<index>.end`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.harness.script import Holds
+
+OPTIONS: dict[str, Any] = {
+    "log": "",
+    "epochs": 2,
+    "samples": 152,
+    "batch_size": 4,
+    "accumulate": 1,
+    "clip": 0.5,
+    "precision": "no",
+    "norm": True,
+    "dropout": 0.0,
+    "seed": 7,
+    "far": 0,  # membership.FAR_BATCHES
+    "first_seed_only": False,  # the others begin with weights of their own
+    "step_delay_s": 0.0,
+    "eval_delay_s": 0.0,
+    # places to wait at, see `script.Holds`: "step-12", "eval-1"; "past-step-3": when the script runs
+    # through its past
+    "holds": [],
+    "inject": {},  # {"<step>": index}: this replica group reports an error once
+    "gather_loss": False,
+    "save": 0,  # save_state each so many steps
+    "seedable": False,
+    "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
+    "local_steps": 5,
+    "diloco": {"fragments": 2, "codec": "int8"},
+}
+
+
+def digest(tree: Any) -> str:
+    total = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(tree.items()):
+        total.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+class Net(nn.Module):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(16) if options["norm"] else nn.Identity()
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(options["dropout"]), nn.Linear(16, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Average:
+    """A registered object: healed like all the rest."""
+
+    def __init__(self) -> None:
+        self.value, self.count = torch.zeros(()), 0
+
+    def update(self, module: nn.Module) -> None:
+        flat = torch.cat([p.detach().flatten() for p in module.parameters()])
+        self.value = self.value * 0.9 + flat.double().sum().float() * 0.1
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.count = state["value"], state["count"]
+
+
+def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(options["samples"], 8, generator=generator)
+    images[:, 0] = torch.arange(options["samples"]) / 64  # every sample can be told by its number
+    labels = torch.randint(0, 3, (options["samples"],), generator=generator)
+    train = TensorDataset(images, labels)
+    test = TensorDataset(images[:50], labels[:50])
+    return DataLoader(train, options["batch_size"], shuffle=True), DataLoader(test, 8)
+
+
+class Log:
+    """Writes lines; waits where the test says so."""
+
+    def __init__(self, options: dict[str, Any], accelerator: Any) -> None:
+        self.options, self.accelerator = options, accelerator
+        self.name = str(accelerator.process_index)
+        self.path = Path(options["log"]) / f"{self.name}.steps"
+        self.holds = Holds(options["log"], self.name, options["holds"])
+        self.started = False
+
+    @property
+    def live(self) -> bool:
+        from ft_accelerate.runtime import process as processes
+
+        runtime = processes.active()
+        return runtime is None or runtime.live
+
+    @property
+    def leads_another(self) -> bool:
+        from ft_accelerate.runtime import process as processes
+
+        runtime = processes.active()
+        return runtime is not None and runtime.leader and runtime.participants == 2
+
+    def hold(self, here: str) -> None:
+        self.holds.at(here if self.live else f"past-{here}")
+
+    def inject(self, step: int) -> None:
+        from ft_accelerate.runtime import process as processes
+
+        runtime = processes.active()
+        if self.options["inject"].get(str(step)) == int(self.name) and self.live:
+            assert runtime is not None and runtime.manager is not None
+            runtime.manager.report_error(RuntimeError("injected"))
+
+    def step(self, **line: Any) -> None:
+        if not self.live:
+            return
+        if not self.started:
+            self.started = True
+            with self.path.with_suffix(".ready").open("a") as file:
+                file.write(f"{os.getpid()}\n")
+        with self.path.open("a") as file:
+            file.write(json.dumps({"pid": os.getpid(), **line}) + "\n")
+
+    def evaluated(self, **line: Any) -> None:
+        with self.path.with_suffix(".evals").open("a") as file:
+            file.write(json.dumps({"pid": os.getpid(), "live": self.live, **line}) + "\n")
+
+    def end(self, **line: Any) -> None:
+        self.path.with_suffix(".end").write_text(json.dumps({"pid": os.getpid(), **line}))
+
+
+def local_training(options: dict[str, Any], accelerator: Any, model: Any) -> Any:
+    """What a pass over the data runs in; has a `step`."""
+    if options["local"] in ("", "stock"):
+        from accelerate.local_sgd import LocalSGD as Local
+    elif options["local"] == "local_sgd":
+        from ft_accelerate import LocalSGD as Local
+    else:
+        from ft_accelerate import DiLoCo as Local
+    return Local(
+        accelerator=accelerator,
+        model=model,
+        local_sgd_steps=options["local_steps"],
+        enabled=bool(options["local"]),
+        **(options["diloco"] if options["local"] == "diloco" else {}),
+    )
+
+
+def evaluate(accelerator: Any, model: Any, loader: Any, log: Log, epoch: int) -> float:
+    model.eval()
+    right = total = 0
+    for x, y in loader:
+        time.sleep(log.options["eval_delay_s"] if log.live else 0)
+        log.hold(f"eval-{epoch}")
+        with torch.no_grad():
+            guess = model(x).argmax(-1)
+        guesses, labels = accelerator.gather_for_metrics((guess, y))
+        right += int((guesses == labels).sum())
+        total += len(labels)
+    log.evaluated(epoch=epoch, right=right, total=total)
+    return right / total
+
+
+def run(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration, set_seed
+
+    accelerator = Accelerator(
+        gradient_accumulation_steps=options["accumulate"],
+        mixed_precision=options["precision"],
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=options["seedable"]),
+    )
+    set_seed(options["seed"])
+    log = Log(options, accelerator)
+    train, test = loaders(options)
+    if options["first_seed_only"] and accelerator.process_index:
+        torch.manual_seed(accelerator.process_index)
+    model = Net(options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    total = len(train) * options["epochs"]
+    ticks = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / total))
+    model, optimizer, train, test, scheduler = accelerator.prepare(
+        model, optimizer, train, test, ticks
+    )
+    average = Average()
+    accelerator.register_for_checkpointing(average)
+    local = local_training(options, accelerator, model)
+    global_step = 0
+    accuracy = 0.0
+    for epoch in range(options["epochs"]):
+        model.train()
+        with local as inner:
+            for index, (x, y) in enumerate(train):
+                time.sleep(options["step_delay_s"] if log.live else 0)
+                log.hold(f"step-{global_step}")
+                with accelerator.accumulate(model):
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    if options["gather_loss"]:
+                        accelerator.gather(loss.detach().repeat(len(x))).mean()
+                    if accelerator.sync_gradients:
+                        log.inject(global_step)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), options["clip"])
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    inner.step()
+                if accelerator.sync_gradients:
+                    global_step += 1
+                    if log.live:
+                        average.update(accelerator.unwrap_model(model))
+                    log.step(
+                        step=global_step,
+                        epoch=epoch,
+                        index=index,
+                        digest=digest(accelerator.unwrap_model(model).state_dict()),
+                        weights=digest(dict(accelerator.unwrap_model(model).named_parameters())),
+                        lr=scheduler.get_last_lr()[0],
+                        ticks=ticks.last_epoch,
+                        average=float(average.value),
+                        count=average.count,
+                        batch=[round(float(v) * 64) for v in x[:, 0]],
+                        skipped=accelerator.optimizer_step_was_skipped,
+                        main=accelerator.is_main_process,
+                    )
+                    if options["save"] and global_step % options["save"] == 0:
+                        accelerator.save_state(f"{options['log']}/checkpoint_{global_step}")
+        accuracy = evaluate(accelerator, model, test, log, epoch)
+    accelerator.wait_for_everyone()
+    log.end(
+        step=global_step,
+        digest=digest(accelerator.unwrap_model(model).state_dict()),
+        weights=digest(dict(accelerator.unwrap_model(model).named_parameters())),
+        ticks=ticks.last_epoch,
+        lr=scheduler.get_last_lr()[0],
+        accuracy=accuracy,
+        count=average.count,
+        values=[float(v) for p in model.parameters() for v in p.detach().flatten()],
+        processes=accelerator.num_processes,
+        index=accelerator.process_index,
+        main=accelerator.is_main_process,
+    )
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
+    given = {**OPTIONS, **json.loads(sys.argv[1])}
+    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
+        from ft_accelerate.install import (
+            install,  # what the installed package does by itself
+        )
+        from ft_accelerate.runtime import membership
+
+        membership.FAR_BATCHES = given["far"] or membership.FAR_BATCHES
+        install()
+    run(given)
+    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
+        os._exit(0)  # torch's own Gloo group now and then aborts or hangs at exit, when all is done

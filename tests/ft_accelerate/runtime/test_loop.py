@@ -1,0 +1,157 @@
+"""Raw loops in real processes: equal to plain DDP without faults, and equal to each other with."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.ft_accelerate.harness import Line, Run, compare, running
+
+pytestmark = pytest.mark.process
+
+SAMPLES, BATCH = 152, 4
+EPOCHS = 5
+STEPS = SAMPLES // BATCH // 2  # in an epoch, of one of two replicas: 19, odd and prime on purpose
+
+
+def samples_of(lines: list[Line], epoch: int) -> list[int]:
+    return [x for line in lines if line["epoch"] == epoch for x in line["batch"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 3, "precision": "bf16"},
+        {"gather_loss": True, "norm": False, "seedable": True, "save": 10},
+    ],
+    ids=["accumulation-bf16", "gather-seedable"],
+)
+def test_equals_plain_ddp_bit_for_bit_also_with_discards(
+    tmp_path: Path, lighthouse: str, options: dict[str, object]
+) -> None:
+    inject = {"0": 1, "3": 0, "9": 1, "10": 0}
+    with running(tmp_path / "plain", **options) as plain:
+        plain.wait(*plain.start_plain(), code=None)
+    with running(tmp_path / "ft", lighthouse, inject=inject, **options) as run:
+        run.wait(run.start(0), run.start(1))
+    for index in (0, 1):
+        mine, expected = run.lines(index), plain.lines(index)
+        for key in ("step", "index", "epoch", "batch", "weights", "lr", "ticks", "skipped"):
+            assert [x[key] for x in mine] == [x[key] for x in expected], key
+        for key in ("step", "ticks", "lr", "accuracy", "processes", "index", "weights"):
+            assert run.end(index)[key] == plain.end(index)[key], key
+        assert run.evaluations(index) == plain.evaluations(index)
+    assert run.end(0)["digest"] == plain.end(0)["digest"]
+    assert compare(run.lines(0), run.lines(1)) == len(run.lines(0))
+    assert sum(run.end(i)["main"] for i in (0, 1)) == 1
+    if "save" in options:
+        in_one_group(tmp_path / "one", lighthouse, plain, **options)
+    if "gather_loss" not in options:  # after which no step is open where these are injected
+        for index in (0, 1):  # of the other's it hears only once it takes part in that step
+            own = sum(by == index for by in inject.values())
+            assert own <= run.events(index, "discard") <= len(inject)
+    if "save" in options:
+        saved = sorted(p.name for p in (tmp_path / "ft" / "checkpoint_10").iterdir())
+        assert saved == sorted(p.name for p in (tmp_path / "plain" / "checkpoint_10").iterdir())
+
+
+def in_one_group(log: Path, lighthouse: str, plain: Run, **options: object) -> None:
+    """Two processes that torchrun starts are one replica group, and no less equal to plain DDP."""
+    with running(log, lighthouse, **options) as run:
+        run.wait(run.start_by_torchrun(2))
+    for index in (0, 1):
+        mine, expected = run.lines(index), plain.lines(index)
+        for key in ("step", "index", "epoch", "batch", "weights", "lr", "ticks"):
+            assert [x[key] for x in mine] == [x[key] for x in expected], key
+        for key in ("processes", "index", "accuracy", "weights", "main"):
+            assert run.end(index)[key] == plain.end(index)[key], key
+        assert run.evaluations(index) == plain.evaluations(index)
+
+
+def test_three_replicas_equal_plain_ddp_to_rounding(tmp_path: Path, lighthouse: str) -> None:
+    options = {"epochs": 1, "norm": False}  # whose zero gradients AdamW would blow up to noise
+    with running(tmp_path / "plain", **options) as plain:
+        plain.wait(*plain.start_plain(3), code=None)
+    with running(tmp_path / "ft", lighthouse, **options) as run:
+        run.wait(*[run.start(index, 3) for index in range(3)])
+    for index in range(3):
+        mine, expected = run.lines(index), plain.lines(index)
+        assert [x["batch"] for x in mine] == [x["batch"] for x in expected]
+        assert [x["average"] for x in mine] == pytest.approx(
+            [x["average"] for x in expected], rel=1e-4
+        )
+        assert run.evaluations(index) == plain.evaluations(index)
+
+
+def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    holds = ["step-8", "eval-1", "step-57"]
+    options = {"epochs": EPOCHS, "step_delay_s": 0.02, "dropout": 0.1}
+    with running(tmp_path, lighthouse, holds=holds, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        one = run.killed_and_back(one, 1, hold="step-8", of=0)
+        zero = run.killed_and_back(zero, 0, hold="eval-1", of=1)  # the main process
+        one = run.killed_and_back(one, 1, hold="step-57", of=0)  # the first of an epoch
+        run.wait(zero, one)
+    lines = [run.lines(i) for i in (0, 1)]
+    ends = [run.end(i) for i in (0, 1)]
+    for key in ("digest", "step", "ticks", "lr", "accuracy", "count"):
+        assert ends[0][key] == ends[1][key], key
+    assert ends[0]["step"] == EPOCHS * STEPS
+    assert ends[0]["ticks"] == EPOCHS * STEPS * 2
+    assert ends[0]["lr"] == 0
+    assert sum(end["main"] for end in ends) == 1
+    assert compare(*lines) > STEPS
+    assert not any(line["skipped"] for replica in lines for line in replica)
+    done = {line["step"] for replica in lines for line in replica}
+    assert done == set(range(1, EPOCHS * STEPS + 1))  # nobody has skipped what nobody else did
+    for epoch in range(EPOCHS):
+        seen = [x for replica in lines for x in samples_of(replica, epoch)]
+        assert len(seen) - len(set(seen)) <= 1  # the shards are padded to equal length by one
+    both = [{e["epoch"]: e for e in run.evaluations(i, live=True)} for i in (0, 1)]
+    common = both[0].keys() & both[1].keys()
+    assert [both[0][e] for e in common] == [both[1][e] for e in common]
+
+
+def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighthouse: str) -> None:
+    options = {"accumulate": 3, "epochs": 4, "gather_loss": True, "step_delay_s": 0.01}
+    inject = {"4": 0, "16": 1, "18": 0}
+    holds = ["step-9"]
+    with running(tmp_path, lighthouse, holds=holds, inject=inject, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        zero = run.killed_and_back(zero, 0, hold="step-9", of=1)
+        run.wait(zero, one)
+    windows = -(-STEPS // 3)
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["step"] == run.end(1)["step"] == 4 * windows
+    assert run.end(0)["ticks"] == run.end(1)["ticks"] == 4 * windows * 2
+    assert compare(run.lines(0), run.lines(1)) > windows
+
+
+@pytest.mark.parametrize(
+    ("size", "local", "last"), [(1, "", 9), (2, "", 9), (1, "diloco", 10)], ids=["1", "2", "diloco"]
+)
+def test_told_to_end_the_step_under_way_is_the_last_and_costs_the_others_nothing(
+    tmp_path: Path, lighthouse: str, size: int, local: str, last: int
+) -> None:
+    """A preemption. Of a group of two only one process is told: the other ends with it. With DiLoCo
+    the end is at the next meeting, which is after each fifth step."""
+    options = {"epochs": 2, "norm": False, "batch_size": BATCH // size, "local": local}
+    with running(tmp_path, lighthouse, holds=["step-8"], **options) as run:
+        zero, one = run.start(0, size=size), run.start(1, size=size)
+        told = size  # the first process of the second group
+        run.until_held(0, "step-8")
+        run.until_held(told, "step-8")
+        os.kill(run.lives(told)[0], signal.SIGTERM)
+        run.go("step-8")
+        run.wait(one, code=128 + signal.SIGTERM)
+        run.wait(zero)
+    assert run.events(0, "discard") == 0
+    for index in range(told, told + size):
+        assert [line["step"] for line in run.lines(index)] == list(range(1, last + 1))
+        assert local or compare(run.lines(0), run.lines(index)) == last
+    assert run.end(0)["step"] == run.lines(0)[-1]["step"] > last

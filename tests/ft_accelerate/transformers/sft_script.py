@@ -1,0 +1,78 @@
+"""A script of TRL's SFTTrainer as users write them; kill and report are those of trainer_script."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trainer_script import Kill, Watch, report
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte is a token."""
+    names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    table = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    table.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=table, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+    )
+
+
+def texts() -> list[str]:
+    """The lines of a module, of many lengths."""
+    lines = (Path(os.__file__).parent / "argparse.py").read_text().splitlines()
+    return [line.strip() for line in lines if len(line.strip()) > 20][:160]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    out = Path(parser.parse_args().out)
+    torch.manual_seed(0)
+    words = tokenizer()
+    config = GPT2Config(
+        vocab_size=len(words), n_positions=64, n_embd=32, n_layer=2, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=1, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    watch = Watch()
+    trainer = SFTTrainer(
+        model=GPT2LMHeadModel(config),
+        args=SFTConfig(
+            output_dir=str(out / "checkpoints"),
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            num_train_epochs=2,
+            max_length=48,
+            learning_rate=3e-3,
+            logging_steps=5,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+        ),
+        train_dataset=Dataset.from_dict({"text": texts()}),
+        processing_class=words,
+        callbacks=[Kill(), watch],
+    )
+    result = trainer.train()
+    report(trainer, result.training_loss, watch.torn, out)
+
+
+if __name__ == "__main__":
+    main()
+    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
+        sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+        from tests.harness.stock import leave_stock
+
+        leave_stock()

@@ -1,0 +1,182 @@
+"""transformers' Trainer and TRL's SFTTrainer, untouched, under `ft-accelerate launch`.
+
+The oracle is the same script on torch's DistributedDataParallel. With `min_replicas` at the number
+of replica groups no step is trained without one of them, so that a training with faults must end
+with the same bits as one without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ft_accelerate.installed import installed
+from tests.harness.waiting import PATIENCE_S
+from tests.harness.workers import start
+
+pytest.importorskip("transformers")
+
+HERE = Path(__file__).parent
+TRAINER = HERE / "trainer_script.py"
+SFT = HERE / "sft_script.py"
+CONFIG = {"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}
+OURS_ALONE = ("training_loss", "logs", "world", "torn")
+"""Of a report: what differs between the processes of plain DDP, too, or knows of the faults."""
+
+BEST = ("--patience", "1000")
+"""The best model is saved (with each epoch's evaluation), the best two are kept, and the best one is
+loaded at the end."""
+
+Report = dict[str, Any]
+pytestmark = pytest.mark.process
+
+
+def reports(out: Path, processes: int = 2) -> list[Report]:
+    return [json.loads((out / f"report-{i}.json").read_text()) for i in range(processes)]
+
+
+def run(command: list[str], env: dict[str, str], out: Path) -> str:
+    """Run Python with `command` to the end; returns what the launcher said."""
+    with (out / "output").open("wb") as output:
+        launcher = start("transformers", command, env=env, stdout=output, stderr=output)
+    try:
+        code = launcher.wait(PATIENCE_S)
+    finally:
+        launcher.end()
+    said = (out / "output").read_text()
+    assert code == 0, said[-8000:]
+    return said
+
+
+def plain(script: Path, out: Path, *argv: str) -> list[Report]:
+    """The script on plain DDP, two processes."""
+    out.mkdir()
+    command = [
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        str(script), "--out", str(out), *argv,
+    ]  # fmt: skip
+    env = installed(out / "site", ACCELERATE_USE_CPU="1", FT_ACCELERATE_AUTOLOAD="0")
+    run(command, env, out)
+    return reports(out)
+
+
+def protected(
+    script: Path,
+    out: Path,
+    *argv: str,
+    kills: str = "",
+    min_replicas: int = 2,
+    group_size: int = 1,
+    hold: Path | None = None,
+) -> tuple[list[Report], str]:
+    """The same script in two replica groups."""
+    out.mkdir(exist_ok=True)
+    section = {"min_replicas": min_replicas, "timeout_s": 30, "group_size": group_size}
+    given = {**CONFIG, "num_processes": 2 * group_size, "fault_tolerance_config": section}
+    config = out / "ft.yaml"
+    config.write_text(yaml.safe_dump(given))
+    command = [
+        "-m", "ft_accelerate.launch.command", "launch", "--config_file", str(config),
+        str(script), "--out", str(out), *argv,
+    ]  # fmt: skip
+    env = installed(out / "site", TRAINER_KILLS=kills, TRAINER_HOLD=str(hold or ""))
+    said = run(command, env, out)
+    assert said.count("was killed by SIGKILL; it is started again") == len(kills.split()), said
+    found = reports(out, 2 * group_size)
+    assert [report["torn"] for report in found] == [[]] * len(found)
+    assert not (left := list((out / "checkpoints").glob(".ft_saving/**/*"))), (left, said)
+    return found, said
+
+
+def same(report: Report, other: Report) -> None:
+    """Weights, moments, steps, rates, metrics and checkpoints are equal, bit for bit."""
+    for name in report:
+        if name not in OURS_ALONE:
+            assert report[name] == other[name], name
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    return plain(TRAINER, tmp_path_factory.mktemp("trainer") / "plain", *BEST)
+
+
+def test_without_faults_trainer_is_plain_ddp_bit_for_bit(
+    oracle: list[Report], tmp_path: Path
+) -> None:
+    """Weights, optimizer, LR, every logged loss and metric, checkpoints, of each process."""
+    found, _ = protected(TRAINER, tmp_path / "ft", *BEST)
+    for report, expected in zip(found, oracle, strict=True):
+        assert report == {**expected, "torn": []}
+    assert found[0]["checkpoints"] == ["checkpoint-26", "checkpoint-39"]
+    assert found[0]["best_checkpoint"] == "checkpoint-39"
+
+
+def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
+    oracle: list[Report], tmp_path: Path
+) -> None:
+    """The main one, too, and in writing the best checkpoint, which the next one writes then. Every
+    process heals into the middle of Trainer's own loop."""
+    kills = (
+        "1:0:on_step_end:7 0:0:on_prediction_step:2 1:1:on_epoch_end:2 0:1:on_substep_end:31 "
+        "1:2:writing:1"
+    )
+    found, _ = protected(TRAINER, tmp_path / "ft", *BEST, kills=kills)
+    for report, expected in zip(found, oracle, strict=True):
+        same(report, expected)
+        steps = [(e.get("step"), e.get("eval_loss")) for e in report["logs"]]
+        assert steps == [(e.get("step"), e.get("eval_loss")) for e in expected["logs"]]
+
+
+def test_the_others_go_on_and_the_killed_one_catches_up(tmp_path: Path) -> None:
+    """`min_replicas` 1, `max_steps`, the best model loaded at the end: all end on the same step."""
+    os.mkfifo(tmp_path / "back")
+    found, _ = protected(
+        TRAINER, tmp_path / "ft", "--max_steps", "400", "--epochs", "1000", "--patience", "1000",
+        kills="0:0:on_step_end:30", min_replicas=1, hold=tmp_path / "back",
+    )  # fmt: skip
+    same(*found)
+    assert found[0]["global_step"] == found[0]["ticks"] == 400
+
+
+def test_resuming_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """A second job resumes, and one of its processes is started again when newer checkpoints are
+    there: it must not begin from those, nor from one whose writer had died."""
+    out = tmp_path / "ft"
+    protected(TRAINER, out, "--save_steps", "13", "--max_steps", "13")
+    (out / "checkpoints" / "checkpoint-13" / "trainer_state.json").stat()
+    torn = out / "checkpoints" / ".ft_saving" / "checkpoint-14.0"
+    (torn / "checkpoint-14").mkdir(parents=True)  # what a main process that dies leaves behind
+    found, _ = protected(
+        TRAINER, out, "--save_steps", "13", "--max_steps", "39", "--resume",
+        kills="1:0:on_step_end:20",
+    )  # fmt: skip
+    same(*found)
+    assert found[0]["global_step"] == 39
+
+
+def test_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -> None:
+    """One process of a group is killed; the group comes back as a whole. The oracle's two processes
+    have had the same batches in two halves: equal to rounding, and all four bit for bit."""
+    found, _ = protected(
+        TRAINER, tmp_path / "ft", *BEST, "--batch_size", "2", group_size=2,
+        kills="1.1:0:on_step_end:20",
+    )  # fmt: skip
+    for report in found:
+        same(report, found[0])
+        assert report["checkpoints"] == oracle[0]["checkpoints"]
+        assert (report["global_step"], report["lr"]) == (oracle[0]["global_step"], oracle[0]["lr"])
+    assert [report["world"] for report in found] == [[4, index] for index in range(4)]
+    assert found[0]["best"] == pytest.approx(oracle[0]["best"], rel=1e-3)
+
+
+def test_sft_trainer_of_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    expected = plain(SFT, tmp_path / "plain")
+    found, _ = protected(SFT, tmp_path / "ft", kills="1:0:on_step_end:9")
+    for report, wanted in zip(found, expected, strict=True):
+        same(report, wanted)

@@ -1,0 +1,217 @@
+"""A script of transformers' Trainer as users write them: nothing in it knows of fault tolerance.
+
+But for one callback of the test, which kills processes at named places, and the report that it
+leaves. TRAINER_KILLS holds "group:life:event:count", such as "1:0:on_step_end:12": replica group 1
+in its first life, when the event comes for the 12th time. "1.0" is the first process of group 1;
+the event "writing" comes when a checkpoint's first files are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+
+class Sources(Dataset[Any]):
+    """The standard library's own text, byte by byte: windows of `length` bytes of some modules."""
+
+    def __init__(self, modules: list[str], size: int, length: int = 32) -> None:
+        home = Path(os.__file__).parent
+        text = b"".join((home / f"{name}.py").read_bytes() for name in modules)
+        step = (len(text) - length) // size
+        self.windows = [list(text[i * step : i * step + length]) for i in range(size)]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        # Some windows end early: a mean over tokens must weigh what each process has.
+        ids = torch.tensor(self.windows[index])
+        labels = ids.clone()
+        labels[len(ids) - index % 8 :] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+class Kill(TrainerCallback):
+    """End this process by SIGKILL at the n-th call of an event in one of its lives."""
+
+    def __init__(self) -> None:
+        group = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "")
+        life = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS", "")
+        self.event, self.left = "", 0
+        for kill in os.environ.get("TRAINER_KILLS", "").split():
+            of_group, of_life, event, count = kill.split(":")
+            of_group, _, rank = of_group.partition(".")
+            if (of_group, of_life) == (group, life) and rank in ("", os.environ["LOCAL_RANK"]):
+                self.event, self.left = event, int(count)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_") and name == object.__getattribute__(self, "event"):
+            return self.count
+        return object.__getattribute__(self, name)
+
+    def count(self, *args: Any, **kwargs: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Model(GPT2LMHeadModel):
+    """A model in whose saving a process may die."""
+
+    kill: Any = None
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(*args, **kwargs)
+        if self.kill.event == "writing":
+            self.kill.count()
+
+
+class Watch(TrainerCallback):
+    """Looks for checkpoints that are not whole: the newest one, since older ones are deleted."""
+
+    def __init__(self) -> None:
+        self.torn: set[str] = set()
+
+    def look(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        found = list(Path(args.output_dir).glob("checkpoint-*"))
+        newest = max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
+        wanted = ("model.safetensors", "optimizer.pt", "trainer_state.json")
+        if newest is not None and not all((newest / name).exists() for name in wanted):
+            self.torn.add(newest.name)
+
+    on_step_begin = on_substep_end = on_train_begin = on_train_end = look
+
+
+class Hold(TrainerCallback):
+    """TRAINER_HOLD names a FIFO: group 1 waits after 60 steps until group 0 is back."""
+
+    def __init__(self) -> None:
+        self.path = os.environ.get("TRAINER_HOLD", "")
+        self.group = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "")
+        self.life = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS", "")
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        if self.path and (self.group, self.life) == ("0", "1"):
+            Path(self.path).open("w").close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.path and self.group == "1" and state.global_step == 60:
+            Path(self.path).open().close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--max_steps", type=int, default=-1)
+    parser.add_argument("--save_steps", type=int, default=0)
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--patience", type=int, default=0)
+    parser.add_argument("--scheduler", default="cosine")
+    options = parser.parse_args()
+    out = Path(options.out)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = Model(config)
+    model.kill, watch = Kill(), Watch()
+    save = options.save_steps or 10_000
+    arguments = TrainingArguments(
+        output_dir=str(out / "checkpoints"),
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        gradient_accumulation_steps=2,
+        num_train_epochs=options.epochs,
+        max_steps=options.max_steps,
+        learning_rate=3e-3,
+        lr_scheduler_type=options.scheduler,
+        warmup_steps=5,
+        logging_steps=5,
+        eval_strategy="epoch",
+        save_strategy="best" if options.patience else "steps",
+        save_steps=save,
+        save_total_limit=2 if options.patience else None,
+        load_best_model_at_end=bool(options.patience),
+        metric_for_best_model="eval_loss",
+        seed=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    callbacks: list[TrainerCallback] = [model.kill, Hold(), watch]
+    if options.patience:
+        callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=Sources(["argparse", "ast", "abc"], 200),
+        eval_dataset=Sources(["bisect", "calendar"], 24),
+        callbacks=callbacks,
+    )
+    result = trainer.train(resume_from_checkpoint=options.resume or None)
+    report(trainer, result.training_loss, watch.torn, out)
+
+
+def report(trainer: Trainer, training_loss: float, torn: set[str], out: Path) -> None:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(
+        trainer.accelerator.unwrap_model(trainer.model).state_dict().items()
+    ):
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    moments = hashlib.sha256()
+    for group in trainer.optimizer.state_dict()["state"].values():
+        for tensor in group.values():
+            moments.update(torch.as_tensor(tensor).cpu().contiguous().numpy().tobytes())
+    timing = ("runtime", "_per_second", "total_flos")
+    found = {
+        "weights": digest.hexdigest()[:16],
+        "optimizer": moments.hexdigest()[:16],
+        "global_step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
+        "max_steps": trainer.state.max_steps,
+        "lr": trainer.optimizer.param_groups[0]["lr"],
+        "ticks": trainer.lr_scheduler.state_dict().get("last_epoch"),
+        "training_loss": training_loss,
+        "best": trainer.state.best_metric,
+        "best_checkpoint": Path(trainer.state.best_model_checkpoint or "").name,
+        "torn": sorted(torn),
+        "logs": [
+            {k: v for k, v in entry.items() if not any(t in k for t in timing)}
+            for entry in trainer.state.log_history
+        ],
+        "checkpoints": sorted(p.name for p in (out / "checkpoints").glob("checkpoint-*")),
+        "world": [trainer.args.world_size, trainer.args.process_index],
+    }
+    index = trainer.args.process_index
+    (out / f"report-{index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
+    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
+        sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+        from tests.harness.stock import leave_stock
+
+        leave_stock()

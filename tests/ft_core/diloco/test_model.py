@@ -1,0 +1,346 @@
+"""What travels: mixed dtypes, sizes and devices of tensors, DTensors, buffers; and bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
+
+from ft_core.diloco.diloco import DiLoCo
+from ft_core.diloco.fragments import Flat, split
+from ft_core.diloco.local_sgd import LocalSGD, extract_local_tensor
+from ft_core.manager import Manager
+from ft_core.process_group import ProcessGroupDummy, ProcessGroupGloo
+from tests.ft_core.diloco.members import Trainer
+from tests.ft_core.diloco.reference import inner_optimizer, network, outer_optimizer
+from tests.harness.cluster import lighthouse, replicas
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES)),
+             max_size=8),
+    st.integers(1, 200),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_every_element_is_in_exactly_one_bucket(
+    tensors: list[tuple[list[int], torch.dtype]], bucket_bytes: int
+) -> None:
+    made = [torch.randn(shape, dtype=dtype) for shape, dtype in tensors]
+    flat = Flat(made, bucket_bytes)
+    for view, tensor in zip(flat.views, made, strict=True):
+        assert view.shape == tensor.shape and view.dtype == tensor.dtype
+        view.copy_(tensor)
+    buckets = flat.buckets()
+    for bucket in buckets:
+        assert bucket.dim() == 1 and bucket.is_contiguous() and not bucket.is_complex()
+        assert bucket.nbytes <= max(bucket_bytes, bucket.element_size())
+        bucket.add_(1)
+    assert sum(b.nbytes for b in buckets) == flat.nbytes == sum(t.nbytes for t in made)
+    for view, tensor in zip(flat.views, made, strict=True):
+        one = torch.ones((), dtype=tensor.dtype)
+        if tensor.is_complex():
+            one = one + 1j
+        assert torch.equal(view, tensor + one)
+
+
+class Mixed(nn.Module):
+    """Dtypes, a scalar, an empty tensor, one larger than a bucket, one that is not contiguous."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        for i, dtype in enumerate(DTYPES):
+            setattr(self, f"p{i}", nn.Parameter(torch.full((7, i + 1), value).to(dtype)))
+        self.scalar = nn.Parameter(torch.tensor(value))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.large = nn.Parameter(torch.full((50, 10), value).t())
+
+
+@pytest.mark.parametrize(
+    ("codec", "bucket_bytes"),
+    [(None, 1), (None, 64), (None, 1 << 20), ("int8", 64), ("int8", 1 << 20)],
+)
+def test_no_tensor_is_skipped(codec: str | None, bucket_bytes: int) -> None:
+    """Each member drifts by its own constant; the outer step takes each element to the mean."""
+    drift = [1.0, 3.0]
+
+    def script(index: int) -> nn.Module:
+        model = Mixed(8.0)
+        manager = thread_manager(server.address(), index, expected=2)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        try:
+            with DiLoCo(manager, model, inner, outer, 1, bucket_bytes=bucket_bytes, codec=codec):
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, drift[index])
+                inner.step()
+        finally:
+            manager.shutdown()
+        return model
+
+    with lighthouse() as server:
+        models = replicas(lambda: script(0), lambda: script(1))
+    for name, p in models[0].named_parameters():
+        torch.testing.assert_close(p, torch.full_like(p, 6.0), rtol=0.01, atol=0.01, msg=name)
+        assert torch.equal(p, dict(models[1].named_parameters())[name]), name
+
+
+def thread_manager(address: str, index: int, *, expected: int = 0, **options: Any) -> Manager:
+    return Manager(
+        ProcessGroupGloo(timeout=20),
+        **{
+            "use_async_quorum": False,
+            "rank": 0,
+            "world_size": 1,
+            "watch_process": False,
+            "lighthouse_addr": address,
+            "replica_id": f"r{index}",
+            "expected_replicas": expected,
+            **options,
+        },
+    )
+
+
+class WithNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("tag", torch.tensor([7]), persistent=True)
+        self.register_buffer("scratch", torch.tensor([0.0]), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_buffers(kind: Any) -> None:
+    """Floating ones become the mean, others the first participant's; others still are local; a
+    discarded outer step takes them back."""
+
+    def script(index: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = WithNorm()
+        manager = thread_manager(server.address(), index, expected=2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        arguments = [inner, 1] if kind is LocalSGD else [inner, outer_optimizer(model), 1]
+
+        def train(count: int) -> None:
+            for _ in range(count):
+                model(torch.full((4, 3), float(index + 1)) + torch.randn(4, 3)).sum().backward()
+            inner.step()
+
+        found = {}
+        try:
+            with kind(manager, model, *arguments) as loop:
+                train(2 + index)
+                found["first"] = {n: b.clone() for n, b in model.named_buffers()}
+                held = loop.state_dict()["buffers"]["norm.running_mean"]
+                assert torch.equal(held, model.norm.running_mean)
+                model(torch.full((4, 3), 9.0))
+                assert not torch.equal(held, model.norm.running_mean)
+                loop.drop_window("no")
+                assert torch.equal(held, model.norm.running_mean)
+                assert int(model.norm.num_batches_tracked) == 2
+        finally:
+            manager.shutdown()
+        return found
+
+    with lighthouse() as server:
+        zero, one = replicas(lambda: script(0), lambda: script(1))
+    assert torch.equal(zero["first"]["norm.running_mean"], one["first"]["norm.running_mean"])
+    assert (
+        zero["first"]["norm.num_batches_tracked"] == one["first"]["norm.num_batches_tracked"] == 2
+    )
+    assert 0 < float(zero["first"]["norm.running_mean"][0]) < 1
+
+
+def test_dtensors_travel_by_their_local_part() -> None:
+    """A mesh of one rank in this process; the other half of each shard is another rank's."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        module = nn.Linear(4, 6, bias=False)
+        whole = torch.arange(24.0).view(6, 4)
+        module.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+        inner = torch.optim.SGD(module.parameters(), lr=1.0)
+        outer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+        with lighthouse() as server:
+            manager = thread_manager(server.address(), 0)
+            with DiLoCo(manager, module, inner, outer, 1) as loop:
+                for _ in range(2):
+                    module.weight.grad = DTensor.from_local(
+                        torch.ones(3, 4), mesh, [Shard(0)], run_check=False
+                    )
+                    inner.step()
+                assert loop.stats.committed == 2
+            local = extract_local_tensor(module.weight)
+            # Steps of 0.5 * 1 and 0.5 * (0.9 + 1).
+            torch.testing.assert_close(local, whole[:3] - 0.5 - 0.95)
+            state = loop.state_dict()
+            assert torch.equal(state["parameters"]["weight"], local)
+            assert local.data_ptr() != module.weight.to_local().data_ptr()
+            manager.shutdown()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_extract_local_tensor_copies() -> None:
+    p = nn.Parameter(torch.ones(3))
+    copy = extract_local_tensor(p)
+    assert not copy.requires_grad
+    copy.zero_()
+    assert torch.equal(p.detach(), torch.ones(3))
+
+
+def test_int_fragments_are_balanced_and_in_order() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    for count in range(1, 13):
+        parts = split(model, count)
+        assert len(parts) == count
+        names = [n for f in parts for n in f.names]
+        assert names == [n for n, _ in model.named_parameters()]
+    assert [f.numel for f in split(model, 3)] == [144, 144, 144]
+
+
+def test_modules_as_fragments_and_tied_parameters_once() -> None:
+    model: Any = network()
+    # c's weight is b's: c has its bias only if b comes first, and both may name it once.
+    parts = split(model, [["b.weight", "b.bias"], ["c.bias", "unused"], model.a, model.head])
+    assert [f.names for f in parts] == [
+        ("b.weight", "b.bias"), ("c.bias", "unused"), ("a.weight", "a.bias"),
+        ("head.weight", "head.bias"),
+    ]  # fmt: skip
+    assert (
+        split(model, [["c.weight", "b.bias", "c.bias", "unused"], model.a, model.head])[0].names[0]
+        == "b.weight"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"sync_every": 2, "fragments": 3}, "sync_every=2 leaves no inner step to each of 3"),
+        ({"fragment_sync_delay": 4}, "fragment_sync_delay=4 must be smaller than the 4"),
+        ({"fragment_sync_delay": -1}, "must not be negative"),
+        ({"fragment_update_alpha": 1.5}, "fragment_update_alpha must be from 0 to 1, got 1.5"),
+        ({"fragment_update_alpha": -0.1}, "fragment_update_alpha must be from 0 to 1"),
+        ({"fragments": 0}, "fragments=0 is not possible: the model has 8 trainable"),
+        ({"fragments": 99}, "fragments=99 is not possible: the model has 8 trainable"),
+        ({"fragments": []}, "fragments must be a number, or a list"),
+        ({"fragments": [["a.weight"]]}, "fragments miss 7 parameters, such as 'unused'"),
+        ({"fragments": [["a.weight"], ["a.weight"]]}, "'a.weight' is in fragments 0 and 1"),
+        ({"fragments": [["b.weight", "c.weight"]]}, "'b.weight' is in fragments 0 and 0"),
+        ({"fragments": [["scale"]]}, "fragment 0 names 'scale', which is frozen"),
+        ({"fragments": [["nothing"]]}, "'nothing', which is not a parameter of the model"),
+        ({"fragments": [nn.Linear(2, 2)]}, "fragment 0 is a module that is not a part"),
+        ({"fragments": [nn.ReLU()]}, "fragment 0 has no trainable parameter"),
+        ({"codec": "zip"}, "codec must be None or one of int8, int4, fp8"),
+        ({"error_feedback": True}, "error_feedback has nothing to correct without a codec"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
+        ({"weighted": "often"}, 'weighted must be False, True .or "steps". or "samples"'),
+    ],
+)
+def test_bad_options(options: dict[str, Any], sentence: str) -> None:
+    model = network()
+    manager = Manager(ProcessGroupDummy(), rank=0, world_size=1)
+    arguments = {"sync_every": 4, **options}
+    with pytest.raises(ValueError, match=sentence):
+        DiLoCo(manager, model, inner_optimizer(model), outer_optimizer(model), **arguments)
+    manager.shutdown()
+
+
+def test_bad_optimizers_models_and_managers() -> None:
+    model: Any = network()
+    manager = Manager(ProcessGroupDummy(), rank=0, world_size=1)
+    inner = inner_optimizer(model)
+    with pytest.raises(ValueError, match="must be two optimizers"):
+        DiLoCo(manager, model, inner, inner, 4)
+    with pytest.raises(ValueError, match=r"outer_optimizer lacks parameter 'unused'"):
+        DiLoCo(manager, model, inner, outer_optimizer(model.a), 4)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        LocalSGD(manager, network().requires_grad_(False), inner, 4)
+    with pytest.raises(ValueError, match="give weighted to LocalSGD, not to the Manager"):
+        LocalSGD(Manager(ProcessGroupDummy(), rank=0, world_size=1, weighted=True), model, inner, 4)
+    loop = LocalSGD(manager, model, inner, 4)
+    with pytest.raises(RuntimeError, match="inside `with LocalSGD"):
+        loop.sync()
+    with pytest.raises(ValueError, match="add_samples needs weighted"):
+        loop.add_samples(3)
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_a_manager_that_would_serve_the_drifting_model_is_refused(what: str) -> None:
+    model = network()
+    inner = inner_optimizer(model)
+    if what == "optimizer":
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        inner.step()
+    held: Any = model if what == "model" else inner
+    manager = Manager(
+        ProcessGroupDummy(), held.load_state_dict, held.state_dict, rank=0, world_size=1
+    )
+    with pytest.raises(ValueError, match="manager's state 'default' holds tensors of the model"):
+        with LocalSGD(manager, model, inner, 4):
+            pass
+    manager.shutdown()
+
+
+def test_settings_of_a_checkpoint() -> None:
+    """Global parameters, outer momentum and the manager's position go on where they stopped."""
+    with lighthouse() as server:
+        first = Trainer(server.address(), 0, DiLoCo, sync_every=3)
+        with first.loop:
+            for _ in range(7):  # two outer steps, and one inner step that is not part of it
+                first.inner_step()
+            saved = (first.loop.state_dict(), first.manager.state_dict())
+            for _ in range(5):
+                first.inner_step()
+        first.close()
+        second = Trainer(server.address(), 1, DiLoCo, sync_every=3, model=network(seed=5))
+        second.loop.load_state_dict(saved[0])
+        second.manager.load_state_dict(saved[1])
+        assert torch.equal(second.parameters()["a.weight"], saved[0]["parameters"]["a.weight"])
+        with second.loop:
+            assert second.manager.current_step() == 2
+            with pytest.raises(RuntimeError, match="before the first outer step"):
+                second.loop.load_state_dict(saved[0])
+            with pytest.raises(RuntimeError, match="entered already"):
+                second.loop.__enter__()
+            for _ in range(3):
+                second.inner_step()
+            momentum = second.outer_optimizer.state[second.model.get_parameter("a.weight")]
+            assert momentum["momentum_buffer"].abs().sum() > 0
+        second.close()
+        other = nn.Linear(2, 2)
+        third = Trainer(server.address(), 2, DiLoCo, model=other)
+        with pytest.raises(ValueError, match="the state is another model's: parameter"):
+            third.loop.load_state_dict(saved[0])
+        third.close()
+
+
+def test_nothing_is_received_into_the_globals_under_a_window() -> None:
+    """With an asynchronous quorum a state arrives while inner steps are computed, and a window that
+    is to be kept is measured from the globals until then."""
+    model = nn.Linear(600, 600)
+    manager = Manager(ProcessGroupDummy(), use_async_quorum=True, rank=0, world_size=1)
+    DiLoCo(manager, model, inner_optimizer(model), outer_optimizer(model), 4, keep_windows=True)
+    own = torch.ones(1 << 20)
+    manager.register_state_dict_fn("own", lambda state: None, lambda: {"t": own})
+    manager.state.offer(behind=True)
+    assert manager.state._offered is not None
+    assert [tensor for tensor in tree_leaves(manager.state._offered) if tensor is not None] == [own]
+    manager.shutdown()

@@ -1,0 +1,548 @@
+"""HealServer and fetch over real sockets, in one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from ft_core.config import JobOptions
+from ft_core.heal import HealDenied, HealError, HealKey, HealProgress, HealServer, fetch
+from ft_core.heal import protocol as wire
+from ft_core.heal.target import DEFAULT_CHUNK_BYTES
+from ft_core.heal.transfer_plan import WINDOW
+from tests.ft_core.heal.support import KEY, FaultyLink, same, soon, state
+from tests.harness.waiting import PATIENCE_S, until
+
+MakeServer = Callable[..., HealServer]
+both_paths = pytest.mark.parametrize("same_host", [False, True], ids=["zmq", "memory"])
+
+
+@both_paths
+@pytest.mark.parametrize("copy", [True, False], ids=["snapshot", "live"])
+@pytest.mark.parametrize("sources", [1, 3])
+def test_round_trip(make_server: MakeServer, same_host: bool, copy: bool, sources: int) -> None:
+    tree = state(24)
+    servers = [make_server() for _ in range(sources)]
+    for server in servers:
+        server.publish(KEY, tree, copy=copy)
+    addresses = [server.address for server in servers]
+    back, stats = fetch(addresses, KEY, deadline=soon(), same_host=same_host)
+    assert same(back, tree)
+    assert stats.bytes == sum(stats.source_bytes.values()) >= 24 << 20
+    assert stats.same_host_bytes == (stats.bytes if same_host else 0)
+    assert not stats.failed_sources
+    if sources > 1 and not same_host:  # one may have copied all of it before another is opened
+        assert sum(amount > 0 for amount in stats.source_bytes.values()) > 1
+
+
+@both_paths
+def test_in_place(make_server: MakeServer, same_host: bool) -> None:
+    tree, mine = state(8), state(8, seed=1)
+    server = make_server()
+    server.publish(KEY, tree)
+    pointers = {name: t.data_ptr() for name, t in mine.items() if isinstance(t, torch.Tensor)}
+    back, _ = fetch([server.address], KEY, into=mine, deadline=soon(), same_host=same_host)
+    for name, pointer in pointers.items():
+        assert back[name] is mine[name]
+        assert back[name].data_ptr() == pointer
+    assert same(back, tree)
+
+
+def test_a_state_without_tensors(make_server: MakeServer) -> None:
+    server = make_server()
+    server.publish(KEY, {"epoch": 3, "names": ["a", None]})
+    back, stats = fetch([server.address], KEY, deadline=soon())
+    assert back == {"epoch": 3, "names": ["a", None]}
+    assert stats.bytes == 0
+
+
+def test_many_small_tensors_and_odd_sizes(make_server: MakeServer) -> None:
+    tree = {i: torch.full((i % 7,), float(i)) for i in range(3000)}
+    tree[9999] = torch.arange((1 << 20) + 3, dtype=torch.uint8)
+    server = make_server()
+    server.publish(KEY, tree)
+    back, _ = fetch([server.address], KEY, deadline=soon(), chunk_bytes=64 << 10)
+    assert same(back, tree)
+
+
+def test_the_snapshot_does_not_follow_the_training(make_server: MakeServer) -> None:
+    tree = state(8)
+    expected = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in tree.items()}
+    server = make_server()
+    server.publish(KEY, tree)
+    tree["w0"].add_(1)
+    tree["small"].add_(1)
+    back, _ = fetch([server.address], KEY, deadline=soon())
+    assert same(back, expected)
+
+
+def test_progress_is_told_and_may_end_the_fetch(make_server: MakeServer) -> None:
+    server = make_server()
+    server.publish(KEY, state(16))
+    seen: list[HealProgress] = []
+    _, stats = fetch([server.address], KEY, deadline=soon(), progress=seen.append)
+    assert seen[-1].bytes_done == seen[-1].bytes_total == stats.bytes
+    assert seen[0].sources == 1
+
+    def stop(_: HealProgress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch([server.address], KEY, deadline=soon(), progress=stop)
+
+
+def test_a_publication_that_comes_late_is_waited_for(make_server: MakeServer) -> None:
+    server = make_server()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(fetch, [server.address], KEY, deadline=soon())
+        until(lambda: server.stats().opened == 1)
+        server.publish(HealKey(KEY.step - 1, "older"), {"epoch": 0})
+        server.publish(KEY, {"epoch": 1})
+        assert reading.result()[0] == {"epoch": 1}
+
+
+def test_republished_after_retirement(make_server: MakeServer) -> None:
+    """A discarded step: the same version is served again to the next target, which may be early."""
+    server = make_server()
+    server.publish(KEY, {"epoch": 1})
+    server.retire()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(fetch, [server.address], KEY, deadline=soon())
+        until(lambda: server.stats().opened == 1)
+        server.publish(KEY, {"epoch": 1})
+        assert reading.result()[0] == {"epoch": 1}
+
+
+def test_a_retired_version_is_gone(make_server: MakeServer) -> None:
+    server = make_server()
+    server.publish(KEY, {"epoch": 1})
+    server.retire("the step was committed")
+    with pytest.raises(HealError, match="is gone: the step was committed"):
+        fetch([server.address], KEY, deadline=soon())
+
+
+def test_a_version_that_the_source_has_passed_is_gone_at_once(make_server: MakeServer) -> None:
+    server = make_server()
+    server.publish(HealKey(KEY.step + 1, "next"), {"epoch": 1})
+    start = time.monotonic()
+    with pytest.raises(HealError, match=r"is gone: the source is at \(step 8, lineage next\)"):
+        fetch([server.address], KEY, deadline=soon())
+    assert time.monotonic() - start < 2
+
+
+def test_retired_in_mid_transfer(make_server: MakeServer) -> None:
+    server = make_server()
+    server.publish(KEY, state(64))
+
+    def retire(progress: HealProgress) -> None:
+        if progress.bytes_done:
+            server.retire("the source trained on")
+
+    with pytest.raises(HealError, match=r"with \d+ of \d+ chunks missing.*the source trained on"):
+        fetch([server.address], KEY, deadline=soon(), same_host=False, progress=retire)
+
+
+def test_one_source_retires_and_the_others_finish(make_server: MakeServer) -> None:
+    tree = state(64)
+    first, second = make_server(), make_server()
+    first.publish(KEY, tree)
+    second.publish(KEY, tree)
+
+    def retire(progress: HealProgress) -> None:
+        if progress.bytes_done:
+            first.retire()
+
+    back, stats = fetch(
+        [first.address, second.address], KEY, deadline=soon(), same_host=False, progress=retire
+    )
+    assert same(back, tree)
+    assert set(stats.failed_sources) <= {first.address}  # the news may come after the last chunk
+    assert stats.source_bytes[first.address] <= 2 * WINDOW * DEFAULT_CHUNK_BYTES
+
+
+def test_the_deadline_names_every_source(make_server: MakeServer) -> None:
+    server, other = make_server(), make_server()
+    start = time.monotonic()
+    with pytest.raises(HealError) as caught:
+        fetch([server.address, other.address], KEY, deadline=start + 0.3)
+    assert 0.3 <= time.monotonic() - start < 2
+    text = str(caught.value)
+    assert "step 7, lineage abc" in text
+    assert "the deadline passed" in text
+    assert text.count("not published there yet") == 2
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(HealError, match="no source is left.*the process seems to be gone"):
+        fetch([address], KEY, deadline=soon())
+
+
+def test_no_address() -> None:
+    with pytest.raises(HealError, match="not an address"):
+        fetch(["nonsense"], KEY, deadline=soon())
+    with pytest.raises(ValueError, match="at least one healthy member"):
+        fetch([], KEY, deadline=soon())
+    with pytest.raises(ValueError, match="from 64 KiB to 64 MiB"):
+        fetch(["tcp://127.0.0.1:1"], KEY, deadline=soon(), chunk_bytes=1)
+
+
+def test_token(make_server: MakeServer) -> None:
+    server = make_server(options=JobOptions(name="r0", token="right"))
+    server.publish(KEY, {"epoch": 1})
+    for token in ("", "wrong"):
+        with pytest.raises(HealDenied, match="refused: wrong token; set the same heal token"):
+            fetch([server.address], KEY, deadline=soon(), options=JobOptions(name="r0", token=token))
+    right = JobOptions(name="r0", token="right")
+    assert fetch([server.address], KEY, deadline=soon(), options=right)[0] == {"epoch": 1}
+    assert server.stats().refused == 2
+
+
+def test_too_many_clients(make_server: MakeServer) -> None:
+    server = make_server(max_clients=1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fetch, [server.address], KEY, deadline=soon())
+        until(lambda: server.stats().opened == 1)
+        with pytest.raises(HealError, match="it serves 1 readers already") as busy:
+            fetch([server.address], KEY, deadline=soon())
+        assert not isinstance(busy.value, HealDenied), "another try may succeed"
+        server.publish(KEY, {})
+        waiting.result()
+    until(lambda: server.stats().finished == 1)
+    fetch([server.address], KEY, deadline=soon())  # the place is free again
+
+
+def test_unknown_object_leaves_nothing_published(make_server: MakeServer) -> None:
+    server = make_server()
+    with pytest.raises(HealError, match=r"state_dict\['f'\] is a "):
+        server.publish(KEY, {"f": object()})
+    with pytest.raises(HealError, match="not published there yet"):
+        fetch([server.address], KEY, deadline=soon(0.1))
+
+
+@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "192.0.2.1", "no.such.host.invalid"])
+def test_bad_hosts(host: str) -> None:
+    with pytest.raises(ValueError, match=r"address of"):
+        HealServer(host=host)
+
+
+def test_closed_server_says_so(make_server: MakeServer) -> None:
+    server = make_server()
+    server.close()
+    server.close()
+    with pytest.raises(ValueError, match="closed; make a new one"):
+        server.publish(KEY, {})
+
+
+class TestLive:
+    """copy=False: the trainer's own memory is served until freeze."""
+
+    def test_freeze_with_nothing_live_costs_nothing(self, make_server: MakeServer) -> None:
+        server = make_server()
+        assert server.freeze() == 0.0
+        server.publish(KEY, state(8))
+        assert server.freeze() == 0.0
+
+    def test_freeze_without_readers_copies_nothing_and_retires(
+        self, make_server: MakeServer
+    ) -> None:
+        server = make_server()
+        server.publish(KEY, state(64), copy=False)
+        server.freeze()
+        with pytest.raises(HealError, match="the source trained on"):
+            fetch([server.address], KEY, deadline=soon())
+
+    def test_freeze_keeps_it_for_readers_still_expected(self, make_server: MakeServer) -> None:
+        tree, expected = state(16), state(16)
+        server = make_server()
+        server.publish(KEY, tree, copy=False, expected_targets=1)
+        assert server.freeze() > 0
+        tree["w0"].add_(1)
+        assert same(fetch([server.address], KEY, deadline=soon())[0], expected)
+
+    @both_paths
+    def test_training_on_in_mid_transfer(self, make_server: MakeServer, same_host: bool) -> None:
+        tree, expected = state(64), state(64)
+        server = make_server()
+        server.publish(KEY, tree, copy=False)
+        trained: list[float] = []
+
+        def train(progress: HealProgress) -> None:
+            if progress.bytes_done and not trained:
+                trained.append(server.freeze())
+                for value in tree.values():
+                    if isinstance(value, torch.Tensor):
+                        value.zero_()
+
+        back, stats = fetch(
+            [server.address], KEY, deadline=soon(), same_host=same_host, progress=train
+        )
+        assert trained
+        assert same(back, expected)
+        assert stats.corrupted == 0
+
+
+def _flip(*offsets: int) -> Callable[[int, bytearray], bytearray]:
+    """An edit that flips one bit at each of these offsets of the stream."""
+
+    def edit(start: int, data: bytearray) -> bytearray:
+        for offset in offsets:
+            if start <= offset < start + len(data):
+                data[offset - start] ^= 1
+        return data
+
+    return edit
+
+
+def _then_publish(server: HealServer, tree: Any) -> Callable[[HealProgress], None]:
+    """Publish there once the other source has answered, so that both surely take part."""
+
+    def progress(seen: HealProgress) -> None:
+        if not server.stats().published:
+            server.publish(KEY, tree)
+
+    return progress
+
+
+class TestFaults:
+    """What a network, or a source, may do."""
+
+    def test_a_corrupted_chunk_is_fetched_again(self, make_server: MakeServer) -> None:
+        tree = state(32)
+        server = make_server()
+        server.publish(KEY, tree)
+        with FaultyLink(server.address, _flip(DEFAULT_CHUNK_BYTES // 2)) as link:
+            back, stats = fetch([link.address], KEY, deadline=soon(), same_host=False)
+        assert same(back, tree)
+        assert stats.corrupted == 1
+        assert stats.retries >= 1
+
+    def test_corrupted_twice_ends_the_heal(self, make_server: MakeServer) -> None:
+        server = make_server()
+        server.publish(KEY, {"w": torch.zeros(1 << 19, dtype=torch.uint8), "v": torch.zeros(9)})
+        offsets = [200_000 + i * (1 << 18) for i in range(20)]
+        with FaultyLink(server.address, _flip(*offsets)) as link:
+            with pytest.raises(HealError, match=r"came corrupted twice \(from tcp://"):
+                fetch([link.address], KEY, deadline=soon(), same_host=False)
+
+    def test_a_slow_source_costs_its_stripes(self, make_server: MakeServer) -> None:
+        tree = state(128)
+        fast, slow = make_server(), make_server()
+        slow.publish(KEY, tree)
+        pace = threading.Event()
+
+        def throttle(_: int, data: bytearray) -> bytearray:
+            pace.wait(len(data) / 4e6)  # 4 MB/s: alone it would take 32 s
+            return data
+
+        start = time.monotonic()
+        with FaultyLink(slow.address, throttle) as link:
+            try:
+                back, stats = fetch(
+                    [link.address, fast.address], KEY, deadline=soon(60), same_host=False,
+                    progress=_then_publish(fast, tree),
+                )  # fmt: skip
+                took = time.monotonic() - start
+            finally:
+                pace.set()
+        assert same(back, tree)
+        assert stats.source_bytes[fast.address] > 100 << 20
+        assert took < 10
+
+    def test_a_source_that_falls_silent_costs_its_stripes(self, make_server: MakeServer) -> None:
+        tree = state(64)
+        good, silent = make_server(), make_server()
+        silent.publish(KEY, tree)
+        resume = threading.Event()
+
+        def hang(offset: int, data: bytearray) -> bytearray:
+            if offset > 1 << 20:
+                resume.wait(PATIENCE_S)
+            return data
+
+        with FaultyLink(silent.address, hang) as link:
+            try:
+                back, stats = fetch(
+                    [link.address, good.address], KEY, deadline=soon(60), same_host=False,
+                    progress=_then_publish(good, tree),
+                )  # fmt: skip
+            finally:
+                resume.set()
+        assert same(back, tree)
+        assert stats.retries > 0
+
+    def test_a_broken_connection_is_made_again(self, make_server: MakeServer) -> None:
+        tree = state(64)
+        server = make_server()
+        server.publish(KEY, tree)
+        cuts: list[int] = []
+
+        def cut(offset: int, data: bytearray) -> bytearray:
+            if offset > 8 << 20 and not cuts:
+                cuts.append(offset)
+                raise OSError("cut")
+            return data
+
+        with FaultyLink(server.address, cut) as link:
+            back, stats = fetch([link.address], KEY, deadline=soon(), same_host=False)
+        assert cuts
+        assert same(back, tree)
+        assert stats.retries > 0
+
+    def test_a_source_with_other_shapes_is_left_out(self, make_server: MakeServer) -> None:
+        good, diverged = make_server(), make_server()
+        good.publish(KEY, state(16))
+
+        def diverge(progress: HealProgress) -> None:
+            if not progress.bytes_done:  # the good one has just told the shapes
+                diverged.publish(KEY, state(8))
+                good.retire()
+
+        with pytest.raises(HealError, match="its tensors differ in shape or dtype under the same"):
+            fetch([diverged.address, good.address], KEY, deadline=soon(), progress=diverge)
+
+    def test_readers_that_stop_reading_delay_no_other(self, make_server: MakeServer) -> None:
+        """A target that asks for everything and reads nothing; publish stays quick."""
+        tree = state(64)
+        server = make_server()
+        server.publish(KEY, tree)
+        context = zmq.Context()
+        idle = context.socket(zmq.DEALER)
+        idle.setsockopt(zmq.LINGER, 0)
+        idle.setsockopt(zmq.RCVHWM, 1)
+        idle.connect(server.address)
+        try:
+            idle.send(
+                wire.requests.encode(wire.Open("", KEY.step, KEY.lineage, 1 << 20, 60.0, b""))
+            )
+            for _ in range(10):
+                idle.send(wire.requests.encode(wire.Get(False, tuple(range(64)), ())))
+            assert same(fetch([server.address], KEY, deadline=soon(), same_host=False)[0], tree)
+            newer, changed = HealKey(8, "x"), state(64, seed=5)
+            server.publish(newer, changed)  # must not overwrite what is still queued, nor wait
+            assert same(fetch([server.address], newer, deadline=soon())[0], changed)
+        finally:
+            idle.close()
+            context.term()
+
+
+class TestGarbage:
+    """Whatever arrives on the port, the server drops it, counts it, and serves on."""
+
+    def _send(self, server: HealServer, frames: list[bytes]) -> None:
+        context = zmq.Context()
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.connect(server.address)
+            dealer.send_multipart(frames)
+            dealer.close(linger=1000)
+        context.term()
+
+    @pytest.mark.parametrize(
+        "frames",
+        [
+            [b"junk"],
+            [b""],
+            [b"a", b"b"],
+            [wire.requests.encode(wire.Done())],
+            [wire.requests.encode(wire.Get(False, (0,), ()))],
+            [os.urandom(1000)],
+        ],
+    )
+    def test_dropped_and_counted(self, make_server: MakeServer, frames: list[bytes]) -> None:
+        server = make_server()
+        server.publish(KEY, {"epoch": 1})
+        self._send(server, frames)
+        until(lambda: server.stats().dropped == 1)
+        assert fetch([server.address], KEY, deadline=soon())[0] == {"epoch": 1}
+
+    def test_a_huge_frame_closes_the_connection(self, make_server: MakeServer) -> None:
+        server = make_server()
+        server.publish(KEY, {"epoch": 1})
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            dealer.connect(server.address)
+            dealer.send(bytes(wire.MAX_REQUEST_BYTES + 1))
+            assert monitor.poll(5000)
+        finally:
+            dealer.disable_monitor()
+            monitor.close(linger=0)
+            dealer.close()
+            context.term()
+        assert server.stats().dropped == 0
+        assert fetch([server.address], KEY, deadline=soon())[0] == {"epoch": 1}
+
+    def test_bytes_that_are_not_zeromq(self, make_server: MakeServer) -> None:
+        server = make_server()
+        server.publish(KEY, {"epoch": 1})
+        port = int(server.address.rpartition(":")[2])
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
+            with socket.create_connection(("127.0.0.1", port)) as raw:
+                raw.sendall(junk)
+        assert fetch([server.address], KEY, deadline=soon())[0] == {"epoch": 1}
+
+    @pytest.mark.parametrize("kind", ["junk", "chunk", "manifest"])
+    def test_a_source_that_talks_nonsense_is_left(self, make_server: MakeServer, kind: str) -> None:
+        reply = {
+            "junk": [b"junk"],
+            "chunk": [wire.replies.encode(wire.ChunkReply(0, b"")), b"x"],
+            "manifest": [wire.replies.encode(wire.ManifestReply(1, "other", b"", 0, ())), b"x"],
+        }[kind]
+        good = make_server()
+        context = zmq.Context()
+        liar = context.socket(zmq.ROUTER)
+        liar.setsockopt(zmq.LINGER, 0)
+        port = liar.bind_to_random_port("tcp://127.0.0.1")
+        addresses = [f"tcp://127.0.0.1:{port}", good.address]
+
+        def lie() -> None:
+            liar.send_multipart([liar.recv_multipart()[0], *reply])
+            good.publish(KEY, {"epoch": 1})
+
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                reading = pool.submit(fetch, addresses, KEY, deadline=soon())
+                lie()
+                tree, stats = reading.result()
+        finally:
+            liar.close()
+            context.term()
+        assert tree == {"epoch": 1}
+        assert set(stats.failed_sources) <= {addresses[0]}
+
+
+def test_reserved_memory_is_used_for_the_snapshot(make_server: MakeServer) -> None:
+    server = make_server()
+    server.reserve(16 << 20)
+    assert server._reserving is not None
+    server._reserving.join()
+    server.publish(KEY, state(12))
+    buffer = server._publication._buffers[0]  # type: ignore[union-attr]
+    assert buffer.nbytes == 16 << 20
+    server.publish(HealKey(8, "y"), state(12))
+    assert server._publication._buffers[0] is buffer  # type: ignore[union-attr]
+
+
+def test_no_descriptors_are_left(make_server: MakeServer) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    server = make_server()
+    server.publish(KEY, state(8))
+    fetch([server.address], KEY, deadline=soon())
+    before = count()
+    for _ in range(5):
+        fetch([server.address], KEY, deadline=soon())
+    until(lambda: count() <= before)

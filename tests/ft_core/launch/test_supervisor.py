@@ -1,0 +1,204 @@
+"""What follows the end of a child: the rules alone, then with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
+from ft_core.launch.supervisor import Child, Policy
+from tests.harness.waiting import PATIENCE_S, gone, until
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def policy(count: int, *, max_restarts: int = 2, min_alive: int = 1) -> Policy:
+    made = Policy(max_restarts, min_alive, [Child(i) for i in range(count)])
+    for child in made.children:
+        child.process = object()  # type: ignore[assignment]  # only whether it is there matters
+    return made
+
+
+def test_killed_child_is_started_again_after_a_growing_pause() -> None:
+    rules = policy(2, max_restarts=3)
+    child = rules.children[1]
+    pauses = []
+    for _ in range(3):
+        assert "started again" in rules.ended(child, -9, 100.0)
+        pauses.append((rules.next_due() or 0) - 100.0)
+        assert rules.due(100.0) == []
+        assert rules.due(200.0) == [child]
+        child.process = object()  # type: ignore[assignment]
+    assert pauses == [0.5, 1.0, 2.0]
+    assert "given up after 3 restarts" in rules.ended(child, -9, 300.0)
+    assert rules.next_due() is None
+
+
+def test_nobody_is_started_again_once_one_has_finished() -> None:
+    rules = policy(3)
+    rules.ended(rules.children[0], 0, 1.0)
+    assert "not started again" in rules.ended(rules.children[1], -9, 2.0)
+    rules.ended(rules.children[2], 0, 3.0)
+    assert rules.over()
+    assert rules.exit_code() == 0
+
+
+def test_an_error_in_all_scripts_ends_it() -> None:
+    rules = policy(2, max_restarts=5)
+    assert "started again" in rules.ended(rules.children[0], 1, 1.0)
+    assert "an error of the script" in rules.ended(rules.children[1], 1, 1.1)
+    assert rules.over()
+    assert rules.exit_code() == 1
+
+
+def test_an_error_after_having_trained_with_groups_elsewhere_is_none_of_the_script() -> None:
+    rules = Policy(5, 1, [Child(0, 3)], elsewhere=True)
+    (child,) = rules.children
+    child.joined = True
+    assert rules.ended(child, 75, 1.0).startswith("replica group 3 failed with exit code 75; it is")
+    assert rules.due(60.0) == [child]
+    assert "an error of the script" in rules.ended(child, 1, 61.0)  # before it met anybody
+    assert rules.over()
+
+
+def test_all_killed_are_started_again() -> None:
+    rules = policy(2)
+    for child in rules.children:
+        assert "started again" in rules.ended(child, -9, 1.0)
+    assert not rules.over()
+
+
+def test_too_few_left_is_stuck() -> None:
+    rules = policy(2, max_restarts=0, min_alive=2)
+    assert not rules.stuck()
+    rules.ended(rules.children[0], -9, 1.0)
+    assert rules.stuck()
+
+
+def test_exit_code_of_a_script_that_failed_after_others_finished() -> None:
+    rules = policy(2)
+    rules.ended(rules.children[0], 0, 1.0)
+    rules.ended(rules.children[1], 3, 1.0)
+    assert rules.over()
+    assert rules.exit_code() == 3
+
+
+# ---------------------------------------------------------------- with processes
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+index, restarts = os.environ["INDEX"], int(os.environ["RESTARTS"])
+log = Path(sys.argv[1])
+(log / f"{index}.{restarts}").write_text(str(os.getpid()))
+"""
+
+PARENT = """
+import os, sys
+from ft_core.launch.supervisor import supervise
+def environment(index, restarts):
+    return {**os.environ, "INDEX": str(index), "RESTARTS": str(restarts)}
+sys.exit(supervise([sys.executable, sys.argv[1], sys.argv[2]], environment,
+                   count=2, min_alive=1, max_restarts=2))
+"""
+
+
+def start(tmp_path: Path, child: str) -> subprocess.Popen[bytes]:
+    (tmp_path / "child.py").write_text(CHILD + textwrap.dedent(child))
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, "parent.py", str(tmp_path / "child.py"), str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE)
+
+
+def pid_in(path: Path) -> int:
+    until(lambda: path.exists() and path.read_text(), path.name)
+    return int(path.read_text())
+
+
+def await_gone(*pids: int) -> None:
+    until(lambda: all(map(gone, pids)), "the children of a supervisor that has ended")
+
+
+def test_killed_child_comes_back(tmp_path: Path) -> None:
+    # Each waits until the other's second life has begun, or its own has.
+    parent = start(
+        tmp_path,
+        """
+        while not (log / "1.1").exists():
+            time.sleep(0.02)
+        """,
+    )
+    pid_in(tmp_path / "0.0")
+    os.kill(pid_in(tmp_path / "1.0"), signal.SIGKILL)
+    assert parent.wait(PATIENCE_S) == 0
+    assert b"was killed by SIGKILL; it is started again" in parent.communicate()[1]
+    assert not (tmp_path / "0.1").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on(tmp_path: Path, number: Any) -> None:
+    parent = start(tmp_path, "time.sleep(3600)")
+    children = [pid_in(tmp_path / f"{i}.0") for i in (0, 1)]
+    parent.send_signal(number)
+    code = parent.wait(PATIENCE_S)
+    parent.communicate()
+    # A Python script without a handler ends with 1 on SIGINT and by the signal on SIGTERM.
+    assert code in (128 + number, 1)
+    await_gone(*children)
+
+
+def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
+    parent = start(
+        tmp_path,
+        """
+        from ft_core.launch.supervisor import die_with
+        die_with(os.getppid())
+        (log / f"ready{index}").write_text(str(os.getpid()))
+        time.sleep(3600)
+        """,
+    )
+    children = [pid_in(tmp_path / f"ready{i}") for i in (0, 1)]
+    parent.kill()
+    parent.communicate()
+    await_gone(*children)
+
+
+def test_failing_script_is_not_run_for_ever(tmp_path: Path) -> None:
+    parent = start(tmp_path, "sys.exit(3)")
+    assert parent.wait(PATIENCE_S) == 3
+    assert parent.communicate()[1].count(b"failed with exit code 3") >= 2
+
+
+@pytest.mark.parametrize("broken", ["0", "1"])
+def test_a_rank_that_only_noticed_does_not_speak_for_its_group(broken: str) -> None:
+    """It ends first; the other is killed for it, and the group ends as one that was killed."""
+    script = (
+        "import os, signal, sys\n"
+        f"sys.exit({BROKEN_EXIT_CODE}) if os.environ['RANK'] == sys.argv[1] else signal.pause()"
+    )
+    command = group_command([sys.executable, "-c", script, broken], 2, parent_env="PARENT")
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
+    assert ended.returncode == -signal.SIGKILL
+
+
+def test_a_rank_that_was_told_to_end_gives_its_group_the_time_to_end(tmp_path: Path) -> None:
+    pipe, done = tmp_path / "pipe", tmp_path / "done"
+    os.mkfifo(pipe)
+    script = (
+        "import os, sys, time\n"
+        f"if os.environ['RANK'] == '0': open({str(pipe)!r}, 'w'); os._exit(143)\n"
+        f"open({str(pipe)!r}).read()\n"  # until rank 0 is gone
+        "time.sleep(0.5)\n"  # time for a kill that must not come
+        f"open({str(done)!r}, 'w').close(); sys.exit(143)"
+    )
+    command = group_command([sys.executable, "-c", script], 2, parent_env="PARENT")
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
+    assert (ended.returncode, done.exists()) == (143, True)

@@ -1,0 +1,124 @@
+"""Members that are processes, one of which is killed in the middle of a collective."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ft_core.process_group import ProcessGroupError, ProcessGroupGloo
+from tests.ft_core.process_group.members import (
+    KIND_NAMES,
+    Calls,
+    assert_freed,
+    configure,
+    gloo_groups,
+    right_sum,
+    sums,
+)
+from tests.harness.waiting import PATIENCE_S
+from tests.harness.workers import start
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Child:
+    """A member in a process of its own, told what to do line by line."""
+
+    def __init__(self) -> None:
+        self.process = start(
+            "torch", ["-m", "tests.ft_core.process_group.child"], env=os.environ,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self.address = self.read().encode()
+
+    def tell(self, *words: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write((" ".join(map(str, words)) + "\n").encode())
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().decode().strip()
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    child = Child()
+    yield child
+    child.process.end()
+
+
+@pytest.fixture
+def mixed(child: Child) -> Iterator[list[ProcessGroupGloo]]:
+    """Ranks 0, 1 and 2 are threads here, rank 3 is the child; quorum 1 is configured."""
+    with gloo_groups(3, timeout_s=30.0) as groups:
+        addresses = [*(group.address() for group in groups), child.address]
+        child.tell(*(address.decode() for address in addresses))
+        child.tell(3)
+        Calls(lambda rank: groups[rank].configure(1, rank, addresses, 30.0), range(3)).values()
+        assert child.read() == "configured"
+        yield groups
+
+
+@pytest.mark.parametrize("elements", [10, 1 << 23], ids=["40 B", "32 MiB"])
+def test_survivors_of_a_kill_are_freed_and_go_on(
+    mixed: list[ProcessGroupGloo], child: Child, elements: int
+) -> None:
+    child.tell(elements)  # a whole collective first
+    tensors = [torch.ones(elements) for _ in mixed]
+    Calls(lambda rank: mixed[rank].allreduce([tensors[rank]]).wait(), range(3)).values()
+    assert child.read() == "reduced 4.0"
+    assert all(bool((tensor == 4).all()) for tensor in tensors)
+
+    issued = threading.Barrier(4)
+
+    def blocked(rank: int) -> None:
+        work = mixed[rank].allreduce([tensors[rank]])
+        issued.wait(PATIENCE_S)
+        with pytest.raises(ProcessGroupError) as caught:
+            work.wait()
+        assert_freed(caught.value)
+
+    calls = Calls(blocked, range(3))
+    issued.wait(PATIENCE_S)
+    if elements > 10:
+        child.tell(elements)  # it joins in, and dies somewhere in the middle
+    child.process.send_signal(signal.SIGKILL)
+    child.process.wait(PATIENCE_S)
+    for group in mixed:
+        group.revoke(RuntimeError("rank 3 was killed"))
+    calls.values()
+
+    configure(mixed, 2)
+    assert sums(mixed, elements) == right_sum(3)
+
+
+def test_a_process_may_exit_without_shutdown() -> None:
+    code = (
+        "import torch\n"
+        "from ft_core.process_group import ProcessGroupGloo\n"
+        "group = ProcessGroupGloo(30.0, hostname='127.0.0.1')\n"
+        "group.configure(1, 0, [group.address()], 5.0)\n"
+        "group.allreduce([torch.ones(3)]).wait()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("kind", KIND_NAMES)
+def test_a_process_ends_well_while_gloo_holds_an_orphaned_operation(kind: str) -> None:
+    """Without waiting for it the process aborted, after all its work was done."""
+    command = [sys.executable, "-m", "tests.ft_core.process_group.ending", kind]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,55 @@
+"""What travels with the votes, and a member whose state is not the quorum's."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from tests.harness.cluster import Replica, lighthouse, replicas
+
+
+def test_all_get_the_control_bytes_of_the_first_member() -> None:
+    with lighthouse() as server:
+        pair = [Replica(server, f"r{i}", expected_replicas=2) for i in range(2)]
+
+        def script(replica, index):
+            manager = replica.manager
+            seen = []
+            for step in range(3):
+                manager.start_quorum()
+                rank = manager.participating_rank()
+                assert manager.should_commit(control=f"{step} from {rank}".encode())
+                seen.append(manager.last_outcome().control)
+            replica.close()
+            return seen
+
+        expected = [f"{step} from 0".encode() for step in range(3)]
+        found = replicas(*[lambda r=r, i=i: script(r, i) for i, r in enumerate(pair)])
+        assert found == [expected, expected]
+
+
+def test_a_member_that_forgets_its_state_heals_from_the_others() -> None:
+    """Also one that was the first member: what it holds must not win."""
+    for forgetful in (0, 1):
+        with lighthouse() as server:
+            pair = [Replica(server, f"r{i}", expected_replicas=2) for i in range(2)]
+            healed, until = threading.Event(), [0]
+
+            def script(replica, index, forgetful=forgetful, healed=healed, until=until):
+                replica.run_to(4)
+                if index == forgetful:
+                    replica.weights.fill_(1e9)
+                    replica.manager.rejoin("a test spoilt it")
+                    replica.step()
+                    until[0] = replica.manager.current_step() + 20
+                    healed.set()
+                while not healed.is_set():
+                    replica.step()
+                replica.run_to(until[0])
+                replica.close()
+                return replica.weights.clone()
+
+            a, b = replicas(*[lambda r=r, i=i: script(r, i) for i, r in enumerate(pair)])
+            assert torch.equal(a, b)
+            assert float(a.abs().max()) < 1e6

@@ -1,0 +1,95 @@
+"""The port of a replica group's leader, and what does not come from its ranks."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from ft_core.replica.group_leader import peer_of
+from ft_core.shell.group_server import GroupLink, GroupServer, Leader
+from lighthouse.config import LighthouseConfig, split_address
+from lighthouse.server import LighthouseServer
+from lighthouse.wire.messages import JobKey, Join, Leave, Message, Quorum
+from tests.harness.waiting import PATIENCE_S
+from tests.lighthouse.support import FAST
+from tests.lighthouse.test_strangers import STRAY
+
+JOB = JobKey("job", "room")
+
+
+@pytest.fixture
+def group() -> Iterator[GroupServer]:
+    with LighthouseServer(config=LighthouseConfig(timeouts=FAST)) as lighthouse:
+        server = GroupServer(
+            2,
+            host="127.0.0.1",
+            lighthouse=lighthouse.address(),
+            replica_id="g-1",
+            timeouts=FAST,
+        )
+        yield server
+        server.close()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def _await_quorum(link: GroupLink) -> Quorum:
+    poller = zmq.Poller()
+    for each in link.sockets:
+        poller.register(each, zmq.POLLIN)
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        link.events()
+        found: list[Message] = [m for m in link.receive() if isinstance(m, Quorum)]
+        if found:
+            assert isinstance(found[0], Quorum)
+            return found[0]
+        left_ms = (deadline - time.monotonic()) * 1000
+        assert left_ms > 0
+        poller.poll(left_ms)
+
+
+def _join(rank: int) -> Join:
+    return Join(JOB, "g", "g-1", 0, "init", (b"rank %d" % rank,), expected_replicas=1)
+
+
+@pytest.mark.parametrize("data", STRAY.values(), ids=STRAY.keys())
+def test_strangers_do_not_end_the_group(
+    group: GroupServer, context: zmq.Context[Any], data: bytes
+) -> None:
+    with socket.create_connection(split_address(group.leader.address), PATIENCE_S) as stranger:
+        stranger.sendall(data)
+        links = [GroupLink(group.leader, rank, FAST, context) for rank in range(2)]
+        for rank, link in enumerate(links):
+            link.send(_join(rank))
+        quorums = [_await_quorum(link) for link in links]
+    assert quorums[0] == quorums[1]
+    for link in links:
+        link.close()
+
+
+def test_a_rank_without_the_groups_secret_is_not_heard(
+    group: GroupServer, context: zmq.Context[Any]
+) -> None:
+    links = [GroupLink(group.leader, rank, FAST, context) for rank in range(2)]
+    forged = GroupLink(Leader(group.leader.address, "g-1", "guessed"), 1, FAST, context)
+    forged.send(Leave(JOB, "g-1", "forged"))
+    monitor = forged.sockets[1]
+    assert monitor.poll(PATIENCE_S * 1000), "it is turned away"
+    for rank, link in enumerate(links):
+        link.send(_join(rank))
+    for link in links:
+        assert [m.addresses for m in _await_quorum(link).changed] == [(b"rank 0", b"rank 1")]
+    for link in (*links, forged):
+        link.close()
+    assert peer_of(1) == b"rank-1"

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ft_core.manager import Manager
+from ft_core.process_group import ProcessGroupGloo
+from ft_core.shell import session
+from ft_core.shell.local_lighthouse import ensure_local_lighthouse
+from lighthouse.client import LighthouseClient
+from lighthouse.errors import LighthouseUnavailable
+from lighthouse.standby import Idle
+from tests.harness.waiting import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def process_at(port: int) -> int:
+    """Process id of who listens on `port`."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"lighthouse.standby" in command and f"tcp://127.0.0.1:{port}".encode() in command:
+            return int(pid)
+    raise AssertionError(f"no lighthouse at port {port}")
+
+
+@pytest.fixture
+def stopped(port: int) -> Iterator[None]:
+    """Ends the lighthouse of a test that does not wait for its end."""
+    yield
+    end(port)
+
+
+def end(port: int) -> None:
+    pid = process_at(port)
+    descriptor = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGTERM)
+        import select
+
+        assert select.select([descriptor], [], [], 20)[0], "it did not end on SIGTERM"
+    finally:
+        os.close(descriptor)
+
+
+def test_idle_is_counted_from_the_last_sign_of_life() -> None:
+    idle = Idle(10.0, now=0.0)
+    used, unused = {"connections": 1, "received": 5}, {"connections": 0, "received": 5}
+    assert not idle.over(used, 8.0)
+    assert not idle.over(unused, 17.9)
+    assert idle.over(unused, 18.0)
+    assert not idle.over({"connections": 0, "received": 6}, 30.0)
+    with pytest.raises(ValueError, match="positive"):
+        Idle(0.0, now=0.0)
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("stopped")
+def test_all_who_ask_find_the_same_one(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    found: list[str] = []
+    askers = [
+        threading.Thread(target=lambda: found.append(ensure_local_lighthouse(port)))
+        for _ in range(4)
+    ]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert found == [f"tcp://127.0.0.1:{port}"] * 4
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("started a lighthouse" in line for line in lines) == 1
+    assert sum("using the lighthouse" in line for line in lines) == 3
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("stopped")
+def test_it_outlives_the_process_that_started_it(port: int) -> None:
+    script = (
+        "import os, signal; from ft_core.shell.local_lighthouse import ensure_local_lighthouse;"
+        f"ensure_local_lighthouse({port}); os.killpg(0, signal.SIGKILL)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, timeout=PATIENCE_S, start_new_session=True
+    )
+    assert done.returncode == -signal.SIGKILL
+    with LighthouseClient(f"tcp://127.0.0.1:{port}", timeout_s=10) as client:
+        assert client.status()["jobs"] == []
+
+
+@pytest.mark.process
+def test_it_ends_when_nobody_uses_it(port: int) -> None:
+    ensure_local_lighthouse(port, exit_when_idle_s=0.4)
+    descriptor = os.pidfd_open(process_at(port))
+    try:
+        import select
+
+        assert select.select([descriptor], [], [], 20)[0]
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.process
+def test_a_port_in_other_use_is_said_so(port: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with pytest.raises(LighthouseUnavailable, match="something listens"):
+            ensure_local_lighthouse(port)
+
+
+def test_one_that_ends_before_it_is_used_is_started_again(
+    port: int, stopped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been idle for as long as it waits just when it was asked."""
+    calls: list[str] = []
+
+    def local() -> str:
+        calls.append(ensure_local_lighthouse(port))
+        if len(calls) == 1:
+            end(port)
+        return calls[-1]
+
+    monkeypatch.setattr(session, "_local_lighthouse", local)
+    monkeypatch.setattr(session, "LOCAL_PATIENCE_S", 0.2)
+    manager = Manager(ProcessGroupGloo(10), lambda state: None, dict, rank=0, world_size=1)
+    try:
+        manager.start_quorum()
+        assert manager.should_commit()
+    finally:
+        manager.shutdown()
+    assert len(calls) >= 2

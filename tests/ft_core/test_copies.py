@@ -1,0 +1,147 @@
+"""Replica groups of two ranks that hold a copy of the model each: one mesh over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from ft_core.telemetry import REVOKED, Event
+from lighthouse import LighthouseServer
+from lighthouse.errors import JoinRefused
+from tests.harness.cluster import Replica, lighthouse, replicas
+
+
+@contextmanager
+def rendezvous(groups: int) -> Iterator[list[Any]]:
+    """A store for each replica group, as its launcher would run."""
+    limit = timedelta(seconds=20)
+    yield [
+        dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+        for _ in range(groups)
+    ]
+
+
+def ranks(server: LighthouseServer, name: str, store: Any, **kw: Any) -> list[Replica]:
+    """Both ranks of a group."""
+    return [
+        Replica(
+            server, name, rank=rank, world_size=2, store_addr="127.0.0.1", store_port=store.port,
+            ranks_hold="copies", **kw,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+
+
+@contextmanager
+def four(**kw: Any) -> Iterator[list[Replica]]:
+    """Two groups of two ranks, in the order of the mesh; shut down at the end."""
+    with lighthouse() as server, rendezvous(2) as stores:
+        options = {"expected_replicas": 2, **kw}
+        members = [
+            member
+            for name, store in zip("01", stores, strict=True)
+            for member in ranks(server, name, store, **options)
+        ]
+        yield members
+        replicas(*[member.close for member in members])
+
+
+def test_means_counts_and_numbers_span_all_ranks() -> None:
+    with four() as members:
+
+        def script(index: int) -> Any:
+            manager = members[index].manager
+            manager.start_quorum()
+            mean = torch.tensor([float(index)])
+            manager.allreduce(mean).wait()
+            total = torch.tensor([1])
+            manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
+            number = manager.participating_rank(), manager.num_participants()
+            groups = manager.num_participating_groups(), manager.replica_world_size()
+            assert manager.should_commit(control=b"%d" % index)
+            outcome = manager.last_outcome()
+            assert outcome is not None
+            return mean.item(), total.item(), number, groups, outcome.control
+
+        results = replicas(*[lambda i=i: script(i) for i in range(4)])
+        numbers = sorted(r[2] for r in results)
+        assert numbers == [(i, 4) for i in range(4)]
+        assert {r[0] for r in results} == {1.5}
+        assert {r[1] for r in results} == {4}
+        assert {r[3] for r in results} == {(2, 2)}
+        assert {m.manager.batches_committed() for m in members} == {4}
+        first = next(i for i, r in enumerate(results) if r[2][0] == 0)
+        assert {r[4] for r in results} == {b"%d" % first}  # rank 0 of the first group
+
+
+def test_an_error_in_one_rank_discards_for_all_and_the_next_step_commits() -> None:
+    """One that had not begun the step may not see it discarded: what is sent depends on the step."""
+    with four() as members:
+
+        def script(index: int) -> list[tuple[int, bool]]:
+            member, history = members[index], []
+            manager = member.manager
+            while (step := manager.current_step()) < 4:
+                if index == 3 and step == 1 and (1, False) not in history:
+                    manager.start_quorum()
+                    manager.report_error(RuntimeError("a bad batch"))
+                    history.append((1, manager.should_commit()))
+                else:
+                    history.append((step, member.step(float(index))))
+            return history
+
+        results = replicas(*[lambda i=i: script(i) for i in range(4)])
+        assert (1, False) in results[3]
+        for history in results:
+            assert [step for step, committed in history if committed] == [0, 1, 2, 3]
+        for member in members:
+            assert member.weights.tolist() == [-4 * 1.5] * 8  # nothing of the discarded attempt
+
+
+@pytest.mark.parametrize("which", [[3], [2], [2, 3]])
+def test_a_rank_that_forgets_its_state_heals_with_its_group(which: list[int]) -> None:
+    """Several times, and nobody waits for a group that will never be made: where both ranks forget,
+    the second may do so when the quorum in which the first would heal is on its way already."""
+    # Together to the end: a group that trained on alone would have stopped before the other heals.
+    with four(min_replica_size=2, timeout=timedelta(seconds=5)) as members:
+        told: list[Event] = []
+        for member in members:
+            member.manager.telemetry.add_sink(told.append)
+
+        def script(index: int) -> list[float]:
+            member, manager = members[index], members[index].manager
+            while manager.current_step() < 16:
+                if member.step() and index in which and manager.current_step() % 3 == 0:
+                    member.weights.fill_(99.0)
+                    manager.rejoin("spoilt")
+            weights: list[float] = member.weights.tolist()
+            return weights
+
+        results = replicas(*[lambda i=i: script(i) for i in range(4)])
+        assert results[1:] == results[:-1]
+        assert results[0][0] < 0.0
+        reasons = [str(event.data["reason"]) for event in told if event.kind == REVOKED]
+        assert not [reason for reason in reasons if "timed out" in reason]
+
+
+def test_groups_of_other_sizes_are_refused() -> None:
+    with lighthouse() as server, rendezvous(1) as stores:
+        pair = ranks(server, "0", stores[0], job_id="j", timeout=timedelta(seconds=5))
+        alone = Replica(server, "1", ranks_hold="copies", job_id="j")
+        replicas(pair[0].step, pair[1].step)
+        with pytest.raises(JoinRefused, match="ranks of a replica group"):
+            alone.step()
+        alone.close()
+        replicas(pair[0].close, pair[1].close)
+
+
+def test_what_ranks_can_hold() -> None:
+    with pytest.raises(ValueError, match='"shards" or "copies"'):
+        Replica("tcp://127.0.0.1:1", "0", ranks_hold="halves")

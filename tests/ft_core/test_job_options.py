@@ -1,0 +1,390 @@
+"""Each option of a job shows by its effect, with real threads, Gloo and ZeroMQ."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from ft_accelerate.plugin.options import field_names
+from ft_core.config import JobOptions
+from ft_core.errors import QuorumUnavailable
+from ft_core.heal import UnsupportedObjectError
+from ft_core.launch.rank_group import free_port
+from ft_lightning.shared.strategy_base import Options
+from lighthouse.client import Connection, new_identity
+from lighthouse.errors import JoinRefused
+from tests.harness.cluster import Replica, lighthouse, replicas
+from tests.harness.waiting import PATIENCE_S
+
+ZMTP_GREETING = b"\xff"
+
+
+class Note:
+    """An object that only pickle can carry."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def with_note(replica: Replica, text: str) -> Replica:
+    """`replica`, with a `Note` in its state as `replica.note`."""
+
+    def load(state: dict[str, Any]) -> None:
+        replica.note = state["note"]
+
+    replica.note = Note(text)
+    replica.manager.register_state_dict_fn("note", load, lambda: {"note": replica.note})
+    return replica
+
+
+def beside(running: Replica, script: Callable[[], Any]) -> Any:
+    """What `script` returns, while `running` steps."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            running.step()
+
+    def finish() -> Any:
+        try:
+            return script()
+        finally:
+            over.set()
+
+    return replicas(run, finish)[1]
+
+
+def test_heal_server_listens_at_the_port_asked_for() -> None:
+    port = free_port()
+    with lighthouse() as server:
+        replica = Replica(server, "r0", port=port)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5)
+        replica.run_to(1)
+        with socket.create_connection(("127.0.0.1", port), 5) as connection:
+            connection.settimeout(5)
+            assert connection.recv(1) == ZMTP_GREETING
+        replica.close()
+
+
+def test_a_port_that_is_taken_is_refused_in_a_sentence() -> None:
+    with lighthouse() as server, socket.create_server(("127.0.0.1", 0)) as taken:
+        replica = Replica(server, "r0", port=taken.getsockname()[1])
+        with pytest.raises(ValueError, match=r"Cannot serve heals on 127.*choose .* a free port"):
+            replica.manager.start_quorum()
+        replica.close()
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_arbitrary_objects_heal_where_they_are_allowed(init_sync: bool) -> None:
+    with lighthouse() as server:
+        options = {"heal_allow_objects": True, "init_sync": init_sync}
+        a = with_note(Replica(server, "r0", **options), "first")
+        a.run_to(2)
+        b = with_note(Replica(server, "r1", value=7.0, **options), "second")
+
+        def join() -> None:
+            b.step()
+            b.run_to(b.manager.current_step() + 1)
+
+        beside(a, join)
+        assert b.note.text == "first"
+        assert torch.equal(b.weights, torch.full((8,), -float(b.manager.current_step())))
+        a.close()
+        b.close()
+
+
+def test_an_arbitrary_object_is_refused_by_name() -> None:
+    with lighthouse() as server:
+        a = with_note(Replica(server, "r0"), "first")
+        sentence = (
+            r"\['note'\]\['note'\] is a .*test_job_options\.Note.*set heal_allow_objects=True"
+        )
+        with pytest.raises(UnsupportedObjectError, match=sentence):
+            a.manager.start_quorum()
+        a.close()
+
+
+def test_a_member_that_does_not_allow_objects_takes_none() -> None:
+    with lighthouse() as server:
+        a = with_note(Replica(server, "r0", heal_allow_objects=True, init_sync=False), "first")
+        a.run_to(2)
+        b = with_note(Replica(server, "r1", init_sync=False), "second")
+
+        def join() -> None:
+            with pytest.raises(JoinRefused, match="set heal_allow_objects=True here too"):
+                b.manager.start_quorum()
+
+        beside(a, join)
+        assert b.note.text == "second"
+        a.close()
+        b.close()
+
+
+def test_another_token_is_refused_by_the_heal_server() -> None:
+    with lighthouse() as server:
+        a = Replica(server, "r0", token="ours")
+        a.run_to(1)
+        stranger = Replica(server, "r1", token="theirs")
+
+        def join() -> None:
+            with pytest.raises(JoinRefused, match="wrong token; set the same heal token on every"):
+                stranger.manager.start_quorum()
+
+        beside(a, join)
+        stranger.close()
+        friend = Replica(server, "r2", token="ours")
+        beside(a, friend.step)
+        assert friend.manager.current_step() >= 2
+        friend.close()
+        a.close()
+
+
+def test_another_token_is_refused_where_the_heal_runs_beside_the_step() -> None:
+    with lighthouse() as server:
+        a = Replica(server, "r0", token="ours")
+        a.run_to(1)
+        stranger = Replica(server, "r1", token="theirs", use_async_quorum=True)
+
+        def join() -> None:
+            with pytest.raises(JoinRefused, match="wrong token"):
+                while True:
+                    stranger.step()
+
+        beside(a, join)
+        stranger.close()
+        a.close()
+
+
+def test_quorum_timeout_bounds_the_wait_for_a_quorum() -> None:
+    with lighthouse() as server:
+        a = Replica(server, "r0", min_replica_size=2, quorum_timeout=timedelta(seconds=0.3))
+        with pytest.raises(QuorumUnavailable, match="no quorum within the timeout"):
+            a.manager.start_quorum()
+        a.close()
+
+
+def test_a_job_is_known_by_its_id() -> None:
+    with lighthouse() as server:
+        lives = [Replica(server, "r0", job_id=job_id) for job_id in ("one", "two")]
+        for replica in lives:
+            replica.run_to(1)
+        jobs = {
+            job["job_id"]: [m["name"] for m in job["members"]] for job in server.status()["jobs"]
+        }
+        assert jobs == {"one": ["r0"], "two": ["r0"]}
+        for replica in lives:
+            replica.close()
+
+
+def test_the_first_quorum_forms_as_soon_as_all_expected_are_there() -> None:
+    """Without the number it would wait out the join timeout, which never comes here."""
+    with lighthouse(timeouts={"join_timeout_s": 2 * PATIENCE_S}) as server:
+        a, b = (Replica(server, f"r{i}", expected_replicas=2) for i in range(2))
+        replicas(lambda: a.run_to(1), lambda: b.run_to(1))
+        assert [job["commits"] for job in server.status()["jobs"]] == [1]
+        a.close()
+        b.close()
+
+
+def test_a_group_that_commits_by_itself_does_not_wait_for_the_others_votes() -> None:
+    with lighthouse() as server:
+        a, b = (Replica(server, f"r{i}", expected_replicas=2, commit="group") for i in range(2))
+        committed = threading.Event()
+
+        def first() -> None:
+            assert a.step()
+            committed.set()
+
+        def second() -> None:
+            b.manager.start_quorum()
+            b.manager.allreduce(torch.ones(8)).wait()
+            assert committed.wait(PATIENCE_S), "it waits for a vote that is not cast yet"
+            assert b.manager.should_commit()
+
+        replicas(first, second)
+        a.close()
+        b.close()
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_an_asynchronous_quorum_is_not_waited_for(use_async_quorum: bool) -> None:
+    with lighthouse() as server:
+        limit = timedelta(seconds=0.3)
+        options = {"use_async_quorum": use_async_quorum, "quorum_timeout": limit}
+        alone = Replica(server, "r0", min_replica_size=2, **options)
+        if use_async_quorum:
+            alone.manager.start_quorum()
+            assert not alone.manager.in_quorum()
+        else:
+            with pytest.raises(QuorumUnavailable):
+                alone.manager.start_quorum()
+        alone.close()
+
+
+def test_each_start_of_a_group_has_an_id_of_its_own() -> None:
+    with lighthouse() as server:
+        lives = [Replica(server, "r0") for _ in range(2)]
+        ids = {replica.manager.replica_id for replica in lives}
+        assert len(ids) == 2 and all(each.startswith("r0:") for each in ids)
+        for replica in lives:
+            replica.close()
+
+
+def test_hostname_is_where_a_member_is_reached() -> None:
+    port = free_port()
+    with lighthouse() as server:
+        replica = Replica(server, "r0", hostname="127.0.0.2", port=port)
+        replica.run_to(1)
+        socket.create_connection(("127.0.0.2", port), 5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5)
+        replica.close()
+
+
+def test_heartbeat_interval_reaches_the_sockets() -> None:
+    timeouts = JobOptions(name="r0", heartbeat_s=0.125).timeouts
+    context: zmq.Context[Any] = zmq.Context()
+    connection = Connection(
+        "tcp://127.0.0.1:9", identity=new_identity("r0"), timeouts=timeouts, context=context
+    )
+    dealer, _ = connection.sockets
+    assert dealer.getsockopt(zmq.HEARTBEAT_IVL) == 125
+    assert dealer.getsockopt(zmq.HEARTBEAT_TIMEOUT) == 375
+    connection.close()
+    context.term()
+
+
+def test_timeout_bounds_how_long_a_collective_waits() -> None:
+    with lighthouse() as server:
+        names = [("r0", 1.0), ("r1", 20.0)]
+        waits, hangs = (
+            Replica(server, name, expected_replicas=2, timeout=timedelta(seconds=limit_s))
+            for name, limit_s in names
+        )
+        over = threading.Event()
+
+        def wait() -> str:
+            waits.manager.start_quorum()
+            waits.manager.allreduce(torch.ones(8))
+            assert not waits.manager.should_commit()
+            over.set()
+            return str(waits.manager.last_outcome().reason)
+
+        def hang() -> None:
+            hangs.manager.start_quorum()
+            assert hangs.manager.bind()
+            over.wait(20)
+            assert not hangs.manager.should_commit()
+
+        reason, _ = replicas(wait, hang)
+        assert "a collective waited 1." in reason
+        waits.close()
+        hangs.close()
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_watch_process_starts_a_watcher_or_none(watch: bool) -> None:
+    def children() -> set[str]:
+        tasks = Path("/proc/self/task").iterdir()
+        return {child for task in tasks for child in (task / "children").read_text().split()}
+
+    with lighthouse() as server:
+        before = children()
+        replica = Replica(server, "r0", watch_process=watch)
+        replica.run_to(1)
+        started = children() - before
+        texts = [Path(f"/proc/{child}/cmdline").read_text() for child in started]
+        assert any("watcher" in text for text in texts) == watch
+        replica.close()
+
+
+def test_arguments_beat_the_frameworks_options_which_beat_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FT_JOB_ID", "environment")
+    monkeypatch.setenv("REPLICA_GROUP_ID", "environment")
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "tcp://environment:1")
+    framework = SimpleNamespace(name="framework", lighthouse="", job_id="framework")
+    found = JobOptions.resolve(framework, job_id="argument", name=None)
+    assert (found.job_id, found.name) == ("argument", "framework")
+    assert found.lighthouse == "tcp://environment:1"
+
+
+# ---------------------------------------------------------------- the table
+
+HERE = "test_job_options.py::"
+MANAGER = "test_manager.py::"
+COPIES = "test_copies.py::"
+EFFECTS = {
+    "name": MANAGER + "test_the_same_name_twice_is_refused",
+    "job_id": HERE + "test_a_job_is_known_by_its_id",
+    "lighthouse": MANAGER + "test_no_lighthouse_is_one_sentence",
+    "min_replicas": MANAGER + "test_too_few_participants_never_commit",
+    "expected_replicas": HERE + "test_the_first_quorum_forms_as_soon_as_all_expected_are_there",
+    "commit": HERE + "test_a_group_that_commits_by_itself_does_not_wait_for_the_others_votes",
+    "async_quorum": HERE + "test_an_asynchronous_quorum_is_not_waited_for",
+    "init_sync": HERE + "test_a_member_that_does_not_allow_objects_takes_none",
+    "weighted": MANAGER + "test_means_weighted_by_samples",
+    "world_size_mode": MANAGER + "test_spares_are_neutral_under_every_reduction",
+    "max_retries": MANAGER + "test_max_retries_ends_a_run_of_discards",
+    "timeout_s": HERE + "test_timeout_bounds_how_long_a_collective_waits",
+    "quorum_timeout_s": HERE + "test_quorum_timeout_bounds_the_wait_for_a_quorum",
+    "connect_timeout_s": MANAGER + "test_no_lighthouse_is_one_sentence",
+    "heartbeat_s": HERE + "test_heartbeat_interval_reaches_the_sockets",
+    "group_rank": COPIES + "test_means_counts_and_numbers_span_all_ranks",
+    "group_world_size": COPIES + "test_groups_of_other_sizes_are_refused",
+    "ranks_hold": COPIES + "test_means_counts_and_numbers_span_all_ranks",
+    "store_addr": COPIES + "test_means_counts_and_numbers_span_all_ranks",
+    "store_port": COPIES + "test_means_counts_and_numbers_span_all_ranks",
+    "interface": HERE + "test_hostname_is_where_a_member_is_reached",
+    "watch_process": HERE + "test_watch_process_starts_a_watcher_or_none",
+    "heal_port": HERE + "test_heal_server_listens_at_the_port_asked_for",
+    "token": HERE + "test_another_token_is_refused_by_the_heal_server",
+    "heal_allow_objects": HERE + "test_arbitrary_objects_heal_where_they_are_allowed",
+    "timeouts": HERE + "test_heartbeat_interval_reaches_the_sockets",
+}
+"""Each option, and the test that shows its effect."""
+
+TAKEN_BY_NAME = {
+    "min_replicas",
+    "lighthouse",
+    "timeout_s",
+    "quorum_timeout_s",
+    "commit",
+    "heal_allow_objects",
+    "token",
+    "job_id",
+}
+"""What users of both frameworks choose under the names of `JobOptions`."""
+SETTLED_BY_THE_LAUNCHER = {"num_replica_groups", "max_restarts", "group_size"}
+"""Not the member's: tests/ft_core/launch/test_supervisor.py, tests/ft_lightning and tests/ft_accelerate."""
+
+
+def test_each_option_has_a_test_of_its_effect() -> None:
+    assert set(EFFECTS) == {field.name for field in dataclasses.fields(JobOptions)}
+    for option, where in EFFECTS.items():
+        path, _, name = where.partition("::")
+        text = (Path(__file__).parent / path).read_text()
+        assert f"def {name}(" in text, option
+
+
+def test_what_both_frameworks_choose_gets_here_whole() -> None:
+    """A field that is renamed on one side only would be lost without a word."""
+    mine = {field.name for field in dataclasses.fields(JobOptions)}
+    lightning = {field.name for field in dataclasses.fields(Options)}
+    accelerate = set(field_names())
+    assert lightning & mine == TAKEN_BY_NAME | {"max_retries"}
+    assert accelerate & mine == TAKEN_BY_NAME
+    assert lightning - mine == SETTLED_BY_THE_LAUNCHER | {"replica_name", "validation"}
+    assert accelerate - mine == SETTLED_BY_THE_LAUNCHER | {"replica_group_id"}

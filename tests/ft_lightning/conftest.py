@@ -1,0 +1,17 @@
+"""A lighthouse for the process tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lighthouse import LighthouseServer
+from tests.harness.lighthouses import patient_lighthouse
+
+
+@pytest.fixture(scope="module")
+def coordinator() -> Iterator[LighthouseServer]:
+    """One for all runs of a module: they are kept apart by their job ids."""
+    with patient_lighthouse() as server:
+        yield server

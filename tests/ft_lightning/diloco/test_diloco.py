@@ -1,0 +1,117 @@
+"""Real Trainers under "ft_diloco" and "ft_local_sgd": killed, healed, equal at every outer step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ft_lightning import harness
+from tests.ft_lightning.harness import Line, Run
+
+pytestmark = pytest.mark.process
+
+BATCHES = 19  # of one of two replicas in an epoch
+
+
+@contextlib.contextmanager
+def running(log: Path, lighthouse: str = "", **options: object) -> Iterator[Run]:
+    worker = Path(__file__).with_name("diloco_worker.py")
+    with harness.running(log, lighthouse, worker=worker, **options) as run:
+        yield run
+
+
+MUST_AGREE = ("digest", "step", "epoch", "batches", "last", "lr", "schedulers", "val_losses")
+
+
+def compare(a: list[Line], b: list[Line]) -> int:
+    """Assert that two replicas agree at every outer step that both logged; how many those are."""
+    by_step = {line["outer_step"]: line for line in a if line["committed"]}
+    common = [(by_step[x["outer_step"]], x) for x in b if x["committed"]
+              and x["outer_step"] in by_step]  # fmt: skip
+    for mine, other in common:
+        for key in MUST_AGREE:
+            assert mine[key] == other[key], (
+                f"outer step {mine['outer_step']}: {key} is {mine[key]!r} and {other[key]!r}"
+            )
+    return len(common)
+
+
+def test_killed_and_healed(tmp_path: Path, lighthouse: str) -> None:
+    options = {"sync_every": 5, "outer_lr": 0.5, "outer_momentum": 0.8, "min_replicas": 1}
+    epochs = 6
+    with running(
+        tmp_path, lighthouse, strategy_options=options, max_epochs=epochs, holds=["step:33"],
+        die=[1, 13],
+    ) as run:  # fmt: skip
+        zero, one = run.start(0), run.start(1)
+        run.until(lambda: one.poll() is not None, "the death of replica 1")
+        run.until_held(0, "step:33")
+        again = run.start_again(1)
+        run.go("step:33")
+        run.wait(zero, again)
+    lines, ends = [run.lines(i) for i in (0, 1)], [run.end(i) for i in (0, 1)]
+    assert compare(*lines) >= 10
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert ends[0]["val_losses"] == ends[1]["val_losses"]
+    assert len(set(ends[0]["val_losses"])) == epochs
+    assert ends[0]["step"] == ends[1]["step"] == epochs * BATCHES
+    # The survivor has lost nothing: no inner step is trained twice, no outer step is discarded.
+    assert ends[0]["inner_steps"] == epochs * BATCHES
+    assert all(line["committed"] for line in lines[0])
+    assert [line["step"] for line in lines[0]] == list(range(5, epochs * BATCHES + 1, 5))
+    healed = [line for line in lines[1] if line["pid"] == again.pid]
+    assert healed[0]["step"] > 33
+    assert {line["participants"] for line in lines[0]} == {1, 2}
+    assert sum(end["leader"] for end in ends) == 1
+
+
+def test_streaming_killed_in_the_overlap_under_the_launcher(tmp_path: Path) -> None:
+    options = {
+        "sync_every": 8, "fragments": 2, "fragment_sync_delay": 2, "codec": "int8",
+        "outer_lr": 0.5, "outer_momentum": 0.8,
+    }  # fmt: skip
+    epochs, steps = 8, -(-BATCHES // 2)
+    with running(
+        tmp_path, strategy_options=options, devices=2, max_epochs=epochs, accumulate=2,
+        precision="bf16-mixed", step_delay_s=0.01, holds=["step:25", "life:2"], die=[1, 15],
+    ) as run:  # fmt: skip
+        main = run.start()  # 15: sent after inner step 14, to be applied after 16
+        run.until_held(0, "step:25")
+        run.begin_again(1, 2)
+        run.go("step:25")
+        run.wait(main)
+    lines, ends = [run.lines(i) for i in (0, 1)], [run.end(i) for i in (0, 1)]
+    assert compare(*lines) >= 5
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert ends[0]["val_losses"] == ends[1]["val_losses"]
+    assert ends[0]["step"] == ends[1]["step"] == epochs * steps
+    committed = [line["step"] for line in lines[0] if line["committed"]]
+    assert committed == list(range(4, epochs * steps + 1, 4)), "the survivor has lost an outer step"
+    assert all(line["metrics"]["outer_bytes"] > 0 for line in lines[0] if line["participants"] > 1)
+    hidden = sum(line["metrics"]["outer_hidden_s"] for line in lines[0])
+    assert hidden > 0.5 * sum(line["metrics"]["outer_communication_s"] for line in lines[0])
+
+
+def test_local_sgd_by_name_and_resumed(tmp_path: Path, lighthouse: str) -> None:
+    first = {"strategy": "ft_local_sgd", "max_epochs": 2}
+    with running(tmp_path / "a", lighthouse, **first) as run:
+        run.wait(run.start(0), run.start(1))
+    assert compare(run.lines(0), run.lines(1)) == len(run.lines(0)) == 2 * BATCHES // 10
+    assert run.lines(0)[0]["metrics"]["outer_divergence"] > 0
+    saved = sorted((tmp_path / "a" / "checkpoints").iterdir(), key=lambda p: p.name)
+    assert [path.name for path in saved] == ["epoch=0-step=19.ckpt", "epoch=1-step=38.ckpt"]
+    logged = (tmp_path / "a" / "csv" / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+    assert "outer_divergence" in logged.splitlines()[0]
+    with running(
+        tmp_path / "b", lighthouse, **{**first, "max_epochs": 3, "resume": str(saved[1])}
+    ) as again:
+        again.wait(again.start(0), again.start(1))
+    lines = again.lines(0)
+    assert compare(lines, again.lines(1)) == len(lines)
+    assert lines[0]["outer_step"] == run.lines(0)[-1]["outer_step"] + 1
+    assert lines[0]["step"] == 2 * BATCHES + 10
+    assert again.end(0)["digest"] == again.end(1)["digest"]
+    assert len(again.end(0)["val_losses"]) == 3

@@ -1,0 +1,268 @@
+"""One process of a test: a Fabric loop with a log of everything that must agree.
+
+    python tests/ft_lightning/fabric/fabric_worker.py '{"log": "/dir", "strategy": "ft_ddp", ...}'
+
+Options (JSON): see `OPTIONS`. Each optimizer step appends one line to `<log>/<name>.steps`, the
+end of the loop writes `<log>/<name>.end`. Written so that it runs under stock "ddp" as well.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+import ft_lightning  # noqa: F401
+from ft_lightning.fabric import FTDDPStrategy
+from tests.ft_lightning.trainer.worker import digest, process_name
+from tests.harness.script import Holds
+from tests.harness.stock import leave_stock
+
+OPTIONS: dict[str, Any] = {
+    "log": "",
+    "strategy": "ft_ddp",
+    "strategy_options": None,  # given: by object
+    "devices": 1,
+    "num_nodes": 1,
+    "epochs": 3,
+    "samples": 76,
+    "batch_size": 4,
+    "accumulate": 1,
+    "clip": None,
+    "step_delay_s": 0.0,
+    "holds": [],  # places to wait at, see `script.Holds`: "step:<number>", "between:<number>",
+    # "validation:<number>"
+    "inject": {},  # {"<step>": replica index}: this replica reports an error once, in backward
+    "critic": False,  # every second window has two updates: of a critic, then of the net
+    "save_at": None,  # save after this step
+    "load": False,  # start from what was saved
+    "stop_at": None,  # end after this step
+    "precision": None,
+}
+
+
+class Worker:
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.log = Path(options["log"])
+        signal.signal(signal.SIGTERM, self.note_sigterm)
+        if os.environ.get("LT_CLI_USED"):  # `fabric run` has the options, and launches
+            self.fabric = Fabric()
+        else:
+            self.fabric = Fabric(
+                accelerator="cpu",
+                strategy=options["strategy"]
+                if options["strategy_options"] is None
+                else FTDDPStrategy(**options["strategy_options"]),
+                devices=options["devices"],
+                num_nodes=options["num_nodes"],
+                precision=options["precision"],
+            )
+            self.fabric.launch()
+        self.fabric.seed_everything(7, verbose=False)
+        self.strategy: Any = self.fabric.strategy
+        self.ours = options["strategy"] == "ft_ddp"
+        self.name = process_name()
+        self.holds = Holds(self.log, self.name, options["holds"])
+        self.holds.begin_life()
+        self.counts = {"committed": 0}
+        self.injected: set[str] = set()
+        self.set_up()
+
+    def set_up(self) -> None:
+        net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
+        self.net, self.optimizer, self.scheduler = self.fabric.setup(
+            net, optimizer, scheduler=scheduler
+        )
+        critic = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        if self.options["critic"]:
+            self.critic, self.critic_optimizer = self.fabric.setup(
+                critic, torch.optim.AdamW(critic.parameters(), lr=0.02)
+            )
+        generator = torch.Generator().manual_seed(3)
+        images = torch.randn(self.options["samples"], 8, generator=generator)
+        images[:, 0] = torch.arange(self.options["samples"]) / 64
+        labels = torch.randint(0, 3, (self.options["samples"],), generator=generator)
+        dataset = TensorDataset(images, labels)
+        self.loader, self.val = self.fabric.setup_dataloaders(
+            DataLoader(dataset, self.options["batch_size"], shuffle=True), DataLoader(dataset, 50)
+        )
+        self.step, self.criticism, self.val_loss = 0, 0.0, 0.0
+        self.val_ranks: list[int] = []
+        if self.ours:
+            self.strategy.register("counts", self.counts)
+        state = {"net": self.net, "optimizer": self.optimizer, "scheduler": self.scheduler,
+                 "progress": self.strategy.progress if self.ours else {}}  # fmt: skip
+        if self.options["critic"]:
+            state |= {"critic": self.critic, "critic_optimizer": self.critic_optimizer}
+        self.checkpoint = state
+        if self.options["load"]:
+            self.fabric.load(self.log / "saved.ckpt", state)
+            self.step = self.strategy.progress.step
+        with (self.log / f"{self.name}.ready").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def train(self) -> None:
+        total = self.options["epochs"]
+        for epoch in self.strategy.epochs(total) if self.ours else range(total):
+            self.net.train()
+            window: list[float] = []
+            for number, (images, labels) in enumerate(self.loader):
+                if self.ours:
+                    self.step, number = self.strategy.current_step, self.place() - 1
+                time.sleep(self.options["step_delay_s"])
+                self.holds.at(f"step:{self.step}")
+                window += [round(float(x) * 64) for x in images[:, 0]]
+                k = self.options["accumulate"]
+                last = (number + 1) % k == 0
+                with self.fabric.no_backward_sync(self.net, enabled=not last):
+                    logits = self.net(images)
+                    loss = nn.functional.cross_entropy(logits, labels)
+                    if last and self.options["critic"] and number // k % 2 == 0:
+                        # As in a GAN: the critic's update first, then the net's, through both.
+                        self.criticise(logits, labels)
+                        loss = loss + 0.1 * self.critic(logits).mean()
+                    if last:
+                        # Within the step: when its vote says goodbye, those who stay are on their own.
+                        mean = self.fabric.all_reduce(loss.detach().clone())
+                        everyone = self.gather_ranks()
+                        self.inject(loss)
+                    self.fabric.backward(loss / k)
+                if last:
+                    self.finish_step(loss, mean, everyone, epoch, number, window)
+                    window = []
+                    if self.step == self.options["stop_at"]:
+                        return
+            self.validate()
+
+    def validate(self) -> None:
+        """Each process sees its shard; the metric is over all."""
+        self.net.eval()
+        with torch.no_grad():
+            losses = [
+                nn.functional.cross_entropy(self.net(x), y, reduction="sum") for x, y in self.val
+            ]
+        self.holds.at(f"validation:{self.step}")
+        self.val_loss = float(self.fabric.all_reduce(sum(losses), reduce_op="sum"))
+        self.val_ranks = self.gather_ranks()
+        self.fabric.barrier()
+
+    def gather_ranks(self) -> list[int]:
+        everyone = self.fabric.all_gather(torch.tensor(self.fabric.global_rank))
+        return sorted(int(x) for x in everyone.flatten())
+
+    def criticise(self, logits: Any, labels: Any) -> None:
+        """The first update of a window that has two."""
+        self.critic_optimizer.zero_grad()
+        wanted = (labels == 0).float()[:, None]
+        loss = (self.critic(logits.detach()) - wanted).square().mean()
+        self.inject(loss)
+        self.fabric.backward(loss)
+        self.critic_optimizer.step()
+        # Outside of a step: between two. Where it comes again, it is this process's value.
+        mean = self.fabric.all_reduce(self.critic(logits.detach()).mean().detach())
+        if self.count_update():
+            self.criticism = float(mean)
+            self.holds.at(f"between:{self.step}")
+
+    def count_update(self) -> bool:
+        """Whether the update is made, and for the first time."""
+        if self.ours and not self.strategy.last_step_committed:
+            return False
+        self.counts["committed"] += 1
+        self.step += 1
+        if self.ours:
+            assert self.step == self.strategy.current_step
+        return True
+
+    def place(self) -> int:
+        place: int = self.strategy.progress.places[0].batch
+        return place
+
+    def finish_step(
+        self,
+        loss: Any,
+        mean: Any,
+        everyone: list[int],
+        epoch: int,
+        number: int,
+        window: list[float],
+    ) -> None:
+        if self.options["clip"]:
+            self.fabric.clip_gradients(self.net, self.optimizer, max_norm=self.options["clip"])
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        if not self.count_update():
+            return
+        line = {
+            "pid": os.getpid(),
+            "step": self.step,
+            "epoch": epoch if not self.ours else self.strategy.progress.places[0].epoch,
+            "batch_idx": number,
+            "digest": digest(self.net.module),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "loss": float(mean),
+            "after": float(self.fabric.all_reduce(loss.detach().clone())),
+            "criticism": self.criticism,
+            "ranks": everyone,
+            "count": self.counts["committed"],
+            "batch": window,
+            "leader": self.fabric.is_global_zero,
+        }
+        with (self.log / f"{self.name}.steps").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.step == self.options["save_at"]:
+            self.fabric.save(self.log / "saved.ckpt", self.checkpoint)
+
+    def note_sigterm(self, number: int, frame: Any) -> None:
+        """Announce a SIGTERM. The strategy's own handler calls this one first."""
+        (self.log / f"{self.name}.told").touch()
+        if signal.getsignal(number) == self.note_sigterm:  # the strategy's is not there
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def inject(self, loss: Any) -> None:
+        """In the step that begins, when the backward pass from `loss` does."""
+        step = str(self.step)
+        if self.options["inject"].get(step) == self.fabric.global_rank and (
+            step not in self.injected
+        ):
+            self.injected.add(step)
+            error = RuntimeError("injected")
+            loss.register_hook(lambda gradient: self.strategy.manager.report_error(error))
+
+    def end(self) -> None:
+        end = {
+            "step": self.step,
+            "digest": digest(self.net.module),
+            "world_size": self.fabric.world_size,
+            "rank": self.fabric.global_rank,
+            "epoch": self.strategy.progress.epoch if self.ours else self.options["epochs"],
+            "val_loss": self.val_loss,
+            "val_ranks": self.val_ranks,
+        }
+        (self.log / f"{self.name}.end").write_text(json.dumps(end))
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
+    torch.set_num_threads(1)
+    worker = Worker({**OPTIONS, **json.loads(sys.argv[1])})
+    worker.train()
+    worker.end()
+    if not worker.ours:
+        leave_stock()

@@ -1,0 +1,109 @@
+"""Real Fabric loops in real processes: equal to stock DDP, with discarded steps, killed, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ft_lightning.harness import Line, running
+
+pytestmark = pytest.mark.process
+WORKER = Path(__file__).with_name("fabric_worker.py")
+LIKE_STOCK = (
+    "step", "epoch", "batch_idx", "batch", "lr", "loss", "after", "criticism", "ranks", "count",
+)  # fmt: skip
+AGREE = ("epoch", "batch_idx", "digest", "lr", "loss", "ranks", "count")
+
+
+def values(lines: list[Line], key: str) -> list[Any]:
+    return [line[key] for line in lines]
+
+
+def test_equals_stock_ddp_with_discarded_steps_and_resumes(tmp_path: Path, lighthouse: str) -> None:
+    """Accumulation, clipping, windows of one and of two updates; updates of both kinds are
+    discarded; saved in mid-epoch and loaded again."""
+    options: dict[str, Any] = {"worker": WORKER, "accumulate": 2, "clip": 0.5, "critic": True}
+    with running(tmp_path / "ddp", strategy="ddp", devices=2, **options) as stock:
+        stock.wait(stock.start())
+    inject = {"3": 0, "9": 1, "17": 0, "18": 1}  # the first, second, second, only one of a window
+    with running(tmp_path / "ft", lighthouse, inject=inject, save_at=11, **options) as run:
+        run.wait(run.start(0), run.start(1))
+    for index in (0, 1):
+        lines, expected = run.lines(index), stock.lines(index)
+        assert len(expected) == 15
+        for key in LIKE_STOCK:
+            assert values(lines, key) == values(expected, key), key
+        for key in ("val_loss", "val_ranks"):
+            assert run.end(index)[key] == stock.end(index)[key], key
+        # Statistics of batch norm follow the first; stock DDP's do only in the forward.
+        assert values(lines, "digest") == values(stock.lines(0), "digest")
+        assert (run.end(index)["rank"], run.end(index)["world_size"]) == (index, 2)
+    assert run.lines(0)[-1]["leader"] != run.lines(1)[-1]["leader"]
+
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "ft" / "saved.ckpt").rename(tmp_path / "resumed" / "saved.ckpt")
+    with running(tmp_path / "resumed", lighthouse, load=True, **options) as again:
+        again.wait(again.start(0), again.start(1))
+    for index in (0, 1):
+        for key in ("step", "epoch", "batch_idx", "batch", "lr", "loss", "digest"):
+            rest = values(run.lines(index), key)[7:]
+            assert values(again.lines(index), key) == rest, key
+
+
+CLI = "import ft_lightning; from lightning.fabric.cli import _main; _main()"
+FABRIC_RUN = ["-c", CLI, "run", "--strategy", "ft_ddp", "--accelerator", "cpu", "--devices", "2"]
+
+
+def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
+    """Replica group 1 is killed, comes back at its peer's place, gets a SIGTERM, comes back again.
+
+    Batches have two updates or one.
+    """
+    options: dict[str, Any] = {"worker": WORKER, "devices": 2, "epochs": 5}
+    holds = ["step:18", "life:2", "step:33", "life:3", "validation:60"]
+    options |= {"critic": True, "holds": holds}
+    with running(tmp_path, **options) as run:
+        main = run.start(through=FABRIC_RUN)
+        for index in (0, 1):
+            run.until_step(index, 3)
+        first = run.lives(1)[0]
+        os.kill(first, signal.SIGKILL)
+        run.until_held(0, "step:18")
+        run.begin_again(1, 2)
+        run.go("step:18")
+        run.until_held(1, "step:33")
+        second = run.lives(1)[1]
+        os.kill(second, signal.SIGTERM)
+        run.go("step:33")
+        run.until_held(0, "validation:60")
+        run.begin_again(1, 3)
+        run.go("validation:60")
+        run.wait(main)
+        assert "replica group 1 failed with exit code 143; it is started again" in run.output()
+    alone = {line["step"]: line for line in run.lines(0)}
+    lives = {pid: [x for x in run.lines(1) if x["pid"] == pid] for pid in run.lives(1)}
+    assert lives[second][0]["step"] > 18
+    assert len(lives) == 3 and all(lives.values())
+    for line in run.lines(1):
+        other = alone[line["step"]]
+        for key in AGREE:
+            assert line[key] == other[key], (line["step"], key)
+        assert not set(line["batch"]) & set(other["batch"])
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["epoch"] == run.end(1)["epoch"] == 5
+    # No batch twice, and none left out.
+    for epoch in range(5):
+        mine = [x for line in alone.values() if line["epoch"] == epoch for x in line["batch"]]
+        assert len(mine) == len(set(mine)) == 38
+    # The other one has lost nothing by the SIGTERM.
+    told = [json.loads(text) for text in (tmp_path / "events").read_text().splitlines()]
+    mine = [e for e in told if e["name"] == "0" and e["kind"] in ("commit", "discard")]
+    both = [i for i, e in enumerate(mine) if e.get("participants") == 2]
+    healed = next(i for i in both if i and mine[i - 1].get("participants") != 2)
+    left = next(i for i in range(healed, len(mine)) if mine[i].get("participants") != 2)
+    assert left > healed and mine[left]["kind"] == "commit"

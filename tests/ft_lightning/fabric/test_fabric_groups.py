@@ -1,0 +1,230 @@
+"""What Fabric's collectives reach outside of a step: replica groups as threads, real everything."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lighthouse import LighthouseServer
+from tests.harness.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.process
+
+
+class Groups:
+    """Replica groups of one job, each in a thread."""
+
+    def __init__(self, address: str, count: int) -> None:
+        self.options = {"lighthouse": address, "job_id": uuid.uuid4().hex, "timeout_s": 20}
+        self.count = count
+        self.results: dict[int, Any] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(self, index: int, body: Callable[[Any, int], Any]) -> threading.Thread:
+        from lightning.fabric import Fabric
+
+        from ft_lightning.fabric import FTDDPStrategy
+
+        def run() -> None:
+            strategy = FTDDPStrategy(
+                replica_name=str(index), num_replica_groups=self.count, **self.options
+            )
+            fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+            fabric.launch()
+            try:
+                self.results[index] = body(fabric, index)
+            except Exception as error:
+                self.results[index] = error
+            finally:
+                strategy.leave()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        self.threads.append(thread)
+        return thread
+
+    def run(self, body: Callable[[Any, int], Any]) -> list[Any]:
+        for index in range(self.count):
+            self.start(index, body)
+        return self.join()
+
+    def wait_for_joiner(self, server: LighthouseServer, name: str) -> None:
+        """Until the lighthouse has it in its anteroom."""
+        job = self.options["job_id"]
+
+        def waits() -> bool:
+            jobs = [each for each in server.status()["jobs"] if each["job_id"] == job]
+            return any(name in each["waiting"] for each in jobs)
+
+        until(waits, f"{name} to join")
+
+    def join(self) -> list[Any]:
+        for thread in self.threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        return [self.results[index] for index in range(self.count)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LighthouseServer]:
+    with LighthouseServer("tcp://127.0.0.1:0") as server:
+        yield server
+
+
+@pytest.fixture
+def two(server: LighthouseServer, monkeypatch: pytest.MonkeyPatch) -> Groups:
+    # Lightning sets it when it looks for devices, for good.
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    return Groups(server.address(), 2)
+
+
+def linear(fabric: Any, size: int = 1) -> Any:
+    net = nn.Linear(size, 1)
+    nn.init.constant_(net.weight, 0.5)
+    return fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.001))
+
+
+def train(fabric: Any, batches: int = 2) -> Any:
+    model, optimizer = linear(fabric)
+    samples = torch.arange(2.0 * batches).reshape(-1, 1)
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(samples), 1))
+    for (batch,) in loader:
+        fabric.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_validation_is_sharded_and_its_metric_over_all(
+    two: Groups, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(fabric: Any, index: int) -> Any:
+        early = fabric.all_reduce(torch.tensor(float(index)))
+        model = train(fabric)
+        model.eval()
+        samples = TensorDataset(torch.arange(6.0))
+        mine = [float(x) for (x,) in fabric.setup_dataloaders(DataLoader(samples, 1))]
+        total = torch.tensor(sum(mine))
+        assert fabric.all_reduce(total, reduce_op="sum") is total  # in place
+        fabric.barrier()
+        hits = fabric.all_reduce({"n": torch.tensor(index + 1)}, reduce_op="max")
+        rows = fabric.all_gather(torch.tensor([mine[0], mine[1]]))
+        return float(early), mine, float(total), int(hits["n"]), rows.tolist()
+
+    with caplog.at_level(logging.WARNING, "ft_lightning"):
+        first, second = two.run(body)
+    assert (first[0], second[0]) == (0.0, 1.0)
+    assert "all_reduce was called outside of a step, before the first batch" in caplog.text
+    assert sorted(first[1] + second[1]) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert first[2:] == second[2:] == (15.0, 2, [first[1][:2], second[1][:2]])
+
+
+def test_different_calls_raise_in_all(two: Groups) -> None:
+    def body(fabric: Any, index: int) -> Any:
+        train(fabric)
+        return fabric.all_gather(torch.zeros(index + 1))
+
+    for error in two.run(body):
+        assert isinstance(error, RuntimeError)
+        assert "other replica groups called something else" in str(error)
+
+
+def test_taking_turns_needs_data_that_fabric_knows(two: Groups) -> None:
+    def body(fabric: Any, index: int) -> Any:
+        pairs = [linear(fabric) for _ in range(2)]
+        for model, optimizer in pairs:
+            fabric.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+
+    for error in two.run(body):
+        assert isinstance(error, RuntimeError)
+        assert "optimizers that take turns need data" in str(error)
+
+
+def test_who_comes_back_in_a_validation_heals_after_it(
+    two: Groups, server: LighthouseServer
+) -> None:
+    """The metric is that of those who validate: it sits their rounds out, and heals at a batch."""
+    validating = threading.Event()
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 1))
+        metrics = []
+        for epoch in fabric.strategy.epochs(3):
+            model.train()
+            for (batch,) in loader:
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if index == 1 and fabric.strategy.current_step == 2:
+                    return "left"
+            model.eval()
+            if index == 0 and epoch == 0:
+                validating.set()
+                two.wait_for_joiner(server, "1")
+            metrics += [float(gathered(fabric, index)) for _ in range(3)]
+        return metrics, fabric.strategy.current_step, model.weight.item()
+
+    two.start(0, body)
+    two.start(1, body).join(PATIENCE_S)
+    assert two.results[1] == "left"
+    assert validating.wait(PATIENCE_S)
+    two.start(1, body)
+    first, second = two.join()
+    alone, both = [10.0] * 3, [10.0 + 11.0] * 3
+    assert first == (alone + both + both, 12, first[2])
+    assert second == (both + both, *first[1:])
+
+
+def gathered(fabric: Any, index: int) -> Any:
+    return fabric.all_reduce(torch.tensor(10.0 + index), reduce_op="sum")
+
+
+def test_joins_between_two_updates_of_a_batch(two: Groups, server: LighthouseServer) -> None:
+    """Of different sizes, so that it must leave out the first; between them there is a round."""
+    between = threading.Event()
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        large, large_optimizer = linear(fabric, 7)
+        seen, sums = [], []
+        data = TensorDataset(torch.arange(16.0).reshape(-1, 1))
+        for (batch,) in fabric.setup_dataloaders(DataLoader(data, 1)):
+            seen.append(int(batch))
+            loss = model(batch).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if index == 1 and fabric.strategy.current_step == 3:
+                return "left"
+            if index == 0 and fabric.strategy.current_step == 7:
+                between.set()
+                two.wait_for_joiner(server, "1")  # it is let in after the next commit: a round's
+            sums.append(float(gathered(fabric, index)))
+            fabric.backward(large(batch.expand(1, 7)).square().mean())
+            large_optimizer.step()
+            large_optimizer.zero_grad()
+            sums.append(float(gathered(fabric, index)))
+        return seen, sums, fabric.strategy.current_step, model.weight.item(), large.weight.tolist()
+
+    two.start(0, body)
+    two.start(1, body).join(PATIENCE_S)
+    assert two.results[1] == "left"
+    assert between.wait(PATIENCE_S)
+    two.start(1, body)
+    first, second = two.join()
+    assert sorted({*first[0]}) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert second[0] == [7, 9, 11, 13, 15]
+    # Of the agreement that it was not there for it is given what its peer has got.
+    assert first[1][-10:] == second[1] == [10.0, *[21.0] * 9]
+    assert first[2:] == second[2:]
+    assert first[2] == 16

@@ -1,0 +1,120 @@
+"""How replica groups come about, and end, around real Trainers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+from tests.ft_lightning.harness import Run, compare, running
+from tests.harness.waiting import PATIENCE_S, gone, until
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_supervisor_and_all_it_started(tmp_path: Path, number: Any) -> None:
+    """What was trained is kept: Lightning ends the fit after the batch, as it does without us."""
+    with running(tmp_path, devices=2, max_epochs=100_000, step_delay_s=0.02) as run:
+        main = run.start()
+        for index in (0, 1):
+            run.until_step(index, 3)
+        children = [run.lives(index)[-1] for index in (0, 1)]
+        main.send_signal(number)
+        assert main.wait(PATIENCE_S) != 0
+        until(lambda: all(map(gone, children)), "the children of a supervisor that has ended")
+        assert "started again" not in run.output()
+        assert run.lives(0) == children[:1]
+
+
+def scheduled(run: Run, how: str, index: int) -> subprocess.Popen[bytes]:
+    common = {
+        "TORCHFT_LIGHTHOUSE": run.lighthouse,
+        "FT_JOB_ID": str(run.log),
+        "LOCAL_RANK": str(index),  # names the test's files; Lightning would set it
+    }
+    if how == "slurm":
+        tasks = {
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_PROCID": str(index),
+            "SLURM_LOCALID": str(index),
+            "SLURM_NODEID": "0",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_JOB_ID": "7",
+            "PL_TRAINER_DEVICES": "2",
+        }
+        return run.start(**tasks, **common)
+    return run.start(NODE_RANK=str(index), PL_TRAINER_NUM_NODES="2", **common)
+
+
+def requeued(
+    run: Run, server: LighthouseServer, task: subprocess.Popen[bytes]
+) -> subprocess.Popen[bytes]:
+    """Task 1 is killed; its group comes back as a SLURM job of its own, which was requeued."""
+    for index in (0, 1):
+        run.until_step(index, 3)
+    task.kill()
+    run.until_held(0, "step:9")
+    own = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+    own |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train"}
+    again = run.start(1, 2, SLURM_JOB_ID="8", SLURM_RESTART_COUNT="1", **own)
+    run.until_waiting(server, "1")
+    run.go("step:9")
+    return again
+
+
+@pytest.mark.parametrize("how", ["slurm", "nodes"])
+def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
+    """SLURM's tasks, one of which dies and comes back; one process a node, one of which comes back
+    when all is over, and stays out."""
+    config = LighthouseConfig(timeouts=Timeouts.derive(5.0, join_timeout_s=20.0))
+    options: dict[str, Any] = {}
+    if how == "slurm":
+        options = {"devices": 2, "holds": ["step:9"]}
+    with LighthouseServer(config=config) as server:
+        with running(tmp_path, server.address(), max_epochs=1, **options) as run:
+            started = [scheduled(run, how, index) for index in (0, 1)]
+            if how == "slurm":
+                started[1] = requeued(run, server, started[1])
+            run.wait(*started)
+            assert compare(run.lines(0), run.lines(1)) == len(run.lines(1)) > 3
+            assert run.end(0)["digest"] == run.end(1)["digest"]
+            assert [run.end(i)["rank"] for i in (0, 1)] == [0, 1]
+            assert run.end(0)["world_size"] == 2
+            steps = len(run.lines(1))
+            if how == "nodes":
+                late = scheduled(run, how, 1)
+                assert late.wait(PATIENCE_S) == 1
+                assert "does not start it over" in run.output()
+                assert len(run.lines(1)) == steps
+
+
+def test_a_notebook_is_told_what_to_do() -> None:
+    """No script to run again, as in a notebook: said in a sentence, before anything is started."""
+    script = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import ft_lightning
+Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
+"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**env, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "devices=2 starts 2 processes that run your script again" in done.stderr
+    assert "put the training into a script" in done.stderr

@@ -1,0 +1,97 @@
+"""Scenarios (see `scenarios.py`) of gradients that are used where they were not computed.
+
+One backward for several updates, gradients that are kept over batches, a step that the user takes
+apart from its closure: when such a step is discarded, what is computed again must come to the same
+gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.ft_lightning.trainer.scenarios import Net, Place, Result, Trace, fit
+
+
+class Shared(Net):
+    """Two optimizers on one loss, by hand, in windows of three batches.
+
+    | batch | backward passes | updates |
+    |---|---|---|
+    | first | one | both, each clipped by itself |
+    | second | one | the first; the other's gradients are kept |
+    | third | two, one of them without sync | the first, then the other twice on the same gradients |
+    """
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.automatic_optimization = False
+        # No running statistics: a forward that is repeated leaves no trace.
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.inject_at_votes()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        if batch_idx % 3 == 2:
+            with self.trainer.strategy.block_backward_sync():
+                self.manual_backward(self.loss(batch))
+        loss = self.loss(batch)
+        self.update(first, loss)
+        if batch_idx % 3 != 1:
+            self.update(second)
+            if batch_idx % 3 == 2:
+                self.update(second)
+            second.zero_grad()
+        self.log("train", loss.detach(), on_step=True, on_epoch=True, sync_dist=True)
+
+    def update(self, optimizer: Any, loss: Any = None) -> None:
+        if loss is not None:
+            self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.Adam(self.net[0].parameters(), lr=0.01)
+        second = torch.optim.SGD(self.net[1:].parameters(), lr=0.05, momentum=0.5)
+        return [first, second]
+
+
+def shared(place: Place) -> Result:
+    trace = Trace()
+    trainer = place.trainer(trace, unused=True)
+    fit(trainer, Shared(place))
+    return trace.result(trainer)
+
+
+class ByHand(Net):
+    """An own `optimizer_step` that calls the closure itself, changes gradients, and steps then."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:  # type: ignore[override]
+        def scaled() -> Any:
+            loss = closure()
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= 0.5 + batch_idx
+            return loss
+
+        if batch_idx % 2:
+            optimizer.step(closure=scaled)
+        else:
+            scaled()
+            optimizer.step()
+
+
+def by_hand(place: Place) -> Result:
+    trace = Trace()
+    trainer = place.trainer(trace, gradient_clip_val=0.5)
+    fit(trainer, ByHand(place))
+    return trace.result(trainer)
+
+
+SCENARIOS = {f.__name__: f for f in (shared, by_hand)}

@@ -1,0 +1,110 @@
+"""Scenarios (see `scenarios.py`) with training data that is a stream: no sampler chooses from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.ft_lightning.trainer.scenarios import BATCH, BATCHES, Net, Place, Result, Trace, data
+
+CHANGED_AT = 4
+
+
+class Stream(IterableDataset[Any]):
+    """A replica's samples, in order; the first feature is the sample's number in the shard."""
+
+    def __init__(self, place: Place) -> None:
+        self.images, self.labels = (t[place.rank :: 2].clone() for t in data().tensors)
+        self.images[:, 0] = torch.arange(len(self.images)) / 64
+        self.at = self.start = 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.at, self.start = self.start, 0
+        while self.at < len(self):
+            self.at += 1
+            yield self.images[self.at - 1], self.labels[self.at - 1]
+
+
+class Resumable(Stream):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"]
+
+
+class ResumableLoader:
+    """As torchdata's: the loader has the state, and no dataset to ask."""
+
+    def __init__(self, place: Place) -> None:
+        self.stream = Resumable(place)
+
+    def __len__(self) -> int:
+        return len(self.stream) // BATCH
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(self.stream, BATCH))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stream": self.stream.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state["stream"])
+
+
+def stream(place: Place, variant: str) -> Result:
+    """One replica's learning rate goes wrong: it heals in mid-epoch, and its data must follow.
+
+    `variant`: "plain", or who has a state: the "dataset" or the "loader".
+    """
+
+    class Changing(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if place.rank == 1 and self.trainer.global_step == CHANGED_AT and not self.votes:
+                self.votes = 1
+                self.trainer.optimizers[0].param_groups[0]["lr"] = 123.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.batch = round(float(batch[0][0, 0]) * 64) // BATCH
+            return super().training_step(batch, batch_idx)
+
+    class Places(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            places.append((trainer.global_step, module.batch))
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    places: list[tuple[int, int]] = []
+    heard: list[str] = []
+    handler = Heard()
+    logger = logging.getLogger("ft_lightning")
+    logger.addHandler(handler)
+    trace = Trace()
+    trainer = place.trainer(trace, Places())
+    module = Changing(place)
+    train: Any = ResumableLoader(place)
+    if variant != "loader":
+        train = DataLoader(Stream(place) if variant == "plain" else Resumable(place), BATCH)
+    trainer.fit(module, train, DataLoader(data(32, 5), 16))
+    logger.removeHandler(handler)
+    return {
+        **trace.result(trainer),
+        "places": places,
+        "batches": BATCHES,
+        "heals": module.events.count("heal_done"),
+        "said": sum("has no position to restore" in text for text in heard),
+    }
+
+
+SCENARIOS = {"stream": stream}

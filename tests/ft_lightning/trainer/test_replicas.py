@@ -1,0 +1,200 @@
+"""Real Trainers in real processes: equal to stock DDP without faults, and equal to each other with.
+
+Runs take seconds each (importing Lightning alone takes some); each test reads as much as it can
+from one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ft_lightning.harness import Line, compare, running
+from tests.ft_lightning.trainer.worker import OPTIONS, Model, loaders
+
+pytestmark = pytest.mark.process
+
+SAMPLES, BATCH = 152, 4
+BATCHES = SAMPLES // BATCH // 2  # of one of two replicas: 19, odd and prime on purpose
+
+
+def samples_of(lines: list[Line], epoch: int) -> list[int]:
+    return [round(x * 64) for line in lines if line["epoch"] == epoch for x in line["batch"]]
+
+
+def test_equals_stock_ddp_bit_for_bit_and_retries_discarded_steps(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """As two replica groups of one process, two steps of which are discarded, and as one of two."""
+    with running(tmp_path / "ddp", strategy="ddp", devices=2) as stock:
+        stock.wait(stock.start())
+    expected = [stock.lines(i) for i in (0, 1)]
+    inject = {"4": 0, "11": 1, "25": 1}
+    for name, faults in (("ranks", {}), ("discards", inject)):
+        with running(tmp_path / name, lighthouse, inject=faults) as run:
+            if name == "ranks":
+                run.wait(*run.start_ranks(0, size=2, groups=1))
+            else:
+                run.wait(run.start(0), run.start(1))
+        assert compare(run.lines(0), run.lines(1)) == 2 * BATCHES
+        assert run.end(0)["digest"] == run.end(1)["digest"] == stock.end(0)["digest"]
+        for index in (0, 1):
+            lines = run.lines(index)
+            assert [line["step"] for line in lines] == list(range(1, 2 * BATCHES + 1))
+            for key in ("batch", "lr", "epoch", "batch_idx", "total"):
+                assert [x[key] for x in lines] == [x[key] for x in expected[index]], key
+            assert run.end(index)["runs"] == [[x["epoch"], x["batch_idx"]] for x in lines]
+            assert run.end(index)["world_size"] == 2
+            assert run.end(index)["rank"] == index
+        assert run.end(0)["leader"] != run.end(1)["leader"]
+        assert run.end(0)["val_loss"] == run.end(1)["val_loss"]  # not sharded, unlike stock's
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_training_step_runs_once_a_batch_though_members_die_in_the_step(
+    tmp_path: Path, lighthouse: str, manual: bool
+) -> None:
+    """The leader is killed in a backward, later another group; one step fails besides."""
+    faults = {"dies": {"4": 0, "11": 2}, "inject": {"7": 1}, "manual": manual}
+    with running(tmp_path, lighthouse, **faults) as run:
+        groups = [run.start(index, groups=3) for index in range(3)]
+        run.wait(groups[1])
+        run.wait(groups[0], groups[2], code=-signal.SIGKILL)
+    lines = [run.lines(index) for index in range(3)]
+    batches = -(-SAMPLES // BATCH // 3)
+    assert [len(each) for each in lines] == [4, 2 * batches, 11]
+    assert compare(lines[0], lines[1]) == 4
+    assert compare(lines[1], lines[2]) == 11
+    assert [line["participants"] for line in lines[1]] == [3] * 4 + [2] * 7 + [1] * (2 * batches - 11)
+    assert [line["leader"] for line in lines[1]] == [False] * 4 + [True] * (2 * batches - 4)
+    assert run.end(1)["runs"] == [[x["epoch"], x["batch_idx"]] for x in lines[1]]
+    assert run.end(1)["runs"] == [[e, b] for e in range(2) for b in range(batches)]
+
+
+def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path) -> None:
+    """Two replica groups of two ranks, which begin unlike: one rank takes its group along.
+
+    It dies in its share of a validation, which the others do in its place.
+    """
+    options: dict[str, Any] = {"max_epochs": 5, "checkpoints": True}
+    options |= {"strategy_options": {"group_size": 2, "validation": "sharded"}, "own_start": True}
+    options |= {"holds": ["val batch:0:3", "step:17", "life:2"]}
+    with running(tmp_path, devices=4, **options) as run:
+        main = run.start()
+        for rank in range(4):
+            run.until_step(rank, 3)
+        first = [run.lives(rank)[0] for rank in range(4)]
+        run.until_held(3, "val batch:0:3")
+        os.kill(first[3], signal.SIGKILL)
+        run.go("val batch:0:3")
+        run.until_held(0, "step:17")
+        run.begin_again(2, 2, group=1)
+        run.go("step:17")
+        run.wait(main)
+    shares = [run.validations(rank) for rank in range(4)]
+    assert [each[0]["batches"] for each in shares[:2]] == [[0, 2], [1, 3]]
+    assert sorted(batch for each in shares for batch in each[4]["batches"]) == [0, 1, 2, 3]
+    lines = [run.lines(rank) for rank in range(4)]
+    assert compare(lines[0], lines[1]) == len(lines[0]) == 50
+    assert [run.lives(rank) for rank in (0, 1)] == [[first[0]], [first[1]]]
+    for rank in (2, 3):
+        healed = [line for line in lines[rank] if line["pid"] != first[rank]]
+        assert healed[0]["step"] > 17
+        assert healed[0]["started"] == [healed[0]["epoch"], healed[0]["batch_idx"]]
+        assert compare(lines[0], lines[rank]) > len(healed) > 5
+    ends = [run.end(rank) for rank in range(4)]
+    assert len({(end["digest"], end["step"], end["epoch"]) for end in ends}) == 1
+    assert sum(end["leader"] for end in ends) == 1
+    assert [(end["rank"], end["world_size"]) for end in ends] == [(r, 4) for r in range(4)]
+    assert {line["participants"] for line in lines[0]} == {2, 4}
+    # While four take part nobody trains on another's samples, nor twice on one.
+    for epoch in range(5):
+        seen = [x for replica in lines for x in samples_of(replica, epoch)]
+        assert len(seen) == len(set(seen))
+    check_against_four_processes([replica[:3] for replica in lines])
+    saved = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert len(saved) == ends[0]["step"] // 10
+    assert "replica group 1 was killed by SIGKILL; it is started again" in run.output()
+
+
+def check_against_four_processes(lines: list[list[Line]]) -> None:
+    """Data order and parameters of the first steps are those of `ddp` in four processes."""
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(7)).tolist()
+    for rank, mine in enumerate(lines):
+        assert samples_of(mine, 0) == order[rank::4][: len(mine) * BATCH]
+    dataset: Any = loaders({**OPTIONS, "samples": SAMPLES})[0].dataset
+    norms = []
+    for begins in (0, 2):  # the first rank of the group whose state all begin with
+        torch.manual_seed(begins)
+        model = Model(OPTIONS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(len(lines[0])):
+            # Who takes the others' state adds nothing to the step in which it does.
+            count = lines[0][step]["participants"]
+            for mine in lines if count == 4 else lines[begins : begins + 2]:
+                images, labels = dataset[[round(x * 64) for x in mine[step]["batch"]]]
+                (nn.functional.cross_entropy(model.net(images), labels) / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [p.detach() for p in model.parameters() if p.dim() > 1]
+        norms.append(sum(float(p.abs().sum()) for p in weights))
+    assert any(lines[0][-1]["norm"] == pytest.approx(norm, rel=1e-5) for norm in norms)
+
+
+def test_accumulation_repeats_discarded_windows_and_heals_at_a_window(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    options: dict[str, Any] = {"accumulate": 3, "max_epochs": 6, "holds": ["step:8"]}
+    options["inject"] = {"2": 0, "30": 1, "32": 0}
+    windows = -(-BATCHES // 3)
+    with running(tmp_path, lighthouse, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        run.until_step(1, 4)
+        one.kill()
+        one.wait()
+        run.until_held(0, "step:8")
+        again = run.start_again(1)
+        run.go("step:8")
+        run.wait(zero, again)
+    lines = [run.lines(i) for i in (0, 1)]
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["step"] == run.end(1)["step"] == 6 * windows
+    assert compare(*lines) > 10
+    healed = [line for line in lines[1] if line["pid"] == again.pid]
+    assert healed[0]["step"] > 8
+
+
+def test_sigterm_leaves_without_a_discard(tmp_path: Path, lighthouse: str) -> None:
+    events = tmp_path / "events.jsonl"
+    with running(tmp_path, lighthouse, holds=["step:6"], max_epochs=3) as run:
+        zero = run.start(0, FT_EVENT_LOG=str(events))
+        one = run.start(1)
+        run.until_held(1, "step:6")
+        one.terminate()
+        run.go("step:6")
+        run.wait(one, zero)
+    kinds = [(e["kind"], e.get("participants")) for e in map(json.loads, events.open())]
+    left = kinds.index(("commit", 1))  # the first step without the one that left
+    assert ("commit", 2) in kinds[:left]
+    assert "loss" in [kind for kind, _ in kinds[:left]]
+    assert "discard" not in [kind for kind, _ in kinds[:left]]
+    last = run.lines(1)[-1]
+    assert last["step"] < run.end(0)["step"] == 3 * BATCHES
+    assert compare(*[run.lines(i) for i in (0, 1)]) >= 5
+    assert {line["participants"] for line in run.lines(0)} == {1, 2}
+
+
+def test_manual_optimization_repeats_a_discarded_step(tmp_path: Path, lighthouse: str) -> None:
+    with running(tmp_path, lighthouse, manual=True, max_epochs=1, inject={"3": 1}) as run:
+        run.wait(run.start(0), run.start(1))
+    assert compare(run.lines(0), run.lines(1)) == BATCHES
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["step"] == BATCHES
+    assert run.end(0)["runs"] == run.end(1)["runs"] == [[0, b] for b in range(BATCHES)]

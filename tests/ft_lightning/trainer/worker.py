@@ -1,0 +1,314 @@
+"""One process of a test: a real Trainer with a log of everything that must agree.
+
+    python tests/ft_lightning/trainer/worker.py '{"log": "/dir", "strategy": "ft_ddp", ...}'
+
+Options (JSON): see `OPTIONS`. Each optimizer step appends one line to `<log>/<name>.steps`, the
+end of the fit writes `<log>/<name>.end`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ft_lightning
+from tests.harness.script import Holds
+from tests.harness.stock import leave_stock
+
+OPTIONS: dict[str, Any] = {
+    "log": "",
+    "strategy": "ft_ddp",
+    "strategy_options": None,  # given: by object
+    "devices": 1,
+    "max_epochs": 2,
+    "samples": 152,
+    "batch_size": 4,
+    "accumulate": 1,
+    "step_delay_s": 0.0,
+    "seed": 7,
+    "own_start": False,  # each process begins with other parameters
+    "inject": {},  # {"<global step>": replica index}: this replica reports an error once
+    "dies": {},  # {"<global step>": replica index}: it is killed in that step's backward, once
+    "manual": False,
+    "gan": False,  # two optimizers, by hand; in every other batch on one loss
+    "gathers": False,  # validation calls collectives
+    "checkpoints": False,
+    "logs": False,  # a CSV logger, a weight average, an early stopping
+    "holds": [],  # places to wait at, see `script.Holds`: "step:<global step>", "end:<epoch>",
+    # "validation:<epoch>", "val batch:<epoch>:<index>"
+}
+
+
+def digest(module: nn.Module) -> str:
+    total = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(module.state_dict().items()):
+        total.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def process_name() -> str:
+    """Of this process's files: its number among those of all replica groups."""
+    env = os.environ
+    group = env.get("REPLICA_GROUP_ID")
+    size = int(env.get("WORLD_SIZE") or env.get("SLURM_NTASKS", "1"))
+    rank = env.get("RANK", "") if "WORLD_SIZE" in env else env.get("SLURM_PROCID", "")
+    if rank and size > 1:
+        return str(int(group or 0) * size + int(rank))
+    return group or env.get("LOCAL_RANK", "0")
+
+
+class Model(LightningModule):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+        self.automatic_optimization = not (options["manual"] or options["gan"])
+        self.save_hyperparameters({"batch_size": options["batch_size"]})
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        self.injected: set[str] = set()
+        self.runs: list[list[int]] = []
+        self.validated: list[int] = []
+        self.log_path = Path(options["log"])
+        self.holds = Holds(self.log_path, process_name(), options["holds"])
+
+    def on_train_epoch_end(self) -> None:
+        self.holds.at(f"end:{self.trainer.current_epoch}")
+
+    def on_validation_end(self) -> None:
+        """A line for each validation: the batches that were done here, the metric, the truth."""
+        if self.trainer.sanity_checking:
+            return
+        images, labels = self.trainer.val_dataloaders.dataset.tensors
+        line = {
+            "epoch": self.trainer.current_epoch,
+            "batches": self.validated,
+            "val_loss": float(self.trainer.callback_metrics["val_loss"]),
+            "truth": float(nn.functional.cross_entropy(self.net(images), labels)),
+        }
+        self.validated = []
+        with (self.log_path / f"{self.global_rank}.validations").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.holds.at(f"validation:{self.trainer.current_epoch}")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.runs.append([self.trainer.current_epoch, batch_idx])
+        self.holds.at(f"step:{self.trainer.global_step}")
+        time.sleep(self.options["step_delay_s"])
+        step = str(self.trainer.global_step)
+        if self.options["inject"].get(step) == self.global_rank and step not in self.injected:
+            self.injected.add(step)
+            self.trainer.strategy.manager.report_error(RuntimeError("injected"))
+        self.batch = [float(x) for x in batch[0][:, 0]]
+        self.batch_idx = batch_idx
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.perhaps_die(loss)
+        self.log("train_loss", loss)
+        if self.options["gan"] and batch_idx % 2 == 0:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+            self.log("synced", loss.detach(), sync_dist=True)
+        elif self.options["gan"]:
+            for optimizer, part in zip(self.optimizers(), (self.net[0], self.net[3]), strict=True):
+                optimizer.zero_grad()
+                self.toggle_optimizer(optimizer)
+                assert all(p.requires_grad for p in part.parameters())
+                own = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+                self.perhaps_die(own)
+                self.manual_backward(own)
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+        elif self.options["manual"]:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def perhaps_die(self, loss: Tensor) -> None:
+        """In the backward of `loss`, in this replica's first life."""
+        died = self.log_path / f"{self.global_rank}.died"
+        if self.options["dies"].get(str(self.trainer.global_step)) == self.global_rank:
+            if not died.exists():
+                died.touch()
+                loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.holds.at(f"val batch:{self.trainer.current_epoch}:{batch_idx}")
+            self.validated.append(batch_idx)
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.options["gathers"]:
+            assert len(self.all_gather(loss)) == 1  # nobody waits for one that may be dead
+        self.log("val_loss", loss, sync_dist=self.options["gathers"])
+
+    def configure_optimizers(self) -> Any:
+        if self.options["gan"]:
+            parts = [self.net[0].parameters(), self.net[3].parameters()]
+            return [torch.optim.AdamW(part, lr=0.01) for part in parts]
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.options["manual"]:
+            return optimizer
+        step = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
+        epoch = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return [optimizer], [
+            {"scheduler": step, "interval": "step"},
+            {"scheduler": epoch, "interval": "epoch", "monitor": "val_loss"},
+        ]
+
+
+class Recorder(Callback):
+    """Has a state that a heal must bring along; writes a line a committed step."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.path = Path(options["log"]) / f"{process_name()}.steps"
+        self.average: Tensor | None = None
+        self.steps = 0
+        self.last_step = 0
+        self.started: list[tuple[int, int]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "steps": self.steps, "last_step": self.last_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average, self.steps = state["average"], state["steps"]
+        self.last_step = state["last_step"]
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        with self.path.with_suffix(".ready").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.started.append((trainer.current_epoch, batch_idx))
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        strategy = trainer.strategy
+        if trainer.global_step == self.last_step:
+            return
+        self.last_step = trainer.global_step
+        self.steps += 1
+        flat = torch.cat([p.detach().flatten() for p in module.parameters()])
+        self.average = flat if self.average is None else self.average * 0.9 + flat * 0.1
+        line = {
+            "pid": os.getpid(),
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "batch_idx": batch_idx,
+            "norm": sum(float(p.abs().sum()) for p in module.parameters() if p.dim() > 1),
+            "module_batch_idx": module.batch_idx,
+            "last": trainer.is_last_batch,
+            "total": trainer.fit_loop.total_batch_idx,
+            "digest": digest(module),
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "schedulers": [repr(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+            "average": float(self.average.double().sum()),
+            "steps": self.steps,
+            "batch": module.batch,
+            "started": self.started[-1],
+            "leader": trainer.is_global_zero,
+        }
+        for callback in trainer.callbacks:
+            if isinstance(callback, WeightAveraging):
+                line["weights"] = digest(callback._average_model)
+            if isinstance(callback, EarlyStopping) and callback.monitor:
+                line["stopping"] = repr(callback.state_dict())
+        if hasattr(strategy, "manager"):
+            line["manager_step"] = strategy.manager.current_step()
+            line["participants"] = strategy.num_participants
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def loaders(options: dict[str, Any]) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(options["samples"], 8, generator=generator)
+    images[:, 0] = torch.arange(options["samples"])  # every sample can be told by its number
+    images[:, 0] /= 64
+    labels = torch.randint(0, 3, (options["samples"],), generator=generator)
+    dataset = TensorDataset(images, labels)
+    return DataLoader(dataset, options["batch_size"], shuffle=True), DataLoader(dataset, 50)
+
+
+def run(options: dict[str, Any]) -> Trainer:
+    torch.set_num_threads(1)
+    seed_everything(options["seed"], verbose=False)
+    if options["own_start"]:
+        torch.manual_seed(int(process_name()))
+    model = Model(options)
+    if "REPLICA_GROUP_ID" in os.environ:  # not in the process that starts the replicas
+        model.holds.begin_life()
+    train, val = loaders(options)
+    recorder = Recorder(options)
+    callbacks: list[Any] = [recorder]
+    if options["checkpoints"]:
+        callbacks.append(
+            ModelCheckpoint(options["log"] + "/checkpoints", every_n_train_steps=10, save_top_k=-1)
+        )
+    if options["logs"]:
+        callbacks += [EMAWeightAveraging(decay=0.9), EarlyStopping("val_loss", patience=99)]
+    strategy = options["strategy"]
+    if options["strategy_options"] is not None:
+        strategy = ft_lightning.FTDDPStrategy(**options["strategy_options"])
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=options["devices"],
+        max_epochs=options["max_epochs"],
+        accumulate_grad_batches=options["accumulate"],
+        callbacks=callbacks,
+        logger=CSVLogger(options["log"], "logs", flush_logs_every_n_steps=1)
+        if options["logs"]
+        else False,
+        log_every_n_steps=1,
+        enable_checkpointing=options["checkpoints"],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=1,
+    )
+    trainer.fit(model, train, val)
+    end = {
+        "pid": os.getpid(),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "digest": digest(model),
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "leader": trainer.is_global_zero,
+        "runs": model.runs,
+        "world_size": trainer.world_size,
+        "rank": trainer.global_rank,
+    }
+    recorder.path.with_suffix(".end").write_text(json.dumps(end))
+    return trainer
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
+    given = {**OPTIONS, **json.loads(sys.argv[1])}
+    run(given)
+    if given["strategy"] == "ddp":
+        leave_stock()

@@ -1,0 +1,103 @@
+"""Replica groups as threads of one process, with a real lighthouse, Gloo and ZeroMQ.
+
+Scripts run in lock-step only where they ask for it; everything else is awaited by the protocol
+itself. `replicas(...)` runs one function a replica and returns what each returned, or raises the
+first error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ft_core.manager import Manager
+from ft_core.process_group import ProcessGroupGloo
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
+from tests.harness.waiting import PATIENCE_S
+
+
+@contextmanager
+def lighthouse(**config: Any) -> Iterator[LighthouseServer]:
+    """A lighthouse for one test. `timeout_s` among `config` is its one knob. It has more patience
+    with a silence than that says: all members are threads of one busy process."""
+    timeout_s, given = config.pop("timeout_s", 20.0), config.pop("timeouts", {})
+    silence_s = max(0.3, min(2.0, timeout_s / 10))
+    timeouts = Timeouts.derive(timeout_s, **{"heartbeat_timeout_s": silence_s, **given})
+    server = LighthouseServer(
+        "tcp://127.0.0.1:0", config=LighthouseConfig(timeouts=timeouts, **config)
+    )
+    try:
+        yield server
+    finally:
+        server.shutdown()
+
+
+class Replica:
+    """A replica group of one rank with one tensor as its state."""
+
+    def __init__(self, server: LighthouseServer | str, name: str, value: float = 0.0, **kw: Any):
+        self.weights = torch.full((8,), value)
+        address = server if isinstance(server, str) else server.address()
+        options: dict[str, Any] = {
+            "use_async_quorum": False,
+            "timeout": timedelta(seconds=20),
+            "connect_timeout": timedelta(seconds=20),
+            "rank": 0,
+            "world_size": 1,
+            "watch_process": False,
+            **kw,
+        }
+        self.manager = Manager(
+            ProcessGroupGloo(timeout=20),
+            load_state_dict=lambda state: self.weights.copy_(state["weights"]),
+            state_dict=lambda: {"weights": self.weights},
+            lighthouse_addr=address,
+            replica_id=name,
+            **options,
+        )
+
+    def step(self, gradient: float = 1.0) -> bool:
+        """One step: the weights lose the mean gradient. Whether it was committed."""
+        self.manager.start_quorum()
+        reduced = torch.full((8,), gradient)
+        self.manager.allreduce(reduced).wait()
+        committed = self.manager.should_commit()
+        if committed:
+            self.weights -= reduced
+        return committed
+
+    def run_to(self, step: int, gradient: float = 1.0) -> None:
+        """Steps until `step` are committed."""
+        while self.manager.current_step() < step:
+            self.step(gradient)
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+
+def replicas(*scripts: Callable[[], Any]) -> list[Any]:
+    """Run each script in a thread of its own; their results in order."""
+    results: list[Any] = [None] * len(scripts)
+    errors: list[BaseException] = []
+
+    def run(index: int, script: Callable[[], Any]) -> None:
+        try:
+            results[index] = script()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(scripts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a replica hangs"
+    return results

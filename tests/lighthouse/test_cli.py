@@ -1,0 +1,153 @@
+"""The command, as a person or a supervisor runs it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from lighthouse.server import LighthouseServer
+from lighthouse.web import StatusPage
+from tests.harness.waiting import PATIENCE_S
+from tests.lighthouse.support import Player
+
+pytestmark = pytest.mark.process
+REPO = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def lighthouse(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """(process, address) of a running command."""
+    command = [sys.executable, "-m", "lighthouse", "--bind", "tcp://127.0.0.1:0", *options]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            assert first.startswith("lighthouse listening on tcp://127.0.0.1:")
+            yield process, first.split()[-1]
+        finally:
+            process.kill()
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lighthouse", *options]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_it_cleanly(signum: signal.Signals) -> None:
+    with lighthouse() as (process, _):
+        process.send_signal(signum)
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_quorum_is_one_line_and_a_step_is_none(context: zmq.Context[Any]) -> None:
+    with lighthouse("--quiet", "--expected-replicas", "1") as (process, address):
+        player = Player(address, "only one", context)
+        player.join()
+        player.await_quorum()
+        for _ in range(5):
+            player.vote()
+            assert player.await_decision().committed
+        player.close()
+        process.terminate()
+        assert process.stdout is not None
+        lines = process.stdout.read().splitlines()
+    assert len(lines) == 1
+    assert "only one" in lines[0]
+    assert "at step 0" in lines[0]
+
+
+def test_status_for_people_and_for_tools(context: zmq.Context[Any]) -> None:
+    with lighthouse("--expected-replicas", "1") as (_, address):
+        player = Player(address, "replica_0", context)
+        player.join()
+        player.await_quorum()
+        table = run("status", "--address", address)
+        answer = run("status", "--address", address, "--json")
+        player.close()
+    assert table.returncode == answer.returncode == 0
+    assert "replica_0" in table.stdout
+    assert "training" in table.stdout
+    assert json.loads(answer.stdout)["jobs"][0]["members"][0]["name"] == "replica_0"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--bind", "nonsense"], "no lighthouse address"),
+        (["--bind", "tcp://127.0.0.1:0", "--resend", "100"], "resend_s .* must be less than"),
+        (["--timeout", "-1"], "must be positive"),
+        (["--min-replicas", "0"], "min_replicas must be at least 1"),
+        (["--min-replicas", "3", "--expected-replicas", "2"], "expected_replicas"),
+        (["--bind", "tcp://127.0.0.1:0", "--state-file", "/proc/no/such"], "can't be written"),
+        (["--web", "nonsense"], "no lighthouse address"),
+    ],
+)
+def test_wrong_options_are_one_sentence_and_exit_2(options: list[str], sentence: str) -> None:
+    done = run(*options)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    import re
+
+    assert re.search(sentence, line), line
+
+
+def test_address_in_use_is_one_sentence_and_exit_2(server: LighthouseServer) -> None:
+    done = run("--bind", server.address())
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "Address already in use" in line
+    assert "choose another port" in line
+
+
+def test_nobody_there_is_one_sentence_and_exit_1() -> None:
+    with LighthouseServer() as server:
+        address = server.address()
+    done = run("status", "--address", address, "--timeout", "0.2")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert address in line
+
+
+def test_help_names_every_timeout_and_its_default() -> None:
+    text = " ".join(run("--help").stdout.split())
+    for option in ("heartbeat-timeout", "join-timeout", "step-timeout", "revoke-timeout",
+                   "heal-timeout", "connect-timeout", "resend", "heartbeat"):  # fmt: skip
+        assert f"--{option} SECONDS" in text
+    assert "[default: 60.0]" in text
+    assert "[derived: timeout / 12, at least 0.5]" in text
+
+
+def test_status_page(server: LighthouseServer) -> None:
+    with StatusPage("127.0.0.1:0", server.status) as page:
+        with urllib.request.urlopen(page.url, timeout=PATIENCE_S) as answer:
+            assert b"lighthouse" in answer.read()
+        with urllib.request.urlopen(page.url + "status", timeout=PATIENCE_S) as answer:
+            assert json.load(answer)["jobs"] == []
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(page.url + "other", timeout=PATIENCE_S)
+        server.shutdown()
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(page.url + "status", timeout=PATIENCE_S)
+
+
+def test_the_command_serves_the_page() -> None:
+    with lighthouse("--web", "127.0.0.1:0") as (process, address):
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        with urllib.request.urlopen(url + "status", timeout=PATIENCE_S) as answer:
+            assert json.load(answer)["server"]["address"] == address
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0

@@ -1,0 +1,143 @@
+"""The client's two ends, and addresses as people write them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import zmq
+
+from lighthouse.client import Connection, LighthouseClient
+from lighthouse.config import normalize_address, split_address
+from lighthouse.errors import LighthouseUnavailable
+from lighthouse.server import LighthouseServer
+from lighthouse.sockets import (
+    CLIENT_SEND_QUEUE_MESSAGES,
+    answer_request,
+    close,
+    open_authenticator,
+    open_router,
+    read_request,
+)
+from lighthouse.wire.messages import StatusRequest
+from tests.harness.waiting import PATIENCE_S
+from tests.lighthouse.support import FAST
+
+
+@pytest.mark.parametrize(
+    ("written", "normal"),
+    [
+        ("tcp://host:29510", "tcp://host:29510"),
+        ("host:29510", "tcp://host:29510"),
+        ("http://10.0.0.1:29510", "tcp://10.0.0.1:29510"),
+        ("http://my-host.example.org:1/", "tcp://my-host.example.org:1"),
+        (" [::1]:29510\n", "tcp://[::1]:29510"),
+        ("tcp://[fe80::1%eth0]:65535", "tcp://[fe80::1%eth0]:65535"),
+    ],
+)
+def test_addresses_that_can_be_connected_to(written: str, normal: str) -> None:
+    assert normalize_address(written) == normal
+    assert normalize_address(written, to_connect=False) == normal
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["", "host", "host:", ":29510", "tcp://", "host:port", "host:70000", "host:0", "*:29510",
+     "tcp://a b:1", "ipc:///tmp/x:1", "tcp://host:1/path", "http://user@host:1", "tcp://host:١"],
+)  # fmt: skip
+def test_addresses_that_can_not(written: str) -> None:
+    with pytest.raises(ValueError, match="write"):
+        normalize_address(written)
+    with pytest.raises(ValueError, match="write"):
+        LighthouseClient(written)
+
+
+def test_addresses_to_bind() -> None:
+    assert normalize_address("*:0", to_connect=False) == "tcp://*:0"
+    assert split_address("tcp://[::]:29510") == ("::", 29510)
+
+
+def test_nobody_there_is_one_sentence() -> None:
+    with LighthouseServer() as server:
+        address = server.address()
+    begin = time.monotonic()
+    with LighthouseClient(address, timeout_s=0.3) as client:
+        with pytest.raises(LighthouseUnavailable, match=r"within 0\.3 s.*check that one runs"):
+            client.status()
+    assert time.monotonic() - begin < 3.0
+
+
+def test_a_client_waits_for_a_lighthouse_that_comes_later() -> None:
+    with LighthouseServer() as server:
+        address = server.address()
+    with LighthouseClient(address, timeout_s=0.05) as client:
+        with pytest.raises(LighthouseUnavailable):
+            client.wait_until_up()
+        with LighthouseServer(address):
+            client.wait_until_up(timeout_s=10.0)
+            assert client.status(timeout_s=10.0)["jobs"] == []
+
+
+def test_send_never_blocks_and_says_when_the_queue_is_full(context: zmq.Context[Any]) -> None:
+    with LighthouseServer() as server:
+        address = server.address()
+    connection = Connection(address, identity=b"x", timeouts=FAST, context=context)
+    try:
+        sent = [connection.send(StatusRequest()) for _ in range(CLIENT_SEND_QUEUE_MESSAGES + 5)]
+        assert sent == [True] * CLIENT_SEND_QUEUE_MESSAGES + [False] * 5
+        assert connection.receive() == []
+        assert connection.events() == []
+    finally:
+        connection.close()
+        connection.close()
+
+
+@pytest.mark.parametrize("identity", [b"", b"\0x", bytes(256)])
+def test_identities_that_a_router_would_not_have(
+    context: zmq.Context[Any], identity: bytes
+) -> None:
+    with pytest.raises(ValueError, match="identity"):
+        Connection("host:1", identity=identity, timeouts=FAST, context=context)
+
+
+def test_events_alternate_over_restarts(context: zmq.Context[Any]) -> None:
+    with LighthouseServer() as server:
+        address = server.address()
+        connection = Connection(address, identity=b"x", timeouts=FAST, context=context)
+        seen = _events_until(connection, "connected")
+    seen += _events_until(connection, "disconnected")
+    with LighthouseServer(address):
+        seen += _events_until(connection, "connected")
+    connection.close()
+    assert seen == ["connected", "disconnected", "connected"]
+
+
+def _events_until(connection: Connection, last: str) -> list[str]:
+    seen: list[str] = []
+    while last not in seen:
+        assert connection.sockets[1].poll(10_000)
+        seen += connection.events()
+    return seen
+
+
+def test_bytes_of_a_lighthouse_that_are_no_message_are_counted(context: zmq.Context[Any]) -> None:
+    authenticator = open_authenticator(context)
+    router, monitor = open_router(context, "tcp://127.0.0.1:0", FAST)
+    address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    connection = Connection(address, identity=b"x", timeouts=FAST, context=context)
+    connection.send(StatusRequest())
+    assert authenticator.poll(PATIENCE_S * 1000)
+    request = read_request(authenticator)
+    assert request is not None
+    answer_request(authenticator, request, admitted=True)
+    assert router.poll(PATIENCE_S * 1000)
+    peer, _ = router.recv_multipart()
+    router.send_multipart([peer, b"nonsense"])
+    router.send_multipart([peer, b"two", b"parts"])
+    while connection.malformed < 2:
+        assert connection.sockets[0].poll(PATIENCE_S * 1000)
+        assert connection.receive() == []
+    connection.close()
+    close(router, monitor)
+    authenticator.close()

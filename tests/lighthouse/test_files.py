@@ -1,0 +1,95 @@
+"""A file is replaced whole: by a block that ends, that raises, that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lighthouse.files import replace_whole
+from tests.harness.waiting import PATIENCE_S
+
+
+def test_the_new_file_takes_the_old_ones_place(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    path.write_text("old")
+    with replace_whole(str(path)) as draft:
+        draft.write_text("new")
+        assert draft.parent == tmp_path, "a rename is whole on one file system only"
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_folder_may_come_into_being_in_the_block(tmp_path: Path) -> None:
+    path = tmp_path / "later" / "state"
+    with replace_whole(path) as draft:
+        path.parent.mkdir()
+        draft.write_text("new")
+    assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_block_that_raises_changes_nothing(tmp_path: Path, written: bool) -> None:
+    path = tmp_path / "state"
+    path.write_text("old")
+    with pytest.raises(KeyError), replace_whole(path) as draft:
+        if written:
+            draft.write_text("ne")
+        raise KeyError
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_block_that_writes_nothing_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    path.write_text("old")
+    with pytest.raises(FileNotFoundError), replace_whole(path):
+        pass
+    assert path.read_text() == "old"
+
+
+def test_the_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a machine that loses power may keep the name of a file without its content."""
+    path, did = tmp_path / "state", []
+    fsync, replace = os.fsync, os.replace
+    names = {(tmp_path.stat().st_ino): "folder"}
+
+    def flushed(descriptor: int) -> None:
+        did.append(f"flush {names.get(os.fstat(descriptor).st_ino, 'file')}")
+        fsync(descriptor)
+
+    def renamed(self: Path, to: Path) -> None:
+        did.append("rename")
+        replace(self, to)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "replace", renamed)
+    with replace_whole(path) as draft:
+        draft.write_text("new")
+    assert did == ["flush file", "rename", "flush folder"]
+
+
+DIE_WITHIN = """
+import os, signal, sys
+from lighthouse.files import replace_whole
+with replace_whole(sys.argv[1]) as draft:
+    draft.write_text("ne")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    path.write_text("old")
+    killed = subprocess.run([sys.executable, "-c", DIE_WITHIN, str(path)], timeout=PATIENCE_S)
+    assert killed.returncode == -signal.SIGKILL
+    assert path.read_text() == "old"
+    (draft,) = (p for p in tmp_path.iterdir() if p != path)
+    assert draft.name.startswith(".state.") and draft.suffix == ".part"

@@ -1,0 +1,256 @@
+"""What a port hears from processes that do not mean it, and from peers that are broken or hostile."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from lighthouse.config import LighthouseConfig, split_address
+from lighthouse.machine.job import JobState
+from lighthouse.server import LighthouseServer
+from lighthouse.wire import codec
+from lighthouse.wire.messages import JobKey, StatusRequest, Vote
+from tests.harness.waiting import PATIENCE_S, until
+from tests.lighthouse.conftest import PlayerFactory
+from tests.lighthouse.support import FAST, Player, commit_together, dealer
+
+HTTP = (
+    b"GET /metrics HTTP/1.1\r\nHost: lighthouse.example.org:29510\r\n"
+    b"User-Agent: Prometheus/2.53.0\r\nAccept: application/openmetrics-text\r\n\r\n"
+)
+STRAY = {
+    "kubernetes-probe": b"GET / HTTP/1.1\r\nHost: 10.0.0.5:29510\r\nUser-Agent: kube-probe/1.30\r\n"
+    b"Accept: */*\r\nConnection: close\r\n\r\n",
+    "prometheus": HTTP * 3,
+    "five-bytes": b"\x01\x02\x03\x04\x05",
+    "port-scan": b"",
+    "tls-hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) * 2,
+    "zmtp-1": b"\x01\x00" + b"\x06\x00stray" * 20,
+    "zmtp-2": b"\xff" + bytes(8) + b"\x7f\x01\x05" + b"\x00\x00" + b"\x00\x05stray" * 20,
+    "ssh": b"SSH-2.0-OpenSSH_9.6\r\n",
+}
+
+
+def _answers(server: LighthouseServer, context: zmq.Context[Any]) -> None:
+    """The loop has handled all that was sent before, and goes on."""
+    with dealer(context) as asking:
+        asking.connect(server.address())
+        asking.send(codec.encode(StatusRequest()))
+        assert asking.poll(PATIENCE_S * 1000)
+
+
+def _connect(server: LighthouseServer) -> socket.socket:
+    return socket.create_connection(split_address(server.address()), PATIENCE_S)
+
+
+def _reset(connection: socket.socket) -> None:
+    """Close it with a reset, as a process does that leaves data unread."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("ending", ["closes", "resets"])
+@pytest.mark.parametrize("data", STRAY.values(), ids=STRAY.keys())
+def test_strangers_leave_the_members_alone(
+    server: LighthouseServer,
+    context: zmq.Context[Any],
+    player: PlayerFactory,
+    data: bytes,
+    ending: str,
+) -> None:
+    a = player("a")
+    a.join(expected_replicas=1)
+    a.await_quorum()
+    stranger = _connect(server)
+    stranger.sendall(data)
+    stranger.close() if ending == "closes" else _reset(stranger)
+    commit_together([a])
+    _answers(server, context)
+    assert server.status()["server"]["received"] == 3, "the join, the vote and the question"
+
+
+def test_zeromq_of_another_application_is_turned_away(
+    server: LighthouseServer, context: zmq.Context[Any]
+) -> None:
+    for options in (
+        {},
+        {zmq.PLAIN_USERNAME: b"another", zmq.PLAIN_PASSWORD: b"x"},
+        {zmq.PLAIN_USERNAME: b"lighthouse", zmq.PLAIN_PASSWORD: b"a\nb"},
+        {zmq.PLAIN_USERNAME: b"lighthouse", zmq.PLAIN_PASSWORD: b"x", zmq.IDENTITY: b"chosen"},
+    ):
+        with context.socket(zmq.DEALER) as other:
+            monitor = other.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                | zmq.EVENT_DISCONNECTED
+            )
+            other.setsockopt(zmq.LINGER, 0)
+            for option, value in options.items():
+                other.setsockopt(option, value)
+            other.connect(server.address())
+            other.send(codec.encode(StatusRequest()))
+            assert monitor.poll(PATIENCE_S * 1000)
+            other.disable_monitor()
+    _answers(server, context)
+    counts = server.status()["server"]
+    assert counts["refused"] >= 2
+    assert counts["received"] == 1, "the question"
+
+
+def _greet(connection: socket.socket, identity: bytes) -> None:
+    """The handshake of ZMTP 3 with PLAIN, by hand."""
+    name = b"lighthouse"
+    connection.sendall(
+        b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + b"\0" + bytes(31)
+    )
+    hello = b"\x05HELLO" + bytes([len(name)]) + name + bytes([len(identity)]) + identity
+    connection.sendall(b"\x04" + bytes([len(hello)]) + hello)
+    _until_heard(connection, b"WELCOME")
+    kind = b"\x0bSocket-Type" + struct.pack("!I", 6) + b"DEALER"
+    initiate = b"\x08INITIATE" + kind
+    connection.sendall(b"\x04" + bytes([len(initiate)]) + initiate)
+    _until_heard(connection, b"READY")
+
+
+def _until_heard(connection: socket.socket, word: bytes) -> None:
+    heard = b""
+    while word not in heard:
+        piece = connection.recv(4_096)
+        assert piece, "turned away"
+        heard += piece
+
+
+FLOOD = """
+import sys
+from lighthouse.config import LighthouseConfig
+from lighthouse.server import LighthouseServer
+from tests.lighthouse.support import FAST
+with LighthouseServer(config=LighthouseConfig(timeouts=FAST)) as server:
+    print(server.address(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def apart() -> Any:
+    """Address of a lighthouse in a process of its own, which the test must not end."""
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", FLOOD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    ) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        assert process.poll() is None
+        process.communicate()
+        assert process.returncode == 0
+
+
+def _asked(address: str, context: zmq.Context[Any], times: int) -> None:
+    """`address` answers, and so it does after some heartbeats of all its connections."""
+    a = Player(address, "a", context)
+    with closing(a):
+        a.join(expected_replicas=1)
+        a.await_quorum()
+        for _ in range(times):
+            commit_together([a])
+
+
+def test_a_peer_that_floods_does_not_read_and_resets(apart: str, context: zmq.Context[Any]) -> None:
+    """It ended the process: ZeroMQ 4.3.5 asserts that a connection which it does not read, because
+    its queue is full, ends by its own hand. Its timer asserted it, one heartbeat later."""
+    for _ in range(3):
+        flood = socket.create_connection(split_address(apart), PATIENCE_S)
+        _greet(flood, b"flood")
+        try:
+            flood.settimeout(0.05)
+            for _ in range(200):
+                flood.sendall(b"\0\x01x" * 10_000)
+        except OSError:
+            pass  # its buffers are full, or it was disconnected
+        _reset(flood)
+    _outlive_heartbeats(apart, context)
+
+
+def test_two_connections_of_one_identity_and_a_reset(apart: str, context: zmq.Context[Any]) -> None:
+    """The same assertion, where a later connection took over the identity of an earlier one."""
+    first = socket.create_connection(split_address(apart), PATIENCE_S)
+    second = socket.create_connection(split_address(apart), PATIENCE_S)
+    for each in (first, second):
+        _greet(each, b"both")
+        each.sendall(b"\0\x01x")
+    first.sendall(b"\0\x01x")
+    _reset(first)
+    _outlive_heartbeats(apart, context)
+    second.close()
+
+
+def _outlive_heartbeats(address: str, context: zmq.Context[Any]) -> None:
+    """Wait until the server has ended a connection that answers no heartbeat: its timers ran."""
+    silent = socket.create_connection(split_address(address), PATIENCE_S)
+    _greet(silent, b"silent")
+    with suppress(ConnectionResetError):
+        while silent.recv(4_096):
+            pass
+    silent.close()
+    _asked(address, context, 3)
+
+
+def test_a_peer_that_sends_too_much_is_disconnected(
+    server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory
+) -> None:
+    a = player("a")
+    a.join(expected_replicas=1)
+    a.await_quorum()
+    with dealer(context) as flood:
+        flood.setsockopt(zmq.LINGER, 0)
+        monitor = flood.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        flood.connect(server.address())
+        while not monitor.poll(0):
+            for _ in range(1_000):
+                flood.send(b"\xc1 no msgpack")
+        flood.disable_monitor()
+    commit_together([a])
+    assert server.status()["server"]["disconnected"] >= 1
+
+
+def test_a_message_that_the_rules_fail_on_ends_its_job_only(
+    server: LighthouseServer, player: PlayerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job starts over as after a restart of the lighthouse, and its members join again."""
+    a, b = player("a", JobKey("ill", "x")), player("b", JobKey("well", "x"))
+    for one in (a, b):
+        one.join(expected_replicas=1)
+        one.await_quorum()
+    before = a.quorum
+    right = JobState.handle
+
+    def wrong(self: JobState, peer: bytes, message: Any, now: float) -> Any:
+        if isinstance(message, Vote) and message.job.job_id == "ill":
+            raise AssertionError("an invariant does not hold")
+        return right(self, peer, message, now)
+
+    monkeypatch.setattr(JobState, "handle", wrong)
+    a.vote()
+    commit_together([b])
+    until(lambda: server.status()["server"]["failures"] == 1)
+    monkeypatch.setattr(JobState, "handle", right)
+    assert before is not None
+    a.join(quorum_id=before.quorum_id, last_members=(a.replica_id,), expected_replicas=1)
+    assert a.await_quorum().quorum_id > before.quorum_id
+    commit_together([a, b])
+    assert server.status()["server"]["failures"] == 1
+    assert LighthouseConfig(timeouts=FAST).max_jobs > 2

@@ -1,0 +1,66 @@
+"""Replay or search: `python -m tests.sim --seed N [--trace]`, `... --seeds 0:2000`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+
+from tests.sim.run import run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, help="run this one")
+    parser.add_argument("--seeds", default="0:2000", help="FIRST:END, run all of them")
+    parser.add_argument("--trace", action="store_true", help="print what happened")
+    parser.add_argument("--keep-going", action="store_true", help="do not stop at a failure")
+    options = parser.parse_args()
+    if options.seed is not None:
+        return _one(options.seed, options.trace)
+    first, end = (int(part) for part in options.seeds.split(":"))
+    return _many(first, end, options.keep_going)
+
+
+def _one(seed: int, trace: bool) -> int:
+    def show(lines: list[str]) -> None:
+        if trace:
+            print("\n".join(lines))
+
+    try:
+        print(run(seed, tracing=trace, on_trace=show))
+    except AssertionError:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _many(first: int, end: int, keep_going: bool) -> int:
+    began, failed = time.perf_counter(), 0
+    commits = events = 0
+    worst = (0.0, first)
+    for seed in range(first, end):
+        try:
+            result = run(seed)
+        except Exception as error:  # a broken machine may fail in any way
+            failed += 1
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            print(
+                f"seed {seed}: {type(error).__name__} {error} [{where.name}:{where.lineno}]",
+                flush=True,
+            )
+            if not keep_going:
+                break
+            continue
+        commits, events = commits + result.commits, events + result.events
+        if not result.woken:
+            worst = max(worst, (result.recovered_s, seed))
+    seconds = time.perf_counter() - began
+    print(f"{end - first} seeds, {failed} failed, {commits} commits, {events} events, "
+          f"{seconds:.1f} s; slowest recovery {worst[0]:.1f} s (seed {worst[1]})")  # fmt: skip
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
