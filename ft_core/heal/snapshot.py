@@ -1,11 +1,9 @@
 """A published version of a state on its source: bytes, memory, checksums.
 
 Memory comes from an `Arena`, which keeps one mapping between heals: the second snapshot costs a
-memcpy and no page faults, and so does the first where memory was reserved. Huge pages are used for
-reserved memory only: readers on the same host gain a fifth, but the first touch was measured at 0.3
-to 1.2 s a GiB against 0.22 s with small pages, too long for the training thread. A mapping of which
-ZeroMQ still holds frames (a slow reader) is never written again: the next snapshot takes another
-one, and the last reference frees the old.
+memcpy and no page faults. A mapping of which ZeroMQ still holds frames (a slow reader) is never
+written again: the next snapshot takes another one, and the last reference frees the old. Huge pages
+are not used: their first touch was measured at 0.3 to 1.2 s a GiB, against 0.22 s with small ones.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,8 +21,7 @@ from ft_core.heal.checksum import checksum
 from ft_core.heal.format import Manifest, byte_view, pack
 from ft_core.heal.protocol import MAX_MANIFEST_BYTES, Chunk, HealError, HealKey, align
 
-_HUGE_PAGE = 2 << 20
-_TOUCH_BYTES = 32 << 20
+_UNIT_BYTES = 2 << 20  # of a buffer's size
 
 
 class Loan:
@@ -50,16 +46,14 @@ class Loan:
 class Buffer:
     """One reusable block of host memory; `lent` are the frames that ZeroMQ may still read."""
 
-    def __init__(self, nbytes: int, *, pinned: bool, huge: bool = False) -> None:
-        self.nbytes = max(_HUGE_PAGE, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE)
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self.nbytes = max(_UNIT_BYTES, -(-nbytes // _UNIT_BYTES) * _UNIT_BYTES)
         self.pinned = pinned
         self.lent: deque[Loan] = deque()
         if pinned:
             self.data = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
         else:
             mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-                mapping.madvise(mmap.MADV_HUGEPAGE)
             self.data = torch.frombuffer(mapping, dtype=torch.uint8)
 
     def idle(self) -> bool:
@@ -70,45 +64,22 @@ class Buffer:
 
 
 class Arena:
-    """Keeps at most one idle buffer. The training thread only, except for `reserve`."""
+    """Keeps at most one idle buffer. The training thread only."""
 
     def __init__(self) -> None:
-        self._spare: list[Buffer] = []
-        self._reserved: deque[Buffer] = deque(maxlen=1)
-
-    def reserve(self, nbytes: int, stopped: Callable[[], bool]) -> None:
-        """Make a buffer and touch all of its pages, so that the next `take` need not.
-
-        Takes up to a second a GiB; `stopped()` ends it early. Any thread.
-        """
-        buffer = Buffer(nbytes, pinned=False, huge=True)
-        pages = buffer.data.numpy()
-        for start in range(0, buffer.nbytes, _TOUCH_BYTES):
-            if stopped():
-                return
-            pages[start : start + _TOUCH_BYTES] = 0
-        self._reserved.append(buffer)
+        self._spare: Buffer | None = None
 
     def take(self, nbytes: int, *, pinned: bool = False) -> Buffer:
         """A buffer of at least `nbytes`; the idle one if it fits without wasting half of it."""
-        if self._reserved:
-            self._spare.append(self._reserved.pop())
-        for buffer in self._spare:
-            fits = nbytes <= buffer.nbytes and buffer.nbytes <= 2 * max(nbytes, _HUGE_PAGE)
-            if fits and buffer.pinned == pinned and buffer.idle():
-                self._spare.remove(buffer)
-                return buffer
-        self._spare.clear()
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.pinned == pinned and spare.idle():
+            if nbytes <= spare.nbytes <= 2 * max(nbytes, _UNIT_BYTES):
+                return spare
         return Buffer(nbytes, pinned=pinned)
 
-    def give(self, buffer: Buffer) -> None:
-        """Keep a buffer for the next snapshot, in place of the one kept before."""
-        self._spare = [buffer]
-
-    def clear(self) -> None:
-        """Free the kept buffers."""
-        self._spare.clear()
-        self._reserved.clear()
+    def give(self, buffer: Buffer | None) -> None:
+        """Keep a buffer for the next snapshot, in place of the one kept before; None: keep none."""
+        self._spare = buffer
 
 
 class Publication:

@@ -91,7 +91,7 @@ class Reader:
 class HealServer:
     """Serves snapshots of this rank's state to ranks that heal.
 
-    `reserve`, `publish`, `freeze`, `retire` and `close` belong to one thread, the training thread,
+    `publish`, `freeze`, `retire` and `close` belong to one thread, the training thread,
     and never wait for a reader. `stats` and `address` are for any thread.
 
     Args:
@@ -131,7 +131,6 @@ class HealServer:
         self._finished_targets = 0
 
         self._arena = Arena()
-        self._reserving: threading.Thread | None = None
         self._closed = False
         self._own_context = context is None
         self._context = zmq.Context(io_threads=1) if context is None else context
@@ -158,22 +157,6 @@ class HealServer:
         """Counters since the start."""
         with self._lock:
             return self._stats
-
-    def reserve(self, nbytes: int) -> None:
-        """Prepare memory for snapshots of about `nbytes` in the background.
-
-        The first `publish` then costs a memcpy and no page faults. Training thread, once, after
-        start-up.
-        """
-        self._check_open()
-        if self._reserving is None:
-            self._reserving = threading.Thread(
-                target=self._arena.reserve,
-                args=(nbytes, lambda: self._closed),
-                name="ft-heal-reserve",
-                daemon=True,
-            )
-            self._reserving.start()
 
     def publish(
         self, key: HealKey, tree: Any, *, copy: bool = True, expected_targets: int = 0
@@ -258,11 +241,9 @@ class HealServer:
         self._closed = True
         self._notify()
         self._thread.join()
-        if self._reserving is not None:
-            self._reserving.join()
         self._wake.close()
         self._woken.close()
-        self._arena.clear()
+        self._arena.give(None)
         if self._own_context:
             self._context.term()
 
