@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from ft_core.errors import GroupLeft
 from ft_core.telemetry import REVOKED, Event
 from lighthouse import LighthouseServer
 from lighthouse.errors import JoinRefused
@@ -145,3 +147,32 @@ def test_groups_of_other_sizes_are_refused() -> None:
 def test_what_ranks_can_hold() -> None:
     with pytest.raises(ValueError, match='"shards" or "copies"'):
         Replica("tcp://127.0.0.1:1", "0", ranks_hold="halves")
+
+
+def test_a_group_with_another_token_is_told_at_all_of_its_ranks() -> None:
+    """Its ranks leave one by one, as each is refused; the other group trains on."""
+    with lighthouse() as server, rendezvous(2) as stores:
+        first = ranks(server, "0", stores[0], token="ours")
+        replicas(*[lambda r=r: r.run_to(1) for r in first])
+        strangers = ranks(server, "1", stores[1], token="theirs")
+        over = threading.Event()
+
+        def train(member: Replica) -> None:
+            with suppress(GroupLeft):  # the other rank has left first, and this one with it
+                while not member.manager.left():
+                    if over.is_set():
+                        member.manager.leave_after_step()
+                    member.step()
+
+        def join(member: Replica) -> None:
+            with pytest.raises(JoinRefused, match="wrong token"):
+                member.manager.start_quorum()
+
+        def both() -> None:
+            try:
+                replicas(*[lambda s=s: join(s) for s in strangers])
+            finally:
+                over.set()
+
+        replicas(*[lambda r=r: train(r) for r in first], both)
+        replicas(*[member.close for member in [*first, *strangers]])
