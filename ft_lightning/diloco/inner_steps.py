@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from ft_core.diloco.diloco import DiLoCo, nesterov
 from ft_core.diloco.local_sgd import LocalSGD
 from ft_core.manager import Manager
+from ft_lightning.shared.step_collectives import packed_tensor, unpacked_tensor
 
 if TYPE_CHECKING:
 
@@ -53,9 +54,9 @@ class LocalSGDArguments(_Base):
     Args:
         sync_every: optimizer steps between two averages.
         weighted: weigh each group's parameters by the optimizer steps that it took.
-        keep_windows: if an average fails because of somebody else, a group's work is kept and
+        keep_windows: if an average fails because of another group, this one's work is kept and
             goes into the next one. False: it is dropped, and the group returns to the last average.
-        bucket_bytes: how much travels in one piece.
+        bucket_bytes: how many bytes travel in one piece.
         **kwargs: options of :class:`FTDDPStrategy`, such as ``min_replicas``.
     """
 
@@ -104,10 +105,10 @@ class DiLoCoArguments(_Base):
         weighted: weigh each group's drift by the optimizer steps that it took.
         backup_device: where the global parameters are kept, such as "cuda"; None: in CPU memory.
         pin_memory: page-locked, if that is CPU memory and there is a CUDA device.
-        keep_windows: if an outer step fails because of somebody else, a group's work is kept and
+        keep_windows: if an outer step fails because of another group, this one's work is kept and
             goes into the next one. False: it is dropped, and the group returns to the global
             parameters.
-        bucket_bytes: how much travels in one piece.
+        bucket_bytes: how many bytes travel in one piece.
         **kwargs: options of :class:`FTDDPStrategy`, such as ``min_replicas``.
     """
 
@@ -281,11 +282,7 @@ def pack(tree: Any) -> Any:
     """
 
     def plain(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        data = leaf.detach().cpu().contiguous()
-        raw = data.view(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
-        return {_TENSOR: [str(data.dtype).removeprefix("torch."), list(data.shape), raw]}
+        return {_TENSOR: packed_tensor(leaf)} if isinstance(leaf, Tensor) else leaf
 
     return tree_map(plain, tree)
 
@@ -294,13 +291,7 @@ def unpack(tree: Any) -> Any:
     """The reverse of `pack`."""
     if isinstance(tree, dict):
         if _TENSOR in tree:
-            dtype, shape, raw = tree[_TENSOR]
-            empty = torch.empty(shape, dtype=getattr(torch, dtype))
-            if raw:
-                empty.view(-1).view(torch.uint8).copy_(
-                    torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-                )
-            return empty
+            return unpacked_tensor(tree[_TENSOR])
         return {key: unpack(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
         return type(tree)(unpack(value) for value in tree)

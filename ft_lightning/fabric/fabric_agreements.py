@@ -10,9 +10,9 @@ uses the attempt that is open. Members run the same script, so they come to the 
 same order; an agreement says which call it is, and raises in all members if they differ.
 
 A replica group that comes back in the meantime adds nothing to an agreement and goes on waiting for
-its batch. One that finds that the others went on without it has its own value from there to its next
-batch, where it heals. Before the first batch, and where members need not be at the same place (data
-that Fabric does not know, iterables, per-group commit), nothing is sent: this process's value.
+its batch. A group without which the others went on has its own value from there to its next batch,
+where it heals. Before the first batch, and where members need not be at the same place (data that
+Fabric does not know, iterables, per-group commit), nothing is sent: the result is this process's value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed import ReduceOp
 from ft_core.collectives.agreement import agree, exchange_headers
 from ft_core.environment import ENV_REPLICA_GROUP
 from ft_lightning.fabric.loop_position import Where, Window
-from ft_lightning.shared.step_collectives import gather_in_step, reduce_in_step
+from ft_lightning.shared.step_collectives import gather_in_step, reduce_in_step, refuse_gradients
 from ft_lightning.shared.strategy_base import StrategyBase
 from ft_lightning.shared.topology import ENV_NODE
 
@@ -101,18 +101,15 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             return result if tensor.requires_grad else tensor.copy_(result)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As `all_reduce`: `(participants, *shape)`; a row where it reaches no other process, and no
-        further dimension if there is but one replica group."""
-        if sync_grads and tensor.requires_grad and self._meets():
-            raise ValueError(
-                "ft_ddp cannot send gradients back through all_gather: the replica groups that "
-                "a loss was made of may be gone by then; gather detached tensors"
-            )
+        """As `all_reduce`: `(participants, *shape)`; one row where it reaches no other process, and no
+        further dimension if there is only one replica group."""
+        if sync_grads and self._meets():
+            refuse_gradients(tensor)
         with torch.no_grad():
             result = self._round("all_gather", tensor, "")
         if result is not None:
             return result
-        # In a pass whose results are thrown away rows of other processes are expected.
+        # In a pass whose results are discarded, user code expects rows of other processes.
         rows = max(self.participants, 1) if self._window.local else 1
         return tensor.expand(rows, *tensor.shape) if self.world_size > 1 else tensor
 
@@ -127,11 +124,6 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             self._in_group.barrier()
 
     # ------------------------------------------------------------------ rounds
-
-    @property
-    def _known_manager(self) -> Any:
-        assert self._manager is not None
-        return self._manager
 
     def _aligned(self) -> bool:
         """Whether members are at the same place of their scripts."""
@@ -155,11 +147,11 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         if self._open:
             return True
         if self._lost or manager.last_outcome() is None:
-            return False  # peers train perhaps, and this group has just come back
+            return False  # peers may be training, and this group has just come back
         return self._options.commit == "quorum" and self._aligned()
 
     def _round(self, name: str, tensor: Tensor, op: str) -> Tensor | None:
-        """What all have together; None: nothing is sent, this process's value counts."""
+        """The common result; None: nothing is sent, and this process's value counts."""
         known = self._window.answer()
         if known is not None:
             return known.to(tensor.device, copy=True)
@@ -167,7 +159,8 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         if not self._meets():
             self._warn(name)
             return None
-        manager = self._known_manager
+        manager = self._manager
+        assert manager is not None
         self._round_of = (name, str(tensor.dtype).partition(".")[2], list(tensor.shape), op)
         call = self._round_of
         if self._open and self._options.commit == "group":
@@ -191,17 +184,18 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         return self._agreed(name, agreed.result)
 
     def _begin_round(self) -> None:
-        """Within a step its attempt is the first one; a group that joins before its vote is told."""
+        """Within a step its attempt is the first one. A group that joins before the vote is told."""
         if self._open:
             self._where = Where.ROUND
         else:
             self._attempt(Where.ROUND)
 
     def _vote_on_round(self) -> bool:
-        manager = self._known_manager
+        manager = self._manager
+        assert manager is not None
         patience = timedelta(seconds=_PATIENCE * self._options.timeout_s)
         put_back = [model.keep_buffers() for model in self._wrapped]
-        committed: bool = manager.should_commit(patience, no_update=True)
+        committed = manager.should_commit(patience, no_update=True)
         self._where, self._open = None, False
         if not committed:
             for put in put_back:  # the discard has undone the forward's statistics
@@ -210,7 +204,8 @@ class FabricAgreementsMixin(StrategyBase, _Base):
 
     def _exchange(self, call: Call, tensor: Tensor) -> Tensor | None:
         """The collectives of a round; None: members have called different things."""
-        manager = self._known_manager
+        manager = self._manager
+        assert manager is not None
         name, _, _, op = call
         header = [_number(repr(call)), self._window.place.agreements]
         said = exchange_headers(manager.step, header, device=tensor.device)
@@ -236,23 +231,24 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         return result
 
     def _sit_in(self, call: Call) -> None:
-        """Peers are in a round: add nothing to it, and join again."""
+        """Peers are in a round: contribute nothing to it, and join again."""
         self._visit = None
         _, dtype, shape, _ = call
         empty = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.root_device)
-        manager = self._known_manager
+        manager = self._manager
+        assert manager is not None
         self._exchange(call, empty)
         manager.should_commit(no_update=True)
         self._visit = None  # again, if the quorum has changed meanwhile
         manager.rejoin("joined while its peers were between steps")
 
     def _warn(self, name: str) -> None:
-        """Once, if a stock user would get something else than what he asked for."""
+        """Warn once, where the result is not what stock Fabric would give."""
         manager = self._manager
         if self._warned or name == "barrier" or self.world_size == 1 or not self._votes_each_step:
             return
         trained = manager is not None and manager.last_outcome() is not None
-        if trained and (self._window.local or self._lost or self._known_manager.left()):
+        if manager is not None and trained and (self._window.local or self._lost or manager.left()):
             return  # it comes again, or this group has no peers at this place
         self._warned = True
         why = (
@@ -271,7 +267,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
 
 
 def _name_of(op: Any) -> str:
-    """How `reduce_in_step` calls it."""
+    """The name that `reduce_in_step` has for it."""
     if op is None:
         return "mean"
     if isinstance(op, str):
@@ -298,8 +294,8 @@ def _started_by_cli(env: Mapping[str, str]) -> bool:
 
 
 def _leave_torchrun() -> None:
-    """Of the processes that torchrun has started on this machine, the first one goes on, to look
-    after the replica groups, and the others end: torchrun ends all when one dies."""
+    """Of the processes that torchrun has started on this machine, the first becomes the supervisor of
+    the replica groups. The others end, since torchrun would end all of them when one dies."""
     if os.environ.get("LOCAL_RANK") != "0":
         raise SystemExit(0)
     os.environ[ENV_NODE] = os.environ.get("GROUP_RANK", "0")

@@ -7,9 +7,10 @@
     backward (of the same batch)        a further step
     optimizer.step()                    local: its gradients are committed
 
-So the loop sees each batch once, whatever happens to other groups. A group that heals away from the
-batch at hand finishes this pass of its loop without effect, and its loader goes to the peers' place
-(`loop_position.py`). With data that Fabric does not know a window begins at the forward.
+So the loop sees each batch once, whatever happens to other groups. If a group heals to another place
+than that of the batch at hand, the rest of this pass of its loop has no effect, and its loader goes
+to the peers' place (`loop_position.py`). With data that Fabric does not know, a window begins at the
+forward.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ft_core.launch.sigterm import Sigterm
 from ft_core.replica.status import Participation
 from ft_lightning.fabric.fabric_agreements import FabricAgreementsMixin
 from ft_lightning.fabric.loop_position import LoaderPlace, Progress, Where, Window
+from ft_lightning.shared.step_collectives import forget_unscaling
 
 
 class FabricStepMixin(FabricAgreementsMixin):
@@ -95,7 +97,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         model.register_forward_pre_hook(before_forward)
 
     def _before_batch(self, place: LoaderPlace) -> None:
-        """A loader is about to fetch: for training, if models train and gradients are recorded."""
+        """A loader is about to fetch; for training, if models train and gradients are recorded."""
         training = torch.is_grad_enabled() and any(model.training for model in self._models)
         self._end_if_told(training)
         if training:
@@ -103,7 +105,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             self.begin_window(by_loader=True)
 
     def begin_window(self, *, by_loader: bool) -> None:
-        """At a loader's fetch, or at a forward: a window begins or comes again, perhaps."""
+        """At a loader's fetch, or at a forward, where a window may begin or come again."""
         if self._starting or self._manager is None or not self._optimizers:
             return
         window = self._window
@@ -134,7 +136,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             model.forget_forward()
 
     def _abandoned(self) -> bool:
-        """Whether the loop began a new epoch in place of the batches that were to come again."""
+        """Whether the loop began a new epoch instead of going on at the peers' place."""
         lead = self._lead
         if self._open or lead is None:
             return False
@@ -142,8 +144,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         return id(lead) not in known or lead.epoch != known[id(lead)][0]
 
     def _leads(self, place: LoaderPlace | None) -> bool:
-        """Whether windows begin with this loader's batches: with those of the first one that was
-        read, as long as it is; others are read within."""
+        """Whether windows begin with this loader's batches. They begin with those of the first loader
+        that is read, while it is read; others are read within windows."""
         lead = self._lead
         if lead is None or not lead.active or lead is place:
             self._lead = place
@@ -154,7 +156,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         raise NotImplementedError
 
     def _attempt(self, where: Where) -> None:
-        """Be in a quorum. Raises as `Manager.start_quorum`. Who asks for a round ends it, too."""
+        """Be in a quorum. Raises as `Manager.start_quorum`. The caller ends a round."""
         manager = self._manager
         assert manager is not None
         self._thread = threading.get_ident()
@@ -164,7 +166,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             while self._visit is not None:
                 self._sit_in(self._visit)
                 manager.start_quorum()
-        except GroupLeft:  # another rank of this group was told to end: so was this one
+        except GroupLeft:  # another rank of this group received SIGTERM, so this one ends, too
             self._sigterm.end()
         finally:
             self._starting = False
@@ -192,7 +194,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             refused=self._gradients_refused,
             unused_hint="pass find_unused_parameters=True to the strategy",
         )
-        return RetryableReducer(hooks, self._known_manager)
+        return RetryableReducer(hooks, self._manager)
 
     def _before_backward(self) -> bool:
         """`fabric.backward` is called; whether it is to compute gradients.
@@ -226,7 +228,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         return True
 
     def _open_in_batch(self) -> bool:
-        """Be in a quorum; False: away from the batch at hand, since this group has healed."""
+        """Be in a quorum. False: this group has healed, to another place than the batch at hand."""
         self._attempt(Where.BATCH)
         healed, self._healed = self._healed, False
         return not healed
@@ -237,19 +239,20 @@ class FabricStepMixin(FabricAgreementsMixin):
         assert manager is not None
         self._thread = threading.get_ident()
         if self._sigterm.noted:
-            # The vote says goodbye: the next quorum is formed without this group at once.
+            # The vote announces it: the next quorum is formed without this group at once.
             manager.leave_after_step()
-        committed: bool = manager.should_commit()
+        committed = manager.should_commit()
         self._open = False
         if committed and self._healed:
-            # It was evicted while it computed: its loop is not where its peers' loops are.
+            # It was evicted while it computed: its loop is not at its peers' place.
             manager.rejoin("healed within a step")
             self._break_off()
         return committed
 
     def _begin_again(self) -> bool:
         """The step was discarded: open the next attempt; False: the kept gradients are void."""
-        if not self._known_manager.left() and self._open_in_batch():
+        assert self._manager is not None
+        if not self._manager.left() and self._open_in_batch():
             return True
         self._break_off()
         return False
@@ -282,7 +285,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             self.progress.step += self._window.count_update()
             output = super().optimizer_step(optimizer, **kwargs)
             return output if closure is None else result
-        self._forget_scaling(optimizer)
+        forget_unscaling(self.precision, optimizer)
         return result
 
     def _check_update(self, optimizer: Any) -> None:
@@ -302,22 +305,16 @@ class FabricStepMixin(FabricAgreementsMixin):
     def _forget_gradients(self) -> None:
         for each in self._optimizers:
             each.zero_grad()
-            self._forget_scaling(each)
+            forget_unscaling(self.precision, each)
 
     def _parameters(self) -> list[Tensor]:
         groups = (group for each in self._optimizers for group in each.param_groups)
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
-    def _forget_scaling(self, optimizer: Any) -> None:
-        """If the user has unscaled these gradients, the next ones may be unscaled again."""
-        scaler = getattr(self.precision, "scaler", None)
-        if scaler is not None:
-            scaler._per_optimizer_states.pop(id(optimizer), None)
-
     # ------------------------------------------------------------------ a pass that is void
 
     def _break_off(self) -> None:
-        """What the loop does until it asks for a batch counts for nothing."""
+        """What the loop does until it asks for a batch has no effect."""
         self._window.break_off()
         self._before = self._places()
         self._kept = self._copies()
@@ -333,7 +330,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         return [buffer for model in self._models for buffer in model.buffers()]
 
     def _copies(self) -> list[Tensor]:
-        """Forward passes change running statistics, also those that count for nothing."""
+        """Of the buffers: forward passes change running statistics, also those without effect."""
         return [buffer.detach().clone() for buffer in self._buffers()]
 
     def _put_back(self) -> None:
@@ -343,8 +340,8 @@ class FabricStepMixin(FabricAgreementsMixin):
             buffer.data.copy_(value)
 
     def _put_back_on_arrival(self) -> None:
-        """What this group's forward passes have done to the statistics before it came to the place of
-        its peers is in the statistics that it took from them."""
+        """The statistics that this group took from its peers hold what its forward passes did before it
+        came to their place."""
         if self._kept is not None and self._window.arrived and not self._window.void:
             self._put_back()
 
@@ -355,7 +352,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         return self._starting
 
     def _end_if_told(self, training: bool) -> None:
-        """The process was told to end, and no step is under way that could be its last: end."""
+        """End if SIGTERM has come, and no step is under way that could be the last one."""
         if not self._sigterm.noted:
             return
         manager = self._manager

@@ -7,7 +7,7 @@ the loader's place, the loop gets its next batch from there, in the same `for`.
 A *window* is the batch (or the accumulated batches) of a Fabric loop's update. Every backward pass
 that synchronizes is a step of the quorum: it has a vote of its own, and is tried again from kept
 gradients until it is committed (`ft_core.collectives.retry`). A batch may hold several, as a GAN's
-does. The loop is the user's and can't be rewound; so a replica group whose peers are in the midst of
+does. The loop is the user's and can't be rewound; so a replica group whose peers are in the middle of
 a window starts with the window's first batch, and leaves out what its peers have done already.
 
 | | gradients | `optimizer.step()` | collectives |
@@ -221,7 +221,7 @@ class Window:
         fresh: there are committed gradients for an optimizer.
         place: how far this group is, or (before it has arrived) its peers are.
         results: of the agreements since the window's first batch, in their order; heal with the
-            state. A group that joins in the midst of a window answers its own calls with them.
+            state. A group that joins in the middle of a window answers its own calls with them.
     """
 
     def __init__(self) -> None:

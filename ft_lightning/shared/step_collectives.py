@@ -6,9 +6,9 @@
 | `reduce`, `log(sync_dist=True)` | the participants of the step | this process |
 | `all_gather` | the participants of the step: `(participants, ...)` | `(1, ...)` |
 
-What a `training_step` reduces belongs to its step, and is tried again with it. Elsewhere nothing says
-that all members are at the same place, and a call that waits for peers could wait for a dead one.
-The ends of epochs and validations have agreements (`trainer/agreements.py`), which gather bytes.
+What a `training_step` reduces belongs to its step, and is tried again with it. Elsewhere members may
+be at different places, and a call that waits for peers could wait for a dead one. At the ends of
+epochs and validations there are agreements (`trainer/agreements.py`), which gather bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ft_core.heal.format import byte_view
 from ft_core.manager import Manager
 
 _OPS: dict[str, Any] = {
@@ -35,7 +36,7 @@ _OPS: dict[str, Any] = {
 def reduce_in_step(manager: Manager, tensor: Tensor, reduce_op: Any) -> Tensor:
     """`tensor` reduced in place over the participants of the open step.
 
-    What comes back of a step that fails is of no use, and is thrown away with it.
+    If the step fails, the result is undefined, and is discarded with the step.
     """
     op: Any = reduce_op
     if reduce_op is None:
@@ -52,7 +53,7 @@ def reduce_in_step(manager: Manager, tensor: Tensor, reduce_op: Any) -> Tensor:
 def gather_in_step(manager: Manager, tensor: Tensor) -> Tensor:
     """One row for each participant of the open step: shape `(participants, *tensor.shape)`.
 
-    All must give tensors of one shape. Rows travel as a sum to which each adds its own.
+    All must pass tensors of one shape. Rows travel as a sum to which each member adds its own.
     """
     manager.bind()  # the participants are fixed from here on
     rows = torch.zeros(
@@ -69,8 +70,8 @@ def gather_in_step(manager: Manager, tensor: Tensor) -> Tensor:
 def gather_bytes(manager: Manager, mine: bytes) -> list[bytes]:
     """What each participant of the open step contributes, in the order of ranks.
 
-    Lengths may differ. A member that does not participate calls this, too; its bytes are left out. Empty: the
-    step has failed.
+    Lengths may differ. A member that does not participate calls this, too; its bytes are left out.
+    An empty list: the step has failed.
     """
     if not manager.bind():
         return []
@@ -99,3 +100,36 @@ def zero_loss(module: torch.nn.Module) -> Tensor:
     """A loss of zero that touches all parameters: the gradients of a batch that is left out."""
     wanted = [p.reshape(-1)[:1].sum() for p in module.parameters() if p.requires_grad]
     return torch.stack([w.float() for w in wanted]).sum() * 0.0
+
+
+def refuse_gradients(tensor: Tensor) -> None:
+    """Raise ValueError for `all_gather(tensor, sync_grads=True)` over replica groups."""
+    if tensor.requires_grad:
+        raise ValueError(
+            "ft_ddp cannot send gradients back through all_gather: the replica groups that "
+            "a loss was made of may be gone by then; gather detached tensors"
+        )
+
+
+def forget_unscaling(precision: Any, optimizer: Any) -> None:
+    """A step of `optimizer` is left out. If user code has unscaled its gradients already, the next
+    ones may be unscaled again."""
+    scaler = getattr(precision, "scaler", None)
+    if scaler is not None:
+        scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
+def packed_tensor(tensor: Tensor) -> list[Any]:
+    """A tensor in plain values: dtype, shape, bytes."""
+    plain = tensor.detach().cpu().contiguous()
+    name = str(plain.dtype).removeprefix("torch.")
+    return [name, list(plain.shape), byte_view(plain).numpy().tobytes()]
+
+
+def unpacked_tensor(packed: list[Any]) -> Tensor:
+    """The reverse of `packed_tensor`; on the CPU."""
+    dtype, shape, raw = packed
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    if raw:
+        byte_view(tensor).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    return tensor

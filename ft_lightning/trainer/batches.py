@@ -95,11 +95,15 @@ class Batches:
         self._adopted: list[Any] = []
         self._marked: list[Any] = []
         self._warned = False
+        self.has_streams = False
+        """Whether a training loader has no sampler: then `mark` has something to note."""
 
     def adopt_loader(self, loader: object) -> None:
         """Make a training data loader's position choosable."""
         sampler = self.index_sampler(loader)
-        if sampler is not None and not adopted(sampler):
+        if sampler is None:
+            self.has_streams = True
+        elif not adopted(sampler):
             adopt(sampler, _placing)
             self._samplers.append(sampler)
 

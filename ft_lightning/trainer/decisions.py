@@ -1,12 +1,12 @@
 """What must not differ between replica groups: decided by the first of them, for all.
 
-Each vote on a step carries a few bytes (`Manager.should_commit(control=)`), and all members get
-those of the first member back with the commit: its wish to stop, whether it is time to validate
+Each vote on a step carries a few bytes (`Manager.should_commit(control=)`), and the commit brings
+those of the first member to all: its wish to stop, whether it is time to validate
 (`val_check_interval` by time), what step-wise plateau schedulers monitor, and a fingerprint of
-hyperparameters and place. A member that differs in the fingerprint has neither applied the step
-nor will it: it takes the first member's state instead.
+hyperparameters and place. A member with another fingerprint does not apply the step. It takes the
+first member's state instead.
 
-At the end of a validation and of an epoch, where Lightning decides by metrics, a round of its own
+At the end of a validation and of an epoch, where Lightning decides by metrics, an agreement
 (`agreements.py`) carries the first member's metrics, and every member's wish to stop.
 
 | decision | taken |
@@ -27,13 +27,13 @@ import hashlib
 import logging
 import math
 import time
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import msgpack
 import torch
 
-from ft_lightning.trainer.batches import adopt, release
+from ft_lightning.trainer.batches import adopt, adopted, release
 
 log = logging.getLogger("ft_lightning")
 
@@ -47,8 +47,10 @@ class Decisions:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.alone = False
-        """Each group for itself: nothing is carried by votes."""
-        self._wish = self._agreed = bool(trainer.should_stop)
+        """Each group for itself: votes carry nothing."""
+        self.timed = False
+        """Whether `val_check_interval` is a time, which all must find over at the same step."""
+        self._wish = bool(trainer.should_stop)
         self._monitors: tuple[str, ...] = ()
         self._values: dict[str, float] = {}
         self._validated_at = time.monotonic()
@@ -57,21 +59,27 @@ class Decisions:
         self._mine: list[bytes] = [b"", b""]
         self._hyperparameters = Hyperparameters()
         adopt(trainer, _asking(self))
+        trainer._ft_stop = self._wish
 
     def release(self) -> None:
         """Give the Trainer its own attributes back."""
-        if "_ft_original" in vars(type(self._trainer)):
-            release(self._trainer)
-            self._trainer.should_stop = self._agreed or self._wish
+        if adopted(self._trainer):
+            stop = self._trainer._ft_stop or self._wish
+            release(self._trainer, "_ft_stop")
+            self._trainer.should_stop = stop
         vars(self._trainer.fit_loop.epoch_loop).pop("_get_monitor_value", None)
 
     def begin(self) -> None:
         """The fit's data is there, its first step is not."""
         trainer = self._trainer
         # From before any step: all that start alike have it (a Timer that is resumed after its end).
-        self._agreed = self._agreed or self._wish
+        trainer._ft_stop = trainer._ft_stop or self._wish
         self._validated_at = time.monotonic()
-        self._wait_with_validation()
+        self.timed = (
+            getattr(trainer, "_val_check_time_interval", None) is not None and not self.alone
+        )
+        if self.timed:
+            self.wait_with_validation()
         # Epochs of a length that is known are as long everywhere (`world_view.schema`).
         self._aligned = trainer.num_training_batches != float("inf")
         self._monitors = tuple(
@@ -84,16 +92,11 @@ class Decisions:
 
     # ------------------------------------------------------------------ stopping
 
-    @property
-    def stop(self) -> bool:
-        """What `trainer.should_stop` is."""
-        return self._agreed
-
-    @stop.setter
-    def stop(self, wish: bool) -> None:
+    def wish_to_stop(self, wish: bool) -> None:
+        """`trainer.should_stop` is set: it becomes true when all agree."""
         self._wish = bool(wish)
         if not wish or self.alone:
-            self._agreed = self._wish
+            self._trainer._ft_stop = self._wish
 
     @property
     def stop_wished(self) -> bool:
@@ -102,7 +105,7 @@ class Decisions:
 
     def agree_to_stop(self, stop: bool) -> None:
         """What all do."""
-        self._agreed = stop
+        self._trainer._ft_stop = stop
 
     # ------------------------------------------------------------------ the vote
 
@@ -116,10 +119,10 @@ class Decisions:
         return packed
 
     def differs(self, control: bytes) -> str:
-        """Take the first member's word, of a committed step that is not applied yet.
+        """Follow the first member's decisions, which came with a commit that is not applied yet.
 
-        Returns how this member's step is not the same one ("": it is). Raises RuntimeError if it
-        differs again and again.
+        Returns in what this member's step differs from the first one's; "": in nothing. Raises
+        RuntimeError if it differs again and again.
         """
         if not control:
             return ""
@@ -137,9 +140,10 @@ class Decisions:
                 )
             return what
         self._differences = 0
-        self._agreed = self._agreed or stop
+        if stop:
+            self._trainer._ft_stop = True
         self._values = dict(zip(self._monitors, values, strict=True))
-        if self._timed and validate:
+        if self.timed and validate:
             self._trainer._last_val_time = -math.inf
         return ""
 
@@ -157,23 +161,13 @@ class Decisions:
 
     # ------------------------------------------------------------------ validation by the clock
 
-    @property
-    def _timed(self) -> bool:
-        interval = getattr(self._trainer, "_val_check_time_interval", None)
-        return interval is not None and not self.alone
-
     def _validation_due(self) -> bool:
         interval: float | None = getattr(self._trainer, "_val_check_time_interval", None)
         return interval is not None and time.monotonic() - self._validated_at >= interval
 
-    def _wait_with_validation(self) -> None:
-        """Lightning compares its clock with this time: never over, until all are told that it is."""
-        if self._timed:
-            self._trainer._last_val_time = math.inf
-
-    def at_boundary(self) -> None:
-        """Before a batch: what the last commit decided has happened."""
-        self._wait_with_validation()
+    def wait_with_validation(self) -> None:
+        """Lightning compares its clock with this time: it is never over, until a commit says so."""
+        self._trainer._last_val_time = math.inf
 
     def validated(self) -> None:
         """A validation has ended."""
@@ -193,17 +187,15 @@ def _asking(decisions: Decisions) -> Any:
     """A Trainer whose `should_stop` is the quorum's, and which hides our own callbacks."""
 
     def methods(cls: Any) -> dict[str, Any]:
-        def get(self: Any) -> bool:
-            return decisions.stop
-
         def put(self: Any, wish: bool) -> None:
-            decisions.stop = wish
+            decisions.wish_to_stop(wish)
 
         def callbacks(self: Any) -> list[Any]:
             found = cls.early_stopping_callbacks.fget(self)
             return [c for c in found if not hasattr(c, "_ft_internal")]
 
-        return {"should_stop": property(get, put), "early_stopping_callbacks": property(callbacks)}
+        stop = property(attrgetter("_ft_stop"), put)
+        return {"should_stop": stop, "early_stopping_callbacks": property(callbacks)}
 
     return methods
 
@@ -214,7 +206,7 @@ _CONSTANT = {bool, int, float, str, type(None)}
 
 
 class Hyperparameters:
-    """What was last seen of some optimizers' hyperparameters."""
+    """The hyperparameters of some optimizers, as they were seen last."""
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []
@@ -222,7 +214,7 @@ class Hyperparameters:
         self._digest = b""
 
     def digest(self, optimizers: list[Any], scaler: dict[str, Any] | None) -> bytes:
-        """Of now. `scaler`: the loss scaler's state."""
+        """Of the present hyperparameters. `scaler`: the loss scaler's state."""
         groups = [group for known in optimizers for group in known.param_groups]
         changed = len(groups) != len(self._groups) or not self._digest
         if changed:
@@ -248,13 +240,13 @@ class _Group:
         self.digest = b""
 
     def changed(self, group: dict[str, Any]) -> bool:
-        """Whether its digest is another one than at the last call."""
+        """Whether its digest differs from that of the last call."""
         try:
             values = self._get(group) if len(group) == len(self._keys) else None
         except KeyError:
             values = None
         if values is None:
-            self._keys = tuple(sorted(group))  # "params" and at least a learning rate
+            self._keys = tuple(sorted(group))  # "params" and a learning rate at least
             self._get, self._mutable = itemgetter(*self._keys), set()
             self._values, self._plain = (), [None] * len(self._keys)
             values = self._get(group)
@@ -281,7 +273,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Hyperparameters that all processes write alike; other objects say nothing."""
+    """What all processes write alike of a hyperparameter; None for other objects."""
     kind = type(value)
     if kind in (float, int, bool):
         return value + 0.0  # of minus zero, too

@@ -12,15 +12,15 @@ at its last backward. With manual optimization a batch may hold several steps; a
 with its first gradient, or with the first collective of its forward. User code runs once: neither
 `training_step` nor a hook is repeated when a step is discarded.
 
-A group takes its peers' state at one place only, the boundary. One that finds in the midst of a
-batch that it is behind, or that it would apply another step than its peers, abandons the batch:
-`BatchAbandoned` unwinds to the loop, which fetches the next batch, at the peers' place.
+A group takes its peers' state only at the boundary. In the middle of a batch it may find that it is
+behind, or that it would apply another step than its peers. Then it abandons the batch:
+`BatchAbandoned` unwinds to the loop, which fetches the next batch at the peers' place.
 
 A group gives its state at the boundary, or while it tries again a step that began there: nothing
-that travels has changed since, but for the loops' counters, which are counted back. Where updates
-of the batch are made already (manual optimization) no state can be given, as the rest of the batch
-is in local variables of user code. A group that is let in there leaves again, and joins anew until
-it is let in at a boundary; its peers try the step again from kept gradients, without it. If they are
+that travels has changed since, except for the loops' counters, which are counted back. After an
+update within the batch (manual optimization) no state can be given, because the rest of the batch
+is in local variables of user code. A group that is admitted there leaves again, and joins until it
+is admitted at a boundary; its peers try the step again from kept gradients, without it. If they are
 too few without it (`min_replicas`), the fit ends with an error.
 """
 
@@ -43,6 +43,7 @@ from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.manager import Manager
 from ft_core.replica.status import Participation
 from ft_lightning.shared.step_collectives import (
+    forget_unscaling,
     gather_bytes,
     gather_in_step,
     reduce_in_step,
@@ -71,13 +72,17 @@ class BatchAbandoned(BaseException):
 
 
 class StepDriver:
-    """The step protocol of one fit. The loop's thread, but for `state`, and on CUDA for what happens
-    at the end of backward: that is autograd's thread of the device, while the loop's waits.
+    """The step protocol of one fit.
 
-    `on_quorum()` is called when this process's part in the quorum has changed; `hooks(name)` calls the
-    callbacks' and the module's hook of that name; `leave()` raises what ends a fit on SIGTERM.
-    `patience_s`: how long a peer may be late at the end of a validation or an epoch. `min_replicas`:
-    groups that a step needs.
+    Thread: the loop's, except for `state`. On CUDA, what happens at the end of backward runs in
+    autograd's thread of the device, while the loop's waits.
+
+    Args:
+        on_quorum: called when this process's part in the quorum has changed.
+        hooks: `hooks(name)` calls the callbacks' and the module's hook of that name.
+        leave: raises what ends a fit on SIGTERM.
+        patience_s: how long a peer may be late at the end of a validation or an epoch, in seconds.
+        min_replicas: replica groups that a step needs.
     """
 
     def __init__(
@@ -105,12 +110,12 @@ class StepDriver:
         self._starting = 0  # thread that calls `start_quorum`
         self._place: Place | None = None  # where it is called; None: nowhere
         self._gathers = False  # the round under way gathers
-        self._visit: str | None = None  # let in while peers cannot be joined: what they are doing
+        self._visit: str | None = None  # admitted where peers cannot be joined: what they are doing
         self._lost = False  # behind, and not where it can heal: no round until the next boundary
-        self._peer: dict[str, Any] | None = None  # a state that came in the midst of a batch
+        self._peer: dict[str, Any] | None = None  # a state that came in the middle of a batch
         self._operations: list[Callable[[], None]] = []  # of the open step, in order
         self._window = 0  # batches since the open step began at a boundary
-        self._within = False  # or it began in the midst of a batch
+        self._within = False  # or it began in the middle of a batch
         self._earlier: list[Tensor | None] | None = None  # gradients before the open step's first
         self._votes = 0  # of the batch, committed
         self.open = self.computing = False
@@ -121,7 +126,7 @@ class StepDriver:
 
     @property
     def waits(self) -> bool:
-        """Whether a quorum is asked for, and the loop stands still."""
+        """Whether the loop waits for a quorum."""
         return self._place is not None
 
     def wrap(self, module: nn.Module, **options: Any) -> RetryableDistributedDataParallel:
@@ -139,9 +144,11 @@ class StepDriver:
         if not self.open:
             self._lost = self._within = False
             self._window, self._earlier = 0, None
-            self._decisions.at_boundary()
+            if self._decisions.timed:
+                self._decisions.wait_with_validation()
             self._start(Place.BOUNDARY)
-            self._batches.mark(self._trainer)
+            if self._batches.has_streams:
+                self._batches.mark(self._trainer)
         if self._peer is not None:
             state, self._peer = self._peer, None
             self._window = 0
@@ -167,7 +174,7 @@ class StepDriver:
                 self._sit_in(self._visit)
                 self._manager.start_quorum()
             self._follow_quorum()
-        except GroupLeft:  # another rank of this group was told to end: so was this one
+        except GroupLeft:  # another rank of this group received SIGTERM, so this one ends, too
             self._leave()
         finally:
             self._starting, self._place = 0, None
@@ -183,15 +190,15 @@ class StepDriver:
             self._on_quorum()
 
     def _check_place(self) -> None:
-        """In the midst of a batch: raise BatchAbandoned if this attempt is of no use, RuntimeError if
-        no attempt could be."""
+        """In the middle of a batch: raise BatchAbandoned if this attempt is of no use, RuntimeError
+        if no further attempt could be, either."""
         if self._peer is not None:
             raise BatchAbandoned
         if not self._within:
             return
         with contextlib.suppress(QuorumUnavailable):  # the attempt has failed already
             if self._manager.num_participating_groups() < self._min_replicas:
-                # Those that are missing wait to be healed, which they can't be here.
+                # The missing groups wait for a state, which can't be given here.
                 raise RuntimeError(
                     "a replica group was lost between two steps of a batch (manual optimization), and "
                     f"min_replicas={self._min_replicas} does not let the others finish the batch: it "
@@ -200,7 +207,7 @@ class StepDriver:
                 )
 
     def _sit_in(self, doing: str) -> None:
-        """Peers cannot be joined where they are: add nothing to what they do, and join again."""
+        """Peers cannot be joined where they are: contribute nothing, and join again."""
         self._visit = None
         if doing != Place.STEP.value:
             if doing == "gather":
@@ -254,8 +261,8 @@ class StepDriver:
         return self._operation(lambda: gather_in_step(self._manager, tensor))
 
     def _operation(self, call: Callable[[], Tensor]) -> Tensor:
-        """`call()`, which reduces in the open step; tried again at once if its attempt has failed, so
-        that user code never sees what a broken collective has left."""
+        """`call()`, which reduces in the open step. It is tried again at once if its attempt fails,
+        so that user code never sees what a broken collective has left."""
         self.ensure_open()
         results: list[Tensor] = []
 
@@ -287,7 +294,7 @@ class StepDriver:
     def _vote(self) -> bool:
         leaving = self._trainer.received_sigterm
         if leaving:
-            # The vote says goodbye: the next quorum is formed without this group at once.
+            # The vote announces it: the next quorum is formed without this group at once.
             self._manager.leave_after_step()
         control = self._decisions.control(self._votes)
         self.last_committed = self._manager.should_commit(control=control)
@@ -314,18 +321,16 @@ class StepDriver:
             raise BatchAbandoned
 
     def abandon(self) -> None:
-        """A batch was left in its midst: nothing of it may reach the next one."""
+        """A batch was left unfinished: nothing of it may reach the next one."""
         self._operations.clear()
         trainer = self._trainer
-        module, scaler = trainer.lightning_module, getattr(trainer.precision_plugin, "scaler", None)
+        module = trainer.lightning_module
         for parameter, wanted in module._param_requires_grad_state.items():
             parameter.requires_grad = wanted  # `toggle_optimizer` was in force
         module._param_requires_grad_state = {}
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
-            if scaler is not None:
-                # If the user has unscaled these gradients, the next ones may be unscaled again.
-                scaler._per_optimizer_states.pop(id(optimizer), None)
+            forget_unscaling(trainer.precision_plugin, optimizer)
         if self._manual:
             with contextlib.suppress(ValueError):  # it was not started
                 trainer.profiler.stop("optimizer_step")
@@ -338,9 +343,10 @@ class StepDriver:
     # ------------------------------------------------------------------ rounds
 
     def round(self, mine: bytes | None) -> tuple[list[bytes], int] | None:
-        """One agreement between batches: (what each participant contributes, the rank of this group).
+        """An agreement between batches: (each participant's contribution, the rank of this group).
 
-        `mine` None: only to meet. Returns None if this group is behind: it heals at the next batch.
+        `mine` None: it gathers nothing. Returns None if this group is behind: it heals at the next
+        batch.
         """
         if self.open:
             return None  # the last batch of the epoch had no backward
@@ -372,10 +378,10 @@ class StepDriver:
     # ------------------------------------------------------------------ heal
 
     def state(self) -> dict[str, Any]:
-        """What a healing peer needs (see `healing.dump`), or why it can't be had here.
+        """What a healing peer needs (see `healing.dump`), or what this group is doing instead.
 
-        Called in a thread of ft_core it gives places to receive a state instead: the loop waits
-        then, and the user's hooks stay in their own thread.
+        In a thread of ft_core: the tensors in which to receive a state. The loop waits then, and the
+        user's hooks stay in their own thread.
         """
         if threading.get_ident() != self._starting:
             if threading.get_ident() == self._thread:
@@ -391,7 +397,7 @@ class StepDriver:
         return {**state, "data": data, "gradients": gradients}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take a peer's state, or learn why it can't be had."""
+        """Take a peer's state, or note what the peer is doing instead."""
         if self._place is Place.ROUND:
             self._lost = True
         elif self._place is Place.BOUNDARY and "visit" not in state:
@@ -401,16 +407,16 @@ class StepDriver:
         else:
             self._visit = state["visit"]
         if self._place is None:
-            # By the first collective or the vote of a step whose quorum was lost before.
+            # The first collective or the vote of a step found that its quorum was lost before.
             self._visit = None if self._visit is None else Place.STEP.value
-            self._manager.report_error(RuntimeError("fell behind in the midst of a batch"))
+            self._manager.report_error(RuntimeError("fell behind in the middle of a batch"))
 
     def _restore(self, state: dict[str, Any]) -> None:
         """Go to a peer's place in epoch and data."""
         trainer = self._trainer
         epoch_before = healing.restore(trainer, state)
         if epochs_done(trainer) != epoch_before:
-            # What was gathered for the epoch that this group was in is not of this one.
+            # What was logged in the epoch that this group was in is not of this one.
             trainer.fit_loop.epoch_loop._results.reset()
             self._hooks("on_train_epoch_start")
         self._batches.jump(trainer, state["data"])

@@ -4,7 +4,7 @@ Lightning keeps a value and a size for each number that is logged (`_ResultMetri
 itself for each torchmetrics object. A torchmetrics object has states, each with a reduction:
 `dist_reduce_fx` of its `add_state`. What torchmetrics does between processes (`Metric.sync`: gather
 each state, stack or chain what was gathered, reduce) is done here with states that have travelled
-as bytes: no process waits for another in it, and lists may be of different lengths. While a metric
+as bytes: no process waits for another here, and lists may be of different lengths. While a metric
 is `shared`, each call of its `compute()` sees the states of all; its own states are untouched.
 
 Reads attributes of torchmetrics that are not public: `_reductions`, `_update_count`, `_computed`,
@@ -24,7 +24,7 @@ import msgpack
 import torch
 from torch import Tensor, nn
 
-from ft_core.heal.format import byte_view
+from ft_lightning.shared.step_collectives import packed_tensor, unpacked_tensor
 
 log = logging.getLogger("ft_lightning")
 
@@ -42,9 +42,7 @@ def pack(tree: Any) -> bytes:
     def default(value: Any) -> msgpack.ExtType:
         if not isinstance(value, Tensor):
             raise TypeError(f"cannot send a {type(value).__name__}")
-        plain = value.detach().cpu().contiguous()
-        head = msgpack.packb([str(plain.dtype).removeprefix("torch."), list(plain.shape)])
-        return msgpack.ExtType(_EXT_TENSOR, head + byte_view(plain).numpy().tobytes())
+        return msgpack.ExtType(_EXT_TENSOR, msgpack.packb(packed_tensor(value)))
 
     packed: bytes = msgpack.packb(tree, default=default)
     return packed
@@ -55,14 +53,7 @@ def unpack(data: bytes) -> Any:
 
     def tensor(code: int, body: bytes) -> Tensor:
         assert code == _EXT_TENSOR
-        unpacker = msgpack.Unpacker()
-        unpacker.feed(body)
-        dtype, shape = unpacker.unpack()
-        empty = torch.empty(shape, dtype=getattr(torch, dtype))
-        if empty.numel():
-            raw = torch.frombuffer(bytearray(body[unpacker.tell() :]), dtype=torch.uint8)
-            byte_view(empty).copy_(raw)
-        return empty
+        return unpacked_tensor(msgpack.unpackb(body))
 
     return msgpack.unpackb(data, ext_hook=tensor, strict_map_key=False)
 
@@ -233,11 +224,6 @@ def total(same: list[Row]) -> Tensor:
     return result.to(dtype)
 
 
-def own(row: Row) -> Tensor:
-    """What a single member's row says by itself."""
-    return total([row])
-
-
 def put(
     results: Any, module: nn.Module, gathered: list[dict[str, Row]], summed: Callable[[Row], bool]
 ) -> list[str]:
@@ -256,7 +242,7 @@ def put(
         result.has_reset = False
         result._computed = None
         if "value" in same[0]:
-            computed = total(same) if summed(same[0]) else own(same[0])
+            computed = total(same if summed(same[0]) else same[:1])
             result._computed = computed.to(result.value.device)
     return made
 

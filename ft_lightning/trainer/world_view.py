@@ -4,11 +4,13 @@ Barriers, broadcasts and boolean decisions stay inside the replica group
 (`ft_core.shell.intra_group`), which lives and dies as a whole: none of them waits for a group that
 died. The quorum carries gradients, what is reduced or gathered inside `training_step`
 (`driver.py`), the votes (`decisions.py`), and agreements at the ends of validations and epochs
-(`agreements.py`). `trainer.world_size` and `trainer.global_rank` are nominal: the processes of all
-configured groups, and this one's number. `trainer.strategy.num_participants` is how many take part
-right now. Training data is sharded over the
-nominal world; validation, test and prediction data is not sharded: each group computes the same
-metrics, so that early stopping and plateau schedulers decide alike everywhere.
+(`agreements.py`).
+
+`trainer.world_size` counts the processes of all configured groups, and `trainer.global_rank` is this
+one's number among them; `trainer.strategy.num_participants` is how many contribute right now.
+Training data is sharded over all configured processes. Validation, test and prediction data is not
+sharded: each group computes the same metrics, so that early stopping and plateau schedulers decide
+alike everywhere.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ft_core.launch.sigterm import Sigterm
+from ft_lightning.shared.step_collectives import refuse_gradients
 from ft_lightning.shared.strategy_base import StrategyBase
 from lighthouse.files import machine_lock
 
@@ -31,38 +34,10 @@ else:
     _Base = object
 
 
-class EndingMixin(_Base):
-    """Part of a strategy: looks after SIGTERM from the beginning of a fit's training on."""
-
-    _driver: Any
-    _manager: Any
-    _sigterm: Sigterm | None = None
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._sigterm = _Ending(self)
-        self._sigterm.watch()  # calls Lightning's, which is there by now, first
-
-    def teardown(self) -> None:
-        if self._sigterm is not None:
-            self._sigterm.unwatch()
-            self._sigterm = None
-        super().teardown()
-
-    def _awaits_quorum(self) -> bool:
-        """Whether the loop waits for peers. In a signal handler of its thread: takes no lock."""
-        asks = getattr(self._driver, "waits", False)
-        return asks and self._manager is not None and not self._manager.in_quorum()
-
-    def _leave(self) -> None:
-        """Raise what ends a fit on SIGTERM."""
-        raise NotImplementedError
-
-
 class _Ending(Sigterm):
     """Ends the fit instead of the process."""
 
-    def __init__(self, strategy: EndingMixin) -> None:
+    def __init__(self, strategy: ScopedMixin) -> None:
         super().__init__(strategy._awaits_quorum)
         self._strategy = weakref.ref(strategy)
 
@@ -72,12 +47,13 @@ class _Ending(Sigterm):
             strategy._leave()
 
 
-class ScopedMixin(StrategyBase, EndingMixin, _Base):
-    """The part of the strategy that answers questions about ranks."""
+class ScopedMixin(StrategyBase, _Base):
+    """The part of the strategy that answers questions about ranks, and ends a fit on SIGTERM."""
 
+    _driver: Any
+    _sigterm: Sigterm | None = None
     _prepare_lock: int | None = None
     _prepared = False
-    _driver: Any
 
     @property
     def local_rank(self) -> int:
@@ -107,19 +83,16 @@ class ScopedMixin(StrategyBase, EndingMixin, _Base):
         return reduced
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Inside `training_step`: a row for each participant of the step; else, just this one's."""
-        if sync_grads and tensor.requires_grad and self._reaches_peers():
-            raise ValueError(
-                "ft_ddp cannot send gradients back through all_gather: the replica groups that "
-                "a loss was made of may be gone by then; gather detached tensors"
-            )
+        """Inside `training_step`: a row for each participant of the step; else this process's only."""
         if not self._reaches_peers():
             return tensor.unsqueeze(0)
+        if sync_grads:
+            refuse_gradients(tensor)
         rows: torch.Tensor = self._driver.gather(tensor)
         return rows
 
     def _reaches_peers(self) -> bool:
-        """Whether this call belongs to an open step, which all repeat if it fails."""
+        """Whether this call belongs to an open step, which all try again if it fails."""
         return getattr(self._driver, "computing", False)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -143,7 +116,7 @@ class ScopedMixin(StrategyBase, EndingMixin, _Base):
                 self._in_group.barrier(limited=not first)
 
     def _where_ranks_meet(self) -> Any:
-        """Ranks that end with an error do so alone."""
+        """A rank that ends with an error does not wait for the others."""
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.interrupted:
@@ -154,6 +127,30 @@ class ScopedMixin(StrategyBase, EndingMixin, _Base):
         """Called by Lightning when the Trainer is made, and before a run."""
         if self._scope is None:
             self._find_scope(self.num_nodes)
+
+    # ------------------------------------------------------------------ SIGTERM
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._sigterm = _Ending(self)
+        self._sigterm.watch()  # calls Lightning's, which is there by now, first
+
+    def teardown(self) -> None:
+        if self._sigterm is not None:
+            self._sigterm.unwatch()
+            self._sigterm = None
+        super().teardown()
+
+    def _awaits_quorum(self) -> bool:
+        """Whether the loop waits for peers. In a signal handler of its thread: takes no lock."""
+        asks = getattr(self._driver, "waits", False)
+        return asks and self._manager is not None and not self._manager.in_quorum()
+
+    def _leave(self) -> None:
+        """Raise what ends a fit on SIGTERM."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ prepare_data
 
     def release_machine(self) -> None:
         """Let the next process of this machine prepare its data."""
@@ -182,6 +179,6 @@ def schema(trainer: Any) -> dict[str, str]:
 def lock_machine(job_id: str) -> int:
     """Let one process of this script and user at a time prepare data on this machine.
 
-    Returns a file descriptor that holds the lock; closing it (or dying) lets the next one in.
+    Returns a file descriptor that holds the lock until it is closed or the process ends.
     """
     return machine_lock("ft_lightning", f"{os.path.abspath(sys.argv[0])} {job_id}")
