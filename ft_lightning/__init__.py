@@ -5,10 +5,10 @@
 
 or by object, with options: `Trainer(strategy=ft_lightning.FTDDPStrategy(min_replicas=2))`.
 
-Both of Lightning's namespaces are served: they have different classes, and a Trainer takes only its
-own. `ft_lightning.FTDDPStrategy` is the one that fits what is imported already.
+Lightning's two namespaces have different classes, and a Trainer takes only those of its own.
+`ft_lightning.FTDDPStrategy` is the class for the namespace that is imported already.
 
-The folders are the map; why they are cut as they are: docs/design.md.
+docs/design.md says why the folders are divided as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
     "FTTimeline",
 ]
 
-# The purpose of this import, and all that it does: the name must be there before a Trainer is.
+# All that importing this package does: the name must be known before a Trainer is made.
 install()
 
 

@@ -1,10 +1,10 @@
-"""Run a script, or a module, with "ft_ddp" known to Lightning: the way that needs no hooks.
+"""Run a script, or a module, with "ft_ddp" known to Lightning, without any import hook.
 
     python -m ft_lightning train.py --lr 0.1
     python -m ft_lightning -m package.train --lr 0.1
 
-It is what `python` itself would do with the same words, after `import ft_lightning`. Processes
-that the script's Trainer starts are run in this way, too.
+Does what `python` would do with the same arguments after `import ft_lightning`. Processes that the
+script's Trainer starts run in this way, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ USAGE = "usage: python -m ft_lightning (script.py | -m module) [arguments]"
 
 
 def main() -> None:
-    """Ends with SystemExit(2) if it is not said what to run."""
+    """Run what the command line names. Raises SystemExit(2) if it names nothing to run."""
     words = sys.argv[1:]
     is_module = words[:1] == ["-m"]
     words = words[1:] if is_module else words

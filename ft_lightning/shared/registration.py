@@ -1,9 +1,9 @@
-"""Makes "ft_ddp" known to Lightning's strategy registries, whenever those are imported.
+"""Registers "ft_ddp" with Lightning's strategy registries, whenever those are imported.
 
 Lightning has one registry a namespace (four with Fabric's) and no entry point for strategies. A
-registry that is there gets the name at once; one that is not gets it right after its module has
-run. What is registered is a factory: the strategy itself (and ft_core, ZeroMQ) is imported when a
-Trainer or a Fabric asks for it. Nothing here imports Lightning.
+registry that is imported already gets the name at once, any other right after its module has run.
+What is registered is a factory: the strategy itself (and ft_core, ZeroMQ) is imported when a Trainer
+or a Fabric asks for it. Nothing here imports Lightning.
 """
 
 from __future__ import annotations
@@ -22,36 +22,33 @@ NAME = "ft_ddp"
 DESCRIPTION = "DDP over replica groups that may die and come back while the others train on"
 
 UNUSED = "ft_ddp_find_unused_parameters_true"
-"""As stock DDP has it: the name says the option."""
+"""As with stock DDP: the name says the option."""
 
-FABRIC_NAMES = {
+NAMES = {
     NAME: ("FTDDPStrategy", DESCRIPTION),
     UNUSED: ("FTDDPStrategy", "ft_ddp for models of which a forward leaves out parameters"),
     "ft_local_sgd": ("FTLocalSGDStrategy", "Replica groups that average their parameters at times"),
     "ft_diloco": ("FTDiLoCoStrategy", "Replica groups with an outer optimizer, for slow links"),
 }
-TRAINER_NAMES = {
-    **FABRIC_NAMES,
-}
 """Name -> (class in the modules below, description)."""
 
 REGISTRIES = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "ft_lightning.pytorch", TRAINER_NAMES),
-    "pytorch_lightning.strategies": ("StrategyRegistry", "ft_lightning.pl", TRAINER_NAMES),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "ft_lightning.fabric", FABRIC_NAMES),
-    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "ft_lightning.fabric_lf", FABRIC_NAMES),
+    "lightning.pytorch.strategies": ("StrategyRegistry", "ft_lightning.pytorch"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "ft_lightning.pl"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "ft_lightning.fabric"),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "ft_lightning.fabric_lf"),
 }
-"""Module that holds a registry -> (the registry's name, our module with strategies for it, which)."""
+"""Module that holds a registry -> (the registry's name, our module with strategies for it)."""
 
 COMMAND_LINES = {
     "lightning.pytorch.cli": "ft_lightning.pytorch",
     "pytorch_lightning.cli": "ft_lightning.pl",
 }
-"""LightningCLI knows classes by their short names only if they are imported."""
+"""LightningCLI finds classes by their short names only if they are imported."""
 
 
 def install() -> None:
-    """Register in every registry that is imported, and wait for the others. Idempotent."""
+    """Register in every registry that is imported, and in the others when they are. Idempotent."""
     for module_name, register_there in _REGISTER.items():
         when_imported(module_name, register_there)
     for module_name, load in _LOAD.items():
@@ -63,10 +60,10 @@ def preferred_module() -> str:
 
     Raises ImportError if there is no Lightning at all.
     """
-    for module_name, (_, home, _) in REGISTRIES.items():
+    for module_name, (_, home) in REGISTRIES.items():
         if module_name in sys.modules:
             return home
-    for module_name, (_, home, _) in REGISTRIES.items():
+    for module_name, (_, home) in REGISTRIES.items():
         if importlib.util.find_spec(module_name.partition(".")[0]) is not None:
             return home
     raise ImportError("ft_lightning needs Lightning: pip install lightning")
@@ -79,11 +76,9 @@ def _factory(home: str, class_name: str) -> Callable[..., Any]:
     return create
 
 
-def _register_there(
-    attribute: str, home: str, names: dict[str, tuple[str, str]], module: ModuleType
-) -> None:
+def _register_there(attribute: str, home: str, module: ModuleType) -> None:
     registry: Any = getattr(module, attribute)
-    for name, (class_name, description) in names.items():
+    for name, (class_name, description) in NAMES.items():
         if name not in registry:
             options = {"find_unused_parameters": True} if name == UNUSED else {}
             create = _factory(home, class_name)
@@ -94,6 +89,6 @@ def _load(home: str, module: ModuleType) -> None:
     importlib.import_module(home)
 
 
-# One object each, so that waiting twice for the same is waiting once.
+# One object each, so that a second `install` changes nothing.
 _REGISTER = {name: partial(_register_there, *where) for name, where in REGISTRIES.items()}
 _LOAD = {name: partial(_load, home) for name, home in COMMAND_LINES.items()}

@@ -1,6 +1,6 @@
-"""Who this process is among the replica groups, and what it is here for. PURE.
+"""Which process this is among the replica groups, and what it does. PURE.
 
-The ways to start, told apart by the environment; the first that fits:
+The environment tells the ways to start apart; the first row that fits counts:
 
 | environment | devices, group_size | this process is |
 |---|---|---|
@@ -14,7 +14,7 @@ The ways to start, told apart by the environment; the first that fits:
 | | N, M (default 1) | the supervisor of N / M replica groups on this machine |
 
 The shard of the training data is chosen by the rank among all ranks of all *configured* groups.
-It does not change when groups die or return, so that positions in the data mean the same to all
+It does not change when groups die or return, so that a position in the data means the same to all
 processes at all times.
 """
 
@@ -24,6 +24,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from ft_core.environment import ENV_NUM_GROUPS, ENV_REPLICA_GROUP, ReplicaEnv
 
@@ -46,7 +47,7 @@ class Scope:
 
     Attributes:
         role: trains, or looks after processes that train.
-        name: what the replica group is called; stable over restarts.
+        name: of the replica group; stable over restarts.
         index: number of the replica group; of a supervisor: number of its first group.
         num_groups: configured number of replica groups.
         supervised: of a supervisor: how many groups it looks after.
@@ -54,9 +55,9 @@ class Scope:
         local_rank: among the processes of its replica group on this machine.
         node: number of this machine among those of the replica group.
         device: which of the Trainer's devices is this process's.
-        restarts: how often the replica group was started again, or its SLURM job requeued.
-        supervisor_pid: of the process that started this one; 0: none of ours.
-        store_addr, store_port: where the ranks of the replica group meet; "" and 0: it has one.
+        restarts: how often the replica group was restarted, or its SLURM job requeued.
+        supervisor_pid: of our process that started this one; 0: there is none.
+        store_addr, store_port: of the replica group's rendezvous store; "" and 0 with one rank.
         event_log: file for telemetry events; "": none.
     """
 
@@ -78,17 +79,17 @@ class Scope:
 
     @property
     def rank(self) -> int:
-        """Nominal: among all ranks of all configured groups."""
+        """Number among the ranks of all configured groups."""
         return self.index * self.group_size + self.group_rank
 
     @property
     def world_size(self) -> int:
-        """Nominal: ranks of all configured groups."""
+        """How many ranks all configured groups have."""
         return self.num_groups * self.group_size
 
     @property
     def number(self) -> int:
-        """Of the replica group among those of its supervisor."""
+        """Number of the replica group among those of its supervisor."""
         return (self.device - self.local_rank) // self.group_size
 
 
@@ -136,8 +137,8 @@ def child_environment(
 ) -> dict[str, str]:
     """The environment of a supervised replica group: `env` with its place in it.
 
-    `scope`: the supervisor's; `number`: of the group on this machine, from 0. What starts the
-    ranks of a group adds RANK and the like for each.
+    `scope`: the supervisor's; `number`: of the group on this machine, from 0. The launcher of the
+    group's ranks adds RANK and the like for each.
     """
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     child = {k: v for k, v in env.items() if k not in ranks}
@@ -155,7 +156,7 @@ def _is_rank(env: Mapping[str, str], known: ReplicaEnv) -> bool:
     if known.group_world_size == 1:
         return False
     if not env.get("RANK"):
-        if _is_slurm_task(env):  # set for all tasks alike: it says nothing about a group
+        if _is_slurm_task(env):  # it is equal for all tasks, and says nothing about a group
             return False
         raise ValueError(
             f"WORLD_SIZE is {known.group_world_size}, but RANK does not say which of the replica "
@@ -238,8 +239,8 @@ def _groups_of(devices: int, group_size: int) -> int:
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several. As Lightning sees it: jobs that are
-    called "bash" or "interactive" are shells in which people start what they like."""
+    """Whether srun started this process as one of several. As in Lightning, jobs with the names
+    "bash" and "interactive" are shells, in which anything may be started."""
     shell = env.get("SLURM_JOB_NAME") in ("bash", "interactive")
     return not shell and "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS") > 1
 
@@ -263,18 +264,13 @@ def _slurm_task(
         groups, place = _number(env, "SLURM_NTASKS") // group_size, _task_place(env, group_size)
     return Scope(
         role=Role.MEMBER,
-        name=named or str(place.index),
-        index=place.index,
+        name=named or str(place["index"]),
         num_groups=groups,
-        group_rank=place.group_rank,
         group_size=group_size,
-        local_rank=place.local_rank,
-        node=place.node,
         device=_number(env, "SLURM_LOCALID") % max(devices, 1),
         restarts=_number(env, "SLURM_RESTART_COUNT"),
-        store_addr=place.store_addr,
-        store_port=place.store_port,
         event_log=known.event_log,
+        **place,
     )
 
 
@@ -329,29 +325,18 @@ def _index(text: str, groups: int) -> int:
 
 # ---------------------------------------------------------------------- SLURM
 #
-# With groups of `size` tasks in a row, task p is rank p % size of group p // size; where a job step
-# has a group's number, its tasks are that group's ranks. They meet at a port of the machine of their
-# first task, which is known if tasks fill machine after machine (`srun --distribution=block`, SLURM's
-# default for tasks), equally many on each.
+# With groups of `size` tasks in a row, task p is rank p % size of group p // size. Where a job step
+# has a group's number, its tasks are that group's ranks. The ranks meet at a port of the machine of
+# their first task. That machine is known if tasks fill machine after machine, equally many on each
+# (`srun --distribution=block`, SLURM's default for tasks).
 
 _FIRST_PORT = 15000
 _PORTS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class TaskPlace:
-    """Attributes of `Scope`."""
-
-    index: int
-    group_rank: int = 0
-    local_rank: int = 0
-    node: int = 0
-    store_addr: str = ""
-    store_port: int = 0
-
-
-def _task_place(env: Mapping[str, str], size: int, group: int | None = None) -> TaskPlace:
-    """Of the task with this environment, in groups of `size` tasks. Raises ValueError.
+def _task_place(env: Mapping[str, str], size: int, group: int | None = None) -> dict[str, Any]:
+    """Attributes of the `Scope` of the task with this environment, in groups of `size` tasks.
+    Raises ValueError.
 
     `group`: the whole job step is the replica group of this number.
     """
@@ -369,7 +354,7 @@ def _task_place(env: Mapping[str, str], size: int, group: int | None = None) -> 
         )
     index, group_rank = divmod(task, size)
     if size == 1:
-        return TaskPlace(index)
+        return {"index": index}
     per_node, node = _number(env, "SLURM_NTASKS_PER_NODE"), _number(env, "SLURM_NODEID")
     if not per_node or node * per_node + _number(env, "SLURM_LOCALID") != task:
         raise ValueError(
@@ -381,18 +366,18 @@ def _task_place(env: Mapping[str, str], size: int, group: int | None = None) -> 
     base = _number(env, "MASTER_PORT") or _FIRST_PORT + _number(env, "SLURM_JOB_ID") % _PORTS
     if group is not None:
         index = group
-    return TaskPlace(
-        index=index,
-        group_rank=group_rank,
-        local_rank=task - max(first, node * per_node),
-        node=node - home,
-        store_addr="127.0.0.1" if home == last else _machine(env, home),
-        store_port=base + index,
-    )
+    return {
+        "index": index,
+        "group_rank": group_rank,
+        "local_rank": task - max(first, node * per_node),
+        "node": node - home,
+        "store_addr": "127.0.0.1" if home == last else _machine(env, home),
+        "store_port": base + index,
+    }
 
 
 def _machine(env: Mapping[str, str], wanted: int) -> str:
-    """Name of the job step's machine of that number."""
+    """The name of the job step's machine of that number."""
     listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
     names = machines(listed)
     if wanted >= len(names):

@@ -5,14 +5,14 @@ member contributes, a vote. It is repeated until it is committed, so that all me
 result or none has; a peer that dies costs a further attempt. Fewer than `min_replicas`
 participants may commit it, since it changes no state.
 
-Replica groups join where a batch begins, not in the middle of Lightning's hooks. A group that is
-let in while its peers are at an agreement is told so in place of a state: it contributes nothing
-and joins again. A group that finds at an agreement of its own that it is behind goes on alone to
-the next batch, and heals there.
+Replica groups join where a batch begins, not in the middle of Lightning's hooks. If a group is
+admitted while its peers are at an agreement, they send it that instead of a state: it contributes
+nothing and joins again. A group that finds at an agreement that it is behind continues alone to the
+next batch, and heals there.
 
-Some of them happen where a strategy has no hook: two callbacks of ours make those. Lightning calls
-callbacks that decide by an epoch's metrics (EarlyStopping and checkpoints) after all others and
-after the module's own `on_train_epoch_end`, by their class. So ours are of such a class, too.
+Where a strategy has no hook, two callbacks of ours make the agreements. Lightning calls callbacks that
+decide by an epoch's metrics (EarlyStopping and checkpoints) after all others and after the module's
+own `on_train_epoch_end`. It tells them by their class, so ours have such a class, too.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ class Rounds:
         """`round_of(mine)`: one round, see `StepDriver.round`; None: no agreements."""
         self._trainer, self._decisions, self._round = trainer, decisions, round_of
         self.divided = False
-        """Whether the validation under way is divided: its tallies are what all meet for."""
+        """Whether the validation under way is divided: then its members meet to tally."""
 
     @property
     def off(self) -> bool:
-        """Whether each group is for itself here."""
+        """Whether each group decides for itself here."""
         trainer = self._trainer
-        # Epochs of unknown length may end at another step elsewhere: then each is for itself.
+        # Epochs of unknown length may end at different steps in different groups.
         endless = trainer.num_training_batches == float("inf")
         outside = trainer.sanity_checking or trainer.state.fn != "fit"
         return self._round is None or endless or outside
 
     def meet(self, *, tally: bool = False) -> None:
-        """A validation's batches are done, nothing is logged yet: from here on no dead group leads."""
+        """A validation's batches are done, nothing is logged yet: make sure that the leader lives."""
         if self._round is not None and not self.off and self.divided == tally:
             self._round(None)
 
     def gather(self, mine: Any) -> Gathered | None:
-        """Show all members what each has: plain values and tensors. None: there is no agreement now."""
+        """Exchange plain values and tensors with all members. None: there is no agreement here."""
         if self._round is None or self.off:
             return None
         result = self._round(logged_totals.pack(mine))
@@ -63,32 +63,34 @@ class Rounds:
         return [logged_totals.unpack(packed) for packed in result[0]], result[1]
 
     def validation_metrics(self) -> None:
-        """A validation's metrics are complete, no callback has acted on them: use the first member's."""
+        """A validation's metrics are complete, and no callback has acted on them: take the first
+        member's."""
         if not self.off:
             self._agree(lambda result: False)
 
     def epoch_metrics(self) -> None:
-        """An epoch's metrics are complete, no callback has acted on them: sum up, then as above."""
+        """An epoch's metrics are complete, and no callback has acted on them: those to be synchronized
+        are summed up, the others are the first member's."""
         if not self.off:
             self._agree(lambda result: result.meta.sync.should or not result.is_tensor)
 
     def shared_metrics(self, known: set[str]) -> None:
-        """As `epoch_metrics`, at the end of a sharded validation: `known` are complete already."""
+        """As `epoch_metrics`, at the end of a sharded validation. `known`: those summed up already."""
         results = self._trainer._results
         new = {id(result) for key, result in results.items() if key not in known}
         self._agree(lambda r: id(r) in new and r.is_tensor and r.meta.sync.should)
 
     def stop(self) -> None:
-        """Callbacks have acted on the metrics: stop if any member wants to."""
+        """Callbacks have acted on the metrics: stop if any member wishes to."""
         result = self.gather(bool(self._decisions.stop_wished))
         if result is not None:
             self._decisions.agree_to_stop(any(result[0]))
 
     def _agree(self, summed: Callable[[Any], bool]) -> None:
-        """Replace what callbacks and schedulers see by what is the same for all.
+        """Replace what callbacks and schedulers see by values that are equal in all groups.
 
-        `summed(result)`: over the participants, of what each has seen (torchmetrics objects:
-        of their states). All other numbers: the first member's.
+        Those with `summed(result)` are reduced over what each participant has seen (torchmetrics
+        objects: over their states). All other numbers are the first member's.
         """
         trainer, results = self._trainer, self._trainer._results or {}
         numbers = {k: v for k, v in trainer.callback_metrics.items() if v.numel() == 1}
@@ -139,8 +141,8 @@ def make_callbacks(
 ) -> tuple[Any, Any]:
     """(one to be the first in the Trainer's list, one to be the last).
 
-    `early_stopping`: the class of the Lightning that is used. `adopt_fetcher()`: the data fetcher
-    of a new epoch is to be ours before it is used.
+    `early_stopping`: the class of the Lightning that is used. `adopt_fetcher()`: called before the
+    data fetcher of a new epoch is used.
     """
 
     def first_epoch_start(self: Any, trainer: Any, module: Any) -> None:
@@ -177,7 +179,7 @@ def make_callbacks(
 
 
 def _callback(name: str, base: type, hooks: dict[str, Any]) -> Any:
-    """Nothing of `base` but its class: no monitor, no state."""
+    """An instance of `base` without its behaviour: no monitor, no state."""
 
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
         return None

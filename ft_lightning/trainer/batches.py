@@ -36,7 +36,7 @@ log = logging.getLogger("ft_lightning")
 def adopt(instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
     """Give `instance` a subclass of its class with `methods(class)` in it.
 
-    One base and no slots: Python lets an instance change its class only if the layout stays.
+    The subclass has one base and no slots: an instance may change its class only if the layout stays.
     """
     cls = type(instance)
     namespace = {"__module__": cls.__module__, "__slots__": (), "_ft_original": cls}
@@ -123,9 +123,9 @@ class Batches:
         self._adopted.append(instance)
 
     def mark(self, trainer: Any) -> None:
-        """A step (or window of batches) begins here: note how far the streams are.
+        """A step (or window of batches) begins: note how far the streams are.
 
-        Only streams have a state: other loaders are placed by index, or not at all.
+        Only streams have a state. Other loaders are placed by index, or not at all.
         """
         fit_loop = trainer.fit_loop
         self._marked = []
@@ -136,9 +136,9 @@ class Batches:
             self._marked.append(None if owner is None else copy.deepcopy(owner.state_dict()))
 
     def states(self, trainer: Any | None) -> list[Any]:
-        """For each loader, what a peer's needs to go on from the mark; None: nothing there is.
+        """For each loader, the state that places a peer's loader at the mark; None: it has none.
 
-        `trainer`: the mark is to be here.
+        `trainer`: set the mark here first.
         """
         if trainer is not None:
             self.mark(trainer)
@@ -176,7 +176,7 @@ class Batches:
             fetcher.done = fetcher.fetched >= fetcher.length
 
     def release(self) -> None:
-        """Give all that was adopted its own class back."""
+        """Give everything that was adopted its own class back."""
         for sampler in self._samplers:
             release(sampler, "_ft_skip", "_ft_chosen")
         for instance in self._adopted:
@@ -190,7 +190,7 @@ class Batches:
 
     @staticmethod
     def index_sampler(loader: object) -> Any | None:
-        """What chooses the (batches of) samples of `loader`; None: nothing that we could ask."""
+        """What chooses the (batches of) samples of `loader`; None: nothing that can be asked."""
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return None
         return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -210,9 +210,9 @@ class Batches:
         if not self._warned:
             self._warned = True
             log.warning(
-                "after a heal the data of %s goes on from where this process's own iterator "
-                "starts: an iterable has no position to restore, so some samples are seen twice "
-                "or not at all in this epoch",
+                "after a heal the data of %s continues where this process's own iterator starts: "
+                "an iterable has no position to restore, so some samples are seen twice or not at "
+                "all in this epoch",
                 type(loader).__name__,
             )
 
@@ -250,7 +250,7 @@ def capture_counters(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
     `batches`: of the step under way, where the Trainer computes the last of them; 0 at the boundary.
     """
     state: dict[str, Any] = trainer.fit_loop.state_dict()
-    # Data has ways of its own to its place (`Batches.jump`).
+    # Data is placed by `Batches.jump`.
     state.get("state_dict", {}).pop("combined_loader", None)
     state[BATCHES]["is_last_batch"] = False
     for part in PARTS if batches else ():

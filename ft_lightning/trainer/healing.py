@@ -1,8 +1,8 @@
 """A Trainer's whole state as a checkpoint that travels, and its restoration in a running fit.
 
-"Healed" is to mean "resumed from a checkpoint", with all the hooks that Lightning promises for
-that: what a LightningModule, data module or callback keeps through a checkpoint, it keeps through
-a heal. The difference is only that the fit goes on from where it is.
+A heal is a resumption from a checkpoint, with all the hooks that Lightning calls for that: what a
+LightningModule, data module or callback keeps through a checkpoint, it keeps through a heal. The only
+difference is that the fit is running already.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ log = logging.getLogger("ft_lightning")
 def lineage_of_start(trainer: Any, *, allow_objects: bool) -> str:
     """Name of the state in which a run starts; equal for replica groups that start alike.
 
-    It covers what decides the training's course, not what may rightly differ between groups (such
-    as a callback's paths). Unlike states heal at the first quorum.
+    It covers what decides the course of the training, and nothing that may differ between groups
+    (such as a callback's paths). Groups in other states heal at the first quorum.
     """
     state = {
         "state_dict": trainer.strategy.lightning_module_state_dict(),
@@ -61,7 +61,7 @@ def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for owner in (trainer.lightning_module, trainer.datamodule):
         if owner is not None:
-            # The target has its own; they may hold anything, and restoring does not read them.
+            # The target has its own. They may hold any object, and restoring does not read them.
             for key in ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_TYPE"):
                 checkpoint.pop(getattr(owner, key, key), None)
     checkpoint["loops"] = {"fit_loop": capture_counters(trainer, batches=batches)}

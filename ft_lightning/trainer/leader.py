@@ -1,8 +1,8 @@
 """One replica group writes: logs, checkpoints, configuration. It may die, and another takes over.
 
-| when | writes | says what rank zero says |
+| when | writes | prints what rank zero prints |
 |---|---|---|
-| the only replica group there is to be | it does, as under stock `ddp` | it does |
+| only one replica group is configured | it does, as under stock `ddp` | it does |
 | until the first quorum of a fit | none: the leader is not known | group 0, if it was not restarted |
 | in a quorum | the first participant (`FTDDPMixin._on_quorum`) | the same |
 | after a fit without a quorum | group 0: no other has done more | the same |
@@ -38,12 +38,12 @@ log = logging.getLogger("ft_lightning")
 
 
 def before_quorum(trainer: Any, scope: Scope, dummy: Any) -> bool:
-    """A fit is being set up; whether this group writes already. The loop's thread.
+    """A fit is being set up: returns whether this group writes already. The loop's thread.
 
     Loggers open their files at their first use as rank zero, under a version number that follows
-    from the files there are: all groups have to choose one before any opens. So until the first
-    quorum the loggers of the group that speaks are silent. `dummy()`: the experiment of a logger
-    that is not rank zero's. Raises ValueError for what several groups cannot agree about.
+    from the files that exist: all groups have to choose one before any opens. So the loggers of the
+    group that prints are silent until the first quorum. `dummy()`: the experiment of a logger that
+    is not rank zero's. Raises ValueError for what several groups cannot agree on.
     """
     first = scope.index == 0 and scope.group_rank == 0
     if scope.num_groups == 1:
@@ -64,15 +64,15 @@ def before_quorum(trainer: Any, scope: Scope, dummy: Any) -> bool:
 
 
 def in_quorum(trainer: Any, scope: Scope, leads: bool) -> None:
-    """The leader is known, for the first time or anew."""
+    """The leader is known, for the first time or because it has changed."""
     act_as_leader(leads, scope)
     _release(trainer)
 
 
 def without_quorum(trainer: Any, scope: Scope) -> bool:
-    """Whether this group writes after a fit without a quorum: it took no step, or failed before.
+    """Whether this group writes after a fit that took no step, or failed before its first quorum.
 
-    One that was started again may have peers whose files are newer than what it failed with.
+    The peers of a restarted group may have newer files than the state with which it failed.
     """
     _release(trainer)
     risky = scope.num_groups > 1 and scope.restarts > 0 and trainer.interrupted
@@ -82,12 +82,13 @@ def without_quorum(trainer: Any, scope: Scope) -> bool:
 
 
 def searching(trainer: Any) -> bool:
-    """Whether the learning rate finder trains, before the fit: with a callback of its own only."""
+    """Whether the learning rate finder trains before the fit, which it does with its own callback."""
     return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
 
 
 def refuse_search(trainer: Any, *, outer: bool = False) -> None:
-    """Several groups would find several rates; and `outer` steps begin once. Raises ValueError."""
+    """Raise ValueError for a learning rate finder. Several groups would find several rates, and with
+    `outer` steps a fit begins only once."""
     if any(
         cls.__name__ == "LearningRateFinder" for c in trainer.callbacks for cls in type(c).mro()
     ):
@@ -122,9 +123,10 @@ def _silent(dummy: Any) -> Any:
 
 
 def begin(trainer: Any, log_hyperparams: Any, *, takes_over: bool) -> None:
-    """This group writes from now on: first what set-up would have written.
+    """This group writes from now on; first, what set-up would have written.
 
-    `log_hyperparams(trainer)`: Lightning's own. `takes_over`: from another. The loop's thread.
+    `log_hyperparams(trainer)`: Lightning's own. `takes_over`: another group wrote before. The loop's
+    thread.
     """
     for logger in trainer.loggers:
         keep_metrics(logger)
@@ -138,7 +140,7 @@ def begin(trainer: Any, log_hyperparams: Any, *, takes_over: bool) -> None:
 
 
 def _save_config(trainer: Any, callback: Any) -> None:
-    """LightningCLI's callback, which at set-up had found no leader."""
+    """Have LightningCLI's callback save, which found no leader at set-up."""
     directory, name = trainer.log_dir, getattr(callback, "config_filename", "")
     if directory and name and os.path.exists(os.path.join(directory, name)):
         callback.already_saved = True  # by the leader before this one
@@ -147,9 +149,9 @@ def _save_config(trainer: Any, callback: Any) -> None:
 
 
 def keep_metrics(logger: Any) -> None:
-    """A CSV logger deletes the metrics that it finds: let it go on after them instead.
+    """Let a CSV logger append to the metrics that it finds, which it would delete.
 
-    Does nothing for loggers of other kinds, or one that has begun to write already.
+    Does nothing for loggers of other kinds, or for one that has begun to write already.
     """
     directory = getattr(logger, "log_dir", None)
     if getattr(logger, "_experiment", 0) is not None or not isinstance(directory, str):
@@ -165,7 +167,7 @@ def keep_metrics(logger: Any) -> None:
         os.replace(aside, path)
     with open(path, newline="") as file:
         writer.metrics_keys = list(csv.DictReader(file).fieldnames or ())
-    log.info("%s: goes on after what was logged before", path)
+    log.info("%s: appending to what was logged before", path)
 
 
 def directories(trainer: Any) -> list[Any]:
@@ -174,7 +176,7 @@ def directories(trainer: Any) -> list[Any]:
 
 
 def adopt_directories(trainer: Any, versions: list[Any]) -> None:
-    """A process that came later has counted its peers' directory: write to theirs instead."""
+    """Write to the peers' directories. A process that started later has chosen a version after theirs."""
     for logger, version in zip(trainer.loggers, versions, strict=False):
         if version is not None and _has_version(logger) and logger._experiment is None:
             logger._version = version
@@ -231,7 +233,7 @@ class Checkpoints:
         return not self.failed
 
     def take(self, checkpoint: dict[str, Any]) -> None:
-        """Take the manager's part out of a checkpoint that was loaded: hooks see their own."""
+        """Remove the manager's part from a checkpoint that was loaded, so that hooks do not see it."""
         self.loaded = dict(checkpoint.pop(KEY, None) or {})
 
 
@@ -243,8 +245,7 @@ class CheckpointMixin(_Base):
     _saved: Checkpoints | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a Trainer, or of what refers to one, has no fit under way: sockets, threads
-        and what works with them stay with this one."""
+        """Leave out what belongs to a fit under way (sockets, threads): a copy of a Trainer has none."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
         dead = {name: None for name in _LIVE if name in state}
         return {**state, **dead, "_model": self.lightning_module}  # without its wrapper
@@ -262,7 +263,7 @@ class CheckpointMixin(_Base):
         if not self.is_global_zero:
             return
         if self._manager is not None:
-            # In a copy: hooks may have kept theirs, and look at it.
+            # In a copy: hooks may have kept the checkpoint that they were given.
             checkpoint = {**checkpoint, KEY: self._manager.state_dict()}
         io = self.checkpoint_io
         plain = isinstance(io, self._from("plugins.io").TorchCheckpointIO)

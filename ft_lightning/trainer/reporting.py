@@ -1,4 +1,4 @@
-"""Callbacks that tell how a fit under "ft_ddp" went: to loggers, and as a picture.
+"""Callbacks that report how a fit under "ft_ddp" goes: to loggers, and as a picture.
 
 Written once for both of Lightning's namespaces: `ft_lightning.pytorch` and `ft_lightning.pl` put
 them in front of their own `Callback`.
@@ -25,18 +25,18 @@ log = logging.getLogger("ft_lightning")
 
 
 class Counts:
-    """Counts the events of one manager: a sink for its telemetry.
+    """Counts the events of one manager, as a sink of its telemetry.
 
     Attributes:
         groups: configured number of replica groups.
         participants: of the last committed step.
-        commits, discards: steps of the manager that this process saw end so: those of optimizers,
+        commits, discards: how many steps of the manager ended so in this process: optimizer steps
             and agreements at the ends of epochs.
         heals: states that this process took from its peers.
         served: states that peers took from this process.
         step_s: seconds that the last committed step took.
 
-    Thread: written in those of the events; reading a number needs no lock.
+    Thread: any; reading a number needs no lock.
     """
 
     def __init__(self, groups: int) -> None:
@@ -58,9 +58,9 @@ class Counts:
             self.served += 1
 
     def for_bar(self, step: int) -> dict[str, str]:
-        """What a progress bar shows, `step` being the Trainer's; what did not happen is left out.
+        """What a progress bar shows. `step`: the Trainer's. Counts of zero are left out.
 
-        Texts: Rich's bar writes numbers with the fraction that the user wants for metrics.
+        As texts, since Rich's bar writes numbers with the user's format for metrics.
         """
         shown = {"groups": f"{self.participants}/{self.groups}", "step": str(step)}
         for name in ("discards", "heals"):
@@ -81,7 +81,7 @@ class Counts:
 
 
 def count(manager: Manager, groups: int) -> Counts:
-    """Counts of what `manager` does from now on."""
+    """Count what `manager` does from now on."""
     counts = Counts(groups)
     manager.telemetry.add_sink(counts)
     return counts
@@ -91,9 +91,9 @@ def show_in_bar(trainer: Any, counts: Counts, *, visible: bool) -> None:
     """Have the Trainer's progress bar (any with Lightning's `get_metrics`: TQDM's, Rich's, a
     user's) show the counts after its own items. `hide_from_bar` undoes it.
 
-    `visible`: this process is the one that has a bar, which the user has not disabled. Lightning
-    asks for rank zero when it sets up, before there is a leader, and a bar that was made invisible
-    cannot be shown later: so the bar stays with one replica group, whichever leads.
+    `visible`: this process has the bar, and the user has not disabled it. Lightning decides by rank
+    zero at set-up, before there is a leader, and a bar that was made invisible cannot be shown later.
+    So the bar stays with one replica group, whichever leads.
     """
     bar = trainer.progress_bar_callback
     if bar is None or adopted(bar) or not hasattr(bar, "get_metrics"):
@@ -151,9 +151,8 @@ class MetricsMixin(_Base):
 
 class TimelineMixin(_Base):
     """Draws the run when it has ended: commits, discards, memberships and heals of each replica
-    group, over time. Each group writes its events to ``dirpath`` while it trains; the leader
-    draws what is there at the end. Needs matplotlib: without it the events are kept, and the log
-    says so.
+    group over time. Each group writes its events to ``dirpath`` while it trains, and the leader draws
+    them at the end. Needs matplotlib; without it the events are kept, and the log says so.
 
     Args:
         dirpath: folder for the picture and the events; must be one for all groups (on several
@@ -176,7 +175,7 @@ class TimelineMixin(_Base):
             log.warning("FTTimeline draws fits under ft_ddp only: there will be no picture")
             return
         if trainer.strategy.scope.group_rank:
-            return  # rank 0 tells for its replica group
+            return  # rank 0 writes for its replica group
         folder = self._folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         self._sink = JsonlSink(event_file(folder, trainer.strategy.scope.index, os.getpid()))

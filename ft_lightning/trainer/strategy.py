@@ -90,7 +90,7 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
         show_in_bar(trainer, self.counts, visible=self._shows_bar and self.scope.rank == 0)
         self._decisions = Decisions(trainer)
         self._driver = self._make_driver(trainer)
-        # Without a decision by the quorum, or without one a step, each group decides for itself.
+        # If the quorum does not decide each step, each group decides for itself.
         agrees = self._votes_each_step and self._options.commit == "quorum"
         self._decisions.alone = not agrees
         self._rounds = Rounds(trainer, self._decisions, self._driver.round if agrees else None)
@@ -109,7 +109,7 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
         self._callbacks, trainer.callbacks[:] = (first, last), [first, *trainer.callbacks, last]
 
     def _make_driver(self, trainer: Any) -> Any:
-        """What works the manager at each step; before the model is wrapped."""
+        """What calls the manager at each step. Made before the model is wrapped."""
         assert self._manager is not None
         assert self._batches is not None
         assert self._decisions is not None
@@ -121,7 +121,8 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
             on_quorum=self._on_quorum,
             hooks=self._call_hooks,
             leave=self._leave,
-            patience_s=4 * self._options.timeout_s,  # the lighthouse evicts a hung group before
+            patience_s=4
+            * self._options.timeout_s,  # the lighthouse evicts a group that hangs before
             min_replicas=self._options.min_replicas,
         )
 
@@ -140,7 +141,7 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
     # ------------------------------------------------------------------ the step
 
     def on_train_start(self) -> None:
-        """The state is complete: say where this group starts, and take over the data."""
+        """The state is complete: tell the manager where this group starts, and adopt the data."""
         super().on_train_start()
         assert self._manager is not None and self._decisions is not None
         if not self._met:  # else the learning rate finder has trained already
@@ -184,7 +185,7 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
         return output
 
     def _tell_loss(self, loss: torch.Tensor) -> None:
-        """To the event log: the loss of the last step."""
+        """Write the loss of the last step to the event log."""
         assert self._manager is not None
         outcome = self._manager.last_outcome()
         self._manager.telemetry.emit(
@@ -194,7 +195,7 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
         )
 
     def _adopt_fetcher(self) -> None:
-        """An epoch begins: the data fetcher of a new epoch is to be ours before it is used."""
+        """An epoch begins: adopt its data fetcher before it is used."""
         assert self._batches is not None
         self._batches.adopt_fetcher(self._trainer.fit_loop._data_fetcher)
 
@@ -223,7 +224,7 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
     def on_train_end(self) -> None:
         super().on_train_end()
         if not leader.searching(self._trainer):
-            # Before user code that follows the fit: peers must not wait for it.
+            # Before any user code that follows the fit, so that peers do not wait for it.
             self._shut_down(finished=True)
 
     def teardown(self) -> None:
@@ -236,7 +237,7 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
         super().teardown()
 
     def _shut_down(self, *, finished: bool = False) -> None:
-        """Leave the quorum and undo what was put into Lightning's objects. Idempotent."""
+        """Leave the quorum, and release what was adopted of Lightning. Idempotent."""
         if self._driver is not None:
             self._driver.close()
         if self._batches is not None:

@@ -32,15 +32,15 @@ Lightning's validation loop gets a subclass of its own class while a fit lasts:
 - its data fetcher gives this group's share, then tallies with the others, and gives what is found
   missing like any other batch. So hooks, logging and `validation_step` see nothing new;
 - when none is missing, `self.log`'s numbers and torchmetrics objects show what all have (numbers
-  that a hook logs apart from batches: the first member's), before Lightning looks at them. They do
-  until the validation has ended, to the user's `on_validation_epoch_end`, too.
+  that a hook logs apart from batches: the first member's), before Lightning reads them. They do so
+  until the validation has ended, also in the user's `on_validation_epoch_end`.
 
-What that hook makes of things that `validation_step` has kept for itself is made of this group's
-share; if it logs a number of it with `sync_dist=True`, the mean (or sum, ...) over the members is
+What that hook computes from values that `validation_step` has stored itself covers this group's share
+only. If it logs such a number with `sync_dist=True`, the mean (or sum, ...) over the members is
 taken, each counting once, as under `ddp`.
 
-Divided are DataLoaders over map-style datasets, one or several in sequence, when steps are decided
-by the quorum. Everything else is validated by each group as a whole, which a warning says.
+DataLoaders over map-style datasets are divided, one or several in sequence, when the quorum decides
+steps. Each group validates everything else as a whole, which a warning says.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Validation:
     # ------------------------------------------------------------------ the loop's calls
 
     def run(self, run: Callable[[], Any]) -> Any:
-        """All of a validation."""
+        """Run a whole validation."""
         self._running = True
         try:
             return run()
@@ -119,7 +119,7 @@ class Validation:
             self._end()
 
     def begin(self) -> None:
-        """The loaders are there and are not read yet: agree on the shares."""
+        """The loaders exist and are not read yet: agree on the shares."""
         if not self._running or self._trainer.sanity_checking:
             return
         if self._rounds.off:
@@ -140,7 +140,7 @@ class Validation:
         self._take(range(len(self._places)), rank, len(members))
 
     def begun(self) -> None:
-        """The data fetcher is there."""
+        """The data fetcher exists."""
         fetcher = self._loop._data_fetcher
         if not self.active:
             return
@@ -152,8 +152,8 @@ class Validation:
         adopt(fetcher, _fetching(self))
 
     def next(self, fetcher: Any) -> Any:
-        """The next batch that is this group's. Raises StopIteration when none is missing."""
-        if self._counts is None:  # hooks at the start have reset what they reset
+        """The next batch of this group's share. Raises StopIteration when none is missing."""
+        if self._counts is None:  # hooks at the start have made their resets
             self._counts = logged_totals.counts(self._module)
         while not self._todo:
             if not self._tally():
@@ -171,14 +171,14 @@ class Validation:
         return batch, index, loader
 
     def epoch_end(self) -> None:
-        """The user's hooks have logged what they made of a whole validation."""
+        """The user's hooks have logged what they computed of a whole validation."""
         if self.active:
             self._rounds.shared_metrics(self._complete_keys)
 
     # ------------------------------------------------------------------ shares
 
     def _take(self, missing: Any, rank: int, members: int) -> None:
-        """My share of `missing` is to be given out next."""
+        """This group's share of `missing` comes next."""
         self._todo.extend(share(missing, rank, members))
         chosen: list[list[Any]] = [[] for _ in self._indices]
         for number in self._todo:
@@ -188,7 +188,7 @@ class Validation:
             sampler._ft_chosen = items
 
     def _tally(self) -> bool:
-        """My share is done: whether anything is left to do (or to wait for)."""
+        """This group's share is done: whether anything is left to do (or to wait for)."""
         total = len(self._places)
         if not self._alone:
             self._rounds.meet(tally=True)
@@ -198,7 +198,9 @@ class Validation:
                 members, rank = result
                 missing = batches_missing(total, [member["done"] for member in members])
                 if missing:
-                    log.info("validation: %s batches of others are done again", len(missing))
+                    log.info(
+                        "validation: %s batches of groups that left are done again", len(missing)
+                    )
                     self._take(missing, rank, len(members))
                     return True
                 self._put(members)
@@ -220,7 +222,7 @@ class Validation:
         }
 
     def _put(self, members: list[Any]) -> None:
-        """Show what all members have."""
+        """Show Lightning what all members have."""
         self._unshare = logged_totals.share(self._module, [m["states"] for m in members])
         rows = [member["rows"] for member in members]
         self._made = logged_totals.put(
@@ -228,7 +230,7 @@ class Validation:
         )
 
     def _complete(self) -> None:
-        """Make the loop's own books those of the whole set."""
+        """Make the loop's own counters those of the whole set."""
         loop, connector = self._loop, self._trainer._logger_connector
         loop._has_run = True
         others = len(self._places) - len(self._done)
