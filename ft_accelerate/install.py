@@ -21,14 +21,14 @@ from torch import nn
 
 from ft_accelerate import seams
 from ft_accelerate.plugin.options import FaultTolerancePlugin, as_one_process, uses
-from ft_accelerate.runtime import periodic, torch_proxy
+from ft_accelerate.runtime import periodic
 from ft_accelerate.runtime import process as processes
+from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import save_whole
 from ft_accelerate.runtime.loaders import iterate, skip_batches
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.process import while_active
 from ft_accelerate.runtime.runtime import Runtime
-from ft_accelerate.runtime.world_collectives import Collectives, nothing_to_synchronize
 from ft_accelerate.seams import Seam, around
 from ft_accelerate.transformers import trainer_hooks
 
@@ -87,34 +87,15 @@ class FaultToleranceKwargs(FaultTolerancePlugin, KwargsHandler):
 
 
 def _over_quorum(_: Any) -> Any:
-    return torch_proxy.distributed_proxy(**_world_functions())
+    return world.torch_proxy(world.FUNCTIONS)
 
 
 def _with_our_model(_: Any) -> Any:
-    return torch_proxy.ddp_proxy(_Model, **_world_functions())
-
-
-def _world_functions() -> dict[str, Any]:
-    world = Collectives(processes.current)
-    return {
-        name: getattr(world, name)
-        for name in (
-            "get_world_size", "get_rank", "init_process_group", "all_gather", "all_reduce",
-            "all_gather_into_tensor", "broadcast", "all_gather_object", "broadcast_object_list",
-            "barrier",
-        )
-    }  # fmt: skip
+    return world.torch_proxy(world.FUNCTIONS, DistributedDataParallel=_Model)
 
 
 def _with_healed_seeds(_: Any) -> Any:
-    """Generators are synchronized until there is something to heal; from then on they heal."""
-    world = Collectives(processes.current)
-
-    def broadcast(tensor: Any, src: int = 0, group: Any = None) -> None:
-        beginning = processes.current().beginning
-        (world.broadcast if beginning else nothing_to_synchronize)(tensor, src, group)
-
-    return torch_proxy.distributed_proxy(broadcast=broadcast)
+    return world.torch_proxy({"broadcast": world.broadcast_seeds})
 
 
 class _ModelMeta(type):
@@ -311,7 +292,8 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
             "an optimizer that evaluates a closure reduces gradients several times a step, which "
             "fault tolerance can't vote on: use another optimizer"
         )
-    runtime.check_gradients()
+    if runtime.reducer.busy:
+        runtime.reducer.check_complete()
     original(self, closure)
     runtime.position.step_taken()
     return None
@@ -357,8 +339,8 @@ SEAMS = (
     Seam("accelerate.data_loader", "DataLoaderShard.end", ("self",)),
     Seam("accelerate.data_loader", "BatchSamplerShard.__iter__", ("self",), around(skip_batches)),
     *(
-        Seam("torch.distributed", name, (), functools.partial(torch_proxy.refuse_own_use, name))
-        for name in torch_proxy.INSTEAD
+        Seam("torch.distributed", name, (), functools.partial(world.refuse_own_use, name))
+        for name in world.INSTEAD
     ),
 )  # fmt: skip
 """All that we lean on by name, and what takes its place."""

@@ -1,21 +1,22 @@
 """Operations over the quorum, each checked before data moves. One attempt a call.
 
 First every process sends a header of fixed size: what it is about to do, at which event of its
-script, with how many bytes. Only if all headers agree do collectives of other sizes start, since
-Gloo ends the process when collectives do not match. Payloads are summed: each process adds its own
-rows and zeros elsewhere, which is exact for bytes.
+script, with how many bytes. Collectives of other sizes start only if all headers agree, since Gloo
+ends the process when collectives do not match. Payloads are summed: each process adds its own rows
+and zeros elsewhere, which is exact for bytes.
 
 Gradients go without a header once a gradient step was committed under the same quorum, as all its
 members know. A process whose script is elsewhere then waits at its header, which Gloo keeps apart
-from the others' gradients. When its patience ends, so does the attempt; a new quorum follows, in
-which all begin with headers.
+from the others' gradients. When its patience ends, its attempt fails. A new quorum follows, in which
+all processes begin with headers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +50,16 @@ NAMES = {
     Kind.PARAMETERS: "an average of parameters",
 }
 JUST_BACK_EVENTS = 1
-Said = tuple[int, int, int, int]
-"""A header: kind, event, bytes, the shape's hash."""
+
+
+class Header(NamedTuple):
+    """What a process is about to do."""
+
+    kind: int
+    event: int
+    nbytes: int
+    shape: int
+    """A hash."""
 
 
 class Diverged(RuntimeError):
@@ -59,55 +68,63 @@ class Diverged(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CheckedCollectives:
-    """The collectives of one process in an open attempt of `manager`.
+    """The collectives of one process in one attempt at an event of its script.
 
-    `process_index`: its number among the `num_processes` of the whole job; `device`: of the tensors
-    that are sent.
+    Attributes:
+        manager: a step of which is open.
+        process_index, num_processes: of this process among those of the whole job.
+        device: of the tensors that are sent.
+        kind, event: what the script is about to do, and the event's number.
+        agreed: events that this process has done together with others since it came (back).
+        patience_s: how long to wait for the others' headers; None: as long as for any collective.
     """
 
     manager: Manager
     process_index: int
     num_processes: int
     device: torch.device
+    kind: Kind
+    event: int
+    agreed: int
+    patience_s: float | None = None
 
-    def agree(
-        self,
-        kind: Kind,
-        event: int,
-        agreed: int,
-        nbytes: int = 0,
-        shape: Sequence[int] = (),
-        *,
-        patience_s: float | None = None,
-    ) -> list[Said | None] | None:
-        """The header: (kind, event, bytes, shape's hash) of each process; None where one is away.
+    def check(self, nbytes: int = 0, shape: Sequence[int] = ()) -> list[Header | None] | None:
+        """Exchange headers; the first collective of an attempt.
 
-        Returns None if the attempt has failed, as it does when the others have not come within
-        `patience_s`. Raises Diverged if it is this process that has diverged.
+        Returns each process's header; None in the place of one that is away. Returns None if the
+        attempt has failed. Raises Diverged if it is this process that has diverged.
         """
-        mine = (kind.value, event, nbytes, hash(tuple(shape)) % (1 << 31))
-        header = [self.process_index, *mine, agreed]
-        said = exchange_headers(
-            self.manager.step, header, device=self.device, patience_s=patience_s
+        mine = Header(self.kind.value, self.event, nbytes, hash(tuple(shape)) % (1 << 31))
+        known = exchange_headers(
+            self.manager.step,
+            [self.process_index, *mine, self.agreed],
+            device=self.device,
+            patience_s=self.patience_s,
         )
-        if not said:
+        if not known:
             return None
-        rows: list[list[int] | None] = [None] * self.num_processes
-        for row in said:
-            rows[row[0]] = row
+        found = {index: (Header(*header), agreed) for index, *header, agreed in known}
         # The processes that have done most together are right; of those the first.
-        reference = max(said, key=lambda row: (row[5], -row[0]))[1:5]
-        if reference[:2] != list(mine[:2]):
+        right, _ = found[max(found, key=lambda index: (found[index][1], -index))]
+        if right[:2] != mine[:2]:
             raise Diverged(
-                f"this replica group is at {NAMES[kind]} (event {event} of its script), the others "
-                f"are at {NAMES[Kind(reference[0])]} (event {reference[1]}): all must run the same "
-                "script with the same options, and register objects that decide about its path "
-                "with accelerator.register_for_checkpointing"
+                f"this replica group is at {NAMES[self.kind]} (event {self.event} of its script), "
+                f"the others are at {NAMES[Kind(right.kind)]} (event {right.event}): all must run "
+                "the same script with the same options, and register objects that decide about its "
+                "path with accelerator.register_for_checkpointing"
             )
-        if any(row[1:3] != reference[:2] for row in said):
+        if any(header[:2] != right[:2] for header, _ in found.values()):
             self.manager.report_error(RuntimeError("another replica group's script has diverged"))
             return None
-        return [None if row is None else _counted(row, reference) for row in rows]
+        # A process that has just come back may bring a tensor that it made (padded, say) when it
+        # did not count yet. It does not count in this operation either.
+        return [
+            found[index][0]
+            if index in found
+            and (found[index][0].shape == right.shape or found[index][1] > JUST_BACK_EVENTS)
+            else None
+            for index in range(self.num_processes)
+        ]
 
     def rows(self, payload: Tensor, nbytes: int) -> Tensor:
         """`payload` (bytes, up to `nbytes` of them) of every process: shape (num_processes, nbytes)."""
@@ -132,38 +149,19 @@ class CheckedCollectives:
         return result
 
 
-def _counted(row: list[int], reference: list[int]) -> Said | None:
-    """What a process says. None for one that has just come back with a tensor that it made (padded,
-    say) when it did not count yet: it does not count in this operation either."""
-    _, kind, event, nbytes, shape, agreed = row
-    if shape != reference[3] and agreed <= JUST_BACK_EVENTS:
-        return None
-    return kind, event, nbytes, shape
+Attempt = Callable[[CheckedCollectives], Any]
+"""Does an operation once. What it returns counts if the attempt is committed."""
 
 
-def check_alike(said: Sequence[Said | None], what: str) -> None:
+def check_alike(headers: Sequence[Header | None], what: str) -> None:
     """Raise ValueError unless all processes bring the same shape."""
-    here = {s[2:] for s in said if s is not None}
-    if len(here) > 1:
+    if len({header[2:] for header in headers if header is not None}) > 1:
         raise ValueError(
             f"{what} needs a tensor of the same shape and type from every process: use "
             "accelerator.pad_across_processes before it"
         )
 
 
-def present(said: Sequence[object | None]) -> list[int]:
-    """Indices of the processes that contribute."""
-    return [index for index, row in enumerate(said) if row is not None]
-
-
-def fill(rows: list[Tensor], here: Sequence[int]) -> list[Tensor]:
-    """`rows`, with copies of others' rows in place of those of processes that are away.
-
-    So shapes stay what the script expects, and means and (scaled) sums stay unbiased.
-    """
-    if not here:
-        return rows
-    return [
-        row if index in set(here) else rows[here[index % len(here)]]
-        for index, row in enumerate(rows)
-    ]
+def present(headers: Sequence[Header | None]) -> dict[int, Header]:
+    """The headers of the processes that contribute, by their index."""
+    return {index: header for index, header in enumerate(headers) if header is not None}

@@ -93,13 +93,6 @@ def publish(
     return main
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace the file `path`: a reader sees the old text or the new one, and never a part."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    draft.replace(path)
-
-
 def _remove(root: Path, pattern: str) -> None:
     """What an earlier process of this number, or an earlier checkpoint, left."""
     with contextlib.suppress(FileNotFoundError):  # another has removed `.ft_saving`, empty

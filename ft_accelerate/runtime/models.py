@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from ft_accelerate.runtime.script_position import Phase, ScriptPosition
 from ft_core.collectives.retry import RetryableReducer
 from ft_core.ddp import RetryableDistributedDataParallel, never_compile
 
@@ -18,34 +19,30 @@ from ft_core.ddp import RetryableDistributedDataParallel, never_compile
 class FaultTolerantModel(RetryableDistributedDataParallel):
     """`ft_core`'s model with kept gradients whose forward can be answered from memory.
 
-    While `is_fast_forward()` the first call with inputs of some shapes computes; later ones return
-    copies of that output, whose backward ends at the output and calls `on_skipped_backward`, once a
-    pass. Neither this nor a forward that is done over (`is_replay()`) leaves a trace in running
-    statistics: those came with the peers' state.
+    While the script's `position` fast-forwards, the first call with inputs of some shapes computes.
+    Later ones return copies of that output, whose backward ends at the output and counts in
+    `position`. Neither this nor a forward that is replayed leaves a trace in running statistics: those
+    came with the peers' state.
     """
 
     def __init__(
         self,
         reducer: RetryableReducer,
         module: nn.Module,
-        *,
-        is_fast_forward: Callable[[], bool],
-        is_replay: Callable[[], bool],
-        on_skipped_backward: Callable[[], None],
+        position: ScriptPosition,
         **kwargs: Any,
     ) -> None:
         super().__init__(reducer, module, **kwargs)
         never_compile(__package__)
-        self._is_fast_forward, self._on_skipped_backward = is_fast_forward, on_skipped_backward
-        self._is_replay = is_replay
+        self._position = position
         self._remembered: dict[Any, Any] = {}
         self._skip_queued = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._is_fast_forward():
+        if self._position.fast_forwarding:
             return self._remembered_forward(inputs, kwargs)
         self._remembered.clear()
-        if not self._is_replay():
+        if self._position.phase is not Phase.REPLAY:
             return super().forward(*inputs, **kwargs)
         with _without_trace(self.module):
             return super().forward(*inputs, **kwargs)
@@ -76,7 +73,7 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
 
     def _skipped_backward_over(self) -> None:
         self._skip_queued = False
-        self._on_skipped_backward()
+        self._position.replay_grad()
 
 
 @contextmanager

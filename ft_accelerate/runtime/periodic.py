@@ -21,7 +21,7 @@ from accelerate.local_sgd import LocalSGD as StockLocalSGD
 from torch import Tensor
 
 from ft_accelerate.runtime import process as processes
-from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Kind
+from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Kind, present
 from ft_accelerate.runtime.runtime import Runtime
 from ft_core.diloco.diloco import OuterOptimizerStep, nesterov
 from ft_core.diloco.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, describe, split
@@ -261,23 +261,19 @@ class _Operation:
         self._outer.finish(sent)
         return True
 
-    def _attempt(
-        self, collectives: CheckedCollectives, agree: Callable[..., Any]
-    ) -> OuterReduce | None:
+    def _attempt(self, collectives: CheckedCollectives) -> OuterReduce | None:
         sent, self._sent = self._sent, None
         if sent is None or self._sent_in != self._runtime.attempts_discarded:
-            sent = self._send(collectives, agree)
+            sent = self._send(collectives)
         if sent is not None:
             sent.wait()
         return sent
 
-    def _send(
-        self, collectives: CheckedCollectives, agree: Callable[..., Any]
-    ) -> OuterReduce | None:
-        said = agree(self._fingerprint())
-        if said is None:
+    def _send(self, collectives: CheckedCollectives) -> OuterReduce | None:
+        headers = collectives.check(self._fingerprint())
+        if headers is None:
             return None
-        if len({s[2] for s in said if s is not None}) > 1:
+        if len({header.nbytes for header in present(headers).values()}) > 1:
             raise ValueError(
                 "the replica groups average parameters with different settings or models, this one "
                 f"with {self._settings}: start all of them with the same script and options"

@@ -11,26 +11,49 @@ So when the optimizer steps nothing can fail any more: a raw loop never sees a d
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import signal
+import sys
+import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ft_accelerate.plugin.options import FaultTolerancePlugin, GroupPlace, Supervision
 from ft_accelerate.runtime import peer_state as states
-from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Diverged, Kind
-from ft_accelerate.runtime.membership import Membership
+from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
 from ft_accelerate.runtime.models import FaultTolerantModel
-from ft_accelerate.runtime.script_position import Iteration, Phase
+from ft_accelerate.runtime.script_position import Iteration, Phase, ScriptPosition
+from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
 from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
+from ft_core.errors import GroupBroken, QuorumUnavailable
+from ft_core.launch.sigterm import Sigterm
+from ft_core.launch.supervisor import die_with
+from ft_core.manager import Manager
+from ft_core.telemetry import JsonlSink
+from lighthouse.errors import JoinRefused
+from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_accelerate")
 
+FAR_BATCHES = 5000
+"""A script that has more to catch up leaves the quorum meanwhile, so that no peer waits for it. Less
+is run through in the quorum (some thousand batches a second): one that leaves while it heals is
+let in again only after a pause that the lighthouse makes (lighthouse.machine.forming)."""
+UNREACHABLE_PAUSE_S = 0.05
 PATIENCE = 0.25
 """Of the timeout: how long a header waits for processes that may be at a gradient step without one."""
+FINISHED = "the training has finished"
+"""How the lighthouse's refusal begins when the others are done (lighthouse.machine.rules, R8)."""
 NO_QUORUM = -1
 UNUSED_HINT = (
     "pass kwargs_handlers="
@@ -38,28 +61,130 @@ UNUSED_HINT = (
 )
 
 
-class Runtime(Membership):
-    """Fault tolerance of one process. The loop's thread, but where said otherwise."""
+class Runtime:
+    """Fault tolerance of one process. The loop's thread, but where said otherwise.
+
+    `process_index` of `num_processes`: this process's number among all processes of all replica groups.
+    """
 
     def __init__(
         self, options: FaultTolerancePlugin, place: GroupPlace, supervision: Supervision
     ) -> None:
-        hooks = RetryHooks(
-            begin=self._begin_gradients,
-            vote=self._vote,
-            again=self._begin_gradients_again,
-            committed=self._graded,
-            refused=self._gradients_refused,
-            unused_hint=UNUSED_HINT,
+        self.options, self._supervision = options, supervision
+        self.group_ranks = ranks = GroupRanks(options, place, supervision.restarts)
+        self.num_processes, self.process_index = ranks.num_processes, ranks.process_index
+        self.startup = StartupCollectives(ranks)
+        self.position = ScriptPosition()
+        self.reducer = RetryableReducer(
+            RetryHooks(
+                begin=self._begin_gradients,
+                vote=self._vote,
+                again=self._begin_gradients_again,
+                committed=self._gradients_committed,
+                refused=self.position.replay_grad,
+                unused_hint=UNUSED_HINT,
+            )
         )
-        super().__init__(options, place, supervision, RetryableReducer(hooks))
-        self._models: list[weakref.ref[FaultTolerantModel]] = []
-        self._graded_in = NO_QUORUM
-        """The quorum that has committed a gradient step, so that later ones go without a header."""
+        self.manager: Manager | None = None
+        self.attempts_discarded = 0
+        self.contributes = True
+        """Whether this process's values count in the current step: it is not only healing."""
+        self.serve_copies = False
+        """Whether the state changes between the steps that are voted on (LocalSGD)."""
+        self.on_live: list[Callable[[], None]] = []
+        """Called when the script stands where its peers' stood when they sent their state."""
         self.unfinished: Callable[[], None] | None = None
         """Ends what `begin_early` has begun. Called before any other event."""
+        self._accelerators: list[weakref.ref[Any]] = []
+        self._models: list[weakref.ref[FaultTolerantModel]] = []
+        self._leader = self.process_index == 0 and (
+            supervision.restarts == 0 or ranks.is_only_group
+        )
+        self._open = self._joined = self._aside = self._closed = self._has_turn = False
+        self._at = "fetch"
+        self._starting = 0  # the thread in which a quorum is being started
+        self._owes_report = True
+        self._healed: dict[str, Any] | None = None
+        self._headerless = NO_QUORUM  # the quorum in which gradients go without a header
+        self._sigterm = Sigterm(self._is_waiting)
+        self._sink: JsonlSink | None = None
+        if place.event_log:
+            self._sink = JsonlSink(Path(place.event_log), name=str(self.process_index))
+        if supervision.pid:
+            die_with(supervision.pid)
+        atexit.register(self._at_exit)
 
-    # ------------------------------------------------------------------ models
+    # ------------------------------------------------------------------ which processes are there
+
+    @property
+    def live(self) -> bool:
+        """Whether the script's work counts."""
+        return self.position.phase is Phase.LIVE
+
+    @property
+    def leader(self) -> bool:
+        """Whether this process is the main one: the first of those that take part."""
+        return self._leader and self.live
+
+    @property
+    def local_leader(self) -> bool:
+        """Whether this process is the main one of its machine.
+
+        On a machine of several: the first one that the launcher has started there, since each
+        machine has files of its own. On the only one: the main one, so that one speaks.
+        """
+        told = self._supervision
+        if 0 < told.children < self.options.num_replica_groups:
+            return told.child == 0 and self.group_ranks.place.local_rank == 0 and self.live
+        return self.leader
+
+    @property
+    def participants(self) -> int:
+        """Processes that contribute to the current (or last) step; 0 before the first."""
+        if self.manager is None or not self._joined:
+            return 0
+        try:
+            return self.manager.num_participants()
+        except QuorumUnavailable:
+            return 0
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """Let one process of this job and machine in at a time: there is no quorum before training.
+
+        Reentrant.
+        """
+        if self._has_turn:
+            yield
+            return
+        lock = machine_lock("ft_accelerate", self.options.job_id)
+        self._has_turn = True
+        try:
+            yield
+        finally:
+            self._has_turn = False
+            os.close(lock)
+
+    # ------------------------------------------------------------------ accelerators and models
+
+    def adopt(self, accelerator: Any) -> None:
+        """Heal this accelerator's objects; the last one made is it."""
+        self._accelerators.append(weakref.ref(accelerator))
+
+    @property
+    def accelerator(self) -> Any:
+        """The one whose objects are healed."""
+        for ref in reversed(self._accelerators):
+            found = ref()
+            if found is not None:
+                return found
+        raise RuntimeError("no Accelerator was created")
+
+    def wrap(self, module: Any, **kwargs: Any) -> FaultTolerantModel:
+        """What `prepare_model` uses in place of DistributedDataParallel."""
+        model = FaultTolerantModel(self.reducer, module, self.position, **kwargs)
+        self._models.append(weakref.ref(model))
+        return model
 
     @property
     def ready(self) -> bool:
@@ -70,28 +195,13 @@ class Runtime(Membership):
 
     @property
     def beginning(self) -> bool:
-        """Whether no model was prepared yet (`ft_accelerate.runtime.startup_collectives`)."""
+        """Whether no model was prepared yet (`ft_accelerate.runtime.startup`)."""
         return not self._models and not self._closed
-
-    def wrap(self, module: Any, **kwargs: Any) -> FaultTolerantModel:
-        """What `prepare_model` uses in place of DistributedDataParallel."""
-        model = FaultTolerantModel(
-            self.reducer,
-            module,
-            is_fast_forward=lambda: self.position.fast_forwarding,
-            is_replay=lambda: self.position.phase is Phase.REPLAY,
-            on_skipped_backward=self._skipped_backward,
-            **kwargs,
-        )
-        self._models.append(weakref.ref(model))
-        return model
-
-    def models(self) -> list[FaultTolerantModel]:
-        return [model for ref in self._models if (model := ref()) is not None]
 
     def training(self) -> bool:
         """Whether the script is about to train: a prepared model is in training mode."""
-        return any(model.training for model in self.models())
+        models = (ref() for ref in self._models)
+        return any(model is not None and model.training for model in models)
 
     # ------------------------------------------------------------------ a batch is asked for
 
@@ -103,31 +213,31 @@ class Runtime(Membership):
                 if not position.arrive(iteration):
                     self._end_if_told()
                     return
-                self._arrived(iteration)
+                self._arrived()
                 if self._aside:
                     self._join("fetch")
                     continue
-            self._settle()
+            self._go_live_if_there()
             exhausted = iteration.yielded and loader.end_of_dataloader
-            if position.phase is not Phase.LIVE or exhausted or not self.ready:
-                return
-            if not self.training():
+            if not self.live or exhausted or not self.ready or not self.training():
                 return
             position.open_window(iteration)
             if self._open:
                 return
             self._begin("fetch")
-            if position.phase is Phase.LIVE:
+            if self.live:
                 return
 
-    def _arrived(self, iteration: Iteration) -> None:
+    def _arrived(self) -> None:
         """The script stands where its peers' window began: forget what it did while it fast-forwarded."""
         self._restore(models=True)
         for optimizer in self.accelerator._optimizers:
             optimizer.optimizer.zero_grad()
 
-    def _settle(self) -> None:
-        """Go live if it is time."""
+    def _go_live_if_there(self) -> None:
+        """Go live if the peers have done no more than this script."""
+        if self.live:
+            return
         models = self.position.fast_forwarding
         target = self.position.target
         if self.position.settle():
@@ -147,7 +257,7 @@ class Runtime(Membership):
 
     def _begin_gradients(self) -> bool:
         """First gradients of a backward pass: whether to reduce."""
-        self._settle()
+        self._go_live_if_there()
         if self.position.grad_is_done:
             return False
         if self.unfinished is not None:
@@ -158,53 +268,36 @@ class Runtime(Membership):
         return self._begin_gradients_again()
 
     def _begin_gradients_again(self) -> bool:
-        """Open an attempt. False: this process has healed, and its peers have done this step."""
+        """Open an attempt. False: this process has healed, and its peers have done this step.
+
+        All processes check that they are at this step; else the attempt fails. They do not check
+        again under a quorum that has committed a gradient step (`_gradients_committed`).
+        """
         self._begin("grad")
         if self.position.grad_is_done:
             return False
-        self._agree_on_gradients()
+        manager = self._manager
+        if manager.bind() and self._headerless != manager.quorum_id():
+            self._attempt(Kind.GRADIENTS, CheckedCollectives.check)
         return True
 
-    def _agree_on_gradients(self) -> None:
-        """Check that all processes are at this step; else the attempt fails.
+    def _gradients_committed(self) -> None:
+        """A gradient step is committed, as all members of its quorum know.
 
-        Not again under a quorum that has committed a gradient step, which all its members know
-        (`ft_accelerate.runtime.checked_collectives`). With NCCL always, since it does not keep a
-        header apart from gradients; and with several models, as the others may be at another one.
+        Its next gradients need no header. With NCCL they do, since it does not keep a header apart
+        from gradients; and with several models, as the others may be at another one.
         """
-        manager = self._manager
-        if not manager.bind():
-            return
-        if self._graded_in != manager.quorum_id() or len(self._models) != 1:
-            self._agree(Kind.GRADIENTS)
-
-    def _graded(self) -> None:
-        """A gradient step is committed."""
         self.position.graded()
         alike = self.options.commit == "quorum" and len(self._models) == 1
         alike = alike and self._device.type == "cpu"
-        self._graded_in = self._manager.quorum_id() if alike else NO_QUORUM
-
-    def _gradients_refused(self) -> None:
-        """Backward is over, and its step was done by the peers."""
-        if self.position.phase is Phase.REPLAY:
-            self.position.replay_grad()
-
-    def check_gradients(self) -> None:
-        """Before an optimizer steps: backward has left nothing half done."""
-        if self.reducer.busy:
-            self.reducer.check_complete()
-
-    def _skipped_backward(self) -> None:
-        if self.position.phase is Phase.REPLAY and self.position.grad_is_done:
-            self.position.replay_grad()
+        self._headerless = self._manager.quorum_id() if alike else NO_QUORUM
 
     # ------------------------------------------------------------------ operations
 
     def operation(
         self,
         kind: Kind,
-        attempt: Callable[[CheckedCollectives, Callable[..., Any]], Any],
+        attempt: Attempt,
         alone: Callable[[], Any],
         size: Callable[[Any], int] = lambda result: 0,
         *,
@@ -213,8 +306,7 @@ class Runtime(Membership):
         """One operation over the quorum, repeated until it is committed.
 
         Args:
-            attempt: `attempt(collectives, agree)` does it once; `agree` exchanges headers. What it
-                returns counts if the attempt is committed.
+            attempt: does it once. What it returns counts if the attempt is committed.
             alone: the result where this process has no peers at this place of the script.
             size: bytes of a result.
             keep: keep the result for processes that come back in this window. False: they get
@@ -242,14 +334,7 @@ class Runtime(Membership):
         result = self.position.replay_op()
         return alone() if result is None else result
 
-    def _op_is_done(self) -> bool:
-        """Whether the peers have done the operation that the script is about to do."""
-        self._settle()
-        return self.position.op_is_done
-
-    def begin_early(
-        self, kind: Kind, attempt: Callable[[CheckedCollectives, Callable[..., Any]], Any]
-    ) -> Any:
+    def begin_early(self, kind: Kind, attempt: Attempt) -> Any:
         """Begin what a later `operation` of this kind ends; `unfinished` must say how.
 
         What `attempt` returns belongs to the attempt that is open now: it is void once
@@ -262,39 +347,222 @@ class Runtime(Membership):
         self._begin("op")
         return None if self._op_is_done() else self._attempt(kind, attempt)
 
-    def _attempt(self, kind: Kind, attempt: Callable[..., Any]) -> Any:
-        def headers(nbytes: int = 0, shape: Any = ()) -> Any:
-            return self._agree(kind, nbytes, shape)
+    def _op_is_done(self) -> bool:
+        """Whether the peers have done the operation that the script is about to do."""
+        self._go_live_if_there()
+        return self.position.op_is_done
 
-        manager = self._manager
+    def _attempt(self, kind: Kind, attempt: Attempt) -> Any:
+        manager, position = self._manager, self.position
         if manager.errored() is not None:
             return None
-        try:
-            return attempt(
-                CheckedCollectives(manager, self.process_index, self.num_processes, self._device),
-                headers,
-            )
-        except ValueError:
-            self.close()
-            raise
-
-    def _agree(self, kind: Kind, nbytes: int = 0, shape: Any = ()) -> Any:
-        manager = self._manager
-        collectives = CheckedCollectives(
-            manager, self.process_index, self.num_processes, self._device
-        )
         patience_s = None
-        if manager.bind() and manager.quorum_id() == self._graded_in:
+        if manager.bind() and manager.quorum_id() == self._headerless:
             patience_s = PATIENCE * self.options.timeout_s
+        collectives = CheckedCollectives(
+            manager,
+            self.process_index,
+            self.num_processes,
+            self._device,
+            kind,
+            position.events,
+            position.agreed,
+            patience_s,
+        )
         try:
-            return collectives.agree(
-                kind,
-                self.position.events,
-                self.position.agreed,
-                nbytes,
-                shape,
-                patience_s=patience_s,
-            )
-        except Diverged:
+            return attempt(collectives)
+        except (Diverged, ValueError):
             self.close()  # the others go on without this process
             raise
+
+    # ------------------------------------------------------------------ a step of the manager
+
+    def _begin(self, at: str) -> None:
+        """Open an attempt, unless one is open: be in a quorum, heal, serve."""
+        self._end_if_told()
+        if self.manager is None or self._aside:
+            self._join(at)
+        elif not self._open:
+            self._start(at)
+
+    def _start(self, at: str) -> None:
+        self._at = at
+        manager, self._starting = self._manager, threading.get_ident()
+        try:
+            manager.start_quorum()
+        except GroupBroken as error:
+            end_with_group(error)
+        finally:
+            self._starting = 0
+        self._open = self._joined = True
+        try:
+            rank = manager.participating_rank()
+            self._leader, self.contributes = rank == 0, rank is not None
+        except QuorumUnavailable:
+            return  # the attempt has failed already; its vote tells
+        if self._owes_report:
+            self._owes_report = False
+            self._supervision.tell_joined()
+
+    def _vote(self) -> bool:
+        if self._sigterm.noted:
+            self._manager.leave_after_step()
+        try:
+            committed = self._manager.should_commit()
+        except GroupBroken as error:
+            end_with_group(error)
+        self._open = False
+        self.attempts_discarded += not committed
+        return committed
+
+    @property
+    def _manager(self) -> Manager:
+        if self.manager is None:
+            raise RuntimeError("this process has left its quorum")
+        return self.manager
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.accelerator.device
+        return device
+
+    # ------------------------------------------------------------------ join
+
+    def _join(self, at: str) -> None:
+        """Join (again) and learn where the others are; stay if that place is near.
+
+        The processes of one group get the same state, and so decide alike.
+        """
+        while True:
+            self._end_if_told()
+            if self.manager is None:
+                self._connect()
+            self._aside = False
+            try:
+                self._start(at)
+            except JoinRefused as error:
+                if FINISHED not in str(error):
+                    raise
+                # Nothing is left to do, and nothing has failed.
+                log.warning("this process came back too late: %s", error)
+                self._leave_for_good()
+                raise SystemExit(0) from None
+            target = self.position.target
+            if target is None or self.live:
+                return
+            if not target.reachable:
+                self._leave_for_now("the others are where this process cannot join them")
+                time.sleep(UNREACHABLE_PAUSE_S)
+                continue
+            if self.position.distance > FAR_BATCHES:
+                reason = f"about {self.position.distance} batches behind"
+                log.info("%s: catching up first", reason)
+                # What it has healed is as new as any if all others die meanwhile.
+                self._leave_for_now(reason, discard_state=False)
+            return
+
+    def _connect(self) -> None:
+        """Make the manager, with the state that all processes of this group begin with."""
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._sigterm.watch()  # a handler of the script's own stays
+        self.startup.close()
+        allow_objects = self.options.heal_allow_objects
+        manager = self.group_ranks.manager(self._device)
+        manager.set_state_dict_fns(self._load, self._dump)
+        manager.preallocate_state(*(o.optimizer for o in self.accelerator._optimizers))
+        if self._sink is not None:
+            manager.telemetry.add_sink(self._sink)
+        self.reducer.attach(manager)
+        lineage = self.group_ranks.sync_initial_state(
+            lambda: states.lineage_of_start(self.accelerator, allow_objects=allow_objects),
+            give=lambda: states.dump(self.accelerator, None),
+            take=self._take_start,
+            into=lambda: states.places(self.accelerator),
+        )
+        manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
+        self.manager = manager
+
+    def _take_start(self, state: dict[str, Any]) -> None:
+        """Begin with the state of this group's rank 0, as with DistributedDataParallel.
+
+        A pass over data that is under way takes over that process's shuffling, too.
+        """
+        generators = states.generators(self.accelerator)
+        before = [generator.get_state() for generator in generators]
+        states.restore(self.accelerator, state, models=True)
+        for iteration in self.position.active:
+            for generator, mine in zip(generators, before, strict=True):
+                known = iteration.generator_state
+                if known is not None and torch.equal(known, mine):
+                    iteration.generator_state = generator.get_state()
+
+    # ------------------------------------------------------------------ heal
+
+    def _dump(self) -> dict[str, Any]:
+        if threading.get_ident() != self._starting:  # the heal's thread asks where to receive
+            return states.places(self.accelerator)
+        if self.position.target is not None and self._healed is not None:
+            return self._healed  # this script is on its way there, and so are parts of its state
+        state = states.dump(self.accelerator, self.position.describe(self._at))
+        return tree_map(_copied, state) if self.serve_copies else state
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Take a peer's state, and set out for its place. Called inside `start_quorum`."""
+        self._healed = state
+        states.restore(self.accelerator, state, models=True)
+        target = states.target_in(state)
+        self.position.relocate(target)
+        log.info(
+            "healed; the others are in pass %s over the loaders, batch %s",
+            *(target.window or (0, 0)),
+        )
+
+    # ------------------------------------------------------------------ leave
+
+    def _is_waiting(self) -> bool:
+        """Whether the script waits for peers. Called in a signal handler: takes no lock."""
+        if self.manager is None:
+            return True
+        return self._starting != 0 and not self.manager.in_quorum()
+
+    def _end_if_told(self) -> None:
+        """End this process if SIGTERM has come and no step is under way that could be its last."""
+        if self._sigterm.noted and not self._open:
+            log.warning("ended by SIGTERM; the other replica groups go on")
+            self._sigterm.end()
+
+    def _leave_for_now(self, reason: str, *, discard_state: bool = True) -> None:
+        """Leave the quorum, to join it again and heal; the whole group leaves."""
+        self._open, self._aside = False, True
+        self._manager.rejoin(reason, discard_state=discard_state)
+
+    def _leave_for_good(self, *, finished: bool = False) -> None:
+        manager, self.manager, self._open = self.manager, None, False
+        self.reducer.detach()
+        if manager is not None:
+            manager.shutdown(finished=finished and self.live)
+
+    def _at_exit(self) -> None:
+        """The script has ended without `end_training`: in a pass over data, or by an error?"""
+        ended = not self.position.active and not hasattr(sys, "last_value")
+        self.close(finished=ended and not self._sigterm.noted)
+
+    def close(self, *, finished: bool = False) -> None:
+        """Leave for good; the others go on at once. Idempotent.
+
+        `finished`: the training is at its end; a process that comes later does not begin it anew.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._sigterm.unwatch()
+        self.startup.close()
+        self.group_ranks.close()
+        self._leave_for_good(finished=finished)
+        if self._sink is not None:
+            self._sink.close()
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -214,9 +214,10 @@ class ScriptPosition:
         return result
 
     def replay_grad(self) -> None:
-        """The peers have done this gradient step."""
-        self.events += 1
-        self.grads += 1
+        """A backward pass is over: count its gradient step if the peers have done it."""
+        if self.phase is Phase.REPLAY and self.grad_is_done:
+            self.events += 1
+            self.grads += 1
 
     @property
     def grad_is_done(self) -> bool:

@@ -1,14 +1,22 @@
-"""`torch.distributed` as Accelerate's own functions see it: over all replica groups.
+"""`torch.distributed` under fault tolerance: over all replica groups, or refused.
 
-Each function has the meaning of torch's for a world of all configured processes. Rows of processes
-that are away are copies of rows of those that are there, so that shapes are what the script expects
-and means stay unbiased; sums are scaled up likewise. With a `group` they are torch's own.
+Accelerate's functions look up the global name `torch` of their module when they run. Giving four of
+its modules another value for that name changes `gather`, `reduce`, `broadcast`, ... for everyone, also
+for code that has imported these functions before. Each function here means what torch's does in a world
+of all configured processes. Rows of processes that are away are copies of rows of those that are there,
+so that shapes are what the script expects and means stay unbiased; sums are scaled up likewise. With a
+`group` they are torch's own.
+
+torch itself stays as it is, except for a refusal: `torch.distributed.all_reduce(x)` in a script would
+reduce over this one process and look as if it had worked. Libraries that know about process groups of
+their own are left alone.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,10 +28,9 @@ from ft_accelerate.runtime.checked_collectives import (
     CheckedCollectives,
     Kind,
     check_alike,
-    fill,
     present,
 )
-from ft_accelerate.runtime.runtime import Runtime
+from ft_accelerate.runtime.process import active, current
 from ft_core.collectives.ops import fill_neutral
 
 _DTYPES = [
@@ -31,186 +38,198 @@ _DTYPES = [
     torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128,
 ]  # fmt: skip
 
+# ------------------------------------------------------------------ the functions, as torch has them
 
-class Collectives:
-    """The functions, by the names that they have in torch. `current()` gives the runtime."""
 
-    def __init__(self, current: Callable[[], Runtime]) -> None:
-        self._current = current
+def get_world_size(group: Any = None) -> int:
+    return dist.get_world_size(group) if group is not None else current().num_processes
 
-    def get_world_size(self, group: Any = None) -> int:
-        return dist.get_world_size(group) if group is not None else self._current().num_processes
 
-    def get_rank(self, group: Any = None) -> int:
-        return dist.get_rank(group) if group is not None else self._current().process_index
+def get_rank(group: Any = None) -> int:
+    return dist.get_rank(group) if group is not None else current().process_index
 
-    def init_process_group(self, backend: Any = None, **kwargs: Any) -> None:
-        """A world of this process alone, which no other's end can break; it needs no port."""
-        kwargs.update(rank=0, world_size=1, store=dist.HashStore())
-        kwargs.pop("init_method", None)
-        dist.init_process_group(backend=backend, **kwargs)
 
-    # ------------------------------------------------------------------ tensors
+def init_process_group(backend: Any = None, **kwargs: Any) -> None:
+    """A world of this process alone, which no other's end can break; it needs no port."""
+    kwargs.update(rank=0, world_size=1, store=dist.HashStore())
+    kwargs.pop("init_method", None)
+    dist.init_process_group(backend=backend, **kwargs)
 
-    def all_gather(
-        self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if group is not None:
-            return dist.all_gather(tensor_list, tensor, group, async_op)
-        for place, row in zip(tensor_list, self._rows(tensor), strict=True):
-            _put(place, row)
-        return None
 
-    def all_gather_into_tensor(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if group is not None:
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        rows = torch.cat([row.reshape(-1) for row in self._rows(input_tensor)])
-        output_tensor.copy_(rows.view_as(output_tensor))
-        return None
+def all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    if group is not None:
+        return dist.all_gather(tensor_list, tensor, group, async_op)
+    for place, row in zip(tensor_list, _rows(tensor), strict=True):
+        _put(place, row)
+    return None
 
-    def _rows(self, tensor: Tensor) -> list[Tensor]:
-        runtime = self._current()
-        payload = _bytes(tensor)
 
-        def attempt(
-            collectives: CheckedCollectives, agree: Callable[..., Any]
-        ) -> list[Tensor] | None:
-            said = agree(payload.numel(), _signature(tensor))
-            if said is None:
-                return None
-            check_alike(said, "gather")
-            here = present(said)
-            nbytes = said[here[0]][2]
-            table = collectives.rows(payload, nbytes)
-            return fill([_typed(row, tensor) for row in table.unbind()], here)
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    if group is not None:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    rows = torch.cat([row.reshape(-1) for row in _rows(input_tensor)])
+    output_tensor.copy_(rows.view_as(output_tensor))
+    return None
 
-        def alone() -> list[Tensor]:
-            return [tensor.detach().clone() for _ in range(runtime.num_processes)]
 
-        rows: list[Tensor] = runtime.operation(
-            Kind.GATHER, attempt, alone, lambda r: sum(x.nbytes for x in r)
-        )
-        return rows
+def _rows(tensor: Tensor) -> list[Tensor]:
+    """`tensor` of every process; copies of others' where one is away."""
+    num_processes = current().num_processes
+    payload = _bytes(tensor)
 
-    def all_reduce(
-        self, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if group is not None:
-            return dist.all_reduce(tensor, op, group, async_op)
-        if op not in (ReduceOp.SUM, ReduceOp.MAX):
-            raise ValueError(
-                f"accelerator.reduce over replica groups takes sum, mean and max: {op}"
-            )
-        runtime = self._current()
-        kind = Kind.SUM if op == ReduceOp.SUM else Kind.MAX
+    def attempt(collectives: CheckedCollectives) -> list[Tensor] | None:
+        headers = collectives.check(payload.numel(), _signature(tensor))
+        if headers is None:
+            return None
+        check_alike(headers, "gather")
+        here = present(headers)
+        nbytes = next(iter(here.values())).nbytes
+        rows = [_typed(row, tensor) for row in collectives.rows(payload, nbytes).unbind()]
+        contributors = list(here)
+        return [
+            row if index in here else rows[contributors[index % len(contributors)]]
+            for index, row in enumerate(rows)
+        ]
 
-        def attempt(collectives: CheckedCollectives, agree: Callable[..., Any]) -> Tensor | None:
-            said = agree(tensor.nbytes, _signature(tensor))
-            if said is None:
-                return None
-            check_alike(said, "reduce")
-            here = len(present(said))
-            nbytes = said[present(said)[0]][2]
-            mine = tensor if tensor.nbytes == nbytes else _typed(_bytes(tensor), tensor, nbytes)
-            if said[runtime.process_index] is None:
-                mine = mine.clone()
-                fill_neutral(mine, "max" if kind is Kind.MAX else "sum")
-            total = collectives.reduce(mine, op)
-            return total if kind is Kind.MAX else _scaled(total, runtime.num_processes, here)
+    def alone() -> list[Tensor]:
+        return [tensor.detach().clone() for _ in range(num_processes)]
 
-        def alone() -> Tensor:
-            mine = tensor.detach().clone()
-            return mine if kind is Kind.MAX else mine * runtime.num_processes
+    rows: list[Tensor] = current().operation(
+        Kind.GATHER, attempt, alone, lambda r: sum(x.nbytes for x in r)
+    )
+    return rows
 
-        _put(tensor, runtime.operation(kind, attempt, alone, lambda r: int(r.nbytes)))
-        return None
 
-    def broadcast(
-        self, tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if group is not None:
-            return dist.broadcast(tensor, src, group, async_op)
-        payload = _bytes(tensor)
+def all_reduce(
+    tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    if group is not None:
+        return dist.all_reduce(tensor, op, group, async_op)
+    if op not in (ReduceOp.SUM, ReduceOp.MAX):
+        raise ValueError(f"accelerator.reduce over replica groups takes sum, mean and max: {op}")
+    runtime = current()
+    kind = Kind.SUM if op == ReduceOp.SUM else Kind.MAX
 
-        def attempt(collectives: CheckedCollectives, agree: Callable[..., Any]) -> Tensor | None:
-            said = agree(payload.numel(), _signature(tensor))
-            if said is None:
-                return None
-            check_alike(said, "broadcast")
-            here = present(said)
-            source = src if src in here else here[0]
-            return _typed(collectives.from_one(payload, said[source][2], source), tensor)
+    def attempt(collectives: CheckedCollectives) -> Tensor | None:
+        headers = collectives.check(tensor.nbytes, _signature(tensor))
+        if headers is None:
+            return None
+        check_alike(headers, "reduce")
+        here = present(headers)
+        nbytes = next(iter(here.values())).nbytes
+        mine = tensor if tensor.nbytes == nbytes else _typed(_bytes(tensor), tensor, nbytes)
+        if runtime.process_index not in here:
+            mine = mine.clone()
+            fill_neutral(mine, "max" if kind is Kind.MAX else "sum")
+        total = collectives.reduce(mine, op)
+        return total if kind is Kind.MAX else _scaled(total, runtime.num_processes, len(here))
 
-        result = self._current().operation(
-            Kind.BROADCAST, attempt, lambda: tensor.detach().clone(), lambda r: int(r.nbytes)
-        )
-        _put(tensor, result)
-        return None
+    def alone() -> Tensor:
+        mine = tensor.detach().clone()
+        return mine if kind is Kind.MAX else mine * runtime.num_processes
 
-    # ------------------------------------------------------------------ objects, barriers
+    _put(tensor, runtime.operation(kind, attempt, alone, lambda r: int(r.nbytes)))
+    return None
 
-    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
-        """Processes that are away leave an empty list: their objects can't be made up."""
-        if group is not None:
-            dist.all_gather_object(object_list, obj, group)
-            return
-        num_processes = self._current().num_processes
-        texts = self._objects(pickle.dumps(obj))
-        for index in range(num_processes):
-            object_list[index] = pickle.loads(texts[index]) if texts[index] else []
 
-    def broadcast_object_list(
-        self, object_list: list[Any], src: int = 0, group: Any = None, device: Any = None
-    ) -> None:
-        if group is not None:
-            dist.broadcast_object_list(object_list, src, group, device)
-            return
-        texts = self._objects(pickle.dumps(list(object_list)))
-        source = texts[src] or next(text for text in texts if text)
-        object_list[:] = pickle.loads(source)
+def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = False) -> Any:
+    if group is not None:
+        return dist.broadcast(tensor, src, group, async_op)
+    payload = _bytes(tensor)
 
-    def _objects(self, mine: bytes) -> list[bytes]:
-        """What every process has pickled; b"" where one is away."""
-        runtime = self._current()
-        payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    def attempt(collectives: CheckedCollectives) -> Tensor | None:
+        headers = collectives.check(payload.numel(), _signature(tensor))
+        if headers is None:
+            return None
+        check_alike(headers, "broadcast")
+        here = present(headers)
+        source = src if src in here else next(iter(here))
+        return _typed(collectives.from_one(payload, here[source].nbytes, source), tensor)
 
-        def attempt(
-            collectives: CheckedCollectives, agree: Callable[..., Any]
-        ) -> list[bytes] | None:
-            said = agree(len(mine))
-            if said is None:
-                return None
-            longest = max(row[2] for row in said if row is not None)
-            table = collectives.rows(payload, longest).cpu()
-            return [
-                bytes(table[index, : row[2]].numpy().tobytes()) if row is not None else b""
-                for index, row in enumerate(said)
-            ]
+    result = current().operation(
+        Kind.BROADCAST, attempt, lambda: tensor.detach().clone(), lambda r: int(r.nbytes)
+    )
+    _put(tensor, result)
+    return None
 
-        def alone() -> list[bytes]:
-            return [
-                mine if index == runtime.process_index else b""
-                for index in range(runtime.num_processes)
-            ]
 
-        texts: list[bytes] = runtime.operation(
-            Kind.OBJECTS, attempt, alone, lambda r: sum(map(len, r))
-        )
+def broadcast_seeds(tensor: Tensor, src: int = 0, group: Any = None) -> None:
+    """Of generators' states: until there is something to heal. From then on they heal, and all draw
+    alike."""
+    if group is not None or current().beginning:
+        broadcast(tensor, src, group)
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """Processes that are away leave an empty list: their objects can't be made up."""
+    if group is not None:
+        dist.all_gather_object(object_list, obj, group)
+        return
+    for index, text in enumerate(_objects(pickle.dumps(obj))):
+        object_list[index] = pickle.loads(text) if text else []
+
+
+def broadcast_object_list(
+    object_list: list[Any], src: int = 0, group: Any = None, device: Any = None
+) -> None:
+    if group is not None:
+        dist.broadcast_object_list(object_list, src, group, device)
+        return
+    texts = _objects(pickle.dumps(list(object_list)))
+    source = texts[src] or next(text for text in texts if text)
+    object_list[:] = pickle.loads(source)
+
+
+def _objects(mine: bytes) -> list[bytes]:
+    """What every process has pickled; b"" where one is away."""
+    runtime = current()
+    payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    absent = [b""] * runtime.num_processes
+
+    def attempt(collectives: CheckedCollectives) -> list[bytes] | None:
+        headers = collectives.check(len(mine))
+        if headers is None:
+            return None
+        here = present(headers)
+        table = collectives.rows(payload, max(header.nbytes for header in here.values())).cpu()
+        texts = [*absent]
+        for index, header in here.items():
+            texts[index] = bytes(table[index, : header.nbytes].numpy().tobytes())
         return texts
 
-    def barrier(self, group: Any = None, **kwargs: Any) -> None:
-        if group is not None:
-            dist.barrier(group, **kwargs)
-            return
-        self._current().operation(Kind.BARRIER, lambda collectives, agree: agree(), lambda: True)
+    def alone() -> list[bytes]:
+        texts = [*absent]
+        texts[runtime.process_index] = mine
+        return texts
+
+    texts: list[bytes] = runtime.operation(Kind.OBJECTS, attempt, alone, lambda r: sum(map(len, r)))
+    return texts
 
 
-def nothing_to_synchronize(tensor: Tensor, src: int = 0, group: Any = None) -> None:
-    """`broadcast` of generators' states: healed at the start, and drawn from alike ever since."""
+def barrier(group: Any = None, **kwargs: Any) -> None:
     if group is not None:
-        dist.broadcast(tensor, src, group)
+        dist.barrier(group, **kwargs)
+        return
+
+    def attempt(collectives: CheckedCollectives) -> bool:
+        return collectives.check() is not None
+
+    current().operation(Kind.BARRIER, attempt, lambda: True)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        get_world_size, get_rank, init_process_group, all_gather, all_reduce,
+        all_gather_into_tensor, broadcast, all_gather_object, broadcast_object_list, barrier,
+    )
+}  # fmt: skip
+
+# ------------------------------------------------------------------ tensors as bytes, and back
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -250,3 +269,77 @@ def _scaled(total: Tensor, num_processes: int, here: int) -> Tensor:
     if total.is_floating_point() or total.is_complex():
         return total * (num_processes / here)
     return (total * num_processes + here // 2).div(here, rounding_mode="floor").to(total.dtype)
+
+
+# ------------------------------------------------------------------ what modules see as torch
+
+
+class TorchProxy:
+    """`module`, with `names` in the place of its own while fault tolerance is on."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self.__dict__.update(_module=module, _names=names)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._names and active() is not None:
+            return self._names[name]
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+    def __repr__(self) -> str:
+        return f"<{self._module.__name__}, as seen by ft_accelerate>"
+
+
+def torch_proxy(in_distributed: dict[str, Any], **in_parallel: Any) -> TorchProxy:
+    """torch with names in `torch.distributed` and in `torch.nn.parallel` replaced."""
+    distributed = TorchProxy(dist, **in_distributed)
+    if not in_parallel:
+        return TorchProxy(torch, distributed=distributed)
+    parallel = TorchProxy(torch.nn.parallel, **in_parallel)
+    return TorchProxy(torch, distributed=distributed, nn=TorchProxy(torch.nn, parallel=parallel))
+
+
+# ------------------------------------------------------------------ the script's own use of torch
+
+INSTEAD = {
+    "all_reduce": "accelerator.reduce",
+    "reduce": "accelerator.reduce",
+    "all_gather": "accelerator.gather",
+    "all_gather_into_tensor": "accelerator.gather",
+    "gather": "accelerator.gather",
+    "all_gather_object": "accelerate.utils.gather_object",
+    "gather_object": "accelerate.utils.gather_object",
+    "broadcast": "accelerate.utils.broadcast",
+    "broadcast_object_list": "accelerate.utils.broadcast_object_list",
+    "scatter": "accelerate.utils.broadcast",
+    "barrier": "accelerator.wait_for_everyone",
+    "reduce_scatter": "accelerator.reduce",
+    "reduce_scatter_tensor": "accelerator.reduce",
+}
+_LIBRARIES = ("torch", "accelerate", "transformers", "trl", "peft", "datasets", "ft_accelerate")
+
+
+def refuse_own_use(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.distributed`'s function `name`, which refuses the script's own use of the world."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        runtime = active()
+        if runtime is not None and runtime.num_processes > 1:
+            caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            if not _has_own_group(kwargs.get("group"), args) and caller not in _LIBRARIES:
+                raise RuntimeError(
+                    f"torch.distributed.{name} reaches this process only, not the "
+                    f"{runtime.num_processes} processes that train together: use "
+                    f"{INSTEAD[name]}, or pass the group that you mean"
+                )
+        return original(*args, **kwargs)
+
+    return function
+
+
+def _has_own_group(named: Any, args: Iterable[Any]) -> bool:
+    """Whether a call names a process group, and not the world."""
+    groups = [named] if named is not None else [a for a in args if isinstance(a, dist.ProcessGroup)]
+    return any(group is not dist.group.WORLD for group in groups)

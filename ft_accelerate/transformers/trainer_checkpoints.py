@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from ft_accelerate.runtime import process as processes
-from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish, write_whole
-from ft_accelerate.runtime.startup_collectives import others_train
-from ft_accelerate.runtime.world_collectives import Collectives
+from ft_accelerate.runtime import world_collectives as world
+from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
+from lighthouse.files import replace_whole
 
 log = logging.getLogger("ft_accelerate")
 
@@ -44,7 +44,7 @@ def started_from(output_dir: str, given: str | None, runtime: Any) -> str | None
     number = _calls[runtime] = _calls.get(runtime, 0) + 1
     path = Path(output_dir) / NOTE
     first = number == 1
-    comes_back = others_train(runtime.group_ranks) if first else not runtime.live
+    comes_back = runtime.group_ranks.others_train() if first else not runtime.live
     starts = [] if first and not comes_back else _read(path)
     if comes_back:
         if len(starts) < number:
@@ -55,7 +55,8 @@ def started_from(output_dir: str, given: str | None, runtime: Any) -> str | None
         return noted
     starts[number - 1 :] = [given]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(starts))
+    with replace_whole(path) as draft:
+        draft.write_text(json.dumps(starts))
     return given
 
 
@@ -129,7 +130,7 @@ def _published_by_any(published: bool) -> bool:
     """Whether one of the participants has published it; in a past that is run through, one had."""
     runtime = processes.current()
     answers: list[Any] = [None] * runtime.num_processes
-    Collectives(processes.current).all_gather_object(answers, published)
+    world.all_gather_object(answers, published)
     others = [
         said for index, said in enumerate(answers) if index != runtime.process_index and said != []
     ]

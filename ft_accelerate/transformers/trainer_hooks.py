@@ -25,10 +25,10 @@ from typing import Any
 from ft_accelerate import seams
 from ft_accelerate.plugin.options import is_enabled
 from ft_accelerate.runtime import process as processes
+from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.process import while_active
 from ft_accelerate.runtime.runtime import Runtime
-from ft_accelerate.runtime.torch_proxy import TorchProxy
-from ft_accelerate.runtime.world_collectives import Collectives
+from ft_accelerate.runtime.world_collectives import TorchProxy
 from ft_accelerate.seams import Seam
 from ft_accelerate.transformers.trainer_checkpoints import save_checkpoint, started_from
 from ft_core.launch.import_hook import when_imported
@@ -144,11 +144,10 @@ def _call_event(
 
 
 def _with_our_barrier(dist: Any) -> TorchProxy:
-    return TorchProxy(dist, barrier=Collectives(processes.current).barrier)
+    return TorchProxy(dist, barrier=world.barrier)
 
 
 def _over_quorum(dist: Any) -> TorchProxy:
-    world = Collectives(processes.current)
     return TorchProxy(
         dist,
         all_gather=world.all_gather,

@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
     "norm": True,
     "dropout": 0.0,
     "seed": 7,
-    "far": 0,  # membership.FAR_BATCHES
+    "far": 0,  # runtime.FAR_BATCHES
     "first_seed_only": False,  # the others begin with weights of their own
     "step_delay_s": 0.0,
     "eval_delay_s": 0.0,
@@ -276,9 +276,9 @@ if __name__ == "__main__":
         from ft_accelerate.install import (
             install,  # what the installed package does by itself
         )
-        from ft_accelerate.runtime import membership
+        from ft_accelerate.runtime import runtime
 
-        membership.FAR_BATCHES = given["far"] or membership.FAR_BATCHES
+        runtime.FAR_BATCHES = given["far"] or runtime.FAR_BATCHES
         install()
     run(given)
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Diverged, Kind
 from ft_accelerate.runtime.models import FaultTolerantModel
+from ft_accelerate.runtime.script_position import ScriptPosition
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.manager import Manager
 from tests.harness.cluster import Replica, lighthouse, replicas
@@ -36,10 +37,7 @@ class Net(nn.Module):
 
 
 def make(reducer: RetryableReducer, net: Net, **kwargs: Any) -> FaultTolerantModel:
-    return FaultTolerantModel(
-        reducer, net, is_fast_forward=lambda: False, is_replay=lambda: False,
-        on_skipped_backward=lambda: None, **kwargs,
-    )  # fmt: skip
+    return FaultTolerantModel(reducer, net, ScriptPosition(), **kwargs)
 
 
 def reducer_of(
@@ -218,9 +216,12 @@ def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray(
     with lighthouse(min_replicas=2) as server:
         pair = [Replica(server, str(index), expected_replicas=2) for index in (0, 1)]
         managers = [replica.manager for replica in pair]
-        exchanges = [
-            CheckedCollectives(m, slot, 2, torch.device("cpu")) for slot, m in enumerate(managers)
-        ]
+
+        def check(slot: int, kind: Kind, patience_s: float | None = None) -> object:
+            return CheckedCollectives(
+                managers[slot], slot, 2, torch.device("cpu"), kind, 7, 7, patience_s
+            ).check()
+
         sent, told = threading.Event(), threading.Event()
         report = managers[0].report_error
 
@@ -239,18 +240,18 @@ def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray(
             assert not managers[0].should_commit()
             managers[0].start_quorum()
             monkeypatch.setattr(managers[0], "report_error", report_late)
-            assert exchanges[0].agree(Kind.GRADIENTS, 7, 7) is None
+            assert check(0, Kind.GRADIENTS) is None
             return str(managers[0].errored())
 
         def gathers() -> str:
             managers[1].start_quorum()
             assert sent.wait(PATIENCE_S)
-            assert exchanges[1].agree(Kind.GATHER, 7, 7, patience_s=0.2) is None
+            assert check(1, Kind.GATHER, patience_s=0.2) is None
             assert isinstance(managers[1].errored(), TimeoutError)
             assert not managers[1].should_commit()
             managers[1].start_quorum()
             with pytest.raises(Diverged, match="is at gather .*others are at a gradient step"):
-                exchanges[1].agree(Kind.GATHER, 7, 7)
+                check(1, Kind.GATHER)
             told.set()
             return "told"
 

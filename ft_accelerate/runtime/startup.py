@@ -1,0 +1,235 @@
+"""Before there is anything to heal: the processes of a replica group, and operations before a model.
+
+Each process holds a whole copy of the model, and its collectives reach all processes of all groups
+(`ft_core.Manager(ranks_hold="copies")`). A group joins, votes and heals as one, so its processes must
+begin with one state (`ft_core.shell.intra_group`). Those of another group need not: they would heal.
+
+A script may have operations before it prepares a model: a run's name that is broadcast, a barrier
+after the main process has made a folder. Processes that start together do them together, in a quorum
+of its own that ends when a model is prepared. A process that comes back to others that have passed
+this place has its own value for each. The processes of the only replica group do them together also
+when the group was restarted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from ft_accelerate.plugin.options import FaultTolerancePlugin, GroupPlace
+from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
+from ft_core.collectives.agreement import agree
+from ft_core.config import JobOptions
+from ft_core.errors import GroupBroken, GroupLeft
+from ft_core.launch.rank_group import BROKEN_EXIT_CODE
+from ft_core.launch.sigterm import EXIT_CODE
+from ft_core.manager import Manager
+from ft_core.process_group import process_group_for
+from ft_core.shell.intra_group import IntraGroup
+from ft_core.shell.local_lighthouse import DEFAULT_PORT
+from lighthouse.client import LighthouseClient
+from lighthouse.errors import LighthouseError
+
+ASK_TIMEOUT_S = 5.0
+SUFFIX = "/before"
+"""Of the job's name on the lighthouse."""
+
+
+class GroupRanks:
+    """This process's replica group. The loop's thread only.
+
+    `restarts`: how often the group was started again; the launcher's store may outlive a group.
+    """
+
+    def __init__(self, options: FaultTolerancePlugin, place: GroupPlace, restarts: int) -> None:
+        self.options, self.place, self.restarts = options, place, restarts
+        self.num_processes = place.num_processes(options)
+        self.process_index = place.process_index(options)
+        self._job = JobOptions.resolve(
+            options,
+            name=str(options.replica_group_id),
+            expected_replicas=options.num_replica_groups,
+            async_quorum=False,
+            group_rank=place.rank,
+            group_world_size=place.size,
+            ranks_hold="copies",
+            store_addr=place.store_addr,
+            store_port=place.store_port,
+            interface=place.interface,
+        )
+        self._in_group = IntraGroup(self._job, life=restarts)
+
+    @property
+    def is_only_group(self) -> bool:
+        """Whether the job has no other replica group."""
+        return self.options.num_replica_groups == 1
+
+    def manager(self, device: torch.device, *, suffix: str = "", **changes: Any) -> Manager:
+        """Make this process's manager; the group's other processes must make theirs, too.
+
+        `suffix`: of the job's name. `changes`: fields of `JobOptions` that differ. Waits for the
+        others.
+        """
+        # What follows waits for as long as the lighthouse may be away.
+        self.from_rank_0(lambda: None)
+        job = replace(self._job, job_id=self._job.job_id + suffix, **changes)
+        return Manager.from_options(process_group_for(device, job.timeout_s), job)
+
+    def from_rank_0(self, decide: Callable[[], Any]) -> Any:
+        """What the group's rank 0 decides; all of its processes must call this at the same place."""
+        with ended_with_its_group():
+            return self._in_group.from_rank_0(decide)
+
+    def sync_initial_state(
+        self,
+        name: Callable[[], str],
+        give: Callable[[], Any],
+        take: Callable[[Any], None],
+        into: Callable[[], Any],
+    ) -> str:
+        """As `IntraGroup.sync_initial_state`."""
+        with ended_with_its_group():
+            return self._in_group.sync_initial_state(name, give, take, into=into)
+
+    def others_train(self) -> bool:
+        """Whether a process has committed steps of this job and is there, in a quorum or waiting.
+
+        A collective of the group: all its processes call it, and get the same answer.
+        """
+        return bool(self.from_rank_0(self._ask_lighthouse))
+
+    def _ask_lighthouse(self) -> bool:
+        address = self.options.lighthouse or f"tcp://127.0.0.1:{DEFAULT_PORT}"
+        try:
+            with LighthouseClient(address, timeout_s=ASK_TIMEOUT_S) as client:
+                jobs = client.status()["jobs"]
+        except (LighthouseError, OSError):
+            return False  # no lighthouse yet; what is wrong is reported when this process joins
+        # What a job's state remembers does not count: all of its members may be gone.
+        mine = self.options.job_id
+        return any(job["job_id"] == mine and job["highest_step"] > 0 for job in jobs)
+
+    def close(self) -> None:
+        """End the connections to the group's other processes; idempotent."""
+        self._in_group.close()
+
+
+@contextmanager
+def ended_with_its_group() -> Iterator[None]:
+    """If another process of the group is gone, end this one at once, with a line on stderr.
+
+    The launcher starts the group again. Nothing that the script would do on its way out could work:
+    its files belong to the main process, and its peers are gone. If the other was told to end by
+    SIGTERM, this one ends in the same way (`ft_core.launch.sigterm`).
+    """
+    try:
+        yield
+    except GroupBroken as error:
+        end_with_group(error)
+
+
+def end_with_group(error: GroupBroken) -> NoReturn:
+    """What `ended_with_its_group` does, for an `except` on the way of each step."""
+    if isinstance(error, GroupLeft):
+        raise SystemExit(EXIT_CODE) from error
+    print(f"ft_accelerate: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(BROKEN_EXIT_CODE)
+
+
+class StartupCollectives:
+    """Operations before a model is prepared. The loop's thread only."""
+
+    def __init__(self, ranks: GroupRanks) -> None:
+        self._ranks = ranks
+        self._manager: Manager | None = None
+        self._events = 0
+        alone = ranks.num_processes == 1
+        self._over = alone or (ranks.restarts > 0 and not ranks.is_only_group)
+
+    def together(self) -> bool:
+        """Whether this process has started together with the others, as far as it knows."""
+        if not self._over and self._manager is None:
+            self._over = not self._ranks.is_only_group and self._ranks.others_train()
+        return not self._over
+
+    def operation(self, kind: Kind, attempt: Attempt, alone: Callable[[], Any]) -> Any:
+        """As `Runtime.operation`."""
+        if not self.together():
+            return alone()
+        if self._manager is None:
+            self._manager = self._connect()
+        agreed = agree(
+            lambda: self._attempt(kind, attempt),
+            begin=self._begin,
+            vote=self._vote,
+            is_behind=lambda: self._over,
+        )
+        if agreed is None:  # the others have done more than this process: it is late
+            self.close()
+            return alone()
+        self._events += 1
+        return agreed.result
+
+    def _begin(self) -> None:
+        with ended_with_its_group():
+            self._connected.start_quorum()
+
+    def _vote(self) -> bool:
+        with ended_with_its_group():
+            committed = self._connected.should_commit()
+        return committed
+
+    def _attempt(self, kind: Kind, attempt: Attempt) -> Any:
+        manager, ranks, events = self._connected, self._ranks, self._events
+        if manager.errored() is not None:
+            return None
+        try:
+            return attempt(
+                CheckedCollectives(
+                    manager,
+                    ranks.process_index,
+                    ranks.num_processes,
+                    _device(),
+                    kind,
+                    events,
+                    events,
+                )
+            )
+        except Diverged:
+            self.close()
+            raise
+
+    @property
+    def _connected(self) -> Manager:
+        assert self._manager is not None
+        return self._manager
+
+    def close(self) -> None:
+        """Leave the quorum, if there is one. Idempotent."""
+        manager, self._manager, self._over = self._manager, None, True
+        if manager is not None:
+            manager.shutdown()
+
+    def _connect(self) -> Manager:
+        # There is no state that could differ: nothing to compare, and no member to sit out a step.
+        manager = self._ranks.manager(_device(), suffix=SUFFIX, commit="quorum", init_sync=False)
+        manager.set_state_dict_fns(self._late, lambda: {"events": self._events})
+        return manager
+
+    def _late(self, state: dict[str, Any]) -> None:
+        if state["events"] != self._events:
+            self._over = True
+
+
+def _device() -> torch.device:
+    from accelerate.state import PartialState
+
+    device: torch.device = PartialState().device
+    return device
