@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ft_accelerate.install import FaultToleranceKwargs
-    from ft_accelerate.plugin.options import FaultTolerancePlugin
+    from ft_accelerate.options import FaultTolerancePlugin
     from ft_accelerate.runtime.periodic import DiLoCo, LocalSGD
 
 _HOMES = {
     "DiLoCo": "ft_accelerate.runtime.periodic",
     "FaultToleranceKwargs": "ft_accelerate.install",
-    "FaultTolerancePlugin": "ft_accelerate.plugin.options",
+    "FaultTolerancePlugin": "ft_accelerate.options",
     "LocalSGD": "ft_accelerate.runtime.periodic",
 }
 
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ft_accelerate' has no attribute {name!r}")
     import importlib
 
-    if home != "ft_accelerate.plugin.options":
+    if home != "ft_accelerate.options":
         # First, and alone: the package's entry point acts at the end of this import.
         importlib.import_module("accelerate")
     value = getattr(importlib.import_module(home), name)

@@ -22,7 +22,7 @@ log = logging.getLogger("ft_accelerate")
 def autoload() -> None:
     """Wait for Accelerate's modules. Never raises."""
     try:
-        from ft_accelerate.plugin.options import may_autoload
+        from ft_accelerate.options import may_autoload
 
         if not may_autoload():
             return
@@ -39,7 +39,7 @@ def _protect_this_process() -> None:
 
     Failures must be loud here: an unprotected replica group would train alone.
     """
-    from ft_accelerate.plugin.options import is_enabled
+    from ft_accelerate.options import is_enabled
 
     try:
         if not is_enabled():

@@ -20,7 +20,7 @@ from accelerate.utils import KwargsHandler
 from torch import nn
 
 from ft_accelerate import seams
-from ft_accelerate.plugin.options import FaultTolerancePlugin, as_one_process, uses
+from ft_accelerate.options import FaultTolerancePlugin, as_one_process, refuse_excluded
 from ft_accelerate.runtime import periodic
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
@@ -35,12 +35,6 @@ from ft_accelerate.transformers import trainer_hooks
 log = logging.getLogger("ft_accelerate")
 
 KNOWN = "accelerate 1.15"
-OTHERS = {
-    "DEEPSPEED": ("DeepSpeed", ("deepspeed_plugin", "deepspeed_plugins")),
-    "FSDP": ("FSDP", ("fsdp_plugin",)),
-    "MEGATRON_LM": ("Megatron-LM", ("megatron_lm_plugin",)),
-    "PARALLELISM_CONFIG": ("ParallelismConfig", ("parallelism_config", "torch_tp_plugin")),
-}
 
 
 def install() -> None:
@@ -169,12 +163,7 @@ def _init_accelerator(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def _refuse_others(given: dict[str, Any]) -> None:
-    for switch, (name, arguments) in OTHERS.items():
-        if uses(switch) or any(given.get(a) is not None for a in arguments):
-            raise ValueError(
-                f"fault tolerance does not work together with {name}, which spreads one model over "
-                f"processes that must all live: leave out {name}, or train without fault tolerance"
-            )
+    refuse_excluded(given, in_environment=True)
     for handler in given.get("kwargs_handlers") or []:
         hook = getattr(handler, "comm_hook", None)
         if hook is not None and getattr(hook, "value", "no") != "no":

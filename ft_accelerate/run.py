@@ -12,7 +12,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from ft_accelerate.plugin.options import switch_on
+from ft_accelerate.options import switch_on
 
 USAGE = "usage: python -m ft_accelerate.run [-m] SCRIPT_OR_MODULE [ARGUMENTS ...]"
 

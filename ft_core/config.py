@@ -15,7 +15,7 @@ from typing import Any
 
 from ft_core.environment import ReplicaEnv
 from ft_core.replica.status import CopyIndex, RanksHold, WorldSizeMode
-from lighthouse.config import Timeouts
+from lighthouse.config import Timeouts, normalize_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +106,8 @@ class JobOptions:
             raise ValueError(f"quorum_timeout_s must be positive, got {self.quorum_timeout_s}")
         if not 0 <= self.heal_port <= 65_535:
             raise ValueError(f"port must be from 0 (any free port) to 65535, got {self.heal_port}")
+        if self.lighthouse:
+            normalize_address(self.lighthouse)
         timeouts = Timeouts.derive(
             self.timeout_s,
             connect_timeout_s=self.connect_timeout_s,

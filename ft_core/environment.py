@@ -28,6 +28,7 @@ class ReplicaEnv:
         num_groups: how many replica groups the job is meant to have; 0: not said.
         job_id: keeps two jobs on one lighthouse apart.
         group_rank, group_world_size: of this process in its replica group.
+        local_rank: among the group's processes on this machine.
         master_addr, master_port: of the group's own rendezvous store ("" and 0: none).
         interface: network interface or IP address to advertise; "": the one that routes to the
             lighthouse.
@@ -40,6 +41,7 @@ class ReplicaEnv:
     job_id: str = "default"
     group_rank: int = 0
     group_world_size: int = 1
+    local_rank: int = 0
     master_addr: str = ""
     master_port: int = 0
     interface: str = ""
@@ -56,6 +58,7 @@ class ReplicaEnv:
             job_id=env.get(ENV_JOB, "") or "default",
             group_rank=_int(env, "RANK", 0),
             group_world_size=_int(env, "WORLD_SIZE", 1),
+            local_rank=_int(env, "LOCAL_RANK", _int(env, "RANK", 0)),
             master_addr=env.get("MASTER_ADDR", ""),
             master_port=_int(env, "MASTER_PORT", 0),
             interface=env.get(ENV_INTERFACE, ""),

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ft_accelerate.plugin.options import ENV_PREFIX, ENV_USE, Supervision
+from ft_accelerate.options import Supervision, environment_of_another_job
 
 SCRIPT = Path(__file__)
 """Run as a script, this file is what is trained."""
@@ -71,9 +71,7 @@ def _train(args: argparse.Namespace, kill_group: int) -> tuple[list[Result], str
             "--fault_tolerance_min_replicas", str(args.num_processes),
             str(SCRIPT), folder, str(kill_group), "1",
         ]  # fmt: skip
-        # The test's own: a job that is under way keeps its lighthouse to itself.
-        env = {k: v for k, v in os.environ.items() if k != ENV_USE and not k.startswith(ENV_PREFIX)}
-        env.pop("TORCHFT_LIGHTHOUSE", None)
+        env = environment_of_another_job()  # one that is under way keeps its lighthouse to itself
         try:
             done = subprocess.run(
                 command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S

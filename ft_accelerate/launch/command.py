@@ -14,13 +14,38 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
+from typing import Any
 
 from ft_accelerate.launch import launch_hooks
-from ft_accelerate.plugin.options import ENV_PREFIX, ENV_USE, env_name, may_autoload
+from ft_accelerate.launch.cli_test import main as test
+from ft_accelerate.launch.groups import layout, switch
+from ft_accelerate.launch.questions import ask_after
+from ft_accelerate.options import (
+    SECTION,
+    SWITCH,
+    argument_name,
+    field_names,
+    may_autoload,
+    ours_in_environment,
+    read_section,
+)
 
 USAGE = f"""usage: ft-accelerate <command> [<args>]
 {(__doc__ or "").split(chr(10), 2)[2]}
 `ft-accelerate <command> --help` tells more."""
+HARDWARE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("num_processes", {"type": int, "help": "The total number of processes, over all machines."}),
+    ("num_machines", {"type": int, "help": "The total number of machines."}),
+    ("machine_rank", {"type": int, "help": "The rank of this machine."}),
+    ("main_process_ip", {"help": "The address of the machine of rank 0."}),
+    ("main_process_port", {"type": int, "help": "The port to use on the machine of rank 0."}),
+    (
+        "mixed_precision",
+        {"choices": ["no", "fp16", "bf16", "fp8"], "help": "Whether to use mixed precision."},
+    ),
+    ("cpu", {"action": "store_true", "help": "Train on the CPU."}),
+)
+"""Accelerate's own answers that `config` takes as flags."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "config": _config,
         "launch": _launch,
         "env": _env,
-        "test": _test,
+        "test": test,
     }
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
@@ -46,17 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _config(argv: list[str]) -> int:
-    from ft_accelerate.launch.cli_config import main as config
-
-    return config(argv)
+# ---------------------------------------------------------------------- launch, env
 
 
 def _launch(argv: list[str]) -> int:
     """`accelerate launch`, switched on. Ends in SystemExit where replica groups are started."""
     from accelerate.commands import launch as stock
-
-    from ft_accelerate.launch.groups import switch
 
     parser = stock.launch_command_parser()
     parser.prog = "ft-accelerate launch"
@@ -85,25 +105,16 @@ def _env(argv: list[str]) -> int:
     return 0
 
 
-def _test(argv: list[str]) -> int:
-    from ft_accelerate.launch.cli_test import main as test
-
-    return test(argv)
-
-
 def facts() -> dict[str, str]:
     """What there is to say, by name."""
-    found = {
+    return {
         "`ft_accelerate` version": _version("pytorch-ft"),
         "`transformers` version": _version("transformers"),
         "`trl` version": _version("trl"),
         "Accelerate's seams": launch_hooks.problem() or "as expected",
         "acts by being installed": _autoload(),
+        **ours_in_environment(),
     }
-    for name in sorted(os.environ):
-        if name == ENV_USE or name.startswith(ENV_PREFIX):
-            found[name] = "(set)" if name == env_name("token") else os.environ[name]
-    return found
 
 
 def _version(package: str) -> str:
@@ -119,9 +130,97 @@ def _autoload() -> str:
     )
     if not installed:
         return "no: its entry point is not installed (`ft-accelerate launch` works all the same)"
-    if not may_autoload() or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
-        return "no: switched off by the environment"
-    return "yes"
+    return "yes" if may_autoload() else "no: switched off by the environment"
+
+
+# ---------------------------------------------------------------------- config
+
+
+def _config(argv: list[str]) -> int:
+    """Write the config file; returns the exit code. Raises ValueError for a wrong answer."""
+    from accelerate.commands.config import config as stock
+    from accelerate.commands.config import config_args
+
+    args = _config_parser().parse_args(argv)
+    path = args.config_file or config_args.default_config_file
+    there = os.path.isfile(path)
+    if launch_hooks.problem():
+        raise ValueError(launch_hooks.problem())
+    names = [*dict(HARDWARE), SWITCH, *map(argument_name, field_names())]
+    answers = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if there:
+        config = config_args.load_config_from_file(path)
+        if not hasattr(config, SECTION):
+            raise ValueError(f"{path} is for Amazon SageMaker, where there is no fault tolerance")
+    if answers:
+        config = _answered(config if there else _new(config_args, answers), answers)
+    elif there:
+        print(f"Adding to the configuration at {path}.")
+        config = ask_after(config)
+    else:
+        config = stock.get_user_input()
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    if path.endswith(".json"):
+        config.to_json_file(path)
+    else:
+        config.to_yaml_file(path)
+    print(f"accelerate configuration saved at {path}")
+    return 0
+
+
+def _config_parser() -> argparse.ArgumentParser:
+    from accelerate.commands.utils import CustomArgumentParser
+
+    parser: argparse.ArgumentParser = CustomArgumentParser(
+        "ft-accelerate config",
+        description="Without a flag it asks on the terminal. With one (other than `--config_file`) it "
+        "asks nothing: what is not given keeps its default. A config file that exists keeps "
+        "all that it says, and gets the section; else a new one is written.",
+    )
+    parser.add_argument(
+        "--config_file", default=None, help="Where the file is; default: Accelerate's own place."
+    )
+    hardware = parser.add_argument_group("Hardware Selection Arguments")
+    for name, how in HARDWARE:
+        hardware.add_argument(f"--{name}", default=None, **how)
+    launch_hooks.add_flags(parser)
+    return parser
+
+
+def _new(config_args: Any, answers: dict[str, Any]) -> Any:
+    """A configuration from Accelerate's defaults."""
+    processes = answers.get("num_processes", 1)
+    on_cpu = bool(answers.get("cpu"))
+    kind = "NO" if processes == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
+    return config_args.ClusterConfig(
+        compute_environment="LOCAL_MACHINE",
+        distributed_type=kind,
+        mixed_precision="no",
+        use_cpu=on_cpu,
+        debug=False,
+        num_processes=processes,
+    )
+
+
+def _answered(config: Any, answers: dict[str, Any]) -> Any:
+    """`config` with the answers in it. Raises ValueError for what does not fit together."""
+    section = dict(getattr(config, SECTION) or {})
+    section.setdefault(SWITCH, True)
+    for name, answer in answers.items():
+        if name in dict(HARDWARE):
+            setattr(config, "use_cpu" if name == "cpu" else name, answer)
+        else:
+            section[name] = answer
+    setattr(config, SECTION, read_section(section))
+    layout(
+        num_processes=max(1, config.num_processes),
+        num_machines=config.num_machines,
+        machine_rank=config.machine_rank,
+        group_size=section.get(argument_name("group_size"), 0),
+        num_replica_groups=section.get(argument_name("num_replica_groups")),
+        replica_group_id=section.get(argument_name("replica_group_id")),
+    )
+    return config
 
 
 if __name__ == "__main__":

@@ -17,30 +17,176 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ft_accelerate.plugin.config import (
-    LighthousePlan,
-    MachineLayout,
-    argument_name,
-    layout,
-    lighthouse_plan,
-)
-from ft_accelerate.plugin.options import (
+from ft_accelerate.options import (
     ENV_SUPERVISOR,
     FaultTolerancePlugin,
     Supervision,
+    argument_name,
     field_names,
     given_in,
     is_enabled,
+    refuse_excluded,
     switched_off,
+    uses,
 )
 from ft_core.launch import rank_group
 from ft_core.launch.supervisor import supervise
 
 SPEAKER = "ft_accelerate"
+DEFAULT_LIGHTHOUSE_PORT = 29510
 JOIN_TIMEOUT_S = 60.0
 """How long the first quorum waits for groups that all start now, whatever `timeout_s` is."""
 LINGER_S = 3.0
 """The lighthouse of several machines ends when it was unused for so long."""
+
+
+# ---------------------------------------------------------------------- which groups, from numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineLayout:
+    """The replica groups that one launcher starts.
+
+    Attributes:
+        num_replica_groups: of the whole job.
+        first: number of the first group here; the others follow.
+        groups: how many are started here.
+        group_size: processes of each.
+    """
+
+    num_replica_groups: int
+    first: int
+    groups: int
+    group_size: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether all groups of the job are started here."""
+        return self.groups == self.num_replica_groups
+
+
+def layout(
+    *,
+    num_processes: int,
+    num_machines: int = 1,
+    machine_rank: int = 0,
+    group_size: int = 0,
+    num_replica_groups: int | None = None,
+    replica_group_id: int | None = None,
+) -> MachineLayout:
+    """Which groups machine `machine_rank` of `num_machines` starts, each with how many processes.
+
+    `num_processes` is the total over all machines, as everywhere in Accelerate. On one machine every
+    process is a replica group, since processes fail alone; of several machines each is one, since
+    those are what fails. `group_size` or `num_replica_groups` say otherwise. `replica_group_id` is
+    the first group's number here where it does not follow from `machine_rank`. Raises ValueError.
+    """
+    if num_processes < 1:
+        raise ValueError(f"num_processes must be at least 1, got {num_processes}")
+    if num_processes % num_machines:
+        raise ValueError(
+            f"num_processes ({num_processes}) must be a multiple of num_machines ({num_machines})"
+        )
+    if not 0 <= machine_rank < num_machines:
+        raise ValueError(
+            f"machine_rank must be a number from 0 to {num_machines - 1} (num_machines is "
+            f"{num_machines}), got {machine_rank}"
+        )
+    here = num_processes // num_machines
+    size = group_size or _default_size(
+        here, num_machines, num_replica_groups if replica_group_id is None else None
+    )
+    if size > here or here % size:
+        raise ValueError(
+            f"a replica group of {size} processes does not fit a machine that runs {here}: "
+            f"{argument_name('group_size')} must divide the processes of each machine"
+        )
+    groups = here // size
+    total = num_replica_groups or groups * num_machines
+    first = machine_rank * groups if replica_group_id is None else replica_group_id
+    if replica_group_id is None and total != groups * num_machines:
+        raise ValueError(
+            f"{num_processes} processes on {num_machines} machine(s) are {groups * num_machines} "
+            f"replica groups of {size}, but {argument_name('num_replica_groups')} is {total}: "
+            f"make them agree, or say with {argument_name('replica_group_id')} which group this "
+            "machine starts"
+        )
+    if first + groups > total:
+        raise ValueError(
+            f"this machine would start replica groups {first} to {first + groups - 1}, but there "
+            f"are to be only {total}: raise {argument_name('num_replica_groups')}"
+        )
+    return MachineLayout(num_replica_groups=total, first=first, groups=groups, group_size=size)
+
+
+def _default_size(here: int, num_machines: int, num_replica_groups: int | None) -> int:
+    if num_replica_groups:
+        total = here * num_machines
+        if total % num_replica_groups:
+            raise ValueError(
+                f"{total} processes cannot be {num_replica_groups} replica groups of equal size: "
+                f"num_processes must be a multiple of {argument_name('num_replica_groups')}"
+            )
+        return total // num_replica_groups
+    return default_group_size(here, num_machines)
+
+
+def default_group_size(here: int, num_machines: int) -> int:
+    """Processes of a replica group where nothing says so; `here`: those of each machine."""
+    return here if num_machines > 1 else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LighthousePlan:
+    """Where the lighthouse is.
+
+    Attributes:
+        address: that the replica groups are told; "": of the one that is embedded.
+        bind: where the launcher embeds one; "": it does not.
+    """
+
+    address: str
+    bind: str
+
+
+def lighthouse_plan(
+    place: MachineLayout,
+    *,
+    lighthouse: str = "",
+    num_machines: int = 1,
+    machine_rank: int = 0,
+    main_process_ip: str | None = None,
+    main_process_port: int | None = None,
+) -> LighthousePlan:
+    """Where the lighthouse runs: a named one is used, else the first machine's launcher runs one.
+
+    On several machines it listens at the main process's address and port, which are otherwise
+    unused: each replica group has a rendezvous of its own. Raises ValueError.
+    """
+    if lighthouse:
+        return LighthousePlan(address=lighthouse, bind="")
+    if num_machines > 1:
+        if not main_process_ip:
+            raise ValueError(
+                f"replica groups on {num_machines} machines need a common lighthouse: set "
+                f"main_process_ip to the first machine's address, or "
+                f"{argument_name('lighthouse')} to that of a running one"
+            )
+        port = main_process_port or DEFAULT_LIGHTHOUSE_PORT
+        return LighthousePlan(
+            address=f"tcp://{main_process_ip}:{port}",
+            bind=f"tcp://0.0.0.0:{port}" if machine_rank == 0 else "",
+        )
+    if not place.alone:
+        raise ValueError(
+            f"this machine starts {place.groups} of {place.num_replica_groups} replica groups, "
+            f"and they need a common lighthouse: start one with `lighthouse` and set "
+            f"{argument_name('lighthouse')} to its address"
+        )
+    return LighthousePlan(address="", bind="tcp://127.0.0.1:0")
+
+
+# ---------------------------------------------------------------------- which groups, from arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,19 +264,7 @@ def plan(args: argparse.Namespace, env: Mapping[str, str]) -> Launch:
 
 def refuse(args: argparse.Namespace) -> None:
     """Raise ValueError for what cannot be trained fault-tolerantly."""
-    for attribute, name in (
-        ("use_deepspeed", "DeepSpeed"),
-        ("use_megatron_lm", "Megatron-LM"),
-        ("use_fsdp", "FSDP"),
-        ("use_parallelism_config", "ParallelismConfig"),
-        ("tpu", "a TPU"),
-        ("mpirun_hostfile", "mpirun"),
-    ):
-        if getattr(args, attribute, None):
-            raise ValueError(
-                f"fault tolerance cannot be combined with {name}, which spreads one model over "
-                "processes or starts them itself: take one of the two out of the configuration"
-            )
+    refuse_excluded(vars(args))
     if getattr(args, "no_python", None):
         raise ValueError(
             "fault tolerance trains Python scripts: --no_python leaves us nothing to protect"
@@ -144,9 +278,7 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
     Raises ValueError before anything starts.
     """
     made = plan(args, env)
-    on_cpu = env.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1") or bool(
-        getattr(args, "use_cpu", False)
-    )
+    on_cpu = uses("CPU", env) or bool(getattr(args, "use_cpu", False))
     devices = [] if on_cpu else visible_devices(env)
     if getattr(args, argument_name("lighthouse"), None) or given_in(env).get("lighthouse"):
         _await_lighthouse(made.plugin)

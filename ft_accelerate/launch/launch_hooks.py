@@ -16,8 +16,19 @@ from types import ModuleType
 from typing import Any
 
 from ft_accelerate import seams
-from ft_accelerate.plugin.config import SECTION, SWITCH, SectionError, argument_name, read_section
-from ft_accelerate.plugin.options import field_names, help_of, kind_of, parse
+from ft_accelerate.launch.groups import launch, refuse, wanted
+from ft_accelerate.launch.questions import ask_after
+from ft_accelerate.options import (
+    SWITCH,
+    SectionError,
+    argument_name,
+    field_names,
+    help_of,
+    kind_of,
+    parse,
+    read_section,
+    refuse_excluded,
+)
 from ft_accelerate.seams import Seam, around
 from ft_core.launch.import_hook import when_imported
 
@@ -25,7 +36,6 @@ log = logging.getLogger("ft_accelerate")
 
 KNOWN = "accelerate 1.15"
 GROUP_TITLE = "Fault Tolerance Arguments"
-UNSUPPORTED = ("DEEPSPEED", "MEGATRON_LM", "FSDP", "XLA")
 CONFIG_ARGS = "accelerate.commands.config.config_args"
 
 _problems: list[str] = []
@@ -67,7 +77,10 @@ def _extended(stock: Any) -> Any:
             try:
                 section = self.fault_tolerance_config = read_section(self.fault_tolerance_config)
                 if section.get(SWITCH, bool(section)):
-                    _check_config(self)
+                    if problem():
+                        raise ValueError(problem())
+                    kind = str(getattr(self.distributed_type, "value", self.distributed_type))
+                    refuse_excluded(vars(self), kind=kind)
             except ValueError as error:
                 raise SectionError(str(error)) from None
 
@@ -82,39 +95,11 @@ def _copied(_: Any) -> Any:
     return home.ClusterConfig
 
 
-def _check_config(config: Any) -> None:
-    """Raise ValueError for a configuration that holds what fault tolerance can't go with."""
-    if problem():
-        raise ValueError(problem())
-    kind = getattr(config.distributed_type, "value", config.distributed_type)
-    other = next(
-        (
-            name
-            for name, attribute in (
-                ("DEEPSPEED", "deepspeed_config"),
-                ("MEGATRON_LM", "megatron_lm_config"),
-                ("FSDP", "fsdp_config"),
-                ("ParallelismConfig", "parallelism_config"),
-                ("mpirun", "mpirun_config"),
-            )
-            if getattr(config, attribute, None)
-        ),
-        kind if kind in UNSUPPORTED else "",
-    )
-    if other:
-        raise ValueError(
-            f"{SECTION} cannot be combined with {other}, which spreads one model over processes or "
-            "starts them itself: take one of the two out of the config file"
-        )
-
-
 # ------------------------------------------------------------------ questions and flags
 
 
 @around
 def _get_cluster_input(original: Callable[[], Any]) -> Any:
-    from ft_accelerate.plugin.questions import ask_after
-
     return ask_after(original())
 
 
@@ -200,8 +185,6 @@ def _prepare_other(original: Callable[..., Any], args: Any, *rest: Any) -> Any:
 
 def _refuse_first(args: Any) -> None:
     """End this process with a sentence if fault tolerance is wanted but not possible."""
-    from ft_accelerate.launch.groups import refuse, wanted
-
     try:
         if wanted(args, os.environ):
             if problem():
@@ -213,8 +196,6 @@ def _refuse_first(args: Any) -> None:
 
 def _launch_if_wanted(args: Any, command: list[str], env: dict[str, str]) -> None:
     """Run the replica groups and end this process as they did, or return."""
-    from ft_accelerate.launch.groups import launch, wanted
-
     try:
         if not wanted(args, env):
             return

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ft_accelerate.plugin.options import (
-    FaultTolerancePlugin,
-    GroupPlace,
-    Supervision,
-    is_enabled,
-    switch_on,
-)
+from ft_accelerate.options import FaultTolerancePlugin, Supervision, is_enabled, switch_on
 from ft_accelerate.runtime.runtime import Runtime
+from ft_core.environment import ReplicaEnv
 
 _runtime: Runtime | None = None
 
@@ -84,4 +79,4 @@ def forget() -> None:
 
 
 def _make(plugin: FaultTolerancePlugin) -> Runtime:
-    return Runtime(plugin, GroupPlace.from_env(plugin.group_size), Supervision.from_env())
+    return Runtime(plugin, ReplicaEnv.read(), Supervision.from_env())

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ft_accelerate.plugin.options import FaultTolerancePlugin, GroupPlace, Supervision
+from ft_accelerate.options import FaultTolerancePlugin, Supervision
 from ft_accelerate.runtime import peer_state as states
 from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
 from ft_accelerate.runtime.models import FaultTolerantModel
@@ -35,6 +35,7 @@ from ft_accelerate.runtime.script_position import Iteration, Phase, ScriptPositi
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
 from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
+from ft_core.environment import ReplicaEnv
 from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import die_with
@@ -68,7 +69,7 @@ class Runtime:
     """
 
     def __init__(
-        self, options: FaultTolerancePlugin, place: GroupPlace, supervision: Supervision
+        self, options: FaultTolerancePlugin, place: ReplicaEnv, supervision: Supervision
     ) -> None:
         self.options, self._supervision = options, supervision
         self.group_ranks = ranks = GroupRanks(options, place, supervision.restarts)
@@ -451,14 +452,14 @@ class Runtime:
             if target is None or self.live:
                 return
             if not target.reachable:
-                self._leave_for_now("the others are where this process cannot join them")
+                self.leave_for_now("the others are where this process cannot join them")
                 time.sleep(UNREACHABLE_PAUSE_S)
                 continue
             if self.position.distance > FAR_BATCHES:
                 reason = f"about {self.position.distance} batches behind"
                 log.info("%s: catching up first", reason)
                 # What it has healed is as new as any if all others die meanwhile.
-                self._leave_for_now(reason, discard_state=False)
+                self.leave_for_now(reason, discard_state=False)
             return
 
     def _connect(self) -> None:
@@ -531,7 +532,7 @@ class Runtime:
             log.warning("ended by SIGTERM; the other replica groups go on")
             self._sigterm.end()
 
-    def _leave_for_now(self, reason: str, *, discard_state: bool = True) -> None:
+    def leave_for_now(self, reason: str, *, discard_state: bool = True) -> None:
         """Leave the quorum, to join it again and heal; the whole group leaves."""
         self._open, self._aside = False, True
         self._manager.rejoin(reason, discard_state=discard_state)

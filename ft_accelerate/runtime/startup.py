@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from ft_accelerate.plugin.options import FaultTolerancePlugin, GroupPlace
+from ft_accelerate.options import FaultTolerancePlugin
 from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
 from ft_core.collectives.agreement import agree
-from ft_core.config import JobOptions
+from ft_core.environment import ReplicaEnv
 from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE
 from ft_core.launch.sigterm import EXIT_CODE
@@ -47,22 +47,11 @@ class GroupRanks:
     `restarts`: how often the group was started again; the launcher's store may outlive a group.
     """
 
-    def __init__(self, options: FaultTolerancePlugin, place: GroupPlace, restarts: int) -> None:
+    def __init__(self, options: FaultTolerancePlugin, place: ReplicaEnv, restarts: int) -> None:
         self.options, self.place, self.restarts = options, place, restarts
-        self.num_processes = place.num_processes(options)
-        self.process_index = place.process_index(options)
-        self._job = JobOptions.resolve(
-            options,
-            name=str(options.replica_group_id),
-            expected_replicas=options.num_replica_groups,
-            async_quorum=False,
-            group_rank=place.rank,
-            group_world_size=place.size,
-            ranks_hold="copies",
-            store_addr=place.store_addr,
-            store_port=place.store_port,
-            interface=place.interface,
-        )
+        self._job = options.job(place)
+        self.num_processes = options.num_replica_groups * place.group_world_size
+        self.process_index = options.replica_group_id * place.group_world_size + place.group_rank
         self._in_group = IntraGroup(self._job, life=restarts)
 
     @property

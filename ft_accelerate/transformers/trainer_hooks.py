@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from ft_accelerate import seams
-from ft_accelerate.plugin.options import is_enabled
+from ft_accelerate.options import is_enabled
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.process import while_active

@@ -39,7 +39,7 @@ LAYERS = [
     "ft_lightning.diloco",
     "ft_lightning",
     "ft_accelerate.seams",
-    "ft_accelerate.plugin",
+    "ft_accelerate.options",
     "ft_accelerate.runtime",
     "ft_accelerate.transformers",
     "ft_accelerate.launch",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ft_accelerate.plugin.options import ENV_SUPERVISOR
+from ft_accelerate.options import ENV_SUPERVISOR
 from ft_core.launch.rank_group import group_command
 from tests.harness import runs
 from tests.harness.runs import Line, Process, compare_steps, ended

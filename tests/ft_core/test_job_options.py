@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from ft_accelerate.plugin.options import field_names
+from ft_accelerate.options import field_names
 from ft_core.config import JobOptions
 from ft_core.errors import QuorumUnavailable
 from ft_core.heal import UnsupportedObjectError

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ft_accelerate import DiLoCo, FaultToleranceKwargs
 from ft_accelerate.install import check_seams, install, uninstall
-from ft_accelerate.plugin.options import ENV_USE
+from ft_accelerate.options import ENV_USE
 from ft_accelerate.runtime import process as processes
 
 
@@ -58,12 +58,12 @@ def test_plugins_that_spread_one_model_are_refused(
     monkeypatch: pytest.MonkeyPatch, switch: str, name: str
 ) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{switch}", "true")
-    with pytest.raises(ValueError, match=f"does not work together with {name}.*leave out {name}"):
+    with pytest.raises(ValueError, match=f"cannot be combined with {name}.*leave out {name}"):
         accelerator()
 
 
 def test_fsdp_plugin_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not work together with FSDP"):
+    with pytest.raises(ValueError, match="cannot be combined with FSDP"):
         accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ft_accelerate.plugin.config import SWITCH, argument_name, default_group_size, read_section
-from ft_accelerate.plugin.options import COMMITS, default_of, parse
+from ft_accelerate.launch.groups import default_group_size
+from ft_accelerate.options import SWITCH, argument_name, default_of, parse, read_section
 
 KINDS = ("NO", "MULTI_GPU", "MULTI_CPU")
 """Accelerate's distributed types for which there is fault tolerance."""
@@ -74,7 +74,7 @@ def _commit() -> str:
     chosen: str = _ask_options(
         "Who decides whether a step is committed?",
         ["all replica groups together (quorum)", "each replica group alone (group)"],
-        lambda i: COMMITS[int(i)],
+        lambda i: ("quorum", "group")[int(i)],
     )
     return chosen
 

@@ -10,13 +10,10 @@ import sys
 import pytest
 
 from ft_accelerate import FaultTolerancePlugin
-from ft_accelerate.plugin.config import (
-    MachineLayout,
-    layout,
-    lighthouse_plan,
-    read_section,
-)
-from ft_accelerate.plugin.options import GroupPlace, Supervision, field_names, is_enabled
+from ft_accelerate.launch.groups import MachineLayout, layout, lighthouse_plan
+from ft_accelerate.options import Supervision, field_names, is_enabled, read_section
+from ft_accelerate.runtime.startup import GroupRanks
+from ft_core.environment import ReplicaEnv
 from ft_core.launch.rank_group import rank_environment
 from tests.harness.waiting import PATIENCE_S
 
@@ -61,11 +58,14 @@ def test_arguments_beat_our_variables_which_beat_the_cores(monkeypatch: pytest.M
         ({"min_replicas": 3, "num_replica_groups": 2}, r"min_replicas \(3\) must be at most"),
         ({"replica_group_id": 2, "num_replica_groups": 2}, "a number from 0 to 1"),
         ({"num_replica_groups": 0}, "num_replica_groups must be at least 1, got 0"),
-        ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
+        ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
         ({"timeout_s": "soon"}, "timeout_s must be a number of seconds, got 'soon'"),
+        ({"timeout_s": float("inf")}, "timeout_s must be a number of seconds, got inf"),
+        ({"quorum_timeout_s": -1}, "quorum_timeout_s must be positive, got -1"),
+        ({"min_replicas": 0}, "min_replicas must be at least 1, got 0"),
         ({"max_restarts": 1.5}, "max_restarts must be a whole number, got 1.5"),
         ({"commit": "both"}, 'commit must be "quorum" or "group", got \'both\''),
-        ({"lighthouse": "10.0.0.1"}, "lighthouse must be an address such as tcp://"),
+        ({"lighthouse": "10.0.0.1"}, "is no lighthouse address: write it as tcp://host:port"),
         ({"heal_allow_objects": "perhaps"}, "heal_allow_objects must be true or false"),
     ],
 )
@@ -101,21 +101,24 @@ def test_a_process_finds_its_place_among_all() -> None:
     env = rank_environment({}, rank=2, size=4, port=29500)
     plugin = FaultTolerancePlugin(num_replica_groups=3, replica_group_id=1)
     for group_size in (0, 4):
-        found = GroupPlace.from_env(group_size, env)
-        assert (found.num_processes(plugin), found.process_index(plugin), found.local_rank) == (
-            12,
-            6,
-            2,
-        )
-        assert (found.store_addr, found.store_port) == ("127.0.0.1", 29500)
-    alone = GroupPlace.from_env(0, {})
-    assert (alone.num_processes(plugin), alone.process_index(plugin), alone.local_rank) == (3, 1, 0)
+        plugin.group_size = group_size
+        found = GroupRanks(plugin, ReplicaEnv.read(env), restarts=0)
+        assert (found.num_processes, found.process_index, found.place.local_rank) == (12, 6, 2)
+        job = plugin.job(found.place)
+        assert (job.store_addr, job.store_port) == ("127.0.0.1", 29500)
+    plugin.group_size = 0
+    alone = GroupRanks(plugin, ReplicaEnv.read({}), restarts=0)
+    assert (alone.num_processes, alone.process_index, alone.place.local_rank) == (3, 1, 0)
 
 
 @pytest.mark.parametrize(
     ("env", "group_size", "said"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, 0, "RANK must be a number from 0 to 1, got 2"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"},
+            0,
+            "the rank in the replica group must be from 0 to 1",
+        ),
         ({"WORLD_SIZE": "2"}, 0, "of 2 processes needs MASTER_ADDR and MASTER_PORT"),
         ({}, 2, "group_size is 2, but this process was started as one of 1"),
         ({"WORLD_SIZE": "many"}, 0, "WORLD_SIZE must be a number, got 'many'"),
@@ -123,7 +126,7 @@ def test_a_process_finds_its_place_among_all() -> None:
 )
 def test_a_wrong_place_is_refused(env: dict[str, str], group_size: int, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
-        GroupPlace.from_env(group_size, env)
+        FaultTolerancePlugin(group_size=group_size).job(ReplicaEnv.read(env))
     assert "\n" not in str(caught.value)
 
 
@@ -148,7 +151,8 @@ def test_the_section_gets_its_prefix_and_types() -> None:
         ),
         ({"zzz": 1}, "unknown key 'zzz': it takes use_fault_tolerance, fault_tolerance_num"),
         ({"timeout_s": "soon"}, "timeout_s in fault_tolerance_config must be a number of seconds"),
-        ({"commit": "both"}, 'commit in fault_tolerance_config must be "quorum" or "group"'),
+        ({"commit": "both"}, 'fault_tolerance_config: commit must be "quorum" or "group"'),
+        ({"timeout_s": 0}, "fault_tolerance_config: timeout_s must be positive, got 0"),
         ([1], "fault_tolerance_config must hold keys and values"),
     ],
 )
@@ -251,7 +255,7 @@ def test_every_option_is_explained() -> None:
 def test_neither_torch_nor_accelerate_is_loaded() -> None:
     code = (
         "import sys, ft_accelerate.autoload, ft_accelerate.launch.command, ft_accelerate.launch.groups, "
-        "ft_core.launch.rank_group, ft_accelerate.run, ft_accelerate.plugin.questions\n"
+        "ft_core.launch.rank_group, ft_accelerate.run, ft_accelerate.launch.questions\n"
         "assert not {'torch', 'accelerate', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -1,1 +1,0 @@
-"""What can be set, where, and what a configuration means."""
