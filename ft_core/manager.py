@@ -20,18 +20,25 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from ft_core.attempt import Attempts
 from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.allreduce import AsyncReduce
 from ft_core.collectives.ops import with_default
 from ft_core.config import JobOptions, new_replica_id
-from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
+from ft_core.errors import QuorumUnavailable
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
-from ft_core.replica.status import Attempt, Outcome, Participation, Stage, WorldSizeMode
+from ft_core.replica.status import (
+    Attempt,
+    Outcome,
+    Participation,
+    Stage,
+    WorldSizeMode,
+)
 from ft_core.shell.session import Session
-from ft_core.state import CHANGED_WHILE_SERVED, State
+from ft_core.state import State
 from ft_core.step import Step
-from ft_core.telemetry import COMMIT, DISCARD, Telemetry
+from ft_core.telemetry import StepRecord, Telemetry
 from lighthouse.wire.messages import FINISHED
 
 log = logging.getLogger("ft_core")
@@ -168,19 +175,22 @@ class Manager:
 
     def _set_up(self, pg: ProcessGroup, options: JobOptions) -> None:
         self._options, self._replica_id = options, new_replica_id(options.name)
-        self._pg, self._async = pg, options.async_quorum
-        self.step = Step(pg, weighted=options.weighted, bind=self._bind, on_error=self._tell_error)
+        self._pg = pg
+        self.step = Step(
+            pg,
+            weighted=options.weighted,
+            bind=lambda: self._attempts.bind(self._need_session()),
+            on_error=self._tell_error,
+        )
         """The step under way, for collectives and algorithms."""
         self.state = State()
         self._schema = dict(options.schema)
         self._start = (0, "")
         self._session: Session | None = None
-        self._began_at = 0.0
-        self._quorum_wait_s = options.quorum_timeout_s
-        self._discards_in_a_row = 0
-        self._last_outcome: Outcome | None = None
         self._closed = False
         self.telemetry = Telemetry()
+        record = StepRecord(self.telemetry, options.max_retries)
+        self._attempts = Attempts(options, pg, self.step, self.state, record)
 
     # ------------------------------------------------------------------ state
 
@@ -234,8 +244,9 @@ class Manager:
         """
         if self._session is not None:
             raise RuntimeError("load_state_dict must be called before the first start_quorum")
+        batches = int(state_dict["batches_committed"])
         self._start = (int(state_dict["step"]), str(state_dict.get("lineage", "")))
-        self.state.batches_committed = int(state_dict["batches_committed"])
+        self.state.batches_committed = batches
 
     def allow_state_dict_read(self) -> None:
         """Kept for torchft scripts: reads need no permission (`should_commit` checks them)."""
@@ -263,26 +274,13 @@ class Manager:
                 (another `token`, `heal_allow_objects`); says why.
             LighthouseUnavailable: no lighthouse answers at the address.
             GroupBroken: another rank of this replica group is gone.
+            StepInDoubt: the outcome of a vote that was given up is still not known.
         """
         session = self._session or self._open_session(room_id, allow_heal)
         if room_id != session.room_id:
             known = session.room_id
             raise ValueError(f"this manager is in room {known!r}; use one manager for {room_id!r}")
-        if session.control.status.attempt is not Attempt.CLOSED:
-            self._abandon(session)
-        self.step.open()
-        self._began_at = time.monotonic()
-        # Also where nothing is waited for now: the quorum may be lost before the first collective.
-        limit_s = self._options.quorum_timeout_s
-        self._quorum_wait_s = limit_s if timeout is None else timeout.total_seconds()
-        if self._async and self._options.group_world_size == 1:  # saving may be a collective
-            before = session.control.status
-            self.state.offer(behind=before.stage is not Stage.MEMBER or before.healing)
-        status = session.control.submit(events.Begin(heal_in_step=self._async))
-        if status.entered:
-            self.step.part = status.part
-        elif not self._async or status.stage is Stage.MEMBER:
-            self._enter(session, heal=not self._async)
+        self._attempts.begin(session, timeout)
 
     def try_start_quorum(self) -> bool:
         """`start_quorum`, but only if this rank is a member of a quorum and stays one; whether it is.
@@ -308,7 +306,7 @@ class Manager:
 
     def wait_quorum(self) -> None:
         """Wait until collectives may start. Raises as `start_quorum` does."""
-        self._enter(self._need_session(), heal=not self._async)
+        self._attempts.enter(self._need_session())
 
     def should_commit(
         self, timeout: timedelta | None = None, *, control: bytes = b"", no_update: bool = False
@@ -322,38 +320,18 @@ class Manager:
         per-group commit). `no_update`: fewer than `min_replica_size` participants may commit it.
 
         Raises:
-            StepInDoubt: the lighthouse stayed away past the timeout.
+            StepInDoubt: the lighthouse stayed away, or a peer did not vote, past the timeout. Call it
+                again to wait longer. A loop that begins another step instead gives up this one: if
+                it was committed after all, this member heals, since its update is missing here.
             TooManyDiscards: `max_retries` steps in a row were discarded.
             JoinRefused, GroupBroken: as `start_quorum`.
         """
-        session = self._need_session()
-        control_channel = session.control
-        if control_channel.status.attempt is Attempt.CLOSED:
-            raise RuntimeError("should_commit must follow start_quorum")
-        self.step.check()
-        if not self.state.unchanged():
-            self.report_error(RuntimeError(CHANGED_WHILE_SERVED))
-        self.step.drain()
-        status = control_channel.status
-        if self.step.error is None and (status.attempt is Attempt.OPEN or status.healing):
-            self._enter(session, heal=True)
-        part = self.step.part or control_channel.status.part
-        ok = self.step.error is None
-        reason = "" if ok else f"{type(self.step.error).__name__}: {self.step.error}"
-        needed = 1 if no_update else self._options.min_replicas
-        if ok and (part is None or part.groups < needed):
-            ok = False
-            reason = f"fewer than min_replica_size={self._options.min_replicas} participants"
-        wait_s = timeout or timedelta(seconds=self._options.timeouts.connect_timeout_s)
-        deadline = time.monotonic() + wait_s.total_seconds()
-        status = control_channel.vote(events.CastVote(ok, reason, control), deadline)
-        if status.outcome is None:
-            session.check_refused()
-            raise StepInDoubt(
-                f"no answer to the vote on step {status.step} within {wait_s.total_seconds():g} s:"
-                f" is the lighthouse at {session.lighthouse} alive? ({status.reason})"
-            )
-        return self._conclude(session, part)
+        return self._attempts.end(
+            self._need_session(),
+            timeout,
+            control=control,
+            needed=1 if no_update else self._options.min_replicas,
+        )
 
     def set_samples(self, samples: int) -> None:
         """How many samples this member's batch has; before the step's first collective.
@@ -495,7 +473,7 @@ class Manager:
 
     def last_outcome(self) -> Outcome | None:
         """The outcome of the last step: committed or not, and why."""
-        return self._last_outcome
+        return self._attempts.last_outcome
 
     @property
     def replica_id(self) -> str:
@@ -527,9 +505,14 @@ class Manager:
         a member that holds no state. False: as one that holds the state with which it left, from
         which the job goes on if no member has a newer one.
         """
-        self.step.drain()
-        self.step.part, self.step.bound_at = None, None
-        self._need_session().control.submit(events.Rejoin(reason, discard_state))
+        self._attempts.rejoin(self._need_session(), events.Rejoin(reason, discard_state))
+
+    def update_failed(self, e: BaseException) -> None:
+        """The update of a committed step raised `e`, and may be half done: `rejoin` without a state.
+
+        A member that is alone in its quorum keeps its state: no other member holds another one.
+        """
+        self._attempts.update_failed(self._need_session(), e)
 
     def leave_after_step(self) -> None:
         """The next committed or discarded step is this group's last (graceful leave)."""
@@ -565,7 +548,7 @@ class Manager:
         step, lineage = self._start
         if not lineage:
             lineage = self.state.first_lineage(
-                alike=not self._options.init_sync or step > 0,
+                alike=not self._options.init_sync,
                 allow_objects=self._options.heal_allow_objects,
             )
         self.state.prepare()
@@ -579,55 +562,14 @@ class Manager:
             lineage=lineage,
             schema="; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items())),
             telemetry=self.telemetry,
-            into=lambda: self.state.room_to_receive(self._need_session(), in_step=self._async),
+            into=lambda: self.state.room_to_receive(
+                self._need_session(), in_step=self._options.async_quorum
+            ),
             waited_s=self.step.waited_s,
         )
         self._session = session
         session.await_lighthouse()
         return session
-
-    def _enter(self, session: Session, *, heal: bool) -> None:
-        """Wait until this attempt may reduce (or has failed); serve and heal at its boundary."""
-        control, wait_s = session.control, self._quorum_wait_s
-        deadline = None if wait_s is None else time.monotonic() + wait_s
-        while True:
-            session.wait_for(lambda status: status.may_enter(heal=heal), deadline)
-            session.check_refused()
-            status = control.status
-            if status.attempt is Attempt.FAILED:
-                return
-            if not status.may_enter(heal=heal):
-                raise QuorumUnavailable(
-                    f"no quorum within the timeout: {status.reason}; the lighthouse is "
-                    f"{session.lighthouse}"
-                )
-            if not (heal and status.healing):
-                break
-            self.state.load(session)
-        self.state.serve(session)
-        self.step.part = control.submit(events.Entered()).part
-
-    def _bind(self) -> None:
-        """The first collective of the step: from here on it belongs to this quorum."""
-        session, step = self._need_session(), self.step
-        while True:
-            status = session.control.submit(events.Bind())
-            if status.attempt is Attempt.BOUND:
-                assert status.part is not None
-                # Its collectives are refused if the process group is another quorum's by now.
-                self._pg.bind(status.part.quorum_id)
-                step.part, step.bound_at = status.part, time.monotonic()
-                if step.weighted:
-                    reduction.find_weight(step)
-                return
-            if status.attempt is not Attempt.OPEN:
-                self.report_error(RuntimeError(status.failure or "not in a step"))
-                return
-            try:
-                self._enter(session, heal=not self._async)
-            except Exception as error:
-                self.report_error(error)
-                return
 
     def _known_part(self) -> Participation:
         session = self._need_session()
@@ -638,48 +580,6 @@ class Manager:
         if part is None:
             raise QuorumUnavailable(f"no quorum: {status.reason}")
         return part
-
-    def _conclude(self, session: Session, part: Participation | None) -> bool:
-        """Record the outcome of a step; whether it is committed."""
-        status = session.control.status
-        outcome = status.outcome
-        assert outcome is not None
-        seconds = time.monotonic() - self._began_at
-        self._last_outcome = outcome
-        if outcome.committed:
-            if status.published is not None:
-                # The optimizer is next. All members have voted, the healed ones too, so that none
-                # reads the state any more, except where a group acts on its own vote.
-                (session.plane.freeze if self._options.group_commit else session.plane.retire)()
-            assert part is not None, "a yes without a quorum"
-            self.state.batches_committed += part.participants
-            self._discards_in_a_row = 0
-            self.step.end(True)
-            groups = part.groups
-            self.telemetry.emit(COMMIT, step=outcome.step, participants=groups, seconds=seconds)
-            return True
-        try:
-            session.check_refused()
-        except GroupLeft:
-            pass  # there is no next step, which `start_quorum` says
-        self.step.end(False)
-        self.telemetry.emit(DISCARD, step=outcome.step, reason=outcome.reason, seconds=seconds)
-        log.info("step %s discarded: %s", outcome.step, outcome.reason)
-        self._discards_in_a_row += 1
-        limit = self._options.max_retries
-        if limit is not None and self._discards_in_a_row > limit:
-            raise TooManyDiscards(
-                f"{self._discards_in_a_row} steps in a row were discarded, the last because: "
-                f"{outcome.reason}"
-            )
-        return False
-
-    def _abandon(self, session: Session) -> None:
-        """The loop began a step and never ended it: it counts as a no."""
-        self.step.drain()
-        self.step.end(False)
-        self.telemetry.emit(DISCARD, step=self.current_step(), reason="never ended", seconds=0.0)
-        session.control.submit(events.CastVote(False, "the loop started over"))
 
     def _position(self) -> tuple[int, str]:
         if self._session is None:

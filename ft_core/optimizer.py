@@ -86,7 +86,8 @@ class OptimizerWrapper(TorchOptimizer):
         """End the step: vote, and update the parameters if it was committed.
 
         `closure` is run once, before the vote, and its result is returned; it must not call
-        `zero_grad`. `GradScaler.step` passes `grad_scaler`. Raises as `should_commit` does, and
+        `zero_grad`. `GradScaler.step` passes `grad_scaler`. Raises as `should_commit` does, what
+        `optim.step` raises (then this member discards its state, and heals in the next step), and
         RuntimeError for a GradScaler that does not pass itself.
         """
         loss = None
@@ -103,12 +104,19 @@ class OptimizerWrapper(TorchOptimizer):
             return loss
         self.step_was_skipped = not self._vote()
         if not self.step_was_skipped:
-            self.optim.step()
+            self._update()
         return loss
 
     def _is_open(self) -> bool:
         """Whether the step that `zero_grad` began is not over (others may have ended it)."""
         return self._open and self.manager.last_outcome() is self._outcome_before
+
+    def _update(self) -> None:
+        try:
+            self.optim.step()
+        except BaseException as error:  # a loop may catch it and go on
+            self.manager.update_failed(error)
+            raise
 
     def _vote(self) -> bool:
         self._open = False
@@ -144,7 +152,7 @@ class OptimizerWrapper(TorchOptimizer):
             return
         self.step_was_skipped = any(flag.item() for flag in found.values())
         if not self.step_was_skipped:
-            self.optim.step()
+            self._update()
 
     # ------------------------------------------------------------------ all else is `optim`'s
 

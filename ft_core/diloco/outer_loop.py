@@ -296,7 +296,11 @@ class OuterLoop:
             self._discard(sent)
             return False
         assert sent is not None
-        self._finish(sent)
+        try:
+            self._finish(sent)
+        except BaseException as error:
+            manager.update_failed(error)
+            raise
         self.stats.committed += 1
         return True
 

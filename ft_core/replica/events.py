@@ -6,6 +6,7 @@ The machine also takes the lighthouse's replies (`lighthouse.wire.messages.Reply
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_type_hints
 
 from lighthouse.wire.messages import Member, Reply, Request
 
@@ -49,12 +50,26 @@ class Fail:
 class CastVote:
     """The loop's collectives are over: yes or no. The status has the outcome when it is known.
 
-    A yes that has lost its quorum counts as a no. `control` travels with a yes.
+    A yes that has lost its quorum counts as a no. `control` travels with a yes. After
+    `StopWaiting`: the loop waits again for the answer to the vote that it has cast.
     """
 
     ok: bool
     reason: str = ""
     control: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StopWaiting:
+    """The loop waits no longer for the answer to its vote, and can't apply an update meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unapplied:
+    """The loop has not applied the update of the last step, which was committed: it holds the state
+    before that step. Leave the quorum; the next `Begin` joins again with that state."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +210,19 @@ class Remark:
 
 Effect = Transmit | Configure | Abort | FetchState | Remark
 ReplicaEvent = (
-    Begin | Entered | Bind | Fail | CastVote | LeaveAfterStep | Depart | Rejoin
+    Begin | Entered | Bind | Fail | CastVote | StopWaiting | Unapplied | LeaveAfterStep | Depart
+    | Rejoin
     | Configured | Fetched | Overwrite | FetchAgain | Loaded | Published
     | Connected | Disconnected | Reply
 )  # fmt: skip
+
+
+def handlers(machine: type) -> dict[type, str]:
+    """Each event that `machine` takes, and its `_on_` method: whose first argument is annotated so."""
+    found: dict[type, str] = {}
+    for name, method in vars(machine).items():
+        if name.startswith("_on_"):
+            event, *_ = get_type_hints(method).values()
+            assert event not in found, f"two methods take {event.__name__}"
+            found[event] = name
+    return found

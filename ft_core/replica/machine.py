@@ -14,6 +14,10 @@ A failed attempt has sent the lighthouse a no; the loop learns it from `CastVote
 answered with a discard at once. A voted attempt whose answer is lost is *in doubt*: the rank joins
 again, says so, and is told commit or discard (`Quorum.settle`).
 
+An outcome is *taken* by the loop, or the position does not move: a commit without its update would
+leave this rank with other weights than its peers at an equal position. While the loop does not wait
+for the answer to its vote, what the lighthouse says is not read, as if the network was slow.
+
 A shell (`ft_core.shell.control`) submits events under one lock, carries out the effects, and shows
 the status to the training loop. Only this file writes the machine. The machine knows no clock,
 socket or thread.
@@ -22,7 +26,6 @@ socket or thread.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_type_hints
 
 from ft_core.replica import events
 from ft_core.replica.events import (
@@ -37,8 +40,8 @@ from ft_core.replica.events import (
 from ft_core.replica.status import (
     Attempt,
     Outcome,
-    Participation,
     ParticipationRule,
+    Relations,
     ReplicaStatus,
     Stage,
     View,
@@ -60,6 +63,7 @@ from lighthouse.wire.messages import (
     Member,
     Quorum,
     Refused,
+    Reply,
     Revoke,
     Vote,
     Waiting,
@@ -93,7 +97,7 @@ class Replica:
         self._template = template
         self._resend_s = resend_s
         self._revoke_grace_s = revoke_grace_s
-        self._rule = rule or ParticipationRule()
+        self._relations = Relations(rule or ParticipationRule(), template.replica_id)
         self.replica_id = template.replica_id
         self.stage = Stage.OUT
         self.attempt = Attempt.CLOSED
@@ -108,15 +112,15 @@ class Replica:
         self._configured = NO_QUORUM
         self._revoked = False
         self._vote: Vote | None = None
+        self._before = (template.step, template.lineage)  # position before the last vote
+        self._unattended = False  # voted, and the loop does not wait for the answer
+        self._unread: Reply | None = None  # the first message since
         self._unanswered: Vote | None = None  # per-group commit: decision still to come
         self._loop_waits = False  # at its step's boundary: it uses neither the state nor the group
         self._heal_in_step = False
         self._fetching: FetchState | None = None
         self._fetched: tuple[int, str] | None = None
         self._overwriting = False
-        self._related_key: tuple[object, ...] | None = None
-        self._part: Participation | None = None
-        self._targets: tuple[Member, ...] = ()
         self._connected = True
         self._resend_at: float | None = None
         self._grace_at: float | None = None
@@ -127,29 +131,19 @@ class Replica:
         name = _HANDLERS.get(type(event))
         if name is None:
             return []
+        if self._unattended and isinstance(event, Reply):
+            self._unread = self._unread or event  # later ones come again: this rank repeats itself
+            return []
         effects: list[Effect] = getattr(self, name)(event, now)
         self.status = self._status()
         return effects
 
     def _status(self) -> ReplicaStatus:
-        view = self.view
-        key = (
-            view and view.members,
-            view and view.quorum_id,
-            self.stage is Stage.MEMBER,
-            self.healed,
-        )
-        if key != self._related_key:
-            # Not in the steady state: one tuple of members serves from step to step.
-            self._related_key = key
-            self._part = None
-            if view is not None:
-                self._part = self._rule.part(view, self.replica_id, behind=self.healing)
-            self._targets = self.targets
+        relations = self._related()
         return ReplicaStatus(
-            self.stage, self.attempt, self.step, self.lineage, view, self._part,
+            self.stage, self.attempt, self.step, self.lineage, self.view, relations.part,
             self.attempt is Attempt.OPEN and not self._loop_waits, self.ready, self.healing,
-            self.state_fetched, self._overwriting, self._targets, self.published,
+            self.state_fetched, self._overwriting, relations.targets, self.published,
             self.outcome, self.reason, self.failure, self.wants_group, self.deadline(),
         )  # fmt: skip
 
@@ -196,15 +190,17 @@ class Replica:
     @property
     def targets(self) -> tuple[Member, ...]:
         """Members that heal from this rank's state; empty if none or if it is behind itself."""
-        if self.stage is not Stage.MEMBER or self.view is None or not self.healed:
-            return ()
-        mine = self.replica_id
-        return tuple(m for m in self.view.members if m.healing and m.replica_id != mine)
+        return self._related().targets
+
+    def _related(self) -> Relations:
+        self._relations.update(self.view, member=self.stage is Stage.MEMBER, healed=self.healed)
+        return self._relations
 
     @property
     def _contributing(self) -> int:
         """How many replica groups contribute to the step that is under way."""
-        return 0 if self._part is None else self._part.groups
+        part = self._relations.part
+        return 0 if part is None else part.groups
 
     # ------------------------------------------------------------------ the training loop
 
@@ -241,7 +237,18 @@ class Replica:
         self.failure = reason
         return self._vote_no(reason, now, phase=phase, stalled=stalled)
 
+    def _on_stop_waiting(self, event: events.StopWaiting, now: float) -> list[Effect]:
+        self._unattended = self.attempt is Attempt.VOTED
+        return []
+
+    def _wait_again(self, now: float) -> list[Effect]:
+        unread, self._unread, self._unattended = self._unread, None, False
+        effects = [] if unread is None else self.handle(unread, now)
+        return effects + (self._repeat(now) if self.attempt is Attempt.VOTED else [])
+
     def _on_cast_vote(self, event: events.CastVote, now: float) -> list[Effect]:
+        if self._unattended:
+            return self._wait_again(now)
         if self.attempt in (Attempt.VOTED, Attempt.CLOSED):
             return []
         effects: list[Effect] = []
@@ -254,7 +261,7 @@ class Replica:
             return effects
         view = self.view
         assert view is not None and self.healed
-        self.attempt = Attempt.VOTED
+        self.attempt, self._before = Attempt.VOTED, (self.step, self.lineage)
         self._vote = Vote(
             self._template.job, self.replica_id, view.quorum_id, view.step, view.lineage, True,
             control=event.control, leaving=self.leaving,
@@ -279,14 +286,20 @@ class Replica:
         return [] if was_out else [Transmit(Leave(self._template.job, self.replica_id, reason))]
 
     def _on_rejoin(self, event: events.Rejoin, now: float) -> list[Effect]:
+        held = self.healed and not event.discard_state
+        return self._rejoin(event.reason, (self.step, self.lineage) if held else None)
+
+    def _on_unapplied(self, event: events.Unapplied, now: float) -> list[Effect]:
+        return self._rejoin(event.reason, self._before)
+
+    def _rejoin(self, reason: str, position: tuple[int, str] | None) -> list[Effect]:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
         effects: list[Effect] = []
         if self.view is not None:
-            effects.append(Abort(self.view.quorum_id, event.reason))
-        effects += self._leave(f"{GAVE_UP}{event.reason}"[:500])
-        if event.discard_state or not self.healed:
-            self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
+            effects.append(Abort(self.view.quorum_id, reason))
+        effects += self._leave(f"{GAVE_UP}{reason}"[:500])
+        self.step, self.lineage = position or (0, f"{TORN}{self.replica_id}")
         self.stage, self.healed, self._revoked = Stage.OUT, False, True
         self._vote = self._unanswered = self._fetching = self._fetched = self.published = None
         return effects
@@ -658,6 +671,7 @@ class Replica:
     def _close(self, outcome: Outcome) -> None:
         self.outcome = outcome
         self.attempt = Attempt.CLOSED
+        self._unattended, self._unread = False, None
         self._loop_waits = False
 
     def check(self) -> None:
@@ -674,15 +688,4 @@ class Replica:
         assert (self.outcome is None) or self.attempt is Attempt.CLOSED
 
 
-def _handlers() -> dict[type, str]:
-    """Each event, and the `_on_` method whose first argument is annotated with it."""
-    found: dict[type, str] = {}
-    for name, method in vars(Replica).items():
-        if name.startswith("_on_"):
-            event, *_ = get_type_hints(method).values()
-            assert event not in found, f"two methods take {event.__name__}"
-            found[event] = name
-    return found
-
-
-_HANDLERS = _handlers()
+_HANDLERS = events.handlers(Replica)

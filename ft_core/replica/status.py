@@ -200,3 +200,31 @@ class ParticipationRule:
             rank=None if mine is None else mine * place.size + place.rank,
             groups=len(able),
         )
+
+
+class Relations:
+    """What a quorum means for one rank.
+
+    Attributes:
+        part: its participation; None: there was no quorum yet.
+        targets: members that heal from its state; empty if it is behind itself.
+    """
+
+    def __init__(self, rule: ParticipationRule, replica_id: str) -> None:
+        self._rule, self._replica_id = rule, replica_id
+        self._key: tuple[object, ...] | None = None
+        self.part: Participation | None = None
+        self.targets: tuple[Member, ...] = ()
+
+    def update(self, view: View | None, *, member: bool, healed: bool) -> None:
+        """`member`: of `view`. `healed`: its state is the quorum's."""
+        key = view and view.members, view and view.quorum_id, member, healed
+        if key == self._key:
+            return  # the steady state: one tuple of members serves from step to step
+        self._key, self.part, self.targets = key, None, ()
+        if view is None:
+            return
+        mine = self._replica_id
+        self.part = self._rule.part(view, mine, behind=member and not healed)
+        if member and healed:
+            self.targets = tuple(m for m in view.members if m.healing and m.replica_id != mine)

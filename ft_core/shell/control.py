@@ -40,6 +40,7 @@ from ft_core.replica.events import (
     FetchState,
     Remark,
     ReplicaEvent,
+    StopWaiting,
     Transmit,
 )
 from ft_core.replica.machine import Replica
@@ -181,7 +182,8 @@ class Control:
         """`submit`, then wait for the outcome, with the socket driven by the calling thread.
 
         The status has no outcome if `deadline` (time.monotonic) has passed, or the rank was
-        refused. Raises RuntimeError if the control thread has failed. The hot path.
+        refused. Then, and after an exception, the outcome is not known to the machine either until
+        this is called again. Raises RuntimeError if the control thread has failed. The hot path.
         """
         with self._io:
             for fd in self._link_fds:  # or every message would wake the control thread, too
@@ -191,6 +193,9 @@ class Control:
                     self._handle(vote, time.monotonic())
                     self._notify_waiting()
                 return self._await_outcome(deadline)
+            except BaseException:  # such as KeyboardInterrupt
+                self._stop_waiting()
+                raise
             finally:
                 for fd in self._link_fds:
                     self._epoll.modify(fd, select.EPOLLIN)
@@ -231,9 +236,14 @@ class Control:
             self._raise_crash()
             timeout_s = self._timeout(deadline)
             if time.monotonic() >= deadline:
-                return status
+                return self._stop_waiting()
             spin_until = began + SPIN_S if self._prompt else 0.0
             self._sleep(self._drive_epoll, timeout_s, spin_until)
+
+    def _stop_waiting(self) -> ReplicaStatus:
+        """The loop's thread goes without an outcome. Holds `_io`, so that none can come before."""
+        with self._state:
+            return self._handle(StopWaiting(), time.monotonic())
 
     def _sleep(self, epoll: select.epoll, timeout_s: float | None, spin_until: float = 0.0) -> None:
         ready: list[tuple[int, int]] = []

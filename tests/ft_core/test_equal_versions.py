@@ -1,0 +1,347 @@
+"""Members at an equal version hold equal weights, whatever a loop does around its vote."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_core.ddp import DistributedDataParallel
+from ft_core.errors import StepInDoubt
+from ft_core.manager import Manager
+from ft_core.optimizer import Optimizer
+from ft_core.process_group import ProcessGroupGloo
+from ft_core.replica.status import Attempt
+from tests.harness.cluster import Replica, lighthouse, replicas
+from tests.harness.waiting import until
+from tests.process.driver import LighthouseProcess
+
+SHORT = timedelta(milliseconds=50)
+
+
+def pair(server: Any, **kw: Any) -> list[Replica]:
+    return [Replica(server, f"r{i}", expected_replicas=2, **kw) for i in range(2)]
+
+
+def vote_in_vain(replica: Replica) -> torch.Tensor:
+    """One step whose vote is not answered in time; the mean gradient, which was not applied."""
+    replica.manager.start_quorum()
+    reduced = torch.ones(8)
+    replica.manager.allreduce(reduced).wait()
+    with pytest.raises(StepInDoubt):
+        replica.manager.should_commit(timeout=SHORT)
+    return reduced
+
+
+def both(first: Any, second: Any) -> list[Any]:
+    return replicas(first, second)
+
+
+def voted(replica: Replica) -> bool:
+    session = replica.manager._session
+    return session is not None and session.control.status.attempt is Attempt.VOTED
+
+
+def stopped(pid: int) -> bool:
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
+def check_equal(a: Replica, b: Replica) -> None:
+    assert a.manager.state_dict() == b.manager.state_dict()
+    assert torch.equal(a.weights, b.weights)
+
+
+@pytest.mark.parametrize("answered", [False, True], ids=["undecided", "decided"])
+def test_the_next_should_commit_takes_the_outcome(answered: bool) -> None:
+    with lighthouse() as server:
+        a, b = pair(server)
+        gave_up, decided = threading.Event(), threading.Event()
+
+        def impatient() -> None:
+            reduced = vote_in_vain(a)
+            gave_up.set()
+            if answered:
+                decided.wait()
+            assert a.manager.should_commit()
+            a.weights -= reduced
+            a.run_to(3)
+            a.close()
+
+        def slow() -> None:
+            b.manager.start_quorum()
+            reduced = torch.ones(8)
+            b.manager.allreduce(reduced).wait()
+            gave_up.wait()
+            assert b.manager.should_commit()
+            decided.set()
+            b.weights -= reduced
+            b.run_to(3)
+            b.close()
+
+        both(impatient, slow)
+        check_equal(a, b)
+        assert torch.equal(a.weights, torch.full((8,), -3.0))
+
+
+@pytest.mark.parametrize("answered", [False, True], ids=["undecided", "decided"])
+def test_a_loop_that_goes_on_without_the_update_heals(answered: bool) -> None:
+    with lighthouse() as server:
+        a, b = pair(server)
+        gave_up, decided = threading.Event(), threading.Event()
+
+        def careless() -> None:
+            vote_in_vain(a)
+            gave_up.set()
+            if answered:
+                decided.wait()
+            a.run_to(5)
+            a.close()
+
+        def slow() -> None:
+            b.manager.start_quorum()
+            reduced = torch.ones(8)
+            b.manager.allreduce(reduced).wait()
+            gave_up.wait()
+            assert b.manager.should_commit()
+            b.weights -= reduced
+            decided.set()
+            b.run_to(5)
+            b.close()
+
+        both(careless, slow)
+        check_equal(a, b)
+        assert torch.equal(b.weights, torch.full((8,), -5.0))
+
+
+def test_no_member_has_applied_the_step() -> None:
+    """The lighthouse is silent for longer than all loops wait: the job goes on from the state that
+    its members hold."""
+    process = LighthouseProcess(port=0, arguments=("--heartbeat-timeout", "2"))
+    try:
+        a, b = pair(process.address)
+        a_ready, b_ready = threading.Barrier(3), threading.Barrier(3)
+
+        def careless(replica: Replica) -> None:
+            replica.run_to(2)
+            replica.manager.start_quorum()
+            reduced = torch.ones(8)
+            replica.manager.allreduce(reduced).wait()
+            a_ready.wait()
+            b_ready.wait()  # the lighthouse has stopped
+            with pytest.raises(StepInDoubt):
+                replica.manager.should_commit(timeout=SHORT)
+            a_ready.wait()
+            replica.run_to(5)
+            replica.close()
+
+        def operator() -> None:
+            a_ready.wait()
+            process.process.send_signal(signal.SIGSTOP)
+            until(lambda: stopped(process.process.pid), "the lighthouse to stop")
+            b_ready.wait()
+            a_ready.wait()
+            process.process.send_signal(signal.SIGCONT)
+
+        replicas(lambda: careless(a), lambda: careless(b), operator)
+        check_equal(a, b)
+        assert torch.equal(a.weights, torch.full((8,), -5.0))
+    finally:
+        process.close()
+
+
+def test_a_hook_that_raises_after_the_commit_costs_no_equality() -> None:
+    """`should_commit` raises although the step is committed: its caller can't have applied it."""
+    with lighthouse() as server:
+        a, b = pair(server)
+        raising = [2]
+
+        def hook(committed: bool) -> None:
+            if committed and raising and a.manager.current_step() == raising[0]:
+                raising.clear()
+                raise RuntimeError("injected")
+
+        a.manager.register_step_end(hook)
+
+        def careless() -> None:
+            a.run_to(1)
+            with pytest.raises(RuntimeError, match="injected"):
+                a.step()
+            a.run_to(6)
+            a.close()
+
+        def other() -> None:
+            b.run_to(6)
+            b.close()
+
+        both(careless, other)
+        check_equal(a, b)
+        assert torch.equal(b.weights, torch.full((8,), -6.0))
+
+
+def test_an_exception_out_of_a_signal_handler_while_the_vote_waits() -> None:
+    """A watchdog's, say, or Ctrl-C; the loop catches it and goes on."""
+
+    class Watchdog(Exception):
+        pass
+
+    def fire(number: int, frame: Any) -> None:
+        raise Watchdog
+
+    with lighthouse() as server:
+        a, b = pair(server)
+        here = threading.get_ident()
+        before = signal.signal(signal.SIGUSR1, fire)
+        interrupted = threading.Event()
+
+        def other() -> None:
+            b.manager.start_quorum()
+            reduced = torch.ones(8)
+            b.manager.allreduce(reduced).wait()
+            until(lambda: voted(a), "the vote of r0")
+            signal.pthread_kill(here, signal.SIGUSR1)
+            interrupted.wait()
+            assert b.manager.should_commit()
+            b.weights -= reduced
+            b.run_to(4)
+            b.close()
+
+        thread = threading.Thread(target=other, daemon=True)
+        thread.start()
+        try:
+            with pytest.raises(Watchdog):
+                a.step()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        interrupted.set()
+        a.run_to(4)
+        a.close()
+        thread.join()
+        check_equal(a, b)
+        assert torch.equal(b.weights, torch.full((8,), -4.0))
+
+
+class FailsOnce(torch.optim.SGD):
+    """Updates half of its parameters in a step, and raises."""
+
+    fail_at = -1
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.fail_at -= 1
+        if self.fail_at == 0:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(77.0)
+            raise torch.OutOfMemoryError("injected")
+        super().step()
+
+
+def test_an_optimizer_that_raises_after_the_commit() -> None:
+    """The loop skips the batch, as many loops do; the member heals."""
+    with lighthouse() as server:
+        models: list[torch.nn.Module] = []
+
+        def run(name: str, fail_at: int) -> int:
+            torch.manual_seed(1)
+            net = torch.nn.Linear(3, 3)
+            models.append(net)
+            inner = FailsOnce(net.parameters(), lr=0.1)
+            inner.fail_at = fail_at
+            manager = Manager(
+                ProcessGroupGloo(timeout=20), net.load_state_dict, net.state_dict,
+                use_async_quorum=False, rank=0, world_size=1, watch_process=False,
+                lighthouse_addr=server.address(), replica_id=name, expected_replicas=2,
+            )  # fmt: skip
+            model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, inner)
+            raised = 0
+            while manager.current_step() < 6:
+                optimizer.zero_grad()
+                model(torch.ones(2, 3)).square().sum().backward()
+                try:
+                    optimizer.step()
+                except torch.OutOfMemoryError:
+                    raised += 1
+            manager.shutdown()
+            return raised
+
+        assert both(lambda: run("r0", -1), lambda: run("r1", 3)) == [0, 1]
+        a, b = (model.state_dict() for model in models)
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_member_that_is_alone_keeps_its_state() -> None:
+    with lighthouse() as server:
+        a = Replica(server, "r0")
+        a.run_to(2)
+        a.manager.update_failed(RuntimeError("injected"))
+        a.run_to(4)
+        assert torch.equal(a.weights, torch.full((8,), -4.0))
+        a.close()
+
+
+def test_a_load_that_raises_half_way() -> None:
+    with lighthouse() as server:
+        a = Replica(server, "r0")
+        a.run_to(2)
+        done, target = threading.Event(), [0]
+        b = Replica(server, "r1")
+        failures = [RuntimeError("injected")]
+
+        def load(state: Any) -> None:
+            b.weights[:4] = state["weights"][:4]
+            if failures:
+                raise failures.pop()
+            b.weights.copy_(state["weights"])
+
+        b.manager.set_state_dict_fns(load, lambda: {"weights": b.weights})
+
+        def old() -> None:
+            while not done.is_set():
+                a.step()
+            a.run_to(target[0])
+            a.close()
+
+        def new() -> None:
+            with pytest.raises(RuntimeError, match="injected"):
+                b.step()
+            assert b.manager.current_step() == 0
+            b.step()
+            target[0] = b.manager.current_step() + 5
+            done.set()
+            b.run_to(target[0])
+            b.close()
+
+        both(old, new)
+        check_equal(a, b)
+
+
+@pytest.mark.parametrize("values", [(1.0, 2.0), (3.0, 3.0)], ids=["other weights", "equal weights"])
+def test_checkpoints_without_a_lineage_are_compared(values: tuple[float, float]) -> None:
+    """torchft's checkpoints name a step and no history: members may hold different weights there."""
+    with lighthouse() as server:
+        two = [
+            Replica(server, f"r{i}", value, expected_replicas=2) for i, value in enumerate(values)
+        ]
+        heals: list[str] = []
+
+        def run(replica: Replica) -> None:
+            replica.manager.load_state_dict({"step": 5, "batches_committed": 10})
+            replica.manager.start_quorum()
+            heals.extend(
+                [replica.manager.replica_id] * (replica.manager.participating_rank() is None)
+            )
+            reduced = torch.ones(8)
+            replica.manager.allreduce(reduced).wait()
+            if replica.manager.should_commit():
+                replica.weights -= reduced
+            replica.run_to(8)
+            replica.close()
+
+        replicas(*[lambda r=r: run(r) for r in two])
+        check_equal(*two)
+        assert two[0].manager.current_step() == 8
+        assert len(heals) == (values[0] != values[1])
