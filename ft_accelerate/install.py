@@ -21,16 +21,15 @@ from torch import nn
 
 from ft_accelerate import seams
 from ft_accelerate.options import FaultTolerancePlugin, as_one_process, refuse_excluded
-from ft_accelerate.runtime import periodic
+from ft_accelerate.runtime import periodic, trainer
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import save_whole
 from ft_accelerate.runtime.loaders import iterate, skip_batches
 from ft_accelerate.runtime.models import FaultTolerantModel
-from ft_accelerate.runtime.process import while_active
+from ft_accelerate.runtime.process import unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.seams import Seam, around
-from ft_accelerate.transformers import trainer_hooks
 
 log = logging.getLogger("ft_accelerate")
 
@@ -40,7 +39,7 @@ KNOWN = "accelerate 1.15"
 def install() -> None:
     """Replace the names; idempotent. Raises RuntimeError if this Accelerate is not a known one."""
     seams.put(SEAMS, KNOWN)
-    trainer_hooks.watch()
+    trainer.watch()
 
 
 def uninstall() -> None:
@@ -231,12 +230,6 @@ def _save_state(
     return None  # they have saved at this place, or do so now
 
 
-@while_active
-def _unless_catching_up(runtime: Runtime, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Its peers have done this already: they have saved, or their state has this tick."""
-    return original(*args, **kwargs) if runtime.live else None
-
-
 _waiting: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 """Accelerators whose trackers start when their process becomes the main one: Accelerate starts them
 in the main process only. If that one dies, the next one starts its own when it first logs."""
@@ -311,8 +304,8 @@ SEAMS = (
          _pad_across_processes),
     Seam("accelerate.accelerator", "Accelerator.save_state", ("self", "output_dir"), _save_state),
     Seam("accelerate.accelerator", "Accelerator.save_model", ("self", "model", "save_directory"),
-         _unless_catching_up),
-    Seam("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f"), _unless_catching_up),
+         unless_catching_up),
+    Seam("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f"), unless_catching_up),
     Seam("accelerate.accelerator", "Accelerator.init_trackers", (), _init_trackers),
     Seam("accelerate.accelerator", "Accelerator.log", (), _log),
     Seam("accelerate.accelerator", "Accelerator.end_training", ("self",), _end_training),
@@ -322,7 +315,7 @@ SEAMS = (
          while_active(periodic.average)),
     Seam("accelerate.optimizer", "AcceleratedOptimizer.step", ("self", "closure"),
          _optimizer_step),
-    Seam("accelerate.scheduler", "AcceleratedScheduler.step", ("self",), _unless_catching_up),
+    Seam("accelerate.scheduler", "AcceleratedScheduler.step", ("self",), unless_catching_up),
     Seam("accelerate.data_loader", "DataLoaderShard.__iter__", ("self",), while_active(iterate)),
     Seam("accelerate.data_loader", "DataLoaderShard.begin", ("self",)),
     Seam("accelerate.data_loader", "DataLoaderShard.end", ("self",)),

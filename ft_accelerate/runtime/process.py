@@ -42,6 +42,12 @@ def while_active(function: Callable[..., Any]) -> Callable[[Any], Any]:
     return replace
 
 
+@while_active
+def unless_catching_up(runtime: Runtime, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Nothing, if the peers have done this already: they have saved it, or it is in their state."""
+    return original(*args, **kwargs) if runtime.live else None
+
+
 def activate() -> Runtime | None:
     """Make the runtime if the environment asks for it; idempotent. Raises ValueError."""
     global _runtime

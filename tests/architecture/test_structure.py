@@ -41,7 +41,6 @@ LAYERS = [
     "ft_accelerate.seams",
     "ft_accelerate.options",
     "ft_accelerate.runtime",
-    "ft_accelerate.transformers",
     "ft_accelerate.launch",
     "ft_accelerate",
 ]

@@ -1,0 +1,370 @@
+"""transformers' Trainer: its own state, its checkpoints, and the few operations that bypass Accelerate.
+
+Trainer's loop is a loop over Accelerate's objects, and is protected like any other (`install`). The
+rest is here; `SEAMS` is put in place when a script imports `transformers.trainer`. Trainer's state
+heals, so that logs and decisions are the peers'. A process that fast-forwards leaves out the callbacks'
+events on results, writes no state of random numbers, and knows from its peers which step was the best.
+
+*Checkpoints are whole or absent.* Trainer writes a checkpoint's files under its final name one after
+the other, and looks for the best one by that name. Here each process writes to a folder of its own, as
+under `save_state` (`checkpoint_folders`), and the main process gives it the name at the end. So
+`get_last_checkpoint`, `save_total_limit`, `load_best_model_at_end` and a script's own code see whole
+checkpoints only. All processes agree on the best one: if the main process dies before it is there, the
+next main process writes it. Another checkpoint is just absent then.
+
+*All start from one checkpoint.* `train(resume_from_checkpoint=True)`, and scripts that look for the last
+checkpoint themselves, find a newer one when they are started again. They would count their epochs from
+there, while their peers count from the one that *they* started with. So each start is noted in the
+output folder, and a process that finds others in training starts where the note says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ft_accelerate import seams
+from ft_accelerate.options import is_enabled
+from ft_accelerate.runtime import process as processes
+from ft_accelerate.runtime import world_collectives as world
+from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
+from ft_accelerate.runtime.process import unless_catching_up, while_active
+from ft_accelerate.runtime.runtime import Runtime
+from ft_accelerate.seams import Seam
+from ft_core.launch.import_hook import when_imported
+from lighthouse.files import replace_whole
+
+log = logging.getLogger("ft_accelerate")
+
+NOTE = ".ft_started_from.json"
+RESULTS = frozenset(
+    ("on_log", "on_evaluate", "on_predict", "on_prediction_step", "on_save", "on_push_begin")
+)
+"""Events about results: a process that fast-forwards has none."""
+KNOWN = "transformers 5.23"
+
+
+def watch() -> None:
+    """Hook into `transformers.trainer` when (or if) it is imported; idempotent."""
+    when_imported("transformers.trainer", _on_trainer)
+
+
+def _on_trainer(module: ModuleType) -> None:
+    try:
+        seams.put(SEAMS, KNOWN)
+    except RuntimeError as error:
+        if processes.active() is not None or is_enabled():
+            raise SystemExit(f"ft_accelerate: {error}") from None
+
+
+# ------------------------------------------------------------------ replacements
+
+
+@while_active
+def _train(
+    runtime: Runtime,
+    original: Any,
+    self: Any,
+    resume_from_checkpoint: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if resume_from_checkpoint is True:
+        from transformers.trainer_utils import get_last_checkpoint
+
+        resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+    if resume_from_checkpoint is not True:  # True: Trainer says that there is no checkpoint
+        resume_from_checkpoint = _started_from(
+            self.args.output_dir, resume_from_checkpoint or None, runtime
+        )
+    shared = _shared[self] = SharedTrainerState(self)
+    self.accelerator.register_for_checkpointing(shared)
+    runtime.on_live.append(shared.arrive)
+    try:
+        result = original(self, resume_from_checkpoint, *args, **kwargs)
+    finally:
+        runtime.on_live.remove(shared.arrive)
+    if not runtime.live:
+        raise RuntimeError(
+            "this process came back, but its training ended before it was where its peers are: "
+            "start all of them with the same checkpoint, data and arguments"
+        )
+    return result
+
+
+@while_active
+def _determine_best_metric(
+    runtime: Runtime, original: Any, self: Any, metrics: Any, trial: Any
+) -> Any:
+    if not _know_the_best(self, runtime):
+        return original(self, metrics, trial)
+    return self.state.best_global_step == self.state.global_step
+
+
+def _know_the_best(trainer: Any, runtime: Runtime) -> bool:
+    """A process that fast-forwards has no metrics. Whether a step was the best so far, and so was
+    saved with a barrier, it knows from its peers' state. False: this process decides by its metrics."""
+    shared = _shared.get(trainer)
+    if runtime.live or shared is None or shared.best_step is None:
+        return False
+    trainer.state.best_global_step = shared.best_step
+    return True
+
+
+@while_active
+def _is_leader(runtime: Runtime, original: Any, self: Any) -> bool:
+    return runtime.leader
+
+
+@while_active
+def _call_event(
+    runtime: Runtime, original: Any, self: Any, event: str, args: Any, state: Any, control: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    if event in RESULTS and not runtime.live:
+        return control
+    state.is_world_process_zero = state.is_local_process_zero = runtime.leader
+    return original(self, event, args, state, control, **kwargs)
+
+
+def _with_our_barrier(dist: Any) -> Any:
+    return world.TorchProxy(dist, barrier=world.barrier)
+
+
+def _over_quorum(dist: Any) -> Any:
+    return world.TorchProxy(
+        dist,
+        all_gather=world.all_gather,
+        get_world_size=world.get_world_size,
+        get_rank=world.get_rank,
+    )
+
+
+# ------------------------------------------------------------------ checkpoints
+
+_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _started_from(output_dir: str, given: str | None, runtime: Runtime) -> str | None:
+    """The checkpoint to start this `train` with: `given`, or that of the peers in training.
+
+    A script may train several times: the n-th call is noted as such.
+    """
+    number = _calls[runtime] = _calls.get(runtime, 0) + 1
+    path = Path(output_dir) / NOTE
+    first = number == 1
+    comes_back = runtime.group_ranks.others_train() if first else not runtime.live
+    starts = [] if first and not comes_back else _read(path)
+    if comes_back:
+        if len(starts) < number:
+            return given
+        noted: str | None = starts[number - 1]
+        if noted != given:
+            log.info("the others started from %s, so this process does", noted or "the beginning")
+        return noted
+    starts[number - 1 :] = [given]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_whole(path) as draft:
+        draft.write_text(json.dumps(starts))
+    return given
+
+
+def _read(path: Path) -> list[str | None]:
+    try:
+        starts: list[str | None] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    return starts
+
+
+@while_active
+def _save_checkpoint(
+    runtime: Runtime, original: Any, self: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
+) -> None:
+    """All processes call it."""
+    _know_the_best(self, runtime)
+    state, run_dir = self.state, self._get_output_dir(trial=trial)
+    final = os.path.join(run_dir, f"checkpoint-{state.global_step}")
+
+    def write() -> None:
+        original(self, model, trial, *args, **kwargs)
+
+    while True:
+        published = _write(write, self, Path(run_dir), Path(final))
+        # Only now: one that has just come back to its peers has their state since the barrier.
+        best = state.best_global_step == state.global_step
+        if not best or _published_by_any(runtime, published):
+            break
+    if best:
+        state.best_model_checkpoint = final
+    if self.args.push_to_hub and runtime.live:
+        self._push_from_checkpoint(final)
+    if published:
+        from transformers.trainer_utils import rotate_checkpoints
+
+        rotate_checkpoints(
+            output_dir=run_dir,
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+
+def _write(write: Callable[[], None], trainer: Any, run: Path, final: Path) -> bool:
+    """Have it written elsewhere, and named by the main process. Returns whether this one did."""
+    state = trainer.state
+    # One that becomes the main process meanwhile has not written the model.
+    leads = bool(trainer.args.should_save)
+
+    def write_in(draft: Path) -> Path:
+        written = draft / final.name
+        written.mkdir()  # also for a process that becomes the main one meanwhile, and writes the rest
+        with _elsewhere(trainer, str(draft)):
+            write()
+        if state.best_model_checkpoint == str(written):  # Trainer has found it there
+            state.best_model_checkpoint = str(final)
+            state.save_to_json(str(written / "trainer_state.json"))
+        return written
+
+    return publish(final, run / FOLDER, trainer.args.process_index, write_in, lambda: leads)
+
+
+@contextmanager
+def _elsewhere(trainer: Any, folder: str) -> Iterator[None]:
+    """Trainer's checkpoints go there, and nowhere else yet."""
+    vars(trainer)["_get_output_dir"] = lambda trial=None: folder
+    vars(trainer)["_push_from_checkpoint"] = lambda checkpoint_folder: None
+    try:
+        yield
+    finally:
+        del vars(trainer)["_get_output_dir"], vars(trainer)["_push_from_checkpoint"]
+
+
+def _published_by_any(runtime: Runtime, published: bool) -> bool:
+    """Whether one of the participants has published it; in a past that is run through, one had."""
+    answers: list[Any] = [None] * runtime.num_processes
+    world.all_gather_object(answers, published)
+    others = [
+        said for index, said in enumerate(answers) if index != runtime.process_index and said != []
+    ]
+    if not runtime.live and not others:
+        return True  # what they said then is not known
+    return any(said is True for said in answers)
+
+
+# ------------------------------------------------------------------ the state
+
+
+class SharedTrainerState:
+    """A Trainer's state besides Accelerate's objects, as plain data. The loop's thread only.
+
+    A peer's state is kept until this process has arrived at the peer's position, and loaded then: in
+    between, Trainer counts the steps that it fast-forwards through.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer: weakref.ref[Any] = weakref.ref(trainer)
+        self._peers_state: dict[str, Any] | None = None
+
+    @property
+    def best_step(self) -> int | None:
+        """The peers' best step, until this process has arrived at their position."""
+        return (
+            json.loads(self._peers_state["state"])["best_global_step"]
+            if self._peers_state
+            else None
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer()
+        if trainer is None:  # it was collected, its accelerator was not
+            return {}
+        scheduler = trainer.lr_scheduler
+        return {
+            "state": json.dumps(dataclasses.asdict(trainer.state)),
+            "callbacks": json.dumps([[type(c).__name__, c.state()] for c in _exportable(trainer)]),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "rates": _rates(trainer),
+            "loss": float(getattr(trainer, "_tr_loss", 0.0)),
+            "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
+            "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
+            "flos": trainer.current_flos,  # an int at 0, which travels as another tensor than 0.0
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._peers_state = state
+
+    def arrive(self) -> None:
+        """This process has arrived at its peer's position: load the peer's state."""
+        trainer, found, self._peers_state = self._trainer(), self._peers_state, None
+        if trainer is None or not found:
+            return
+        mine = trainer.state
+        for name, value in json.loads(found["state"]).items():
+            if not name.startswith("is_"):  # whether this process is the first, and such
+                setattr(mine, name, value)
+        states = json.loads(found["callbacks"])
+        for callback in _exportable(trainer):
+            for place, (name, state) in enumerate(states):
+                if name == type(callback).__name__:
+                    vars(callback).update(state["attributes"])
+                    del states[place]
+                    break
+        if trainer.lr_scheduler is not None and found["scheduler"] is not None:
+            trainer.lr_scheduler.load_state_dict(found["scheduler"])
+        for group, rate in zip(trainer.optimizer.param_groups, found["rates"], strict=False):
+            group["lr"] = rate
+        trainer._tr_loss.fill_(found["loss"])
+        trainer._total_loss_scalar = found["total_loss"]
+        trainer._globalstep_last_logged = found["last_logged"]
+        trainer.current_flos = found["flos"]
+
+
+_shared: weakref.WeakKeyDictionary[Any, SharedTrainerState] = weakref.WeakKeyDictionary()
+
+
+def _exportable(trainer: Any) -> list[Any]:
+    from transformers.trainer_callback import ExportableState
+
+    all_ = [*trainer.callback_handler.callbacks, trainer.control]
+    return [callback for callback in all_ if isinstance(callback, ExportableState)]
+
+
+def _rates(trainer: Any) -> list[float]:
+    if trainer.optimizer is None:
+        return []
+    return [float(group["lr"]) for group in trainer.optimizer.param_groups]
+
+
+SEAMS = (
+    Seam("transformers.trainer", "Trainer.train", ("self", "resume_from_checkpoint"), _train),
+    Seam("transformers.trainer", "Trainer._save_rng_state", ("self", "output_dir"),
+         unless_catching_up),
+    Seam("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial"), _save_checkpoint),
+    Seam("transformers.trainer", "Trainer._get_output_dir", ("self", "trial")),
+    Seam("transformers.trainer", "Trainer._push_from_checkpoint", ("self", "checkpoint_folder")),
+    Seam("transformers.trainer", "Trainer._determine_best_metric", ("self", "metrics", "trial"),
+         _determine_best_metric),
+    Seam("transformers.trainer_utils", "rotate_checkpoints",
+         ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime")),
+    Seam("transformers.trainer_callback", "TrainerState.save_to_json", ("self", "json_path")),
+    Seam("transformers.trainer", "Trainer.is_world_process_zero", ("self",), _is_leader),
+    Seam("transformers.trainer", "Trainer.is_local_process_zero", ("self",), _is_leader),
+    Seam("transformers.trainer", "dist", (), _with_our_barrier),
+    Seam("transformers.trainer_pt_utils", "dist", (), _over_quorum),
+    Seam("transformers.trainer_pt_utils", "distributed_concat", ("tensor",)),
+    Seam("transformers.trainer_callback", "CallbackHandler.call_event", ("self", "event"),
+         _call_event),
+    Seam("transformers.trainer_callback", "TrainerState.load_from_json"),
+    Seam("transformers.trainer_callback", "ExportableState.state", ("self",)),
+    Seam("transformers.training_args", "TrainingArguments.should_save", (), _is_leader),
+    Seam("transformers.training_args", "TrainingArguments.should_log", (), _is_leader),
+)  # fmt: skip

@@ -1,1 +1,0 @@
-"""What transformers' Trainer needs besides Accelerate."""
