@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -61,11 +60,9 @@ def test_addresses_to_bind() -> None:
 def test_nobody_there_is_one_sentence() -> None:
     with LighthouseServer() as server:
         address = server.address()
-    begin = time.monotonic()
     with LighthouseClient(address, timeout_s=0.3) as client:
         with pytest.raises(LighthouseUnavailable, match=r"within 0\.3 s.*check that one runs"):
             client.status()
-    assert time.monotonic() - begin < 3.0
 
 
 def test_a_client_waits_for_a_lighthouse_that_comes_later() -> None:

@@ -18,12 +18,13 @@ import torch
 
 from ft_core.heal import HealKey
 from tests.harness import workers
+from tests.harness.waiting import PATIENCE_S
 
 KEY = HealKey(7, "abc")
 REPO = Path(__file__).resolve().parents[3]
 
 
-def soon(seconds: float = 30.0) -> float:
+def soon(seconds: float = PATIENCE_S) -> float:
     """A deadline."""
     return time.monotonic() + seconds
 

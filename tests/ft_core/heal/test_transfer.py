@@ -133,10 +133,9 @@ def test_a_retired_version_is_gone(make_server: MakeServer) -> None:
 def test_a_version_that_the_source_has_passed_is_gone_at_once(make_server: MakeServer) -> None:
     server = make_server()
     server.publish(HealKey(KEY.step + 1, "next"), {"epoch": 1})
-    start = time.monotonic()
-    with pytest.raises(HealError, match=r"is gone: the source is at \(step 8, lineage next\)"):
+    with pytest.raises(HealError, match=r"is gone: the source is at \(step 8, lineage next\)") as caught:
         fetch([server.address], KEY, deadline=soon())
-    assert time.monotonic() - start < 2
+    assert "the deadline passed" not in str(caught.value)
 
 
 def test_retired_in_mid_transfer(make_server: MakeServer) -> None:
@@ -174,7 +173,7 @@ def test_the_deadline_names_every_source(make_server: MakeServer) -> None:
     start = time.monotonic()
     with pytest.raises(HealError) as caught:
         fetch([server.address, other.address], KEY, deadline=start + 0.3)
-    assert 0.3 <= time.monotonic() - start < 2
+    assert time.monotonic() >= start + 0.3
     text = str(caught.value)
     assert "step 7, lineage abc" in text
     assert "the deadline passed" in text
@@ -345,19 +344,16 @@ class TestFaults:
             pace.wait(len(data) / 4e6)  # 4 MB/s: alone it would take 32 s
             return data
 
-        start = time.monotonic()
         with FaultyLink(slow.address, throttle) as link:
             try:
                 back, stats = fetch(
-                    [link.address, fast.address], KEY, deadline=soon(60), same_host=False,
+                    [link.address, fast.address], KEY, deadline=soon(), same_host=False,
                     progress=_then_publish(fast, tree),
                 )  # fmt: skip
-                took = time.monotonic() - start
             finally:
                 pace.set()
         assert same(back, tree)
         assert stats.source_bytes[fast.address] > 100 << 20
-        assert took < 10
 
     def test_a_source_that_falls_silent_costs_its_stripes(self, make_server: MakeServer) -> None:
         tree = state(64)
@@ -373,7 +369,7 @@ class TestFaults:
         with FaultyLink(silent.address, hang) as link:
             try:
                 back, stats = fetch(
-                    [link.address, good.address], KEY, deadline=soon(60), same_host=False,
+                    [link.address, good.address], KEY, deadline=soon(), same_host=False,
                     progress=_then_publish(good, tree),
                 )  # fmt: skip
             finally:
