@@ -15,3 +15,10 @@ def coordinator() -> Iterator[LighthouseServer]:
     """One for all runs of a module: they are kept apart by their job ids."""
     with patient_lighthouse() as server:
         yield server
+
+
+@pytest.fixture
+def strict_coordinator() -> Iterator[LighthouseServer]:
+    """One that evicts a stopped process after 5 s."""
+    with patient_lighthouse(5.0) as server:
+        yield server

@@ -23,12 +23,17 @@ from tests.harness.waiting import PATIENCE_S
 
 
 @contextmanager
-def lighthouse(**config: Any) -> Iterator[LighthouseServer]:
+def lighthouse(*, all_join: bool = False, **config: Any) -> Iterator[LighthouseServer]:
     """A lighthouse for one test. `timeout_s` among `config` is its one knob. It has more patience
-    with a silence than that says: all members are threads of one busy process."""
+    with a silence than that says: all members are threads of one busy process. `all_join`: the first
+    quorum has all expected members, however slow they are; else some come after the join timeout."""
     timeout_s, given = config.pop("timeout_s", 20.0), config.pop("timeouts", {})
-    silence_s = max(0.3, min(2.0, timeout_s / 10))
-    timeouts = Timeouts.derive(timeout_s, **{"heartbeat_timeout_s": silence_s, **given})
+    silence_s = max(0.3, timeout_s / 2 if timeout_s >= 20 else min(2.0, timeout_s / 10))
+    if all_join:
+        given = {"join_timeout_s": PATIENCE_S, **given}
+    timeouts = Timeouts.derive(
+        timeout_s, **{"heartbeat_timeout_s": silence_s, "heartbeat_s": silence_s / 10, **given}
+    )
     server = LighthouseServer(
         "tcp://127.0.0.1:0", config=LighthouseConfig(timeouts=timeouts, **config)
     )

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
+from tests.harness.waiting import PATIENCE_S
 
 
-def patient_lighthouse(heartbeat_timeout_s: float = 5.0) -> LighthouseServer:
-    """One for processes that import a framework first, two at once on a core."""
-    timeouts = Timeouts.derive(heartbeat_timeout_s=heartbeat_timeout_s, join_timeout_s=120.0)
-    return LighthouseServer(config=LighthouseConfig(timeouts=timeouts))
+def patient_lighthouse(
+    heartbeat_timeout_s: float = PATIENCE_S / 10, min_replicas: int = 1
+) -> LighthouseServer:
+    """One that waits for slow processes: they import a framework first, several on a core. A process
+    that is stopped is evicted after `heartbeat_timeout_s`; the end of one is noticed at once."""
+    timeouts = Timeouts.derive(
+        PATIENCE_S,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        heartbeat_s=min(1.0, heartbeat_timeout_s / 3),
+        join_timeout_s=PATIENCE_S,
+    )
+    config = LighthouseConfig(timeouts=timeouts, min_replicas=min_replicas)
+    return LighthouseServer(config=config)

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from ft_accelerate.launch.cli_test import SCRIPT
+from lighthouse import LighthouseConfig, LighthouseServer
+from lighthouse.config import Timeouts
 from tests.ft_accelerate.harness import compare, running
 from tests.ft_accelerate.installed import installed
 from tests.harness.waiting import PATIENCE_S
@@ -96,8 +98,35 @@ def test_num_processes_are_one_group_or_so_many_groups_and_the_dead_are_restarte
 ) -> None:
     """`accelerate launch --num_processes 2`, Accelerate's own command; process 1 is killed. Of two
     groups it is started again and heals; one group of two is, as a whole, and begins anew. Nothing
-    of it shows in the weights."""
-    starts = {"groups": {"min_replicas": 2}, "group": {"group_size": 2}}
+    of it shows in the weights.
+
+    The one group dies with the newest state, which the lighthouse awaits until the join timeout.
+    """
+    timeouts = Timeouts.derive(join_timeout_s=1.0)
+    with LighthouseServer(config=LighthouseConfig(timeouts=timeouts)) as server:
+        starts: dict[str, dict[str, Any]] = {
+            "groups": {"min_replicas": 2},
+            "group": {"group_size": 2, "lighthouse": server.address()},
+        }
+        said, codes = launch_two_processes(tmp_path, starts)
+    assert codes == [0, 0], said
+    ends = {
+        name: [json.loads((tmp_path / name / f"{index}.json").read_text()) for index in (0, 1)]
+        for name in starts
+    }
+    assert [end["lives"] for end in ends["groups"]] == [1, 2]
+    assert [end["lives"] for end in ends["group"]] == [2, 2]
+    for key in ("weights", "steps", "loss"):
+        assert len({end[key] for both in ends.values() for end in both}) == 1, key
+    assert said["groups"].count("was killed by SIGKILL; it is started again") == 1
+    assert said["group"].count("was killed by SIGKILL; it is started again") == 1
+
+
+def launch_two_processes(
+    tmp_path: Path, starts: dict[str, dict[str, Any]]
+) -> tuple[dict[str, str], list[int]]:
+    """`accelerate launch --num_processes 2` with each of these sections, all at once: what each said,
+    and exit codes."""
     launchers = {}
     for name, section in starts.items():
         folder = tmp_path / name
@@ -116,18 +145,7 @@ def test_num_processes_are_one_group_or_so_many_groups_and_the_dead_are_restarte
     finally:
         for launcher in launchers.values():
             launcher.end()
-    said = {name: (tmp_path / name / "said").read_text() for name in starts}
-    assert codes == [0, 0], said
-    ends = {
-        name: [json.loads((tmp_path / name / f"{index}.json").read_text()) for index in (0, 1)]
-        for name in starts
-    }
-    assert [end["lives"] for end in ends["groups"]] == [1, 2]
-    assert [end["lives"] for end in ends["group"]] == [2, 2]
-    for key in ("weights", "steps", "loss"):
-        assert len({end[key] for both in ends.values() for end in both}) == 1, key
-    assert said["groups"].count("was killed by SIGKILL; it is started again") == 1
-    assert said["group"].count("was killed by SIGKILL; it is started again") == 1
+    return {name: (tmp_path / name / "said").read_text() for name in starts}, codes
 
 
 def test_all_others_die_while_one_catches_up_outside_of_the_quorum(

@@ -14,6 +14,8 @@ import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +103,37 @@ class Watch(TrainerCallback):
 
 
 class Hold(TrainerCallback):
-    """TRAINER_HOLD names a FIFO: group 1 waits after 60 steps until group 0 is back."""
+    """TRAINER_HOLD names a folder: group 1 waits after 60 steps until group 0, in its second life, asks
+    for a quorum; that life begins when group 1 waits."""
 
     def __init__(self) -> None:
-        self.path = os.environ.get("TRAINER_HOLD", "")
-        self.group = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "")
-        self.life = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS", "")
+        folder = os.environ.get("TRAINER_HOLD", "")
+        group = os.environ.get("ACCELERATE_FAULT_TOLERANCE_REPLICA_GROUP_ID", "")
+        life = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS", "")
+        self.holds = bool(folder) and group == "1"
+        self.events = Path(os.environ.get("FT_EVENT_LOG", ""))
+        self.held, self.asked = Path(folder) / "held", Path(folder) / "asked"
+        if folder and (group, life) == ("0", "1"):
+            await_(self.held.exists)
+            self.asked.with_suffix(".part").write_text(str(self.requests()))
+            self.asked.with_suffix(".part").rename(self.asked)
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        if self.path and (self.group, self.life) == ("0", "1"):
-            Path(self.path).open("w").close()
+    def requests(self) -> int:
+        """How often group 0 has heard from the lighthouse that it waits or is in a quorum."""
+        lines = self.events.read_text().splitlines()
+        return sum('"name": "0"' in x and ('"waiting"' in x or '"quorum"' in x) for x in lines)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.path and self.group == "1" and state.global_step == 60:
-            Path(self.path).open().close()
+        if self.holds and state.global_step == 60:
+            self.held.touch()
+            await_(self.asked.exists)
+            asked = int(self.asked.read_text())
+            await_(lambda: self.requests() > asked)
+
+
+def await_(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.02)
 
 
 def main() -> None:

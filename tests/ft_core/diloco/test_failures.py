@@ -73,7 +73,7 @@ def test_a_discarded_outer_step_returns_to_the_global_parameters(
     """Member 1 fails every third outer step: its model returns as a whole, the other's fragment."""
     options = {"fragments": fragments, "fragment_sync_delay": delay} if kind is DiLoCo else {}
     kinds = [kind, failing(kind, lambda n: n % 3 == 1)]
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, kinds[i], expected=2, sync_every=sync_every, **options)
             for i in range(2)
@@ -103,7 +103,7 @@ def test_a_window_that_is_not_finite_is_left_out_and_costs_the_others_nothing() 
         if member == 1 and inner == 7:
             model.a.weight.grad.fill_(float("nan"))
 
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, DiLoCo, expected=2, sync_every=5, backward=backward)
             for i in range(2)
@@ -127,7 +127,7 @@ def test_a_window_that_is_not_finite_is_left_out_and_costs_the_others_nothing() 
 
 def test_drop_window() -> None:
     """Three inner steps are dropped, two follow; the others see a shorter drift, no failure."""
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, DiLoCo, expected=2, sync_every=5) for i in range(2)
         ]
@@ -158,7 +158,7 @@ def test_an_error_reported_in_a_window_drops_this_window() -> None:
         if member == 1 and inner == 7:
             trainers[1].manager.report_error(ValueError("injected"))
 
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, DiLoCo, expected=2, sync_every=5, backward=backward)
             for i in range(2)
@@ -172,7 +172,7 @@ def test_an_error_reported_in_a_window_drops_this_window() -> None:
 
 
 def test_a_kept_window_is_sent_again_without_the_one_that_failed() -> None:
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         kinds = [DiLoCo, failing(DiLoCo, lambda n: n == 2)]
         trainers = [
             Trainer(server.address(), i, kinds[i], expected=2, sync_every=5, keep_windows=True)
@@ -374,7 +374,7 @@ def test_random_faults_leave_equal_states(seed: int) -> None:
     def faulty(member: int) -> Any:
         return failing(DiLoCo, lambda n: dice[member].random() < 0.1 and n < 20)
 
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, faulty(i), expected=3, backward=backward,
                     manager=manager, **options)

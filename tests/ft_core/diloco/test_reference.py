@@ -68,7 +68,7 @@ def test_as_the_reference(case: str, members: int) -> None:
     kind, sync_every, fragments, delay, options = CASES[case]
     if kind is DiLoCo:
         options = {**options, "fragments": fragments, "fragment_sync_delay": delay}
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, kind, expected=members, sync_every=sync_every,
                     bucket_bytes=100, **options)

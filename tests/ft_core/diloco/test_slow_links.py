@@ -25,7 +25,7 @@ from tests.harness.waiting import PATIENCE_S
 def test_codecs_in_diloco(codec: str, error_feedback: bool) -> None:
     """Three members, streaming: bitwise equal global state, and close to what is exact."""
     inner_steps = 48
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, DiLoCo, expected=3, sync_every=8, fragments=2,
                     fragment_sync_delay=1, codec=codec, error_feedback=error_feedback)
@@ -58,7 +58,7 @@ def test_codecs_in_diloco(codec: str, error_feedback: bool) -> None:
 def test_weights_by_samples() -> None:
     """Members with 1, 2 and 5 samples an inner step: the mean is theirs, not the members'."""
     samples = [1, 2, 5]
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, DiLoCo, expected=3, sync_every=4, weighted="samples")
             for i in range(3)
@@ -91,7 +91,7 @@ def test_weights_by_samples() -> None:
 def test_communication_hides_behind_inner_steps(codec: str | None) -> None:
     """In the overlap the collectives end although no member waits for them yet."""
     ended = [threading.Event() for _ in range(2)]
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, DiLoCo, expected=2, sync_every=4, fragment_sync_delay=2,
                     codec=codec, error_feedback=codec is not None)
@@ -192,7 +192,7 @@ def test_a_straggler_is_left_out_and_its_window_counts_later() -> None:
 
 
 def test_spares_add_nothing_and_follow() -> None:
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, DiLoCo, expected=3, sync_every=4,
                     manager={"min_replica_size": 2,
@@ -214,7 +214,7 @@ def test_spares_add_nothing_and_follow() -> None:
 
 def test_a_graceful_leave_ends_with_an_outer_step() -> None:
     """Member 1 says that it leaves; its next outer step counts, the ones after are without it."""
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, DiLoCo, expected=2, sync_every=4) for i in range(2)
         ]
@@ -247,7 +247,7 @@ def test_a_graceful_leave_ends_with_an_outer_step() -> None:
 
 
 def test_sync_is_a_whole_window_now() -> None:
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, DiLoCo, expected=2, sync_every=9, fragments=3,
                     fragment_sync_delay=1)
@@ -274,7 +274,7 @@ def test_sync_is_a_whole_window_now() -> None:
 def test_an_exception_in_the_loop_drops_what_is_on_its_way() -> None:
     """Member 1 raises in the overlap: it is back at the global parameters, and 0 goes on. What was
     on its way 0 commits alone, if it has arrived before the other is gone, and discards if not."""
-    with lighthouse() as server:
+    with lighthouse(all_join=True) as server:
         trainers = [
             Trainer(server.address(), i, DiLoCo, expected=2, sync_every=4, fragment_sync_delay=1)
             for i in range(2)

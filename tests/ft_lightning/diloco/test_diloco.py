@@ -90,9 +90,9 @@ def test_streaming_killed_in_the_overlap_under_the_launcher(tmp_path: Path) -> N
     assert ends[0]["step"] == ends[1]["step"] == epochs * steps
     committed = [line["step"] for line in lines[0] if line["committed"]]
     assert committed == list(range(4, epochs * steps + 1, 4)), "the survivor has lost an outer step"
-    assert all(line["metrics"]["outer_bytes"] > 0 for line in lines[0] if line["participants"] > 1)
-    hidden = sum(line["metrics"]["outer_hidden_s"] for line in lines[0])
-    assert hidden > 0.5 * sum(line["metrics"]["outer_communication_s"] for line in lines[0])
+    together = [line["metrics"] for line in lines[0] if line["participants"] > 1]
+    assert all(metrics["outer_bytes"] > 0 for metrics in together)
+    assert all(metrics["outer_hidden_s"] > 0 for metrics in together)  # inner steps went on meanwhile
 
 
 def test_local_sgd_by_name_and_resumed(tmp_path: Path, lighthouse: str) -> None:

@@ -72,12 +72,12 @@ def check_files(tmp_path: Path, before: list[str]) -> None:
 
 @pytest.mark.parametrize("gan", [False, True])
 def test_one_that_hangs_in_a_batch_abandons_it_and_heals(
-    tmp_path: Path, coordinator: LighthouseServer, gan: bool
+    tmp_path: Path, strict_coordinator: LighthouseServer, gan: bool
 ) -> None:
     """It is evicted, and finds at the end of a backward that its peers are far ahead: nothing of
     its batch is applied, and it goes on at their place. Its peers' code runs once a batch."""
     options = {"max_epochs": 4, "gan": gan, "holds": ["step:12", "step:30"]}
-    with running(tmp_path, coordinator.address(), **options) as run:
+    with running(tmp_path, strict_coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)
         for rank in (0, 1):
             run.until_held(rank, "step:12")
@@ -85,7 +85,7 @@ def test_one_that_hangs_in_a_batch_abandons_it_and_heals(
         run.go("step:12")
         run.until_held(0, "step:30")
         one.send_signal(signal.SIGCONT)
-        run.until_waiting(coordinator, "1")
+        run.until_waiting(strict_coordinator, "1")
         run.go("step:30")
         run.wait(zero, one)
     lines = [run.lines(rank) for rank in (0, 1)]
@@ -142,7 +142,7 @@ def test_a_batch_that_too_few_could_finish_ends_the_fit(
 
 
 def test_one_that_hangs_between_epochs_is_left_behind_and_heals(
-    tmp_path: Path, coordinator: LighthouseServer
+    tmp_path: Path, strict_coordinator: LighthouseServer
 ) -> None:
     """It is evicted while it validates; it comes to a round of epochs ago, and goes on alone.
 
@@ -153,7 +153,7 @@ def test_one_that_hangs_between_epochs_is_left_behind_and_heals(
         "strategy_options": {"validation": "sharded"},
         "holds": ["validation:1", "step:48"],
     }
-    with running(tmp_path, coordinator.address(), **options) as run:
+    with running(tmp_path, strict_coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)
         for rank in (0, 1):
             run.until_held(rank, "validation:1")
@@ -161,7 +161,7 @@ def test_one_that_hangs_between_epochs_is_left_behind_and_heals(
         run.go("validation:1")
         run.until_held(0, "step:48")
         one.send_signal(signal.SIGCONT)
-        run.until_waiting(coordinator, "1")
+        run.until_waiting(strict_coordinator, "1")
         run.go("step:48")
         run.wait(zero, one)
     lines = [run.lines(rank) for rank in (0, 1)]
