@@ -7,60 +7,80 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ft_accelerate.installed import accelerate, installed
 from tests.harness.waiting import PATIENCE_S
+from tests.harness.workers import Worker, start
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.process
 
 
-def run(path: str, folder: Path, *more: str) -> str:
-    """What the command in the first lines of `path` prints, with `more` arguments."""
+def run(path: str, folder: Path, *more: str, framework: str = "") -> str:
+    """What the command in the first lines of `path` prints, with `more` arguments.
+
+    As a fork of a process that has imported `framework`; without one the command starts as it does
+    for a user.
+    """
     found = re.search(r"(python|accelerate launch) (.*examples/\S+)", (ROOT / path).read_text())
     assert found is not None, f"{path} does not say how to run it"
-    program = [sys.executable] if found[1] == "python" else accelerate("launch")
-    done = subprocess.run(
-        [*program, *found[2].split(), *more],
-        env=installed(folder),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    words = [*found[2].split(), *more]
+    env, said, errors = installed(folder), folder / "said", folder / "errors"
+    with said.open("wb") as stdout, errors.open("wb") as stderr:
+        streams: Any = {"cwd": ROOT, "env": env, "stdout": stdout, "stderr": stderr}
+        process: subprocess.Popen[bytes] | Worker
+        if framework:
+            launcher = ["-m", "accelerate.commands.accelerate_cli", "launch"]
+            process = start(
+                framework, [*(launcher if found[1] != "python" else []), *words], **streams
+            )
+        else:
+            program = [sys.executable] if found[1] == "python" else accelerate("launch")
+            process = subprocess.Popen([*program, *words], **streams)
+    try:
+        code = process.wait(PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert code == 0, errors.read_text()[-3000:]
+    return said.read_text()
 
 
 @pytest.mark.parametrize(
-    ("path", "steps"), [("examples/train_gan.py", 90), ("examples/train_fabric.py", 72)]
+    ("path", "framework", "steps"),
+    [("examples/train_gan.py", "lightning", 90), ("examples/train_fabric.py", "", 72)],
 )
-def test_two_replica_groups_end_equal(path: str, steps: int, tmp_path: Path) -> None:
-    ends = [json.loads(text) for text in re.findall(r"\{.*?\}", run(path, tmp_path))]
+def test_two_replica_groups_end_equal(
+    path: str, framework: str, steps: int, tmp_path: Path
+) -> None:
+    said = run(path, tmp_path, framework=framework)
+    ends = [json.loads(text) for text in re.findall(r"\{.*?\}", said)]
     assert {end["replica_group"] for end in ends} == {"0", "1"}
     assert ends[0]["weights"] == ends[1]["weights"]
     assert [end["step"] for end in ends] == [steps, steps]
 
 
 def test_cli_project(tmp_path: Path) -> None:
-    said = run("examples/cli/train.py", tmp_path)
+    said = run("examples/cli/train.py", tmp_path, framework="lightning")
     assert len(re.findall(r"step 48, val_accuracy 0\.\d+", said)) == 1
 
 
 def test_streaming_diloco_with_lightning(tmp_path: Path) -> None:
     more = ("--devices", "2", "--fragments", "2", "--delay", "3", "--codec", "int4")
-    said = run("examples/train_lightning_diloco.py", tmp_path, *more)
+    said = run("examples/train_lightning_diloco.py", tmp_path, *more, framework="lightning")
     ends = [json.loads(text) for text in re.findall(r"\{.*?\}", said)]
     assert {end["replica_group"] for end in ends} == {"0", "1"}
     assert ends[0]["digest"] == ends[1]["digest"]
 
 
-@pytest.mark.parametrize("name", ["accelerate_loop", "accelerate_local_sgd"])
-def test_accelerate_loops(name: str, tmp_path: Path) -> None:
-    said = run(f"examples/{name}.py", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "framework"), [("accelerate_loop", ""), ("accelerate_local_sgd", "accelerate")]
+)
+def test_accelerate_loops(name: str, framework: str, tmp_path: Path) -> None:
+    said = run(f"examples/{name}.py", tmp_path, framework=framework)
     last = re.findall(r"epoch (\d+): (\S+)% of (\d+) digits are right", said)[-1]
     assert float(last[1]) > 85
     assert last[2] == "297"  # each of the test's digits counts once
@@ -74,6 +94,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
         str(tmp_path / "out"),
         "--epochs",
         "1",
+        framework="transformers",
     )
     steps = dict(re.findall(r"process (\d): (\d+) steps", said))
     assert set(steps) == {"0", "1"}

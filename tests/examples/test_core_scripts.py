@@ -1,4 +1,7 @@
-"""The example scripts, run as their first lines say; replica groups are processes."""
+"""The core's example scripts: replica groups are processes, one of which is killed.
+
+One process starts cold, as it does for a user; the others are forks.
+"""
 
 from __future__ import annotations
 
@@ -7,65 +10,92 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lighthouse import LighthouseConfig, LighthouseServer
-from lighthouse.config import Timeouts
+from lighthouse import LighthouseServer
+from tests.harness import workers
+from tests.harness.lighthouses import patient_lighthouse
 from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import until as until_true
 
 ROOT = Path(__file__).resolve().parents[2]
-Start = Callable[..., "subprocess.Popen[str]"]
+Process = subprocess.Popen[bytes] | workers.Worker
+
+
+class Job:
+    """Replica groups that run examples."""
+
+    def __init__(self, server: LighthouseServer) -> None:
+        self.server, self.stack = server, ExitStack()
+
+    def start(
+        self,
+        group: int,
+        *arguments: str,
+        launcher: tuple[str, ...] = (),
+        script: str = "examples/train_ddp.py",
+        cold: bool = False,
+    ) -> Process:
+        environment = os.environ | {
+            "TORCHFT_LIGHTHOUSE": self.server.address(),
+            "REPLICA_GROUP_ID": str(group),
+            "NUM_REPLICA_GROUPS": "2",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [*launcher, script, *arguments]
+        streams: Any = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE}
+        process: Process
+        if cold:
+            process = subprocess.Popen(
+                [sys.executable, *command], start_new_session=True, **streams
+            )
+        else:
+            process = workers.start("torch", command, **streams)
+        self.stack.callback(finish, process)
+        return process
+
+    def start_again(self, group: int, survivor: Process, *arguments: str, **how: Any) -> Process:
+        """Another life of `group`; the survivor is stopped until it waits to be let in."""
+        survivor.send_signal(signal.SIGSTOP)
+        process = self.start(group, *arguments, **how)
+        until_true(self._is_joining, "the next life to join")
+        survivor.send_signal(signal.SIGCONT)
+        return process
+
+    def _is_joining(self) -> bool:
+        return any(job["waiting"] for job in self.server.status()["jobs"])
 
 
 @pytest.fixture
-def start(request: pytest.FixtureRequest) -> Iterator[Start]:
-    """`start(group, *arguments)` runs an example as that replica group. The fixture's parameter: how
-    many groups there must be for any to train (1)."""
+def job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    """The fixture's parameter: how many groups there must be for any to train (1)."""
     min_replicas = getattr(request, "param", 1)
-    config = LighthouseConfig(timeouts=Timeouts.derive(20.0), min_replicas=min_replicas)
-    with LighthouseServer("tcp://127.0.0.1:0", config=config) as server, ExitStack() as stack:
-
-        def run(
-            group: int,
-            *arguments: str,
-            launcher: tuple[str, ...] = (),
-            script: str = "examples/train_ddp.py",
-        ) -> subprocess.Popen[str]:
-            environment = os.environ | {
-                "TORCHFT_LIGHTHOUSE": server.address(),
-                "REPLICA_GROUP_ID": str(group),
-                "NUM_REPLICA_GROUPS": "2",
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1",
-            }
-            process = subprocess.Popen(
-                [sys.executable, *launcher, script, *arguments],
-                cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
-                start_new_session=True,
-            )  # fmt: skip
-            stack.callback(finish, process)
-            return process
-
-        yield run
+    with patient_lighthouse(60.0, min_replicas=min_replicas) as server:
+        job = Job(server)
+        with job.stack:
+            yield job
 
 
-def finish(process: subprocess.Popen[str]) -> None:
+def finish(process: Process) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    assert process.stdout is not None
+    process.stdout.close()
 
 
-def until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+def until(process: Process, pattern: str) -> re.Match[str]:
     """Read the process's output up to a line that matches."""
     assert process.stdout is not None
     seen = []
-    for line in process.stdout:
+    for raw in process.stdout:
+        line = raw.decode()
         seen.append(line)
         if match := re.search(pattern, line):
             return match
@@ -76,13 +106,13 @@ DONE = r"done: accuracy (\S+),.* weights (\S+)"
 
 
 @pytest.mark.process
-def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(start: Start) -> None:
-    arguments = ("--steps", "1000", "--pace-s", "0.02")
-    survivor, victim = start(0, *arguments), start(1, *arguments)
+def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(job: Job) -> None:
+    arguments = ("--steps", "1000", "--pace-s", "0.01")
+    survivor, victim = job.start(0, *arguments), job.start(1, *arguments)
     until(victim, r"step [2-9]0 .* participants 2")
     victim.send_signal(signal.SIGKILL)
     until(survivor, r"participants 1")
-    again = start(1, *arguments)
+    again = job.start_again(1, survivor, *arguments)
     until(survivor, r"participants 2")
     ends = [until(process, DONE).groups() for process in (survivor, again)]
     assert ends[0] == ends[1]
@@ -91,11 +121,11 @@ def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(start: 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("start", [2], indirect=True)  # or one may be done before the other begins
-def test_it_runs_under_torchrun(start: Start) -> None:
-    def under_torchrun(group: int) -> subprocess.Popen[str]:
+@pytest.mark.parametrize("job", [2], indirect=True)  # or one may be done before the other begins
+def test_it_runs_under_torchrun(job: Job) -> None:
+    def under_torchrun(group: int) -> Process:
         launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", "0")
-        return start(group, "--steps", "60", launcher=launcher)
+        return job.start(group, "--steps", "60", launcher=launcher, cold=group == 0)
 
     processes = [under_torchrun(group) for group in range(2)]
     ends = [until(process, DONE).group(2) for process in processes]
@@ -104,17 +134,14 @@ def test_it_runs_under_torchrun(start: Start) -> None:
 
 
 @pytest.mark.process
-def test_diloco_is_killed_and_started_again_and_both_end_with_equal_weights(start: Start) -> None:
-    arguments = ("--outer-steps", "60", "--pace-s", "0.02", "--codec", "int8")
-
-    def begin(group: int) -> subprocess.Popen[str]:
-        return start(group, *arguments, script="examples/train_diloco.py")
-
-    survivor, victim = begin(0), begin(1)
+def test_diloco_is_killed_and_started_again_and_both_end_with_equal_weights(job: Job) -> None:
+    arguments = ("--outer-steps", "60", "--pace-s", "0.01", "--codec", "int8")
+    script = "examples/train_diloco.py"
+    survivor, victim = (job.start(group, *arguments, script=script) for group in (0, 1))
     until(victim, r"outer step [2-9] .* participants 2")
     victim.send_signal(signal.SIGKILL)
     until(survivor, r"participants 1")
-    again = begin(1)
+    again = job.start_again(1, survivor, *arguments, script=script)
     until(survivor, r"participants 2")
     ends = [until(process, DONE).groups() for process in (survivor, again)]
     assert ends[0] == ends[1]

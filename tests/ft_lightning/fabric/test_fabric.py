@@ -55,8 +55,8 @@ def test_equals_stock_ddp_with_discarded_steps_and_resumes(tmp_path: Path, light
             assert values(again.lines(index), key) == rest, key
 
 
-CLI = "import ft_lightning; from lightning.fabric.cli import _main; _main()"
-FABRIC_RUN = ["-c", CLI, "run", "--strategy", "ft_ddp", "--accelerator", "cpu", "--devices", "2"]
+FABRIC = str(Path(__file__).with_name("fabric_run.py"))
+FABRIC_RUN = [FABRIC, "run", "--strategy", "ft_ddp", "--accelerator", "cpu", "--devices", "2"]
 
 
 def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
