@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.members import History, Members, MemberState
+from lighthouse.machine.rules import Choice, Position
 from lighthouse.wire.messages import (
     NO_QUORUM,
     Decision,
@@ -230,12 +231,29 @@ def mismatch(join: Join, other: Join) -> str:
             f" against {other.schema_text or other.schema}; start all replica groups "
             "with the same model and settings"
         )
+    if other.group_commit != join.group_commit:
+        kinds = {True: "commit=group", False: "commit=quorum"}
+        return (
+            f"{join.name} has {kinds[join.group_commit]} and {other.name} "
+            f"{kinds[other.group_commit]}; all replica groups need the same"
+        )
     if len(other.addresses) != len(join.addresses):
         return (
             f"{join.name} has {len(join.addresses)} ranks and {other.name} "
             f"{len(other.addresses)}; all replica groups need the same number"
         )
     return ""
+
+
+def foreign_states(choice: Choice, members: Members, head: Position | None) -> list[str]:
+    """States with which no quorum of this job goes on: a person may miss their steps."""
+    healing = (members.by_id[r] for r in choice.members if r in choice.healing)
+    return [
+        f"{member.name} at step {member.position.step}"
+        for member in healing
+        if member.position.step > choice.position.step
+        or (head is None and member.position.step > 0 and not member.was_member)
+    ]
 
 
 def duplicate_name(name: str) -> str:

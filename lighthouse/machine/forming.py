@@ -65,8 +65,7 @@ class Forming:
         self._members, self._history = members, history
         self._join_timeout_s = limits.join_timeout_s
         self._torn_timeout_s = limits.timeout_s  # a source's replacement needs time to start
-        self._min_replicas = config.min_replicas
-        self._expected = config.expected_replicas
+        self._config = config
         self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
         self._heard_of: set[int] = set()  # earlier lighthouses' quorums, named by their members
         self._after_discard = False
@@ -85,8 +84,6 @@ class Forming:
         if not self._previous and join.quorum_id not in self._heard_of:
             self._heard_of.add(join.quorum_id)  # its other members bring the same list
             missed.update(r for r in join.last_members if r not in self._members.by_id)
-        self._min_replicas = max(self._min_replicas, join.min_replicas)
-        self._expected = max(self._expected, join.expected_replicas)
 
     def decided(self, live: Ballot, committed: bool, now: float) -> None:
         """The step of `live` is decided: members that cost the others the step must pause."""
@@ -119,9 +116,17 @@ class Forming:
         if not self._patience.allows(member.name, now):
             return False
         head = self._history.head
-        if head is not None and (member.position == head or member.position.step > head.step):
+        if head is not None and member.position == head:
             return True
         return member.join.can_heal or (member.doubt is not None and not member.settle)
+
+    @property
+    def _min_replicas(self) -> int:
+        return max(self._config.min_replicas, self._members.rules.min_replicas)
+
+    @property
+    def _expected(self) -> int:
+        return max(self._config.expected_replicas, self._members.rules.expected_replicas)
 
     def verdict(self, now: float) -> rules.Verdict:
         """Apply the rules to the members."""

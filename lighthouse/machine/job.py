@@ -36,6 +36,7 @@ from lighthouse.machine.announce import (
     Remember,
     Send,
     duplicate_name,
+    foreign_states,
     mismatch,
     short_list,
     status_of,
@@ -95,7 +96,6 @@ class JobState:
         self._forming = Forming(config, self._members, self._history)
         self._announcer = Announcer(key)
         self._effects: list[Effect] = []
-        self._group_commit = False
         self._wake_at: float | None = None  # when to check again whether a quorum may form
 
     # ------------------------------------------------------------------ events
@@ -209,7 +209,6 @@ class JobState:
         self._conflicts.pop(join.replica_id, None)
         member = self._members.put(join, peer)
         self._forming.joined(member)
-        self._group_commit = self._group_commit or join.group_commit
         if self._live is None:
             self._form_and_announce(now)
         if member.replica_id not in self._members.by_id:
@@ -360,7 +359,7 @@ class JobState:
     def _decide(self, live: Ballot, now: float) -> None:
         """Every living member has voted: decide the step."""
         before = live.position
-        committed, control = live.result(self._group_commit)
+        committed, control = live.result(self._members.rules.group_commit)
         decision = Decision(
             self.key,
             live.quorum_id,
@@ -452,7 +451,7 @@ class JobState:
         """The quorum of `choice` is live."""
         quorum_id = self.next_id
         self.next_id += 1
-        members, names = [], {}
+        members, names, foreign = [], {}, foreign_states(choice, self._members, self._history.head)
         for replica_id in choice.members:
             member = self._members.by_id[replica_id]
             self._members.mark_was_member(member)
@@ -468,6 +467,8 @@ class JobState:
         if choice.healing:
             behind = [names[r] for r in choice.members if r in choice.healing]
             text += f"; healing {short_list(behind)}"
+        if foreign:
+            text += f"; NOT TAKEN: the state of {short_list(foreign)}"
         self._effects.append(Note(self.key, text, quorum=True))
         self._effects.append(Remember(self.key, quorum_id, choice.members))
 

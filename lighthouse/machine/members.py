@@ -17,6 +17,15 @@ from lighthouse.machine.rules import Position
 from lighthouse.wire.messages import NO_QUORUM, Decision, InDoubt, Join, Peer, next_lineage
 
 
+@dataclass(frozen=True, slots=True)
+class JobRules:
+    """What a member asks of its job. `group_commit` is equal in all members."""
+
+    min_replicas: int
+    expected_replicas: int
+    group_commit: bool
+
+
 @dataclass(slots=True)
 class MemberState:
     """A replica group that has joined a job.
@@ -53,6 +62,11 @@ class MemberState:
     def name(self) -> str:
         return self.join.name
 
+    @property
+    def rules(self) -> JobRules:
+        join = self.join
+        return JobRules(join.min_replicas, join.expected_replicas, join.group_commit)
+
 
 @dataclass(slots=True)
 class NameConflict:
@@ -71,6 +85,7 @@ class Members:
         """By replica_id. Read only: `put` and `take` change it."""
         self.were_members = 0
         """How many of them have been in a quorum of this job. Read only."""
+        self._rules: Counter[JobRules] = Counter()
         self._by_name: dict[str, str] = {}
         self._by_peer: dict[Peer, set[str]] = {}
         self._arrivals = 0
@@ -86,6 +101,7 @@ class Members:
         self.by_id[join.replica_id] = member
         self._by_name[join.name] = join.replica_id
         self._by_peer.setdefault(peer, set()).add(join.replica_id)
+        self._rules[member.rules] += 1
         if join.quorum_id != NO_QUORUM:
             self.mark_was_member(member)
         return member
@@ -101,8 +117,20 @@ class Members:
         if member is not None:
             del self._by_name[member.name]
             self._forget_peer(member)
+            self._rules[member.rules] -= 1
+            if not self._rules[member.rules]:
+                del self._rules[member.rules]
             self.were_members -= member.was_member
         return member
+
+    @property
+    def rules(self) -> JobRules:
+        """What holds for the job: the strictest that a member asks for. It ends with its members."""
+        return JobRules(
+            max((rules.min_replicas for rules in self._rules), default=1),
+            max((rules.expected_replicas for rules in self._rules), default=0),
+            any(rules.group_commit for rules in self._rules),
+        )
 
     def move(self, member: MemberState, peer: Peer) -> None:
         """From now on `peer` reaches `member`."""
@@ -126,6 +154,7 @@ class Members:
 
     def check(self) -> None:
         """Assert every invariant. O(members)."""
+        assert self._rules == Counter(m.rules for m in self.by_id.values())
         assert self._by_name == {m.name: r for r, m in self.by_id.items()}
         assert sum(len(ids) for ids in self._by_peer.values()) == len(self.by_id)
         assert self.were_members == sum(m.was_member for m in self.by_id.values())

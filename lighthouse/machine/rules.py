@@ -5,9 +5,10 @@ two quorums of a job never run side by side. What is left to decide is when the 
 and from which state they go on:
 
 R1  Fewer than `min_replicas` candidates: wait.
-R2  They go on from the newest position among them: the highest step; at equal step the job's own
-    head, else the position that most candidates hold, else that of the first by order. All others
-    are behind and heal (R3). A torn state (partly overwritten) is no position: its holder heals. If
+R2  They go on from the job's own head as long as one of them holds it: however many steps a
+    newcomer brings along, they are not this job's. Else from the newest position: the highest step;
+    at equal step the one that most candidates hold, else that of the first by order. All others are
+    behind and heal (R3). A torn state (partly overwritten) is no position: its holder heals. If
     all candidates are torn they wait up to `torn_timeout_s` for one that is whole; then they are
     refused and must start again.
 R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
@@ -188,10 +189,10 @@ def newest(candidates: Iterable[Candidate], head: Position | None) -> Position |
     whole = [c for c in candidates if not c.position.lineage.startswith(TORN)]
     if not whole:
         return None
+    if head is not None and any(c.position == head for c in whole):
+        return head
     top_step = max(c.position.step for c in whole)
     top = [c for c in whole if c.position.step == top_step]
-    if head is not None and any(c.position == head for c in top):
-        return head
     counts = Counter(c.position for c in top)
     most = max(counts.values())
     best = min(

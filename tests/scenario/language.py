@@ -178,7 +178,8 @@ class JobStage:
         return Join(
             JOB, given.get("name", who), who, words.number("step"), lineage, (who.encode(),),
             quorum_id=words.number("quorum"), last_members=last, in_doubt=doubt,
-            min_replicas=words.number("min"), can_heal=not words.flag("no_heal"),
+            min_replicas=words.number("min"), expected_replicas=words.number("expected"),
+            can_heal=not words.flag("no_heal"),
             group_commit=words.flag("group_commit"), schema=given.get("schema", ""),
             schema_text=given.get("schema", ""),
         )  # fmt: skip

@@ -62,14 +62,14 @@ def twin_order(name: str) -> list[tuple[str, int | str]]:
 
 
 def twin_position(s: Situation) -> Position | None:
-    """R2: the highest step of a whole state; then the head; then what most hold; then the first."""
+    """R2: the head; then the highest step of a whole state; then what most hold; then the first."""
     pool = [c.position for c in s.candidates if TORN not in c.position.lineage]
     if not pool:
         return None
+    if s.head in pool:
+        return s.head
     top = max(p.step for p in pool)
     held = [p for p in pool if p.step == top]
-    if s.head in held:
-        return s.head
     most = max(held.count(p) for p in held)
     by_order = sorted(s.candidates, key=lambda c: (twin_order(c.name), c.arrival))
     for c in by_order:
