@@ -1,9 +1,9 @@
 """LocalSGD and DiLoCo for Lightning Fabric, written once for both of its namespaces.
 
 The loop is the user's. An inner step is counted where the next batch is fetched (or at the next
-forward, with data that Fabric does not know): all that the loop does after `optimizer.step()`
-belongs to it then. There an outer step is launched and applied, and a replica group heals. What
-Fabric does collectively (`all_reduce`, `all_gather`) stays in the replica group.
+forward, with data that Fabric does not know), so that it holds all that the loop does after
+`optimizer.step()`. There an outer step is launched and applied, and a replica group heals. Fabric's
+collectives (`all_reduce`, `all_gather`) stay in the replica group.
 
     for epoch in fabric.strategy.epochs(10):        # agrees on the rest at its end
         for batch in loader: ...
@@ -102,7 +102,7 @@ class FabricPeriodicMixin(FTFabricMixin):
         self.finish()
 
     def finish(self) -> None:
-        """The training is over: agree on what came after the last outer step. Idempotent.
+        """The training is over: agree on the inner steps since the last outer step. Idempotent.
 
         The models hold the global parameters afterwards.
         """

@@ -2,8 +2,8 @@
 
 The algorithms of ft_core hook the inner optimizer's `step`. In Lightning forward and backward run
 *inside* that call, and with an overflow of fp16 it does not happen at all, so that members would
-count differently. `InnerSteps` takes the optimizer's place for them: its hooks run at the end of
-each batch that stepped an optimizer.
+count differently. So `InnerSteps` takes the optimizer's place: its hooks run at the end of each batch
+that stepped an optimizer.
 
 What is equal in all members, and what is not:
 
@@ -163,9 +163,9 @@ def _positive(name: str, value: float) -> None:
 
 
 class InnerSteps(Optimizer):
-    """What LocalSGD and DiLoCo take for the inner optimizer: hooks, and nothing to step."""
+    """The inner optimizer that LocalSGD and DiLoCo see: hooks, and nothing to step."""
 
-    # No super().__init__(): all attributes are answered here.
+    # No super().__init__(): this class defines all attributes.
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self._optimizers = optimizers
         self._after: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -205,7 +205,7 @@ class InnerSteps(Optimizer):
 
 
 class _Together(ChainMap[Any, Any]):
-    """The states of several optimizers; what is deleted is deleted where it is."""
+    """The states of several optimizers. A key is deleted in the state that has it."""
 
     def __delitem__(self, key: Any) -> None:
         for state in self.maps:
@@ -232,7 +232,7 @@ def global_values(module: nn.Module, algorithm: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def show_global(module: nn.Module, algorithm: Any) -> dict[str, Tensor]:
-    """Put the global values into the module; returns what was there, for `put_back`."""
+    """Put the global values into the module; returns its own ones, for `put_back`."""
     values = global_values(module, algorithm)
     own = {name: tensor for name, tensor in _tensors(module).items() if name in values}
     before = {name: tensor.detach().clone() for name, tensor in own.items()}
@@ -257,7 +257,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def keep_what_members_share(checkpoint: dict[str, Any], trainer: Any, algorithm: Any) -> None:
-    """Take out of a checkpoint what the algorithm brings itself, and what is a member's own."""
+    """Remove from a checkpoint what the algorithm heals itself, and what is a member's own."""
     brought = global_values(trainer.lightning_module, algorithm)
     state_dict = checkpoint["state_dict"]
     checkpoint["state_dict"] = {k: v for k, v in state_dict.items() if k not in brought}
@@ -268,7 +268,7 @@ def keep_what_members_share(checkpoint: dict[str, Any], trainer: Any, algorithm:
 
 
 def keep_own_moments(checkpoint: dict[str, Any], trainer: Any) -> None:
-    """A peer's learning rates, but the own inner optimizer's moments."""
+    """Put the moments of this member's inner optimizer into a peer's checkpoint."""
     states = zip(checkpoint["optimizer_states"], trainer.optimizers, strict=True)
     for state, optimizer in states:
         state["state"] = optimizer.state_dict()["state"]
@@ -277,8 +277,8 @@ def keep_own_moments(checkpoint: dict[str, Any], trainer: Any) -> None:
 def pack(tree: Any) -> Any:
     """Tensors as plain values, so that all of them come from one source.
 
-    A heal takes a tensor's bytes from all sources at once, which hold the same ones only of what
-    members share. Callbacks may hold others.
+    A heal takes a tensor's bytes from all sources at once. Those are equal only for what members
+    share, and callbacks may hold other tensors.
     """
 
     def plain(leaf: Any) -> Any:

@@ -52,11 +52,13 @@ class _Place(Enum):
 
 
 class InnerDriver:
-    """The inner steps of one fit; stands where `ft_lightning.trainer.driver.StepDriver` does. The loop's
-    thread, but for `state`.
+    """The inner steps of one fit, in place of `ft_lightning.trainer.driver.StepDriver`.
 
-    `on_quorum()` is called whenever membership may have changed; `hooks(name)` calls the
-    callbacks' and the module's hook of that name.
+    Thread: the loop's, except for `state`.
+
+    Args:
+        on_quorum: called whenever membership may have changed.
+        hooks: `hooks(name)` calls the callbacks' and the module's hook of that name.
     """
 
     open = True  # a batch needs no quorum
@@ -95,7 +97,7 @@ class InnerDriver:
     # ------------------------------------------------------------------ inner steps
 
     def at_boundary(self) -> None:
-        """Before a batch is fetched. The fit's first: join."""
+        """Before a batch is fetched. Before the fit's first one: join."""
         if self.entered or self._place is not None:
             return
         self._place = _Place.BOUNDARY
@@ -114,14 +116,14 @@ class InnerDriver:
         return output
 
     def optimizer_step(self, closure: Callable[[], Any], step: Callable[[], Any]) -> Any:
-        """One call of `Strategy.optimizer_step`, which `step()` is. `closure()` computes only."""
+        """One call of `Strategy.optimizer_step`. `step()`: the stock one; `closure()`: only computes."""
         if self._pending is not None:
             return closure()
         self._stepped = True
         return step()
 
     def batch_end(self) -> bool:
-        """The batch is done; whether the end of an outer step came with it."""
+        """The batch is done; returns whether an outer step ended with it."""
         before = self._manager.last_outcome()
         self._place = _Place.BATCH_END
         try:
@@ -140,7 +142,8 @@ class InnerDriver:
         return True
 
     def finish(self) -> bool:
-        """The last batch is done: agree on what came after the last outer step. Whether it worked.
+        """The last batch is done: agree on the inner steps since the last outer step. Returns whether
+        that was committed.
 
         Afterwards the module holds the global parameters.
         """
@@ -155,7 +158,7 @@ class InnerDriver:
         return committed
 
     def close(self) -> None:
-        """The fit is over. If it was not finished, the step under way is dropped."""
+        """The fit is over. If it was not finished, the step under way is discarded."""
         self._stepped, self._pending = False, None
         self._leave(RuntimeError("the fit was broken off"))
 
@@ -174,7 +177,7 @@ class InnerDriver:
     def state(self) -> dict[str, Any]:
         """What a healing peer needs besides the algorithm's own state.
 
-        Called in a thread of ft_core it gives places to receive a state instead: none.
+        In a thread of ft_core: the tensors in which to receive a state, of which there are none.
         """
         if threading.get_ident() != self._thread:
             return {}
@@ -193,7 +196,7 @@ class InnerDriver:
         return packed
 
     def load(self, packed: dict[str, Any]) -> None:
-        """Take a peer's state, and its place in epoch and data."""
+        """Take a peer's state, and with it its place in epoch and data."""
         state = inner_steps.unpack(packed)
         if self._place is _Place.BOUNDARY and state["place"] == _Place.BATCH_END.value:
             self._pending = state
@@ -202,14 +205,14 @@ class InnerDriver:
             self.algorithm.local_step = state["local_step"]
 
     def _take_pending(self) -> None:
-        """Go on from where the peer was, at the end of the batch that it was at."""
+        """Go to the peer's place, at the end of the batch at which it was."""
         state, self._pending = self._pending, None
         assert state is not None
         for optimizer in self._trainer.optimizers:
             optimizer.zero_grad()
         self._restore(state)
         if state["local_step"]:
-            # What may be due after the peer's inner step is due here, too.
+            # What was due after the peer's inner step is due here, too.
             self.algorithm.local_step = state["local_step"] - 1
             self._inner_step_done()
 
@@ -222,7 +225,7 @@ class InnerDriver:
         finally:
             self.restoring = False
         if epochs_done(trainer) != epoch_before:
-            # What was gathered for the epoch that this group was in is not of this one.
+            # What was logged in the epoch that this group was in is not of this one.
             trainer.fit_loop.epoch_loop._results.reset()
             self._hooks("on_train_epoch_start")
         self._batches.jump(trainer)
@@ -322,7 +325,7 @@ class PeriodicMixin(FTDDPMixin):
             self._log_outer_step()
 
     def _log_outer_step(self) -> None:
-        """An outer step was decided: say what it was like."""
+        """An outer step was decided: log its figures."""
         assert self._manager is not None
         module, stats = self.lightning_module, self.algorithm.stats
         assert module is not None
@@ -342,7 +345,7 @@ class PeriodicMixin(FTDDPMixin):
         module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def _show_global(self) -> None:
-        """Validation is about to start: on what all groups have in common."""
+        """Validation starts, on the parameters that all groups have in common."""
         if self._driver is not None and self._driver.entered:
             module = self.lightning_module
             assert module is not None
@@ -359,14 +362,14 @@ class PeriodicMixin(FTDDPMixin):
         """The last batch is done: the module gets the global parameters."""
         if self._driver is not None and self._driver.entered and not self._driver.finish():
             log.warning(
-                "the last outer step was discarded: the model is that of the one before, without "
-                "the inner steps since"
+                "the last outer step was discarded: the model is that of the outer step before it, "
+                "without the inner steps since"
             )
 
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The global parameters, whatever this group is trying out."""
+        """The global parameters, not this group's own."""
         state = super().lightning_module_state_dict()
         if self._driver is not None and self._driver.entered:
             module = self.lightning_module

@@ -69,11 +69,6 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         return self._scope.device if self._scope else 0
 
     @property
-    def is_global_zero(self) -> bool:
-        """Whether this process is the leader: the first of those that take part; it saves."""
-        return self._leader
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 

@@ -62,10 +62,11 @@ class FTFabricMixin(FabricStepMixin):
         return self.progress.step
 
     def register(self, name: str, state: Any) -> None:
-        """Have `state` heal with the model: a dict, or what has `state_dict`, `load_state_dict`.
+        """Have `state` heal with the model: a dict, or an object with `state_dict` and
+        `load_state_dict`.
 
-        Before the first batch. It may change between `optimizer.step()` and the next batch.
-        Raises ValueError for a name taken, or after the first batch.
+        Call it before the first batch. The state may change between `optimizer.step()` and the next
+        batch. Raises ValueError for a name that is taken, or after the first batch.
         """
         if self._started or name in self._registered:
             why = "the first batch was fetched already" if self._started else "the name is taken"
@@ -74,15 +75,15 @@ class FTFabricMixin(FabricStepMixin):
 
     def epochs(self, total: int) -> Iterator[int]:
         """`for epoch in fabric.strategy.epochs(10)`: like `range`, but it follows heals and
-        resumes (a process that joined its peers in epoch 3 goes on with 4)."""
+        resumptions (a process that joined its peers in epoch 3 continues with 4)."""
         while self.progress.epoch < total:
             yield self.progress.epoch
             self.progress.epoch += 1
         self._finished = True
 
     def leave(self) -> None:
-        """Leave the quorum, for good. Done at the end of the process, if not before: call it if
-        long work without training follows. Idempotent."""
+        """Leave the quorum for good. The end of the process does it, too; call it if long work without
+        training follows. Idempotent."""
         self._open = False
         self._sigterm.unwatch()
         if self._manager is not None:
@@ -126,7 +127,7 @@ class FTFabricMixin(FabricStepMixin):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> Any:
-        """Called by `fabric.setup`. The scheduler heals, and takes no step that was discarded."""
+        """Called by `fabric.setup`. The scheduler heals, and leaves out steps without effect."""
         if scheduler is not None and not any(scheduler is s for s in self._schedulers):
             adopt(scheduler, self._gated)
             self._schedulers.append(scheduler)
@@ -163,7 +164,7 @@ class FTFabricMixin(FabricStepMixin):
     # ------------------------------------------------------------------ the step
 
     def _start(self) -> None:
-        """Now all is set up, and a checkpoint loaded: say where this group starts."""
+        """All is set up, and a checkpoint loaded: tell the manager where this group starts."""
         assert self._manager is not None
         self._started = True
         if self._votes_each_step:
@@ -171,7 +172,7 @@ class FTFabricMixin(FabricStepMixin):
         objects = self._options.heal_allow_objects
 
         def name() -> str:
-            state = {**self._places_to_receive(), "step": self.progress.step}
+            state = {**self._tensors_to_heal(), "step": self.progress.step}
             return digest(state, allow_objects=objects)
 
         def take(states: list[dict[str, Any]]) -> None:
@@ -198,18 +199,18 @@ class FTFabricMixin(FabricStepMixin):
     # ------------------------------------------------------------------ heal
 
     def _state(self) -> dict[str, Any]:
-        """What a healing peer needs, as of where the step began."""
+        """What a healing peer needs, as of the place where the step began."""
         in_round = self._where is Where.ROUND
         if threading.get_ident() != self._thread:
-            # Asked for where to receive a state; users' objects keep their thread.
-            return {} if in_round else self._places_to_receive()
+            # The tensors in which to receive a state; users' objects keep their thread.
+            return {} if in_round else self._tensors_to_heal()
         if in_round:
             return {"round": self._round_of}
         lead = self._lead
-        # Of where the window began: its batches are what the target begins with.
+        # The target begins with the first batch of the window.
         places = self._before if self._votes_each_step else self._places()
         return {
-            **self._places_to_receive(),
+            **self._tensors_to_heal(),
             "window": astuple(self._window.place),
             "results": list(self._window.results),
             "lead": -1 if lead is None else self.progress.places.index(lead),
@@ -222,7 +223,7 @@ class FTFabricMixin(FabricStepMixin):
             },
         }
 
-    def _places_to_receive(self) -> dict[str, Any]:
+    def _tensors_to_heal(self) -> dict[str, Any]:
         return {
             "models": [model.state_dict() for model in self._models],
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],

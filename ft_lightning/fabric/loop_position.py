@@ -7,7 +7,7 @@ the loader's place, the loop gets its next batch from there, in the same `for`.
 A *window* is the batch (or the accumulated batches) of a Fabric loop's update. Every backward pass
 that synchronizes is a step of the quorum: it has a vote of its own, and is tried again from kept
 gradients until it is committed (`ft_core.collectives.retry`). A batch may hold several, as a GAN's
-does. The loop is the user's and can't be rewound; so a replica group whose peers are in the middle of
+does. The loop is the user's and can't be rewound. So a replica group whose peers are in the middle of
 a window starts with the window's first batch, and leaves out what its peers have done already.
 
 | | gradients | `optimizer.step()` | collectives |
@@ -16,7 +16,7 @@ a window starts with the window's first batch, and leaves out what its peers hav
 | from there on | averaged, committed | updates | over the participants |
 | void, until the loader fetches a batch | zeros | does nothing | this process's value |
 
-A window is void where this group has healed inside it: what the loop holds belongs to another place.
+A window is void after this group has healed inside it: what the loop holds belongs to another place.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ log = logging.getLogger("ft_lightning")
 
 @dataclass(slots=True)
 class LoaderPlace:
-    """Of one loader.
+    """The place of one loader.
 
     Attributes:
         epoch: how often the loader was iterated before, which samplers are seeded with.
         batch: how many batches of this epoch were given out.
         active: an iteration is under way.
-        moved: the iteration under way must go on from elsewhere.
-        resumed: the next iteration goes on with this epoch instead of beginning the next.
+        moved: the iteration under way must continue at another place.
+        resumed: the next iteration continues this epoch instead of beginning the next.
         placeable: the loader can go to a place, and its epochs are as long in all processes.
     """
 
@@ -56,7 +56,7 @@ class LoaderPlace:
     placeable: bool = True
 
     def go_to(self, epoch: int, batch: int, active: bool) -> None:
-        """Stand where another process's (or an earlier) iteration stands."""
+        """Go to the place of another process's (or an earlier) iteration."""
         if self.active:
             self.moved = self.moved or (epoch, batch) != (self.epoch, self.batch)
         else:
@@ -84,10 +84,10 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
         return {"epoch": self.epoch, "step": self.step, "places": places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there. Loaders must be set up by then, as many as there were."""
+        """Go to the place of a `state_dict`. Raises ValueError unless as many loaders are set up."""
         if len(state["places"]) != len(self.places):
             raise ValueError(
-                f"the state knows {len(state['places'])} data loaders, and {len(self.places)} are "
+                f"the state is of {len(state['places'])} data loaders, and {len(self.places)} are "
                 "set up: call fabric.setup_dataloaders before fabric.load, with the same loaders"
             )
         self.epoch, self.step = state["epoch"], state["step"]
@@ -124,7 +124,7 @@ def follow(
     """Make iterations of `loader` follow `place`; `boundary` is called before a batch is fetched.
 
     Map-style data is placed by its sampler, which must give the same order for the same epoch. An
-    iterable has no place to go to: it starts over, which is said in the log.
+    iterable has no place to go to: it starts over, and the log says so.
     """
     sampler = _SkippingSampler(loader._index_sampler) if is_placeable(loader) else None
 

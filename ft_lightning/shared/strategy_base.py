@@ -243,6 +243,14 @@ class StrategyBase(_Base):
         return self._scope.world_size if self._scope else 1
 
     @property
+    def is_global_zero(self) -> bool:
+        """Whether this process is the leader, which saves: the first that takes part in the step.
+
+        Before the first quorum of a fit none is; outside of a fit, rank 0 of a fresh start.
+        """
+        return self._leader
+
+    @property
     def node_rank(self) -> int:
         """Number of this machine among those of the replica group."""
         return self._scope.node if self._scope else 0

@@ -61,14 +61,6 @@ class ScopedMixin(StrategyBase, _Base):
         return self._scope.local_rank if self._scope else 0
 
     @property
-    def is_global_zero(self) -> bool:
-        """Whether this process is the leader: the first of those that take part in the step.
-
-        Before the first quorum of a fit no process is; outside of a fit, rank 0 of a fresh start.
-        """
-        return self._leader
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         if trainer is not None and trainer.training:
