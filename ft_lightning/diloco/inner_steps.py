@@ -2,8 +2,8 @@
 
 The algorithms of ft_core hook the inner optimizer's `step`. In Lightning forward and backward run
 *inside* that call, and with an overflow of fp16 it does not happen at all, so that members would
-count differently. So `InnerSteps` takes the optimizer's place: its hooks run at the end of each batch
-that stepped an optimizer.
+count differently. So `InnerSteps` takes the optimizer's place: its hooks run at the end of each
+batch that stepped an optimizer.
 
 What is equal in all members, and what is not:
 

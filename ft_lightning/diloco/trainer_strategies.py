@@ -10,9 +10,9 @@ which are equal in all replica groups.
     end of a batch             the algorithm counts; when an outer step is due it sends, votes,
                                applies, and begins the next one
 
-All that belongs to a batch (scheduler, loss scale) is done at its end, so a place that is noted there
-is that of the boundary between two batches. A peer heals from a member that is at the end of a
-batch, maybe of an epoch's last one, with its validation still to come. A process that has just
+All that belongs to a batch (scheduler, loss scale) is done at its end, so a place that is noted
+there is that of the boundary between two batches. A peer heals from a member that is at the end of
+a batch, maybe of an epoch's last one, with its validation still to come. A process that has just
 started is before its first batch. It goes through that batch without training, and takes the peer's
 place at its end, so that both do the same from there on.
 """
@@ -116,7 +116,7 @@ class InnerDriver:
         return output
 
     def optimizer_step(self, closure: Callable[[], Any], step: Callable[[], Any]) -> Any:
-        """One call of `Strategy.optimizer_step`. `step()`: the stock one; `closure()`: only computes."""
+        """One call of `Strategy.optimizer_step`, of which `step()` is the stock one."""
         if self._pending is not None:
             return closure()
         self._stepped = True
@@ -142,8 +142,8 @@ class InnerDriver:
         return True
 
     def finish(self) -> bool:
-        """The last batch is done: agree on the inner steps since the last outer step. Returns whether
-        that was committed.
+        """The last batch is done: agree on the inner steps since the last outer step. Returns
+        whether that was committed.
 
         Afterwards the module holds the global parameters.
         """

@@ -1,7 +1,7 @@
 """Fault tolerance for Lightning Fabric; the strategies for `lightning.fabric` by name.
 
-The names are loaded when they are used: `lightning_fabric` has its own (`ft_lightning.fabric_lf`), may be
-installed without `lightning`, and shares the folder's modules.
+The names are loaded when they are used: `lightning_fabric` has its own (`ft_lightning.fabric_lf`),
+may be installed without `lightning`, and shares the folder's modules.
 """
 
 from __future__ import annotations

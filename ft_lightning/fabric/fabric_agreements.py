@@ -12,7 +12,8 @@ same order; an agreement says which call it is, and raises in all members if the
 A replica group that comes back in the meantime adds nothing to an agreement and goes on waiting for
 its batch. A group without which the others went on has its own value from there to its next batch,
 where it heals. Before the first batch, and where members need not be at the same place (data that
-Fabric does not know, iterables, per-group commit), nothing is sent: the result is this process's value.
+Fabric does not know, iterables, per-group commit), nothing is sent: the result is this process's
+value.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             return result if tensor.requires_grad else tensor.copy_(result)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As `all_reduce`: `(participants, *shape)`; one row where it reaches no other process, and no
-        further dimension if there is only one replica group."""
+        """As `all_reduce`: `(participants, *shape)`; one row where it reaches no other process, and
+        no further dimension if there is only one replica group."""
         if sync_grads and self._meets():
             refuse_gradients(tensor)
         with torch.no_grad():
@@ -179,7 +180,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         return self._agreed(name, agreed.result)
 
     def _begin_round(self) -> None:
-        """Within a step its attempt is the first one. A group that joins before the vote is told."""
+        """Within a step its attempt is the first. A group that joins before the vote is told."""
         if self._open:
             self._where = Where.ROUND
         else:
@@ -289,8 +290,8 @@ def _started_by_cli(env: Mapping[str, str]) -> bool:
 
 
 def _leave_torchrun() -> None:
-    """Of the processes that torchrun has started on this machine, the first becomes the supervisor of
-    the replica groups. The others end, since torchrun would end all of them when one dies."""
+    """Of the processes that torchrun has started on this machine, the first becomes the supervisor
+    of the replica groups. The others end, since torchrun would end all of them when one dies."""
     if os.environ.get("LOCAL_RANK") != "0":
         raise SystemExit(0)
     os.environ[ENV_NODE] = os.environ.get("GROUP_RANK", "0")

@@ -7,10 +7,10 @@
     backward (of the same batch)        a further step
     optimizer.step()                    local: its gradients are committed
 
-So the loop sees each batch once, whatever happens to other groups. If a group heals to another place
-than that of the batch at hand, the rest of this pass of its loop has no effect, and its loader goes
-to the peers' place (`loop_position.py`). With data that Fabric does not know, a window begins at the
-forward.
+So the loop sees each batch once, whatever happens to other groups. If a group heals to another
+place than that of the batch at hand, the rest of this pass of its loop has no effect, and its
+loader goes to the peers' place (`loop_position.py`). With data that Fabric does not know, a window
+begins at the forward.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         """Wrap the stock `backward`, which `fabric.backward` calls, so that a further step begins
         before it.
 
-        It is no override, since Lightning refuses `loss.backward()` where a strategy has one. With one
-        step a batch `loss.backward()` works here.
+        It is no override, since Lightning refuses `loss.backward()` where a strategy has one. With
+        one step a batch `loss.backward()` works here.
         """
         super().__init_subclass__(**kwargs)
         inherited: Any = getattr(super(), "backward", None)
@@ -144,8 +144,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         return id(lead) not in known or lead.epoch != known[id(lead)][0]
 
     def _leads(self, place: LoaderPlace | None) -> bool:
-        """Whether windows begin with this loader's batches. They begin with those of the first loader
-        that is read, while it is read; others are read within windows."""
+        """Whether windows begin with this loader's batches. They begin with those of the first
+        loader that is read, while it is read; others are read within windows."""
         lead = self._lead
         if lead is None or not lead.active or lead is place:
             self._lead = place
@@ -340,8 +340,8 @@ class FabricStepMixin(FabricAgreementsMixin):
             buffer.data.copy_(value)
 
     def _put_back_on_arrival(self) -> None:
-        """The statistics that this group took from its peers hold what its forward passes did before it
-        came to their place."""
+        """The statistics that this group took from its peers hold what its forward passes did
+        before it came to their place."""
         if self._kept is not None and self._window.arrived and not self._window.void:
             self._put_back()
 

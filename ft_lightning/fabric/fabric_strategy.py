@@ -82,8 +82,8 @@ class FTFabricMixin(FabricStepMixin):
         self._finished = True
 
     def leave(self) -> None:
-        """Leave the quorum for good. The end of the process does it, too; call it if long work without
-        training follows. Idempotent."""
+        """Leave the quorum for good. The end of the process does it, too; call it if long work
+        without training follows. Idempotent."""
         self._open = False
         self._sigterm.unwatch()
         if self._manager is not None:

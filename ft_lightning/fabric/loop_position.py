@@ -7,8 +7,8 @@ the loader's place, the loop gets its next batch from there, in the same `for`.
 A *window* is the batch (or the accumulated batches) of a Fabric loop's update. Every backward pass
 that synchronizes is a step of the quorum: it has a vote of its own, and is tried again from kept
 gradients until it is committed (`ft_core.collectives.retry`). A batch may hold several, as a GAN's
-does. The loop is the user's and can't be rewound. So a replica group whose peers are in the middle of
-a window starts with the window's first batch, and leaves out what its peers have done already.
+does. The loop is the user's and can't be rewound. So a replica group whose peers are in the middle
+of a window starts with the window's first batch, and leaves out what its peers have done already.
 
 | | gradients | `optimizer.step()` | collectives |
 |---|---|---|---|
@@ -16,7 +16,8 @@ a window starts with the window's first batch, and leaves out what its peers hav
 | from there on | averaged, committed | updates | over the participants |
 | void, until the loader fetches a batch | zeros | does nothing | this process's value |
 
-A window is void after this group has healed inside it: what the loop holds belongs to another place.
+A window is void after this group has healed inside it: what the loop holds belongs to another
+place.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
         return {"epoch": self.epoch, "step": self.step, "places": places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the place of a `state_dict`. Raises ValueError unless as many loaders are set up."""
+        """Go to the place of a `state_dict`. Raises ValueError for another number of loaders."""
         if len(state["places"]) != len(self.places):
             raise ValueError(
                 f"the state is of {len(state['places'])} data loaders, and {len(self.places)} are "

@@ -1,7 +1,8 @@
 """Lightning's side of `devices=N`: the replica groups of this machine under one supervisor.
 
-Each process of a replica group runs the user's script from its first line, as under `torchrun`. Code
-that follows `fit` runs in each of them. The supervisor does not run it: it ends with the last of them.
+Each process of a replica group runs the user's script from its first line, as under `torchrun`.
+Code that follows `fit` runs in each of them. The supervisor does not run it: it ends with the last
+of them.
 """
 
 from __future__ import annotations

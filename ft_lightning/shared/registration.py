@@ -2,8 +2,8 @@
 
 Lightning has one registry a namespace (four with Fabric's) and no entry point for strategies. A
 registry that is imported already gets the name at once, any other right after its module has run.
-What is registered is a factory: the strategy itself (and ft_core, ZeroMQ) is imported when a Trainer
-or a Fabric asks for it. Nothing here imports Lightning.
+What is registered is a factory: the strategy itself (and ft_core, ZeroMQ) is imported when a
+Trainer or a Fabric asks for it. Nothing here imports Lightning.
 """
 
 from __future__ import annotations

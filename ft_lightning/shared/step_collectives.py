@@ -6,9 +6,9 @@
 | `reduce`, `log(sync_dist=True)` | the participants of the step | this process |
 | `all_gather` | the participants of the step: `(participants, ...)` | `(1, ...)` |
 
-What a `training_step` reduces belongs to its step, and is tried again with it. Elsewhere members may
-be at different places, and a call that waits for peers could wait for a dead one. At the ends of
-epochs and validations there are agreements (`trainer/agreements.py`), which gather bytes.
+What a `training_step` reduces belongs to its step, and is tried again with it. Elsewhere members
+may be at different places, and a call that waits for peers could wait for a dead one. At the ends
+of epochs and validations there are agreements (`trainer/agreements.py`), which gather bytes.
 """
 
 from __future__ import annotations

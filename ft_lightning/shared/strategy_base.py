@@ -185,14 +185,14 @@ class StrategyBase(_Base):
                 else one is started on this machine.
             timeout_s: how long one step's communication may take, in seconds. The other times
                 follow from it.
-            quorum_timeout_s: how long to wait for enough replica groups, in seconds; None: for ever.
+            quorum_timeout_s: how long to wait for enough replica groups, in seconds; None: forever.
             replica_name: name of this replica group; stable over restarts, unique in the job.
                 Default: REPLICA_GROUP_ID.
             commit: "quorum": all groups take a step or none does. "group": each decides by its own
                 success, which saves a round trip where links are slow.
             max_retries: raise after this many discarded steps in a row; None: never.
-            max_restarts: how often each replica group is restarted, where ``devices=N`` starts them.
-            heal_allow_objects: let states hold any Python object (pickle): on trusted networks only.
+            max_restarts: how often each replica group is restarted, if ``devices=N`` starts them.
+            heal_allow_objects: let states hold any Python object (pickle); for trusted networks only.
             token: shared secret that a replica group must show before a peer gives it its state.
             job_id: keeps two jobs on one lighthouse apart. Default: FT_JOB_ID.
             group_size: processes a replica group, which live and die together. Default: 1; all

@@ -10,9 +10,9 @@ admitted while its peers are at an agreement, they send it that instead of a sta
 nothing and joins again. A group that finds at an agreement that it is behind continues alone to the
 next batch, and heals there.
 
-Where a strategy has no hook, two callbacks of ours make the agreements. Lightning calls callbacks that
-decide by an epoch's metrics (EarlyStopping and checkpoints) after all others and after the module's
-own `on_train_epoch_end`. It tells them by their class, so ours have such a class, too.
+Where a strategy has no hook, two callbacks of ours make the agreements. Lightning calls callbacks
+that decide by an epoch's metrics (EarlyStopping and checkpoints) after all others and after the
+module's own `on_train_epoch_end`. It tells them by their class, so ours have such a class, too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Rounds:
         return self._round is None or endless or outside
 
     def meet(self, *, tally: bool = False) -> None:
-        """A validation's batches are done, nothing is logged yet: make sure that the leader lives."""
+        """A validation's batches are done, nothing is logged: make sure that the leader lives."""
         if self._round is not None and not self.off and self.divided == tally:
             self._round(None)
 
@@ -69,13 +69,13 @@ class Rounds:
             self._agree(lambda result: False)
 
     def epoch_metrics(self) -> None:
-        """An epoch's metrics are complete, and no callback has acted on them: those to be synchronized
-        are summed up, the others are the first member's."""
+        """An epoch's metrics are complete, and no callback has acted on them: those to be
+        synchronized are summed up, the others are the first member's."""
         if not self.off:
             self._agree(lambda result: result.meta.sync.should or not result.is_tensor)
 
     def shared_metrics(self, known: set[str]) -> None:
-        """As `epoch_metrics`, at the end of a sharded validation. `known`: those summed up already."""
+        """As `epoch_metrics`, at a sharded validation's end. `known`: those summed up already."""
         results = self._trainer._results
         new = {id(result) for key, result in results.items() if key not in known}
         self._agree(lambda r: id(r) in new and r.is_tensor and r.meta.sync.should)

@@ -1,7 +1,7 @@
 """Where a Trainer is in its run: its training data, and the loops' counters.
 
-Two objects of Lightning get a subclass of their own class while a fit lasts. `Batches.release` undoes
-both:
+Two objects of Lightning get a subclass of their own class while a fit lasts. `Batches.release`
+undoes both:
 
 - the data fetcher calls `at_boundary` before it fetches. There a step begins and a replica group
   heals: counters are whole, and batch, batch index and "last batch" that Lightning computes next
@@ -10,9 +10,9 @@ both:
   whatever sampler or batch sampler the user chose; or which batches to give (`validation.py`).
 
 Lightning counts a batch in four stages (ready, started, processed, completed) while it works on it,
-so raw counters say *where in the code* a Trainer is, too. A state may be asked for at two places: at
-the boundary before the first batch of a step is fetched, and at the end of backward, when a discarded
-step is tried again. What travels always has the form of the boundary.
+so raw counters say *where in the code* a Trainer is, too. A state may be asked for at two places:
+at the boundary before the first batch of a step is fetched, and at the end of backward, when a
+discarded step is tried again. What travels always has the form of the boundary.
 
 Reads and writes attributes of Lightning 2.6 that are not public. `check_counters` says in one
 sentence if they have moved.
@@ -36,7 +36,7 @@ log = logging.getLogger("ft_lightning")
 def adopt(instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
     """Give `instance` a subclass of its class with `methods(class)` in it.
 
-    The subclass has one base and no slots: an instance may change its class only if the layout stays.
+    One base and no slots, since an instance may change its class only if the layout stays.
     """
     cls = type(instance)
     namespace = {"__module__": cls.__module__, "__slots__": (), "_ft_original": cls}
@@ -247,7 +247,7 @@ def check_counters(trainer: Any) -> None:
 def capture_counters(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
     """The fit loop's state as of the boundary at which the current step began. Plain values.
 
-    `batches`: of the step under way, where the Trainer computes the last of them; 0 at the boundary.
+    `batches`: of the step under way, the last of which is computed now; 0 at the boundary.
     """
     state: dict[str, Any] = trainer.fit_loop.state_dict()
     # Data is placed by `Batches.jump`.

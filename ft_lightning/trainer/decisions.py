@@ -72,7 +72,7 @@ class Decisions:
     def begin(self) -> None:
         """The fit's data is there, its first step is not."""
         trainer = self._trainer
-        # From before any step: all that start alike have it (a Timer that is resumed after its end).
+        # From before any step: all that start alike have it (a Timer resumed after its end).
         trainer._ft_stop = trainer._ft_stop or self._wish
         self._validated_at = time.monotonic()
         self.timed = (

@@ -237,7 +237,7 @@ class StepDriver:
         return output
 
     def before_backward(self) -> None:
-        """Manual optimization: a `manual_backward` begins. Gradients of batches before may be there."""
+        """Manual optimization: `manual_backward` begins. Earlier batches may have left gradients."""
         if self.open and not self._within and self._earlier is None:
             self._earlier = self._gradients()
 
@@ -380,8 +380,8 @@ class StepDriver:
     def state(self) -> dict[str, Any]:
         """What a healing peer needs (see `healing.dump`), or what this group is doing instead.
 
-        In a thread of ft_core: the tensors in which to receive a state. The loop waits then, and the
-        user's hooks stay in their own thread.
+        In a thread of ft_core: the tensors in which to receive a state. The loop waits then, and
+        the user's hooks stay in their own thread.
         """
         if threading.get_ident() != self._starting:
             if threading.get_ident() == self._thread:

@@ -1,8 +1,8 @@
 """A Trainer's whole state as a checkpoint that travels, and its restoration in a running fit.
 
 A heal is a resumption from a checkpoint, with all the hooks that Lightning calls for that: what a
-LightningModule, data module or callback keeps through a checkpoint, it keeps through a heal. The only
-difference is that the fit is running already.
+LightningModule, data module or callback keeps through a checkpoint, it keeps through a heal. The
+only difference is that the fit is running already.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@
 
 What the leader before has written stays.
 
-A checkpoint file is written whole or not at all, with the manager's position inside. A full disk must
-not end a training that survives the loss of machines: a save that fails is logged, and as long as
-the newest file is missing, no file that it was to replace is removed.
+A checkpoint file is written whole or not at all, with the manager's position inside. A full disk
+must not end a training that survives the loss of machines: a save that fails is logged, and as long
+as the newest file is missing, no file that it was to replace is removed.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def without_quorum(trainer: Any, scope: Scope) -> bool:
 
 
 def searching(trainer: Any) -> bool:
-    """Whether the learning rate finder trains before the fit, which it does with its own callback."""
+    """Whether the learning rate finder trains before the fit, with only its own callback."""
     return any(type(callback).__name__ == "_LRCallback" for callback in trainer.callbacks)
 
 
 def refuse_search(trainer: Any, *, outer: bool = False) -> None:
-    """Raise ValueError for a learning rate finder. Several groups would find several rates, and with
-    `outer` steps a fit begins only once."""
+    """Raise ValueError for a learning rate finder. Several groups would find several rates, and
+    with `outer` steps a fit begins only once."""
     if any(
         cls.__name__ == "LearningRateFinder" for c in trainer.callbacks for cls in type(c).mro()
     ):
@@ -125,8 +125,8 @@ def _silent(dummy: Any) -> Any:
 def begin(trainer: Any, log_hyperparams: Any, *, takes_over: bool) -> None:
     """This group writes from now on; first, what set-up would have written.
 
-    `log_hyperparams(trainer)`: Lightning's own. `takes_over`: another group wrote before. The loop's
-    thread.
+    `log_hyperparams(trainer)`: Lightning's own. `takes_over`: another group wrote before. The
+    loop's thread.
     """
     for logger in trainer.loggers:
         keep_metrics(logger)
@@ -176,7 +176,7 @@ def directories(trainer: Any) -> list[Any]:
 
 
 def adopt_directories(trainer: Any, versions: list[Any]) -> None:
-    """Write to the peers' directories. A process that started later has chosen a version after theirs."""
+    """Write to the peers' directories; a process that started later has chosen another version."""
     for logger, version in zip(trainer.loggers, versions, strict=False):
         if version is not None and _has_version(logger) and logger._experiment is None:
             logger._version = version
@@ -233,7 +233,7 @@ class Checkpoints:
         return not self.failed
 
     def take(self, checkpoint: dict[str, Any]) -> None:
-        """Remove the manager's part from a checkpoint that was loaded, so that hooks do not see it."""
+        """Remove the manager's part from a loaded checkpoint, so that hooks do not see it."""
         self.loaded = dict(checkpoint.pop(KEY, None) or {})
 
 
@@ -245,7 +245,7 @@ class CheckpointMixin(_Base):
     _saved: Checkpoints | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a fit under way (sockets, threads): a copy of a Trainer has none."""
+        """Leave out what belongs to a fit under way (sockets, threads), which a copy has not."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
         dead = {name: None for name in _LIVE if name in state}
         return {**state, **dead, "_model": self.lightning_module}  # without its wrapper

@@ -92,8 +92,8 @@ def show_in_bar(trainer: Any, counts: Counts, *, visible: bool) -> None:
     user's) show the counts after its own items. `hide_from_bar` undoes it.
 
     `visible`: this process has the bar, and the user has not disabled it. Lightning decides by rank
-    zero at set-up, before there is a leader, and a bar that was made invisible cannot be shown later.
-    So the bar stays with one replica group, whichever leads.
+    zero at set-up, before there is a leader, and a bar that was made invisible cannot be shown
+    later. So the bar stays with one replica group, whichever leads.
     """
     bar = trainer.progress_bar_callback
     if bar is None or adopted(bar) or not hasattr(bar, "get_metrics"):
@@ -151,8 +151,8 @@ class MetricsMixin(_Base):
 
 class TimelineMixin(_Base):
     """Draws the run when it has ended: commits, discards, memberships and heals of each replica
-    group over time. Each group writes its events to ``dirpath`` while it trains, and the leader draws
-    them at the end. Needs matplotlib; without it the events are kept, and the log says so.
+    group over time. Each group writes its events to ``dirpath`` while it trains, and the leader
+    draws them at the end. Needs matplotlib; without it the events are kept, and the log says so.
 
     Args:
         dirpath: folder for the picture and the events; must be one for all groups (on several

@@ -35,9 +35,9 @@ Lightning's validation loop gets a subclass of its own class while a fit lasts:
   that a hook logs apart from batches: the first member's), before Lightning reads them. They do so
   until the validation has ended, also in the user's `on_validation_epoch_end`.
 
-What that hook computes from values that `validation_step` has stored itself covers this group's share
-only. If it logs such a number with `sync_dist=True`, the mean (or sum, ...) over the members is
-taken, each counting once, as under `ddp`.
+What that hook computes from values that `validation_step` has stored itself covers this group's
+share only. If it logs such a number with `sync_dist=True`, the mean (or sum, ...) over the members
+is taken, each counting once, as under `ddp`.
 
 DataLoaders over map-style datasets are divided, one or several in sequence, when the quorum decides
 steps. Each group validates everything else as a whole, which a warning says.

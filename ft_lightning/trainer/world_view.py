@@ -6,8 +6,8 @@ died. The quorum carries gradients, what is reduced or gathered inside `training
 (`driver.py`), the votes (`decisions.py`), and agreements at the ends of validations and epochs
 (`agreements.py`).
 
-`trainer.world_size` counts the processes of all configured groups, and `trainer.global_rank` is this
-one's number among them; `trainer.strategy.num_participants` is how many contribute right now.
+`trainer.world_size` counts the processes of all configured groups, and `trainer.global_rank` is
+this one's number among them; `trainer.strategy.num_participants` is how many contribute right now.
 Training data is sharded over all configured processes. Validation, test and prediction data is not
 sharded: each group computes the same metrics, so that early stopping and plateau schedulers decide
 alike everywhere.
@@ -75,7 +75,7 @@ class ScopedMixin(StrategyBase, _Base):
         return reduced
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Inside `training_step`: a row for each participant of the step; else this process's only."""
+        """Inside `training_step`: a row for each participant of the step; else this process's."""
         if not self._reaches_peers():
             return tensor.unsqueeze(0)
         if sync_grads:
