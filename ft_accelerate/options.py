@@ -13,8 +13,9 @@ says something counting, by
 
 `accelerate launch` hands everything to the training processes through the environment; so do we. The
 training process makes a `FaultTolerancePlugin` from it, and that makes the core's `JobOptions`, which
-check what a job can have. This is the one module of the package that reads the environment. It imports
-neither torch nor accelerate.
+check what a job can have. This is the one module of the package that reads the environment. `import
+torch` imports it in every process: it imports neither torch nor accelerate, and the core's options only
+when it makes some.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ft_core.config import JobOptions
 from ft_core.environment import (
     ENV_JOB,
     ENV_LIGHTHOUSE,
@@ -37,7 +37,9 @@ from ft_core.environment import (
 )
 from ft_core.launch.rank_group import rank_environment
 from ft_core.launch.supervisor import report_joined
-from ft_core.replica.status import RanksHold
+
+if TYPE_CHECKING:
+    from ft_core.config import JobOptions
 
 ENV_USE = "ACCELERATE_USE_FAULT_TOLERANCE"
 ENV_PREFIX = "ACCELERATE_FAULT_TOLERANCE_"
@@ -169,6 +171,8 @@ class FaultTolerancePlugin:
 
     def job(self, place: ReplicaEnv) -> JobOptions:
         """The core's options for the process at `place` in its replica group. Raises ValueError."""
+        from ft_core.replica.status import RanksHold
+
         size = place.group_world_size
         if self.group_size not in (0, size):
             raise ValueError(
@@ -208,6 +212,8 @@ class FaultTolerancePlugin:
 
 def _job_options(values: Mapping[str, Any], name: str = "-", **more: Any) -> JobOptions:
     """The core's options, with those of `values` that it knows. Raises ValueError."""
+    from ft_core.config import JobOptions
+
     known = {f.name for f in dataclasses.fields(JobOptions)} & set(field_names())
     return JobOptions(name=name, **{key: values[key] for key in known & set(values)}, **more)
 

@@ -1,9 +1,9 @@
-"""Start this machine's replica groups and look after them: what `accelerate launch` becomes.
+"""What `accelerate launch` becomes: it starts and supervises this machine's replica groups.
 
-Accelerate's own launcher has read its YAML and flags and prepared a command and an environment;
-from there on it would start one process, or torchrun. We start a process (or a group of them) for
-each replica group under `ft_core.launch.supervisor`, which starts those that died again, and run the lighthouse
-unless another is named.
+Accelerate's own launcher has read its YAML and flags and prepared a command and an environment. It
+would then start one process, or torchrun. This one starts each replica group (one process, or several)
+under `ft_core.launch.supervisor`, which restarts those that die, and runs the lighthouse unless another
+one is named.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULT_LIGHTHOUSE_PORT = 29510
 JOIN_TIMEOUT_S = 60.0
 """How long the first quorum waits for groups that all start now, whatever `timeout_s` is."""
 LINGER_S = 3.0
-"""The lighthouse of several machines ends when it was unused for so long."""
+"""How long the lighthouse of several machines must be unused before it ends."""
 
 
 # ---------------------------------------------------------------------- which groups, from numbers
@@ -218,8 +218,7 @@ def wanted(args: argparse.Namespace, env: Mapping[str, str]) -> bool:
 
 
 def switch(args: argparse.Namespace) -> None:
-    """Ask for fault tolerance unless the config file or the environment says no: for those who
-    called a launcher of ours."""
+    """`ft-accelerate launch`: fault tolerance unless the config file or the environment says no."""
     if getattr(args, "use_fault_tolerance", None) is None:
         args.use_fault_tolerance = True
 
@@ -266,9 +265,7 @@ def refuse(args: argparse.Namespace) -> None:
     """Raise ValueError for what cannot be trained fault-tolerantly."""
     refuse_excluded(vars(args))
     if getattr(args, "no_python", None):
-        raise ValueError(
-            "fault tolerance trains Python scripts: --no_python leaves us nothing to protect"
-        )
+        raise ValueError("fault tolerance trains Python scripts: leave out --no_python")
 
 
 def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]) -> int:
@@ -288,7 +285,7 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
     try:
         return supervise(
             rank_group.group_command(
-                in_our_hands(command), made.place.group_size, parent_env=ENV_SUPERVISOR
+                protected(command), made.place.group_size, parent_env=ENV_SUPERVISOR
             ),
             environment(made, env, address=address, devices=devices),
             count=made.place.groups,
@@ -305,8 +302,8 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
             server.shutdown()
 
 
-def in_our_hands(command: Sequence[str]) -> list[str]:
-    """The script's command with us in front."""
+def protected(command: Sequence[str]) -> list[str]:
+    """The script's command, run by `ft_accelerate.run`."""
     assert command[0] == sys.executable, command
     return [sys.executable, "-m", "ft_accelerate.run", *command[1:]]
 
@@ -328,14 +325,14 @@ def environment(
             pid=os.getpid(), restarts=restarts, child=index, children=made.place.groups
         ).to_env()
         if size > 1:
-            return told  # `rank_group` tells its ranks where they are
+            return told  # `rank_group` gives each rank its place
         return rank_group.rank_environment(told, rank=0, size=1, port=rank_group.free_port())
 
     return of_group
 
 
 def visible_devices(env: Mapping[str, str]) -> list[str]:
-    """Names of the GPUs that the processes started here may share out; [] without any."""
+    """Names of the GPUs that are divided among the processes started here; [] without any."""
     listed = env.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return [name for name in listed.split(",") if name.strip()]
@@ -345,7 +342,7 @@ def visible_devices(env: Mapping[str, str]) -> list[str]:
 
 
 def describe(made: Launch, address: str) -> None:
-    """Say what is about to start, in one line."""
+    """Print what is about to start, in one line."""
     place = made.place
     first, last = place.first, place.first + place.groups - 1
     which = f"replica group {first}" if first == last else f"replica groups {first} to {last}"
@@ -404,7 +401,7 @@ def _serve(made: Launch) -> Any:
 
 
 def _linger(server: Any) -> None:
-    """Stay for other machines that are at their last step still."""
+    """Stay while other machines are at their last step."""
     from lighthouse.standby import serve_until_idle
 
     serve_until_idle(server, LINGER_S, threading.Event())

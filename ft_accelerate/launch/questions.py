@@ -56,8 +56,8 @@ def ask(*, num_processes: int, num_machines: int) -> dict[str, Any]:
             "Please enter an address such as tcp://10.0.0.1:29510.",
         )
     for name, question in (
-        ("timeout_s", "After how many seconds should a replica group that hangs be given up?"),
-        ("max_restarts", "How often should a replica group that died be started again?"),
+        ("timeout_s", "After how many seconds should a replica group that hangs be evicted?"),
+        ("max_restarts", "How often should a replica group that died be restarted?"),
     ):
         default = default_of(name)
         section[argument_name(name)] = _field(
@@ -72,8 +72,8 @@ def _commit() -> str:
     from accelerate.commands.config.config_utils import _ask_options
 
     chosen: str = _ask_options(
-        "Who decides whether a step is committed?",
-        ["all replica groups together (quorum)", "each replica group alone (group)"],
+        "How should a step be committed?",
+        ["by all replica groups together (quorum)", "by each replica group alone (group)"],
         lambda i: ("quorum", "group")[int(i)],
     )
     return chosen
@@ -84,14 +84,14 @@ def _ask_more(section: dict[str, Any]) -> None:
                 False):  # fmt: skip
         return
     for name, question, default in (
-        ("job_id", "What should the job be called on the lighthouse? [default]: ", "default"),
-        ("token", "What is the shared secret for states that are fetched? [none]: ", ""),
+        ("job_id", "What is the job's name on the lighthouse? [default]: ", "default"),
+        ("token", "Which shared secret must a process name to fetch a state? [none]: ", ""),
     ):
         answer = _field(question, str, default, "")
         if answer != default:
             section[argument_name(name)] = answer
     quorum_s = _field(
-        "How many seconds may a replica group wait for enough others (0: without end)? [0]: ",
+        "How many seconds may a replica group wait for a quorum (0: without limit)? [0]: ",
         lambda text: _between(parse("quorum_timeout_s", text, "it"), 0, float("inf")),
         0.0,
         "Please enter a number of seconds.",

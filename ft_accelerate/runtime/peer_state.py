@@ -1,15 +1,16 @@
 """What a process that comes back takes from its peers: all that `save_state` would save, and more.
 
 Models, optimizers, schedulers, scaler, registered objects, generators and seeds of the data loaders'
-samplers, states of stateful loaders, the number of the next checkpoint. Random number generators are
-not copied, since equal dropout masks on two replicas would correlate their gradients: they are seeded
-anew (`reseed`).
+samplers, states of stateful loaders, the number of the next checkpoint. The global random number
+generators are not copied, since equal dropout masks on two replicas would correlate their gradients.
+They are seeded anew (`reseed`).
 """
 
 from __future__ import annotations
 
 import copy
 import random
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -34,17 +35,7 @@ def dump(accelerator: Any, target: Target | None) -> dict[str, Any]:
         "loaders": [loader.dl_state_dict for loader in _stateful(accelerator)],
     }
     if target is not None:
-        state["place"] = {
-            "window": target.window,
-            "ops": target.ops,
-            "grads": target.grads,
-            "active": target.active,
-            "iterations": target.iterations,
-            "lengths": target.lengths,
-            "events": target.events,
-            "at": target.at,
-            "pending": target.pending,
-        }
+        state["place"] = {f.name: getattr(target, f.name) for f in fields(Target)}
     return state
 
 
@@ -101,9 +92,8 @@ def restore(accelerator: Any, state: dict[str, Any], *, models: bool) -> None:
     for sampler, seed in zip(_seeded(accelerator), state["seeds"], strict=False):
         sampler.initial_seed = seed
     for loader, values in zip(_stateful(accelerator), state["loaders"], strict=False):
-        loader.dl_state_dict = (
-            values  # what `save_state` writes; the position itself is in `ScriptPosition`
-        )
+        # What `save_state` writes; the position itself is in `ScriptPosition`.
+        loader.dl_state_dict = values
 
 
 def lineage_of_start(accelerator: Any, *, allow_objects: bool) -> str:
@@ -114,7 +104,7 @@ def lineage_of_start(accelerator: Any, *, allow_objects: bool) -> str:
 
 
 def reseed(*numbers: int) -> None:
-    """Seed the global generators of this process, from what tells it and this moment apart."""
+    """Seed the global generators of this process, from numbers that no other process or moment has."""
     seed = np.random.SeedSequence([n % (1 << 63) for n in numbers]).generate_state(1, np.uint64)[0]
     random.seed(int(seed))
     np.random.seed(int(seed) % (1 << 32))

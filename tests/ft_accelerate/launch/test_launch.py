@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from ft_accelerate.launch import launch_hooks
-from ft_accelerate.launch.groups import MachineLayout, environment, in_our_hands, plan, wanted
+from ft_accelerate.launch.groups import MachineLayout, environment, plan, protected, wanted
 from ft_accelerate.options import FaultTolerancePlugin
 from ft_core.launch.rank_group import group_command
 from tests.ft_accelerate.installed import accelerate, installed
@@ -129,7 +129,7 @@ def test_num_processes_are_groups_or_one_group_as_the_config_says(
     assert plan(arguments(stock, "--config_file", config), {}).place.groups == 4
     one = plan(arguments(stock, "--config_file", config, "--fault_tolerance_group_size=4"), {})
     assert (one.place.groups, one.place.group_size) == (1, 4)
-    ours = in_our_hands([sys.executable, "train.py", "--x"])
+    ours = protected([sys.executable, "train.py", "--x"])
     assert ours == [sys.executable, "-m", "ft_accelerate.run", "train.py", "--x"]
     assert group_command(ours, 1, parent_env="PARENT") == ours
     assert group_command(ours, 4, parent_env="PARENT") == [
@@ -191,7 +191,7 @@ def test_a_wrong_config_file_is_refused_when_it_is_read(
         (["--fault_tolerance_group_size", "3"], "must divide the processes of each machine"),
         (["--fault_tolerance_min_replicas", "3"], r"min_replicas \(3\) must be at most num_rep"),
         (["--fault_tolerance_timeout_s", "0"], "timeout_s must be positive, got 0"),
-        (["--no_python"], "trains Python scripts"),
+        (["--no_python"], "trains Python scripts: leave out --no_python"),
         (["--use_fsdp"], "cannot be combined with FSDP"),
         (
             [
@@ -384,9 +384,9 @@ def test_accelerate_config_asks_our_questions_too(tmp_path: Path) -> None:
         ("Please enter a number that divides the 4", "2\n"),
         ("smallest number of replica groups to train with (there are 2)", "2\n"),
         ("lighthouse that runs already", "\n"),
-        ("hangs be given up", "30\n"),
-        ("started again", "\n"),
-        ("Who decides", MENU[0]),
+        ("hangs be evicted", "30\n"),
+        ("died be restarted", "\n"),
+        ("How should a step be committed", MENU[0]),
         ("other options", "\n"),
         ("configuration saved", ""),
     ]
