@@ -53,7 +53,7 @@ class _Pass:
         try:
             while True:
                 runtime.at_fetch(loader, iteration)
-                if position.fast_forwarding:
+                if position.phase is Phase.FAST_FORWARD:
                     if real is not None:
                         real.close()  # type: ignore[attr-defined]
                         real = None
@@ -113,7 +113,7 @@ class _Pass:
             loader.begin()
         if length is None:
             length = position.lengths.get(iteration.seq)
-        if position.phase is Phase.FAST_FORWARD and not self._runtime.training():
+        if not self._runtime.training():
             length = min(EVALUATION_BATCHES, length or EVALUATION_BATCHES)
         if length is not None and iteration.yielded >= length:
             _end(loader)

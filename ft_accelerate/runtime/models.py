@@ -39,7 +39,7 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         self._skip_queued = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._position.fast_forwarding:
+        if self._position.phase is Phase.FAST_FORWARD:
             return self._remembered_forward(inputs, kwargs)
         self._remembered.clear()
         if self._position.phase is not Phase.REPLAY:

@@ -239,11 +239,10 @@ class Runtime:
         """Go live if the peers have done no more than this script."""
         if self.live:
             return
-        models = self.position.fast_forwarding
         target = self.position.target
         if self.position.settle():
             assert target is not None
-            self._restore(models=models or target.at == "fetch")
+            self._restore(models=target.at == "fetch")
             self._healed = None
             for arrived in self.on_live:
                 arrived()

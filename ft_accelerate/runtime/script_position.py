@@ -9,8 +9,9 @@ behind runs through its past quickly, with the work taken out, until it is where
              loaders yield one and the same batch again and again, as often as the peers' did,
              models return a remembered output, optimizers and schedulers do nothing, operations
              answer at once. Loop indices, step counters and epochs come out right.
-    replay   the script is in the same *window* as its peers: it computes on its own data, operations
-             that they have done since the window began are answered with what they got, and
+    replay   the script is in the same *window* as its peers: it computes on its own data, since what
+             comes after may need it (a GAN's fake batch on its way to both updates). Operations that
+             the peers have done since the window began are answered with what they got, and
              gradients that they have stepped on are dropped.
     live     it takes part: from the event on at which its peers stood.
 
@@ -100,9 +101,6 @@ class ScriptPosition:
     pending: bool = False
     generator_states: dict[int, Any] = field(default_factory=dict)
     """Of passes that peers have under way, at their beginning."""
-    fast_forwarding: bool = False
-    """Batches and models are remembered ones: until the window of the peers. There they are real,
-    since what comes after may lean on them (a GAN's fake batch on its way to both updates)."""
     _logged_bytes: int = 0
 
     # ------------------------------------------------------------------ loaders
@@ -124,8 +122,11 @@ class ScriptPosition:
     def open_window(self, iteration: Iteration) -> None:
         """A training batch is asked for: a new window begins if an optimizer has stepped."""
         if self.stepped:
-            self.window = (iteration.seq, iteration.yielded)
-            self.ops, self.grads, self.stepped, self._logged_bytes = [], 0, False, 0
+            self._begin_window((iteration.seq, iteration.yielded))
+
+    def _begin_window(self, window: Place) -> None:
+        self.window = window
+        self.ops, self.grads, self.stepped, self._logged_bytes = [], 0, False, 0
 
     # ------------------------------------------------------------------ events
 
@@ -162,10 +163,8 @@ class ScriptPosition:
         self.target, self.agreed = target, 0
         self.lengths = {**target.lengths, **self.lengths}
         self.generator_states = {seq: state for seq, _, state in target.active}
-        if target.window == self.window:
-            self.phase, self.fast_forwarding = Phase.REPLAY, False
-        else:
-            self.phase, self.fast_forwarding = Phase.FAST_FORWARD, True
+        same = target.window == self.window
+        self.phase = Phase.REPLAY if same else Phase.FAST_FORWARD
 
     @property
     def distance(self) -> int:
@@ -195,11 +194,9 @@ class ScriptPosition:
                     "objects that hold such values with accelerator.register_for_checkpointing"
                 )
             return False
-        self.window = target.window
-        self.ops, self.grads, self.stepped, self._logged_bytes = [], 0, False, 0
+        self._begin_window(target.window)
         self.events = target.events - len(target.ops) - target.grads
-        self.phase, self.fast_forwarding = Phase.REPLAY, False
-        self.pending = False
+        self.phase, self.pending = Phase.REPLAY, False
         return True
 
     def replay_op(self) -> Any:
@@ -222,29 +219,23 @@ class ScriptPosition:
     @property
     def grad_is_done(self) -> bool:
         """Whether the gradient step that the script is about to do was done by the peers."""
-        target = self.target
         if self.phase is Phase.FAST_FORWARD:
             return True
-        return self.phase is Phase.REPLAY and target is not None and self.grads < target.grads
+        return self.target is not None and self.grads < self.target.grads
 
     @property
     def op_is_done(self) -> bool:
-        """The same for an operation."""
-        target = self.target
+        """Whether the operation that the script is about to do was done by the peers."""
         if self.phase is Phase.FAST_FORWARD:
             return True
-        return self.phase is Phase.REPLAY and target is not None and len(self.ops) < len(target.ops)
+        return self.target is not None and len(self.ops) < len(self.target.ops)
 
     def settle(self) -> bool:
         """Before an event or a batch: go live if the peers have done no more than this script.
 
         True: it has gone live just now.
         """
-        target = self.target
-        if self.phase is not Phase.REPLAY or target is None:
+        if self.target is None or self.op_is_done or self.grad_is_done:
             return False
-        if len(self.ops) < len(target.ops) or self.grads < target.grads:
-            return False
-        self.phase, self.target = Phase.LIVE, None
-        self.fast_forwarding, self.events = False, target.events
+        self.phase, self.events, self.target = Phase.LIVE, self.target.events, None
         return True
