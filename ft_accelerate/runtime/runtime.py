@@ -258,7 +258,7 @@ class Runtime:
     def _begin_gradients(self) -> bool:
         """First gradients of a backward pass: whether to reduce."""
         self._go_live_if_there()
-        if self.position.grad_is_done:
+        if not self.live and self.position.grad_is_done:
             return False
         if self.unfinished is not None:
             raise RuntimeError(
@@ -274,7 +274,7 @@ class Runtime:
         again under a quorum that has committed a gradient step (`_gradients_committed`).
         """
         self._begin("grad")
-        if self.position.grad_is_done:
+        if not self.live and self.position.grad_is_done:
             return False
         manager = self._manager
         if manager.bind() and self._headerless != manager.quorum_id():
