@@ -12,6 +12,7 @@ import zmq
 
 from lighthouse import sockets
 from lighthouse.config import Timeouts, normalize_address
+from lighthouse.endpoint import HELLO
 from lighthouse.errors import LighthouseUnavailable, ProtocolError, VersionMismatch
 from lighthouse.wire import codec
 from lighthouse.wire.messages import Message, Request, Status, StatusRequest
@@ -19,8 +20,6 @@ from lighthouse.wire.messages import Message, Request, Status, StatusRequest
 ConnectionEvent = Literal["connected", "disconnected"]
 SERVICE = "lighthouse"
 """What connections to a lighthouse ask for."""
-HELLO = b""
-"""The frame of a process that connects and has nothing to say yet."""
 
 
 def new_identity(name: str) -> bytes:

@@ -46,6 +46,9 @@ DESCRIPTORS_KEPT = 64
 COMPLAIN_S = 60.0
 """One line in the log in this time about each kind of trouble with strangers."""
 
+HELLO = b"\0"
+"""The frame of a process that connects and has nothing to say yet."""
+
 # As plain numbers: combining zmq's flags takes longer than some calls that they go into.
 _NOBLOCK = sockets.NOBLOCK
 _MORE = int(zmq.SNDMORE) | _NOBLOCK
@@ -75,6 +78,7 @@ class Endpoint:
         timeouts: its heartbeats are used.
         service: what connections must ask for.
         admits: whether a connection that presents this identity is let in.
+        limits: of its frames and queues.
 
     Raises OSError with a sentence for a person if the address can't be bound.
     """
@@ -87,11 +91,13 @@ class Endpoint:
         *,
         service: str,
         admits: Callable[[str], bool] = bool,
+        limits: sockets.ServerLimits = sockets.LIMITS,
     ) -> None:
         self._service, self._admits = service.encode(), admits
+        self._ends_slow = limits.ends_slow
         self._authenticator = sockets.open_authenticator(context)
         try:
-            self._router, self._monitor = sockets.open_router(context, address, timeouts)
+            self._router, self._monitor = sockets.open_router(context, address, timeouts, limits)
         except BaseException:
             self._authenticator.close(linger=0)
             raise
@@ -218,7 +224,7 @@ class Endpoint:
                     self.blame(peer)
                 continue
             size = len(data)
-            if peer is None or route in self._cut or not size:
+            if peer is None or route in self._cut or (size == 1 and data == HELLO):
                 continue
             self.received += 1
             spent = self._spent[route] = self._spent.get(route, 0) + 1 + (size >> 10)
@@ -289,13 +295,36 @@ class Endpoint:
                 sent += 1
             except zmq.Again:
                 self.slow += 1
-                self.disconnect(peer)
+                if self._ends_slow:
+                    self.disconnect(peer)
             except zmq.ZMQError as error:
                 self.unrouted += 1
                 if error.errno != zmq.EHOSTUNREACH:
                     self.complaints.say("could not send an answer: %s", error)
                 self._routes.no_route(peer, time.monotonic())
         return sent
+
+    def send_payload(
+        self, peer: Peer, head: bytes, payload: Any
+    ) -> tuple[bool, zmq.MessageTracker | None]:
+        """Queue a message of two frames for `peer`, the second one without a copy.
+
+        False: it has gone, or its queue is full. The tracker tells when `payload` is free again.
+        """
+        route, send = self._route_of.get(peer), self._router.send
+        if route is None:
+            self.unrouted += 1
+            return False, None
+        try:
+            send(route, _MORE)
+            send(head, _MORE)
+            return True, send(payload, _NOBLOCK, copy=False, track=True)
+        except zmq.Again:
+            self.slow += 1
+        except zmq.ZMQError:
+            self.unrouted += 1
+            self._routes.no_route(peer, time.monotonic())
+        return False, None
 
     def close(self, linger_ms: int = 0) -> None:
         """Close all sockets; queued messages get `linger_ms` in the background."""

@@ -13,8 +13,6 @@ from lighthouse.config import Timeouts, split_address
 from lighthouse.own_address import outgoing_address
 from lighthouse.wire import codec
 
-SERVER_QUEUE_MESSAGES = 64
-"""Answers to one peer; a healthy peer has one on its way."""
 CLIENT_SEND_QUEUE_MESSAGES = 64
 BACKLOG = 4_096
 RECONNECT_MS = 50
@@ -36,8 +34,28 @@ POLLIN, NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
 _MONITOR_FRAME = struct.Struct("=Hi")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """Of a server's frames and queues.
+
+    Attributes:
+        request_bytes: a larger frame ends its connection.
+        queued: answers that one peer may leave unread.
+        ends_slow: a peer that leaves more is disconnected. False: they are dropped.
+        buffer_bytes: the kernel's, for what is sent; 0: its own choice.
+    """
+
+    request_bytes: int = codec.MAX_REQUEST_BYTES
+    queued: int = 64  # a healthy peer has one answer on its way
+    ends_slow: bool = True
+    buffer_bytes: int = 0
+
+
+LIMITS = ServerLimits()
+
+
 def open_router(
-    context: zmq.Context[Any], endpoint: str, timeouts: Timeouts
+    context: zmq.Context[Any], endpoint: str, timeouts: Timeouts, limits: ServerLimits = LIMITS
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """(a ROUTER bound to `endpoint`, its monitor). Raises OSError with a sentence for a person.
 
@@ -48,9 +66,11 @@ def open_router(
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.PLAIN_SERVER, 1)
     router.setsockopt(zmq.ZAP_DOMAIN, b"lighthouse")
-    router.setsockopt(zmq.SNDHWM, SERVER_QUEUE_MESSAGES)
+    router.setsockopt(zmq.SNDHWM, limits.queued)
     router.setsockopt(zmq.BACKLOG, BACKLOG)
-    router.setsockopt(zmq.MAXMSGSIZE, codec.MAX_REQUEST_BYTES)
+    router.setsockopt(zmq.MAXMSGSIZE, limits.request_bytes)
+    if limits.buffer_bytes:
+        router.setsockopt(zmq.SNDBUF, limits.buffer_bytes)
     _set_common(router, endpoint, timeouts)
     monitor = _open_monitor(router, context, ACCEPTED | DISCONNECTED | ACCEPT_FAILED)
     try:

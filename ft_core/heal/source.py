@@ -30,10 +30,10 @@ from ft_core.heal.transport import (
     QUEUED_REPLIES,
     host_identity,
     raise_malloc_threshold,
-    serving_socket,
+    serving_endpoint,
 )
 from lighthouse.errors import ProtocolError
-from lighthouse.own_address import bracketed
+from lighthouse.wire.messages import Peer
 
 _log = logging.getLogger(__name__)
 _MAX_RETIRED = 64  # keys remembered, so that a late reader is told "gone" instead of left waiting
@@ -99,7 +99,6 @@ class HealServer:
         options: of the job; those of heals are used.
         max_clients: how many readers are admitted at a time.
         same_host: let readers on this machine read this process's memory.
-        context: a ZeroMQ context to share; None: one of its own.
 
     Raises ValueError if `host` is no address that peers can reach or cannot be bound.
     """
@@ -111,7 +110,6 @@ class HealServer:
         options: JobOptions = UNNAMED,
         max_clients: int = 256,
         same_host: bool = True,
-        context: zmq.Context[Any] | None = None,
     ) -> None:
         if not host or host in ("*", "0.0.0.0", "::"):
             raise ValueError(
@@ -125,23 +123,20 @@ class HealServer:
         self._lock = threading.Lock()  # guards the fields up to the blank line
         self._publication: Publication | None = None
         self._retired: OrderedDict[HealKey, str] = OrderedDict()
-        self._readers: dict[bytes, Reader] = {}
+        self._readers: dict[Peer, Reader] = {}
+        self._away: list[Reader] = []  # of this version, without a connection
         self._stats = ServerStats()
         self._expected_targets = 0
         self._finished_targets = 0
 
         self._arena = Arena()
         self._closed = False
-        self._own_context = context is None
-        self._context = zmq.Context(io_threads=1) if context is None else context
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         try:
-            self._router = serving_socket(self._context, host, options.heal_port)
+            self._endpoint, self._address = serving_endpoint(self._context, host, options.heal_port)
         except ValueError:
-            if self._own_context:
-                self._context.term()
+            self._context.term()
             raise
-        bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._address = f"tcp://{bracketed(host)}:{bound.rpartition(':')[2]}"
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -150,13 +145,14 @@ class HealServer:
 
     @property
     def address(self) -> str:
-        """Where targets reach this server, as tcp://host:port."""
+        """Where targets reach this server: tcp://host:port, "/", and the word that they present."""
         return self._address
 
     def stats(self) -> ServerStats:
         """Counters since the start."""
         with self._lock:
-            return self._stats
+            stats = self._stats
+        return dataclasses.replace(stats, dropped=stats.dropped + self._endpoint.malformed)
 
     def publish(
         self, key: HealKey, tree: Any, *, copy: bool = True, expected_targets: int = 0
@@ -204,6 +200,7 @@ class HealServer:
             return 0.0
         with self._lock:
             readers = [r for r in self._readers.values() if r.publication is publication]
+            readers += self._away
             awaited = self._expected_targets - self._finished_targets - len(readers)
             waiting = any(
                 r.publication is None and r.key == publication.key for r in self._readers.values()
@@ -227,6 +224,7 @@ class HealServer:
             publication, self._publication = self._publication, None
             if publication is None:
                 return
+            self._away.clear()
             self._retired[publication.key] = reason
             while len(self._retired) > _MAX_RETIRED:
                 self._retired.popitem(last=False)
@@ -244,8 +242,7 @@ class HealServer:
         self._wake.close()
         self._woken.close()
         self._arena.give(None)
-        if self._own_context:
-            self._context.term()
+        self._context.term()
 
     def __enter__(self) -> HealServer:
         return self
@@ -270,22 +267,23 @@ class HealServer:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._woken, zmq.POLLIN)
+        for each in (*self._endpoint.polled, self._woken):
+            poller.register(each, zmq.POLLIN)
         try:
             while True:
                 ready = dict(poller.poll(self._next_wait_ms()))
                 if self._woken.fileno() in ready:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(4096)
+                self._endpoint.attend()
                 self._review_readers()
                 if self._closed:
                     return
-                self._receive()
+                self._hang_up(dry=self._receive())
         except Exception:  # the thread's outer edge: a failing source must not end the training
             _log.exception("The heal server failed; targets will use other sources.")
         finally:
-            self._router.close(linger=200 if self._closed else 0)
+            self._endpoint.close(linger_ms=200 if self._closed else 0)
 
     def _next_wait_ms(self) -> int | None:
         with self._lock:
@@ -295,22 +293,38 @@ class HealServer:
             return None
         return max(0, int((soonest - time.monotonic()) * 1000) + 1)
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Handle requests that have arrived; True if none is left."""
         for _ in range(QUEUED_REPLIES):  # a limit, so that the wake-up socket gets its turn
+            if (entry := self._endpoint.receive()) is None:
+                return True
+            peer, data = entry
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                if len(frames) != 2:
-                    raise ProtocolError(f"{len(frames)} frames")
-                self._handle(frames[0], wire.requests.decode(frames[1]))
+                request = wire.requests.decode(data)
             except ProtocolError as error:
+                _log.debug("Dropped what is no request: %s", error)
+                self._endpoint.blame(peer)
+                continue
+            try:
+                self._handle(peer, request)
+            except ProtocolError as error:  # it may be late, of a version that was retired
                 _log.debug("Dropped a request: %s", error)
                 with self._lock:
                     self._count(dropped=1)
+        return False
 
-    def _handle(self, identity: bytes, request: wire.Request) -> None:
+    def _hang_up(self, dry: bool) -> None:
+        """Free the places of readers whose connections have ended.
+
+        What such a reader still lacks is kept for it until the version is retired: it may be back.
+        """
+        for peer in self._endpoint.take_lost(dry):
+            with self._lock:
+                reader = self._readers.pop(peer, None)
+                if reader is not None and reader.publication is self._publication is not None:
+                    self._away.append(reader)
+
+    def _handle(self, identity: Peer, request: wire.Request) -> None:
         if isinstance(request, wire.Open):
             self._on_open(identity, request)
             return
@@ -333,7 +347,7 @@ class HealServer:
             if not self._serve(identity, reader, index):
                 return
 
-    def _on_open(self, identity: bytes, request: wire.Open) -> None:
+    def _on_open(self, identity: Peer, request: wire.Open) -> None:
         now = time.monotonic()
         refusal = busy = ""
         if not hmac.compare_digest(request.token.encode(), self._options.token.encode()):
@@ -352,6 +366,8 @@ class HealServer:
                     now + min(request.timeout_s, _MAX_HOLD_S),
                     bool(self._identity) and request.host == self._identity,
                 )
+                if self._away and self._readers[identity].key == self._away[-1].key:
+                    self._away.pop()
                 self._count(opened=1)
             else:
                 self._count(refused=1)
@@ -387,7 +403,7 @@ class HealServer:
             assert current is not None
             self._start(identity, reader, current)
 
-    def _start(self, identity: bytes, reader: Reader, current: Publication) -> None:
+    def _start(self, identity: Peer, reader: Reader, current: Publication) -> None:
         reader.chunks = current.layout.chunks(reader.chunk_bytes)
         reader.publication = current
         reply = wire.ManifestReply(
@@ -399,7 +415,7 @@ class HealServer:
         )
         self._send(identity, reply, current.manifest)
 
-    def _confirm(self, identity: bytes, reader: Reader, indexes: tuple[int, ...]) -> None:
+    def _confirm(self, identity: Peer, reader: Reader, indexes: tuple[int, ...]) -> None:
         """The reader has read these chunks from this process's memory: tell which of them are valid."""
         publication = reader.publication
         assert publication is not None
@@ -412,7 +428,7 @@ class HealServer:
             with self._lock:
                 self._count(bytes_lent=sum(reader.chunks[i].nbytes for i in valid))
 
-    def _serve(self, identity: bytes, reader: Reader, index: int) -> bool:
+    def _serve(self, identity: Peer, reader: Reader, index: int) -> bool:
         """Send one chunk. False if the reader cannot be answered at present."""
         publication, chunk = reader.publication, reader.chunks[index]
         assert publication is not None
@@ -430,7 +446,7 @@ class HealServer:
                 self._count(bytes_sent=chunk.nbytes)
         return sent
 
-    def _drop_reader(self, identity: bytes, reader: Reader) -> None:
+    def _drop_reader(self, identity: Peer, reader: Reader) -> None:
         """Tell a reader that its version is no longer served."""
         with self._lock:
             self._readers.pop(identity, None)
@@ -438,26 +454,14 @@ class HealServer:
         self._send(identity, wire.Gone(f"{reader.key} is gone: {reason}"))
 
     def _send(
-        self, identity: bytes, reply: wire.Reply, payload: Any = None, loan: Loan | None = None
+        self, identity: Peer, reply: wire.Reply, payload: Any = None, loan: Loan | None = None
     ) -> bool:
         """Send without waiting. False if the reader is gone, or so slow that its queue is full: the
         reply is dropped then, and the reader asks again."""
-        flags = zmq.NOBLOCK | (zmq.SNDMORE if payload is not None else 0)
-        tracker = None
-        try:
-            self._router.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
-            self._router.send(wire.replies.encode(reply), flags)
-            if payload is not None:
-                tracker = self._router.send(payload, zmq.NOBLOCK, copy=False, track=True)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            with self._lock:
-                self._readers.pop(identity, None)
-            return False
-        finally:
-            if loan is not None:
-                loan.sent(tracker)
-        return True
+        data = wire.replies.encode(reply)
+        if payload is None:
+            return self._endpoint.send([identity], data) == 1
+        sent, tracker = self._endpoint.send_payload(identity, data, payload)
+        if loan is not None:
+            loan.sent(tracker)
+        return sent

@@ -32,9 +32,11 @@ from ft_core.heal.transfer_plan import TransferPlan
 from ft_core.heal.transport import (
     Interrupt,
     host_identity,
+    listens,
     raise_malloc_threshold,
     read_memory,
     reading_socket,
+    split_word,
 )
 from lighthouse.errors import ProtocolError
 
@@ -168,7 +170,7 @@ class _Fetch:
             self._poller.register(monitor, zmq.POLLIN)
             self._poller.register(link_socket, zmq.POLLIN)
             try:
-                link_socket.connect(address)
+                link_socket.connect(split_word(address)[0])
             except zmq.ZMQError as error:
                 self._give_up(link, f"not an address that can be connected to ({error})")
 
@@ -237,7 +239,9 @@ class _Fetch:
         missing = ""
         if self._plan is not None:
             missing = f" with {self._plan.remaining} of {len(self._chunks)} chunks missing"
-        sources = "; ".join(f"{link.address}: {link.status()}" for link in self._links)
+        sources = "; ".join(
+            f"{split_word(link.address)[0]}: {link.status()}" for link in self._links
+        )
         kind = HealDenied if all(link.refused for link in self._links) else HealError
         return kind(f"Could not heal to {self._key}: {what}{missing}. Sources: {sources}.")
 
@@ -327,8 +331,6 @@ class _Fetch:
     def _read(self, link: _Link) -> None:
         """Handle what one source sent, and request more after every chunk to keep it busy."""
         for _ in range(_MESSAGES_A_TURN):  # a limit, so that no source starves the others
-            if link.failure:
-                return
             try:
                 header = link.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -339,6 +341,9 @@ class _Fetch:
                 self._give_up(link, f"it sent a malformed message ({error})")
             while link.socket.getsockopt(zmq.RCVMORE):  # parts that no handler has read
                 link.socket.recv()
+            if link.failure:  # it must not fill our memory
+                link.socket.disconnect(split_word(link.address)[0])
+                return
             if self._plan is not None:
                 if self._plan.finished:
                     return
@@ -382,7 +387,15 @@ class _Fetch:
         link.ready = link.served = True
         link.pid, link.addresses = reply.pid, reply.addresses
         segments = len({chunk.segment for chunk in self._chunks} | {0})
-        link.direct = link.pid > 0 and len(link.addresses) == segments
+        # A source can't make this process read another one's memory: the process must be the one
+        # that this connection has reached.
+        where = split_word(link.address)[0]
+        link.direct = (
+            link.pid > 0
+            and len(link.addresses) == segments
+            and bool(self._host)
+            and listens(link.pid, where)
+        )
         self._plan.add_source(link.address, time.monotonic())
         self._report()
 

@@ -12,7 +12,10 @@ still held that version when it was asked.
 from __future__ import annotations
 
 import ctypes
+import hmac
+import ipaddress
 import os
+import secrets
 import sys
 import threading
 from functools import cache
@@ -23,7 +26,10 @@ import torch
 import zmq
 
 from ft_core.heal import protocol as wire
+from lighthouse.config import Timeouts, split_address
+from lighthouse.endpoint import Endpoint
 from lighthouse.own_address import bracketed
+from lighthouse.sockets import ServerLimits
 
 QUEUED_REPLIES = 128  # what ZeroMQ queues for one reader before the reader counts as too slow
 _HEARTBEAT_MS = 2_000
@@ -32,35 +38,58 @@ _RECONNECT_MS = 100
 _KERNEL_BUFFER_BYTES = 4 << 20
 
 
-def serving_socket(context: zmq.Context[Any], host: str, port: int) -> zmq.Socket[bytes]:
-    """A bound ROUTER. Port 0 takes a free one. Raises ValueError if it cannot be bound."""
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or vanished reader is an error here
-    router.setsockopt(zmq.SNDHWM, QUEUED_REPLIES)
-    router.setsockopt(zmq.RCVHWM, QUEUED_REPLIES)
-    router.setsockopt(zmq.SNDBUF, _KERNEL_BUFFER_BYTES)
-    router.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    router.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
+_SERVICE = "heal"
+_TIMEOUTS = Timeouts.derive(
+    heartbeat_s=_HEARTBEAT_MS / 1000, heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_MS / 1000
+)
+_LIMITS = ServerLimits(
+    request_bytes=wire.MAX_REQUEST_BYTES,
+    queued=QUEUED_REPLIES,
+    ends_slow=False,
+    buffer_bytes=_KERNEL_BUFFER_BYTES,
+)
+
+
+def serving_endpoint(context: zmq.Context[Any], host: str, port: int) -> tuple[Endpoint, str]:
+    """(a bound endpoint, the address that its readers need). Port 0 takes a free one.
+
+    The address ends with a random word that readers present: members know it from the quorum.
+    Raises ValueError if it cannot be bound.
+    """
+    word = secrets.token_hex(8)
     try:
-        router.bind(f"tcp://{bracketed(host)}:{port or '*'}")
-    except zmq.ZMQError as error:
-        router.close()
+        endpoint = Endpoint(
+            context,
+            f"tcp://{bracketed(host)}:{port}",
+            _TIMEOUTS,
+            service=_SERVICE,
+            admits=lambda presented: hmac.compare_digest(presented, word),
+            limits=_LIMITS,
+        )
+    except OSError as error:
         raise ValueError(
             f"Cannot serve heals on {host}:{port}: {error}; choose an address of this machine and "
             "a free port."
         ) from error
-    return router
+    return endpoint, f"tcp://{bracketed(host)}:{endpoint.address.rpartition(':')[2]}/{word}"
+
+
+def split_word(address: str) -> tuple[str, str]:
+    """(where to connect, the word to present) of a heal server's address."""
+    where, _, word = address.removeprefix("tcp://").partition("/")
+    return f"tcp://{where}", word
 
 
 def reading_socket(context: zmq.Context[Any], address: str, chunk_bytes: int) -> zmq.Socket[bytes]:
     """A DEALER for the source at `address`, not connected yet; frames of up to `chunk_bytes`."""
     dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.PLAIN_USERNAME, _SERVICE.encode())
+    dealer.setsockopt(zmq.PLAIN_PASSWORD, split_word(address)[1].encode() or b"-")
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.MAXMSGSIZE, max(wire.MAX_MANIFEST_BYTES, chunk_bytes))
-    dealer.setsockopt(zmq.RCVHWM, 64)
+    # With a limit, ZeroMQ 4.3.5 aborts the process if a source is reset while its queue is full. What
+    # is on its way is what was asked for.
+    dealer.setsockopt(zmq.RCVHWM, 0)
     dealer.setsockopt(zmq.SNDHWM, 256)
     dealer.setsockopt(zmq.RCVBUF, _KERNEL_BUFFER_BYTES)
     dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -80,6 +109,10 @@ def raise_malloc_threshold() -> None:
 
 
 # ---------------------------------------------------------------- memory of the same machine
+
+
+_LISTEN = "0A"
+"""The state of a listening socket in /proc/net/tcp."""
 
 
 class _IoVec(ctypes.Structure):
@@ -126,6 +159,25 @@ def read_memory(pid: int, remote: int, local: int, nbytes: int) -> None:
             code = ctypes.get_errno() if count < 0 else 14
             raise OSError(code, os.strerror(code))
         done += count
+
+
+def listens(pid: int, address: str) -> bool:
+    """Whether process `pid` owns the socket that listens at `address` ("tcp://IP:port") here.
+
+    False where that can't be told: in another network namespace, of another user.
+    """
+    try:
+        host, port = split_address(address)
+        ip = ipaddress.ip_address(host.partition("%")[0]).packed
+        words = [ip[i : i + 4][::-1] for i in range(0, len(ip), 4)]  # as the kernel prints them
+        local = b"".join(words).hex().upper() + f":{port:04X}"
+        table = Path("/proc/net/tcp6" if len(ip) == 16 else "/proc/net/tcp").read_text()
+        rows = [line.split() for line in table.splitlines()[1:]]
+        wanted = {f"socket:[{row[9]}]" for row in rows if row[1] == local and row[3] == _LISTEN}
+        held = Path(f"/proc/{pid}/fd")
+        return bool(wanted) and any(os.readlink(each) in wanted for each in held.iterdir())
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 # ---------------------------------------------------------------- ending a heal

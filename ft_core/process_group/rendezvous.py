@@ -43,6 +43,7 @@ _LENGTH = struct.Struct("!I")
 _BACKLOG = 4096
 _EARLY_CONNECTIONS_MAX = 4096
 _READ_BYTES = 1 << 16
+_HELLO_BYTES_MAX = 1 << 18  # what one that has not said hello may send: a hello and some keys
 _NOTIFY_TIMEOUT_S = 1.0
 
 
@@ -490,7 +491,8 @@ class Rendezvous:
             data = b""
         connection.received += data
         self._read_messages(connection)
-        if not data or len(connection.received) > 2 * FRAME_BYTES_MAX:
+        most = _HELLO_BYTES_MAX if connection.hello is None else 2 * FRAME_BYTES_MAX
+        if not data or len(connection.received) > most:
             self._on_end(connection)
 
     def _read_messages(self, connection: _Connection) -> None:
@@ -534,11 +536,11 @@ class Rendezvous:
 
     def _admit(self, connection: _Connection, hello: Hello) -> None:
         """Judge an incoming hello: of a member, of a newer quorum (kept waiting), or rejected."""
-        if hello.quorum_id > self.quorum_id:
-            return
         reason = None
         if hello.cookie != self._listener.cookie:
             reason = "this address belongs to another process group now"
+        elif hello.quorum_id > self.quorum_id:
+            return
         elif hello.quorum_id < self.quorum_id:
             reason = f"it is in quorum {self.quorum_id}, quorum {hello.quorum_id} is over"
         elif hello.digest != self._digest or hello.world_size != len(self._peers):

@@ -165,7 +165,7 @@ def test_restarted_process_takes_over_its_name(player: PlayerFactory) -> None:
 @pytest.mark.parametrize(
     "frames",
     [
-        [b"\x00"],
+        [b""],
         [b"\xc1 no msgpack"],
         [msgpack.packb([codec.VERSION, "vote", 1, 2])],
         [msgpack.packb([codec.VERSION, "no such tag"])],
@@ -173,7 +173,7 @@ def test_restarted_process_takes_over_its_name(player: PlayerFactory) -> None:
         [codec.encode(StatusRequest()), b"one part too many", b"and another"],
         [b"", codec.encode(StatusRequest())],
     ],
-    ids=["zero", "garbage", "fields", "tag", "direction", "parts", "delimiter"],
+    ids=["empty", "garbage", "fields", "tag", "direction", "parts", "delimiter"],
 )
 def test_nonsense_is_dropped_and_counted(
     server: LighthouseServer, context: zmq.Context[Any], frames: list[bytes]

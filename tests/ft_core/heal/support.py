@@ -96,10 +96,11 @@ class FaultyLink:
     returns what is passed on; it may block, to be slow."""
 
     def __init__(self, address: str, edit: Callable[[int, bytearray], bytearray]) -> None:
-        self._to = int(address.rpartition(":")[2])
+        where, _, word = address.rpartition("/")
+        self._to = int(where.rpartition(":")[2])
         self._edit = edit
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}/{word}"
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()

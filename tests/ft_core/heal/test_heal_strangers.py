@@ -1,0 +1,82 @@
+"""A heal server's port, and processes that are no target; a source that says what is not so."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import pytest
+import zmq
+
+from ft_core.heal import HealError, HealServer, fetch
+from ft_core.heal import protocol as wire
+from ft_core.heal.transport import listens, reading_socket, split_word
+from lighthouse.config import split_address
+from tests.ft_core.heal.support import KEY, same, soon, state
+from tests.harness.waiting import until
+
+MakeServer = Callable[..., HealServer]
+
+
+def test_bytes_that_are_not_zeromq(make_server: MakeServer) -> None:
+    server = make_server()
+    server.publish(KEY, {"epoch": 1})
+    _, port = split_address(split_word(server.address)[0])
+    for junk in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(junk)
+    assert fetch([server.address], KEY, deadline=soon())[0] == {"epoch": 1}
+
+
+def test_a_place_is_free_again_when_its_reader_hangs_up(make_server: MakeServer) -> None:
+    server = make_server(max_clients=1)
+    context = zmq.Context()
+    asked = wire.Open("", KEY.step, KEY.lineage, 1 << 20, 3600.0, b"")
+    with reading_socket(context, server.address, 1 << 20) as reader:
+        reader.connect(split_word(server.address)[0])
+        reader.send(wire.requests.encode(asked))
+        until(lambda: server.stats().opened == 1)
+    context.term()
+    server.publish(KEY, {"epoch": 1})
+
+    def served() -> bool:
+        try:
+            fetch([server.address], KEY, deadline=soon())
+        except HealError:  # it serves the one that hung up, still
+            return False
+        return True
+
+    until(served)
+
+
+def test_a_process_that_is_no_member_gets_no_place(make_server: MakeServer) -> None:
+    """Only members know the word at the end of the address; the quorum has told them."""
+    server = make_server(max_clients=1)
+    server.publish(KEY, {"epoch": 1})
+    where, _ = split_word(server.address)
+    for address in (where, f"{where}/guessed"):
+        with pytest.raises(HealError, match="Could not heal"):
+            fetch([address], KEY, deadline=soon(1.0))
+    assert server.stats().opened == 0
+    assert fetch([server.address], KEY, deadline=soon())[0] == {"epoch": 1}
+
+
+def test_a_source_cannot_name_another_process(make_server: MakeServer) -> None:
+    server = make_server()
+    where, _ = split_word(server.address)
+    assert listens(os.getpid(), where)
+    assert not listens(os.getppid(), where), "that process has another socket, if any"
+    assert not listens(os.getpid(), "tcp://127.0.0.1:1"), "no socket at all"
+
+
+def test_memory_of_a_process_that_is_not_the_source_is_not_read(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = state(8)
+    server = make_server()
+    server.publish(KEY, tree)
+    monkeypatch.setattr("ft_core.heal.source.os.getpid", os.getppid)
+    back, stats = fetch([server.address], KEY, deadline=soon(), same_host=True)
+    assert same(back, tree)
+    assert stats.same_host_bytes == 0
