@@ -39,7 +39,7 @@ def victim(address: str, gib: float, watched: bool) -> None:
     context = zmq.Context()
     name = f"victim-{os.getpid()}"
     connection = Connection(address, identity=name.encode(), timeouts=TIMEOUTS, context=context)
-    watch = ProcessWatch(connection.address, TIMEOUTS)
+    watch = ProcessWatch(connection.address, TIMEOUTS, name.encode())
     if watched:
         assert watch.start([Report(JOB, name)])
         assert watch.wait_ready(10.0)

@@ -66,11 +66,14 @@ class ProcessWatch:
     Args:
         address: the lighthouse's, normalized.
         timeouts: its heartbeats are used.
+        identity: that of this process' connection to the lighthouse: what the watcher says counts
+            for what has joined under it, and for nothing else.
     """
 
-    def __init__(self, address: str, timeouts: Timeouts) -> None:
+    def __init__(self, address: str, timeouts: Timeouts, identity: bytes) -> None:
         self._address = address
         self._timeouts = timeouts
+        self._identity = identity
         self._mutex: _RobustMutex | None = None
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -97,6 +100,7 @@ class ProcessWatch:
             self._spawn()
             self._write(
                 address=self._address,
+                identity=self._identity.decode(),
                 heartbeat_s=self._timeouts.heartbeat_s,
                 heartbeat_timeout_s=self._timeouts.heartbeat_timeout_s,
                 reports=_as_json(reports),
@@ -319,12 +323,12 @@ class _Watcher:
     def _connect(self, said: dict[str, Any]) -> None:
         import zmq
 
-        from lighthouse.client import Connection, new_identity
+        from lighthouse.client import Connection
 
         heartbeat = Timeouts.derive(
             heartbeat_s=said["heartbeat_s"], heartbeat_timeout_s=said["heartbeat_timeout_s"]
         )
-        identity = new_identity("watcher")
+        identity = said["identity"].encode()
         self._context: zmq.Context[Any] = zmq.Context()
         self._connection = Connection(
             said["address"], identity=identity, timeouts=heartbeat, context=self._context

@@ -11,7 +11,6 @@ import hmac
 import itertools
 import logging
 import os
-import secrets
 import socket
 import threading
 import time
@@ -52,12 +51,17 @@ _managers: defaultdict[tuple[Any, ...], itertools.count[int]] = defaultdict(iter
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Where the leader listens, the replica group's id until its next restart, and the secret that
-    its ranks present."""
+    """Where the leader listens, the replica group's id until its next restart, and the identity that
+    it presents to the lighthouse."""
 
     address: str
     replica_id: str
-    secret: str
+    identity: str
+
+    @property
+    def secret(self) -> str:
+        """What the ranks present to the leader."""
+        return self.identity.rpartition(".")[2]
 
 
 _SERVICE = "replica group"
@@ -84,7 +88,7 @@ class GroupServer:
         self._timeouts = timeouts
         self._lighthouse = lighthouse
         self._context: zmq.Context[Any] = zmq.Context()
-        self._secret = secrets.token_hex(16)
+        identity = new_identity(replica_id)
         self._endpoint = Endpoint(
             self._context,
             f"tcp://{bracketed(host)}:0",
@@ -92,10 +96,10 @@ class GroupServer:
             service=_SERVICE,
             admits=self._admits,
         )
-        self.leader = Leader(self._endpoint.address, replica_id, self._secret)
+        self.leader = Leader(self._endpoint.address, replica_id, identity.decode())
         self._upstream = Connection(
             lighthouse,
-            identity=new_identity(replica_id),
+            identity=identity,
             timeouts=timeouts,
             context=self._context,
         )
@@ -146,7 +150,7 @@ class GroupServer:
 
     def _admits(self, identity: str) -> bool:
         rank, _, secret = identity.partition(".")
-        return hmac.compare_digest(secret.encode(), self._secret.encode()) and (
+        return hmac.compare_digest(secret, self.leader.secret) and (
             rank_of(rank.encode()) is not None
         )
 

@@ -72,7 +72,7 @@ class Session:
         self._group: GroupServer | None = None
         self._store: Any = None
         try:
-            link, replica_id = self._connect(host, replica_id)
+            link, replica_id, identity = self._connect(host, replica_id)
         except BaseException:
             self.plane.close()
             if self._group is not None:
@@ -100,27 +100,26 @@ class Session:
         )
         self._watch: ProcessWatch | None = None
         if options.watch_process:
-            self._watch = ProcessWatch(normalize_address(self.lighthouse), limits)
+            self._watch = ProcessWatch(normalize_address(self.lighthouse), limits, identity)
             self._watch.start([Report(job, replica_id)])
         self.control = Control(
             replica, link, self.plane, on_remark=self._on_remark, on_tick=self._check_stall
         )
         self.plane.report = self.control.submit
 
-    def _connect(self, host: str, replica_id: str) -> tuple[Link, str]:
-        """(the link to the lighthouse or to the group's leader, the replica_id of the group).
+    def _connect(self, host: str, replica_id: str) -> tuple[Link, str, bytes]:
+        """(the link to the lighthouse or to the group's leader, the group's replica_id, the identity
+        that it presents to the lighthouse).
 
         `replica_id`: of a group whose leader is this rank.
         """
         options, limits = self._options, self._options.timeouts
         if options.group_world_size == 1:
+            identity = new_identity(replica_id)
             link = Connection(
-                self.lighthouse,
-                identity=new_identity(replica_id),
-                timeouts=limits,
-                context=self._context,
+                self.lighthouse, identity=identity, timeouts=limits, context=self._context
             )
-            return link, replica_id
+            return link, replica_id, identity
         store, job = (options.store_addr, options.store_port), options.job_id
         if options.group_rank == 0:
             self._group = GroupServer(
@@ -134,7 +133,8 @@ class Session:
             self._store = announce_leader(*store, job, leader, limits.connect_timeout_s)
         else:
             leader = find_leader(*store, job, limits.connect_timeout_s, rank=options.group_rank)
-        return GroupLink(leader, options.group_rank, limits, self._context), leader.replica_id
+        group = GroupLink(leader, options.group_rank, limits, self._context)
+        return group, leader.replica_id, leader.identity.encode()
 
     def check_refused(self) -> None:
         """Raises JoinRefused if the lighthouse refuses this replica group, GroupBroken (GroupLeft)

@@ -224,12 +224,15 @@ def status_of(
 
 
 def mismatch(join: Join, other: Join) -> str:
-    """Why `join` can't train with `other`, as a sentence for a person; empty: it can."""
+    """Why `join` can't train with `other`, as a sentence for a person; empty: it can.
+
+    The sender may be a stranger: it is told its own schema, and the log tells both.
+    """
     if other.schema != join.schema:
         return (
-            f"{join.name} does not match {other.name}: {join.schema_text or join.schema}"
-            f" against {other.schema_text or other.schema}; start all replica groups "
-            "with the same model and settings"
+            f"{join.name} does not match {other.name}: it has {join.schema_text or join.schema}"
+            f", and the lighthouse's log says what {other.name} has; start all replica groups with "
+            "the same model and settings, or separate jobs under job ids of their own (FT_JOB_ID)"
         )
     if other.group_commit != join.group_commit:
         kinds = {True: "commit=group", False: "commit=quorum"}
@@ -254,6 +257,19 @@ def foreign_states(choice: Choice, members: Members, head: Position | None) -> l
         if member.position.step > choice.position.step
         or (head is None and member.position.step > 0 and not member.was_member)
     ]
+
+
+def schemas(join: Join, other: Join) -> str:
+    """For the log: what `join` and `other` have, if that differs."""
+    if other.schema == join.schema:
+        return ""
+    mine, theirs = join.schema_text or join.schema, other.schema_text or other.schema
+    return f"refused {join.name}: it has {mine}, and {other.name} has {theirs}"
+
+
+def taken_id(replica_id: str) -> str:
+    """Why another process can't join as `replica_id`, as a sentence for a person."""
+    return f"another process has joined as {replica_id!r}: it must end before one can take its place"
 
 
 def duplicate_name(name: str) -> str:

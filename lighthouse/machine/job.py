@@ -40,6 +40,7 @@ from lighthouse.machine.announce import (
     mismatch,
     short_list,
     status_of,
+    taken_id,
 )
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.forming import Forming
@@ -65,6 +66,7 @@ from lighthouse.wire.messages import (
     StatusRequest,
     Vote,
     Waiting,
+    same_process,
 )
 
 __all__ = ["Effect", "JobState", "Lighthouse", "Note", "Remember", "Send", "first_quorum_id"]
@@ -104,7 +106,10 @@ class JobState:
         self, peer: Peer, message: Join | Vote | Heartbeat | Leave, now: float
     ) -> list[Effect]:
         """A request from `peer`."""
-        if isinstance(message, Join):
+        if not self._speaks_for(peer, message.replica_id):
+            if isinstance(message, Join):
+                self._send(peer, Refused(self.key, taken_id(message.replica_id)))
+        elif isinstance(message, Join):
             self._on_join(peer, message, now)
         elif isinstance(message, Vote):
             self._on_vote(peer, message, now)
@@ -113,6 +118,18 @@ class JobState:
         else:
             self._on_leave(message, now)
         return self._take_effects()
+
+    def death_notice(self, peer: Peer, notice: DeathNotice, now: float) -> list[Effect]:
+        """A watcher says that the process of a replica group is dead."""
+        if not self._speaks_for(peer, notice.replica_id):
+            return []
+        return self.lost(notice.replica_id, notice.cause or "process died", now)
+
+    def _speaks_for(self, peer: Peer, replica_id: str) -> bool:
+        """Whether `peer` may say something about `replica_id`: only its own process, and that
+        process' watcher, present the identity under which it has joined."""
+        known = self._members.by_id.get(replica_id) or self._conflicts.get(replica_id)
+        return known is None or known.peer == peer or same_process(known.peer, peer)
 
     def lost(self, replica_id: str, cause: str, now: float) -> list[Effect]:
         """The process of `replica_id` is dead or unreachable."""
@@ -574,9 +591,8 @@ class Lighthouse:
         if isinstance(message, DeathNotice):
             if job is None:
                 return []
-            cause = message.cause or "process died"
             try:
-                return job.lost(message.replica_id, cause, now)
+                return job.death_notice(peer, message, now)
             except Exception as error:
                 return self._start_over(job, error)
         if job is None:

@@ -150,7 +150,7 @@ def main() -> None:
 
     address, name, expected, how = sys.argv[1:]
     player = Player(address, name, zmq.Context())
-    watch = ProcessWatch(address, FAST)
+    watch = ProcessWatch(address, FAST, player.replica_id.encode())
     if how == "watch":
         assert watch.start([Report(JobKey("somebody", "else"), "x")])
         watch.update([Report(player.job, player.replica_id)])

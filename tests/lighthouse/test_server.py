@@ -123,10 +123,14 @@ def test_what_was_said_before_the_end_counts(player: PlayerFactory) -> None:
     assert b.step == 1
 
 
-def test_death_notice_counts_as_a_closed_connection(player: PlayerFactory) -> None:
+def test_death_notice_counts_as_a_closed_connection(
+    server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory
+) -> None:
     a, b = _pair(player)
-    b.say(DeathNotice(b.job, a.replica_id, "seen to die"))
-    assert "seen to die" in b.await_message(Revoke).reason
+    with dealer(context, a.replica_id.encode()) as watcher:
+        watcher.connect(server.address())
+        watcher.send(codec.encode(DeathNotice(b.job, a.replica_id, "seen to die")))
+        assert "seen to die" in b.await_message(Revoke).reason
 
 
 def test_jobs_are_apart(player: PlayerFactory) -> None:

@@ -18,7 +18,20 @@ from lighthouse.config import LighthouseConfig, split_address
 from lighthouse.machine.job import JobState
 from lighthouse.server import LighthouseServer
 from lighthouse.wire import codec
-from lighthouse.wire.messages import JobKey, StatusRequest, Vote
+from lighthouse.wire.messages import (
+    DeathNotice,
+    Decision,
+    Heartbeat,
+    JobKey,
+    Join,
+    Leave,
+    Message,
+    Refused,
+    Request,
+    Status,
+    StatusRequest,
+    Vote,
+)
 from tests.harness.waiting import PATIENCE_S, until
 from tests.lighthouse.conftest import PlayerFactory
 from tests.lighthouse.support import FAST, Player, commit_together, dealer
@@ -254,3 +267,66 @@ def test_a_message_that_the_rules_fail_on_ends_its_job_only(
     commit_together([a, b])
     assert server.status()["server"]["failures"] == 1
     assert LighthouseConfig(timeouts=FAST).max_jobs > 2
+
+
+@pytest.mark.parametrize("said", ["no", "leave", "death", "heartbeat", "join"])
+def test_what_another_process_says_of_a_member_has_no_effect(
+    server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory, said: str
+) -> None:
+    """Its identity is what counts; its name, replica_id and quorum are in every status."""
+    a, b = player("a"), player("b")
+    for one in (a, b):
+        one.join(expected_replicas=2)
+    (quorum_id,) = {one.await_quorum().quorum_id for one in (a, b)}
+    forged: Request = {
+        "no": Vote(a.job, a.replica_id, quorum_id, 0, "init", False, "forged"),
+        "leave": Leave(a.job, a.replica_id, "forged"),
+        "death": DeathNotice(a.job, a.replica_id, "forged"),
+        "heartbeat": Heartbeat(a.job, a.replica_id, quorum_id - 1, 0),
+        "join": Join(a.job, "a", a.replica_id, 9, "forged", (b"a",)),
+    }[said]
+    with dealer(context, b"forger") as forger:
+        forger.connect(server.address())
+        forger.send(codec.encode(forged))
+        forger.send(codec.encode(StatusRequest()))
+        answers = [_hear(forger)]
+        if said == "join":
+            answers.append(_hear(forger))
+            assert isinstance(answers[0], Refused)
+        assert isinstance(answers[-1], Status), "its message was handled before"
+    for decision in commit_together([a, b]):
+        assert decision.quorum_id == quorum_id
+        assert decision.next_quorum is None
+
+
+def _hear(connection: zmq.Socket[bytes]) -> Message:
+    assert connection.poll(PATIENCE_S * 1000)
+    return codec.decode(connection.recv())
+
+
+def test_a_member_that_connects_again_is_still_itself(
+    server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory
+) -> None:
+    a, b = player("a"), player("b")
+    for one in (a, b):
+        one.join(expected_replicas=2)
+    (quorum_id,) = {one.await_quorum().quorum_id for one in (a, b)}
+    with dealer(context, a.replica_id.encode()) as successor:
+        successor.connect(server.address())
+        vote = Vote(a.job, a.replica_id, quorum_id, 0, "init", True)
+        successor.send(codec.encode(vote))
+        b.vote()
+        assert b.await_decision().committed
+        assert isinstance(_hear(successor), Decision)
+
+
+def test_a_refusal_does_not_tell_what_the_members_have(
+    server: LighthouseServer, player: PlayerFactory
+) -> None:
+    a, b = player("a"), player("b")
+    a.join(expected_replicas=1, schema="1", schema_text="a secret model")
+    a.await_quorum()
+    b.join(schema="2", schema_text="another model")
+    reason = b.await_message(Refused).reason
+    assert "another model" in reason
+    assert "secret" not in reason

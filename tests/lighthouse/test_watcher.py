@@ -107,7 +107,7 @@ def test_a_graceful_end_gets_none(
 ) -> None:
     with LighthouseServer(config=LighthouseConfig(timeouts=FAST), on_note=lines.put) as server:
         player = Player(server.address(), "a", context)
-        watch = ProcessWatch(server.address(), FAST)
+        watch = ProcessWatch(server.address(), FAST, player.replica_id.encode())
         assert watch.start([Report(JOB, player.replica_id)])
         assert watch.wait_ready(PATIENCE_S)
         player.join(expected_replicas=1)
@@ -132,7 +132,7 @@ def test_the_end_of_the_holding_thread_counts_as_death(
         player = Player(server.address(), "a", context)
         player.join(expected_replicas=1)
         player.await_quorum()
-        watch = ProcessWatch(server.address(), FAST)
+        watch = ProcessWatch(server.address(), FAST, player.replica_id.encode())
         ready = threading.Event()
         leave = threading.Event()
 
@@ -157,7 +157,7 @@ def test_the_end_of_the_holding_thread_counts_as_death(
 def test_closing_from_another_thread_is_safe(server: LighthouseServer) -> None:
     """The mutex can't be unlocked then; its page must stay mapped, or the kernel would stumble."""
     for _ in range(3):
-        watch = ProcessWatch(server.address(), FAST)
+        watch = ProcessWatch(server.address(), FAST, b"x")
         assert watch.start([Report(JOB, "x")])
         closer = threading.Thread(target=watch.close)
         closer.start()
@@ -183,7 +183,7 @@ def test_closing_from_another_thread_is_safe(server: LighthouseServer) -> None:
 
 def test_a_watcher_whose_lighthouse_is_away_still_ends(server: LighthouseServer) -> None:
     server.shutdown()
-    watch = ProcessWatch(server.address(), FAST)
+    watch = ProcessWatch(server.address(), FAST, b"x")
     assert watch.start([Report(JOB, "x")])
     assert not watch.wait_ready(0.3)
     watch.update([Report(JOB, "y")])
@@ -195,7 +195,7 @@ def test_what_is_missing_costs_one_line(
     server: LighthouseServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "platform", "plan9")
-    watch = ProcessWatch(server.address(), FAST)
+    watch = ProcessWatch(server.address(), FAST, b"x")
     with caplog.at_level(logging.INFO):
         assert not watch.start([Report(JOB, "x")])
     (record,) = caplog.records
@@ -209,6 +209,6 @@ def test_an_interpreter_that_cannot_be_started_costs_one_line(
     server: LighthouseServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    watch = ProcessWatch(server.address(), FAST)
+    watch = ProcessWatch(server.address(), FAST, b"x")
     assert not watch.start([Report(JOB, "x")])
     assert len(caplog.records) == 1

@@ -147,7 +147,7 @@ class JobStage:
         elif words.name == "lost":
             effects = machine.disconnected(peer, self.now)
         elif words.name == "death_notice":
-            effects = machine.handle(b"watcher", DeathNotice(JOB, who, "killed"), self.now)
+            effects = machine.handle(peer + b"#watcher", DeathNotice(JOB, who, "killed"), self.now)
         elif words.name == "deadline":
             return [f"deadline {machine.deadline()}"]
         else:

@@ -19,7 +19,6 @@ from tests.sim.process import Habits, Position, Process
 from tests.sim.profile import Profile
 
 WALL_CLOCK_S = 1_700_000_000.0
-WATCHER = b"watcher"
 START: tuple[Position, int] = ((0, "root"), 0)
 
 
@@ -157,7 +156,8 @@ class Cluster:
 
     def death_notice(self, job: JobKey, replica_id: str) -> None:
         if self.lighthouse is not None:
-            self._request(WATCHER, DeathNotice(job, replica_id, "watched it die"))
+            watcher = f"{replica_id}#watcher".encode()
+            self._request(watcher, DeathNotice(job, replica_id, "watched it die"))
 
     def make_lighthouse(
         self,

@@ -82,7 +82,7 @@ def test_a_rank_without_the_groups_secret_is_not_heard(
     group: GroupServer, context: zmq.Context[Any]
 ) -> None:
     links = [GroupLink(group.leader, rank, FAST, context) for rank in range(2)]
-    forged = GroupLink(Leader(group.leader.address, "g-1", "guessed"), 1, FAST, context)
+    forged = GroupLink(Leader(group.leader.address, "g-1", "g-1.guessed"), 1, FAST, context)
     forged.send(Leave(JOB, "g-1", "forged"))
     monitor = forged.sockets[1]
     assert monitor.poll(PATIENCE_S * 1000), "it is turned away"
