@@ -21,10 +21,11 @@ from lighthouse.config import LighthouseConfig, Timeouts, normalize_address
 from lighthouse.errors import LighthouseError
 from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
-from lighthouse.wire.messages import JobKey
+from lighthouse.wire.messages import JobKey, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 DEFAULT_BIND = "tcp://0.0.0.0:29510"
 DEFAULT_ADDRESS = "tcp://127.0.0.1:29510"
@@ -181,7 +182,7 @@ class _Lines:
         self._started.wait()
         job = note.job
         where = "" if job == _DEFAULT_JOB else f"[{job.job_id}/{job.room_id}] "
-        self.say(f"{where}{note.text}")
+        self.say(f"{where}{printable(note.text)}")
 
 
 @main.command()
@@ -207,18 +208,20 @@ def status(address: str, timeout_s: float, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(answer, indent=2))
     else:
-        _show(answer)
+        show(answer)
 
 
-def _show(answer: dict[str, Any]) -> None:
+def show(answer: dict[str, Any]) -> None:
+    """Print a status as tables."""
     from rich.console import Console  # 0.1 s that only this command needs
 
-    console = Console()
+    console = Console(markup=False, highlight=False)
     server = answer["server"]
     console.print(
-        f"lighthouse {server['address']}: {server['connections']} connections,"
-        f" {len(answer['jobs'])} jobs",
-        highlight=False,
+        _plain(
+            f"lighthouse {server['address']}: {server['connections']} connections,"
+            f" {len(answer['jobs'])} jobs"
+        )
     )
     for job in answer["jobs"]:
         console.print(_table_of(job))
@@ -228,8 +231,8 @@ def _table_of(job: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"{job['job_id']}/{job['room_id']}: {job['state']}, step {job['step']}",
-        caption=f"{job['reason']}; {job['commits']} committed, {job['discards']} discarded",
+        title=_plain(f"{job['job_id']}/{job['room_id']}: {job['state']}, step {job['step']}"),
+        caption=_plain(f"{job['reason']}; {job['commits']} committed, {job['discards']} discarded"),
     )
     for column in ("rank", "replica group", "replica_id", "state"):
         table.add_column(column)
@@ -237,10 +240,20 @@ def _table_of(job: dict[str, Any]) -> Table:
         state = member["gone"] and f"gone: {member['gone']}"
         state = state or ("healing" if member["healing"] else "")
         state = state or ("voted" if member["voted"] else "training")
-        table.add_row(str(rank), member["name"], member["replica_id"], state)
+        names = (_plain(text) for text in (member["name"], member["replica_id"], state))
+        table.add_row(str(rank), *names)
     for name in job["waiting"]:
-        table.add_row("-", name, "", "waiting")
+        table.add_row("-", _plain(name), "", "waiting")
+    if job.get("left_off"):
+        table.add_row("-", f"and {job['left_off']} more", "", "")
     return table
+
+
+def _plain(text: str) -> Text:
+    """`text` of some process for the terminal: neither markup nor control characters count."""
+    from rich.text import Text
+
+    return Text(printable(text))
 
 
 def _fail(sentence: str | None, code: int = 2) -> NoReturn:

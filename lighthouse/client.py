@@ -11,9 +11,10 @@ from typing import Any, Literal, Self
 import zmq
 
 from lighthouse import sockets
-from lighthouse.config import Timeouts, normalize_address
+from lighthouse.config import Timeouts, normalize_address, split_address
 from lighthouse.endpoint import HELLO
 from lighthouse.errors import LighthouseUnavailable, ProtocolError, VersionMismatch
+from lighthouse.own_address import address_that_answers, resolve
 from lighthouse.wire import codec
 from lighthouse.wire.messages import Message, Request, Status, StatusRequest
 
@@ -134,6 +135,15 @@ class Connection:
             sockets.close(self._socket, self._monitor, round(linger_s * 1000))
 
 
+def _choose(address: str) -> str:
+    """`address`, or the one of its host's addresses that answers."""
+    normal = normalize_address(address)
+    try:
+        return address_that_answers(normal)
+    except ValueError:
+        return normal  # its name may resolve later; `status` says so if it does not
+
+
 class LighthouseClient:
     """Asks a lighthouse for its status; blocking. One thread at a time; a context manager.
 
@@ -148,7 +158,7 @@ class LighthouseClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._connection = Connection(
-                address,
+                _choose(address),
                 identity=new_identity("tool"),
                 timeouts=self._timeouts,
                 context=self._context,
@@ -179,6 +189,10 @@ class LighthouseClient:
                 if isinstance(message, Status):
                     answer: dict[str, Any] = json.loads(message.text)
                     return answer
+        try:
+            resolve(*split_address(self.address))
+        except ValueError as error:
+            raise LighthouseUnavailable(str(error)) from error
         raise LighthouseUnavailable(
             f"no lighthouse answers at {self.address} within {wait_s:g} s: check that one runs "
             "there (command `lighthouse`), and that host, port and firewall let it be reached"

@@ -275,7 +275,7 @@ class Endpoint:
             self._window_s = now + 1.0
             self._spent.clear()
             return False
-        self.complaints.say("disconnected a peer that floods: %s", printable(peer))
+        self.complaints.say("disconnected a peer that floods: %s", peer.decode())
         self.disconnect(peer)
         return True
 
@@ -330,12 +330,6 @@ class Endpoint:
         """Close all sockets; queued messages get `linger_ms` in the background."""
         sockets.close(self._router, self._monitor, linger_ms)
         self._authenticator.close(linger=0)
-
-
-def printable(text: bytes | str, limit: int = 200) -> str:
-    """`text` of a peer for a log line: one line, no control characters, not too long."""
-    words = text.decode(errors="replace") if isinstance(text, bytes) else text
-    return "".join(c if c.isprintable() else "?" for c in words[:limit])
 
 
 def raise_descriptor_limit() -> None:

@@ -6,10 +6,18 @@ the wrong network.
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import socket
 import struct
-from urllib.parse import urlparse
+from typing import Any
 
+from lighthouse.config import normalize_address, split_address
+
+log = logging.getLogger("lighthouse")
+
+CONNECT_S = 1.0
+"""How long each of several addresses of one name has to accept a connection."""
 _SIOCGIFADDR = 0x8915
 _FAR_HOSTS = ("192.0.2.1", "2001:db8::1")
 """Reserved for documentation: routed like any far host, owned by none."""
@@ -23,24 +31,62 @@ def bracketed(host: str) -> str:
 def outgoing_address(towards: str | None = None, *, prefer_ipv6: bool = False) -> str:
     """The local address that packets to the host `towards` leave from; sends nothing.
 
-    Without `towards` the default route decides, that of `prefer_ipv6` first. With no route at all:
-    127.0.0.1, which is right for tests and single machines and useless elsewhere. Raises
-    `ValueError` when `towards` does not resolve.
+    Without `towards` the default route decides, that of `prefer_ipv6` first. A machine without one
+    uses 127.0.0.1, and says so in the log: others can't reach it. Raises `ValueError` when `towards`
+    does not resolve, or has no route from here.
     """
     far = _FAR_HOSTS[::-1] if prefer_ipv6 else _FAR_HOSTS
     for host in [towards] if towards else far:
-        try:
-            candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-        except socket.gaierror as error:
-            raise ValueError(f"the host {host!r} does not resolve ({error}); check it") from error
-        for family, kind, protocol, _, address in candidates:
+        for family, kind, protocol, _, address in resolve(host, 9, socket.SOCK_DGRAM):
             try:
                 with socket.socket(family, kind, protocol) as probe:
                     probe.connect(address)  # a datagram socket: picks the route, no packet leaves
                     return str(probe.getsockname()[0])
             except OSError:
                 continue
+    if towards:
+        raise ValueError(f"this machine has no route to {towards!r}: check address and interface")
+    log.warning("this machine has no route to others: it uses 127.0.0.1, which they can't reach")
     return "127.0.0.1"
+
+
+def resolve(host: str, port: int, kind: int = socket.SOCK_STREAM) -> list[tuple[Any, ...]]:
+    """The addresses of `host`, as socket.getaddrinfo gives them. Raises ValueError for none."""
+    try:
+        return list(socket.getaddrinfo(host, port, type=kind))
+    except (socket.gaierror, UnicodeError) as error:
+        raise ValueError(f"the host {host!r} does not resolve ({error}); check it") from error
+
+
+def address_that_answers(address: str) -> str:
+    """`address` ("tcp://host:port"), with the address of the host's that accepts a connection.
+
+    A name with one address is left as it is, so that it may move. So is one of which no address
+    answers yet. Blocks for up to `CONNECT_S` for each address. Raises ValueError if the name does
+    not resolve.
+    """
+    host, port = split_address(address)
+    found = dict.fromkeys(entry[4][0] for entry in resolve(host, port))
+    if len(found) < 2:
+        return address
+    for each in found:
+        try:
+            socket.create_connection((each, port), CONNECT_S).close()
+        except OSError:
+            continue
+        return f"tcp://{bracketed(str(each))}:{port}"
+    return address
+
+
+def uses_ipv6(address: str) -> bool:
+    """Whether the host of "tcp://host:port" has only IPv6 addresses. False if it does not resolve."""
+    host, port = split_address(address)
+    if host == "*":
+        return False
+    try:
+        return all(entry[0] == socket.AF_INET6 for entry in resolve(host, port))
+    except ValueError:
+        return False
 
 
 def interface_address(interface: str) -> str:
@@ -77,26 +123,20 @@ def choose_address(hostname: str | None, interface: str | None) -> str:
         return interface_address(interface)
     if hostname is None:
         return outgoing_address()
-    try:
-        return str(socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)[0][4][0])
-    except socket.gaierror as error:
-        raise ValueError(f"the hostname {hostname!r} does not resolve ({error})") from error
+    return str(resolve(hostname, 0)[0][4][0])
 
 
 def advertised_host(lighthouse: str, interface: str = "") -> str:
     """The IP address at which other members reach this process.
 
     `interface` (a name such as "eth1", or an IP address) wins; else the address of the interface
-    that routes to the lighthouse. Raises ValueError if there is no such interface, or it has no
-    address.
+    that routes to the lighthouse. Raises ValueError if there is no such interface, it has no
+    address, or the lighthouse's host does not resolve.
     """
     if interface:
         try:
-            socket.inet_aton(interface)
-        except OSError:
+            ipaddress.ip_address(interface)
+        except ValueError:
             return interface_address(interface)
         return interface
-    try:
-        return outgoing_address(urlparse(lighthouse).hostname or "127.0.0.1")
-    except ValueError:
-        return "127.0.0.1"  # the connection to the lighthouse fails, and says why
+    return outgoing_address(split_address(normalize_address(lighthouse))[0])

@@ -32,18 +32,31 @@ import zmq
 from lighthouse import sockets
 from lighthouse.client import SERVICE
 from lighthouse.config import LighthouseConfig, normalize_address
-from lighthouse.endpoint import Complaints, Endpoint
+from lighthouse.endpoint import Complaints, Endpoint, raise_descriptor_limit
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.journal import Journal
 from lighthouse.machine.job import Effect, Lighthouse, Note, Remember, Send, first_quorum_id
 from lighthouse.wire import codec
-from lighthouse.wire.messages import JobKey, Peer, Refused, Request, Status, StatusRequest
+from lighthouse.wire.messages import (
+    JobKey,
+    Peer,
+    Refused,
+    Request,
+    Status,
+    StatusRequest,
+    printable,
+)
 
 log = logging.getLogger("lighthouse")
 
 BATCH_MESSAGES = 4_096
 """Frames handled before connection events and deadlines get their turn."""
 SHUTDOWN_LINGER_MS = 200
+
+STATUS_COST = 50
+"""Of a question for the status, in what a connection may cost (`endpoint.COST_A_SECOND`)."""
+STATUS_SHARE = 0.02
+"""Of the thread's time that is spent on writing statuses: in between, one answers for all."""
 
 _REQUESTS: tuple[type, ...] = get_args(Request)
 
@@ -74,6 +87,23 @@ class Stats:
 
     def as_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Snapshot:
+    """Something that is made anew only if making it has cost at most `STATUS_SHARE` of the time."""
+
+    def __init__(self) -> None:
+        self._made = b""
+        self._until = -math.inf
+
+    def get(self, make: Callable[[], bytes], clock: Callable[[], float]) -> bytes:
+        """What `make` returned last, or returns now."""
+        begin = clock()
+        if begin >= self._until:
+            self._made = make()
+            end = clock()
+            self._until = end + (end - begin) / STATUS_SHARE
+        return self._made
 
 
 class LighthouseServer:
@@ -109,6 +139,7 @@ class LighthouseServer:
         self._journal = None
         if state_file is not None:
             self._journal = Journal(Path(state_file), max_jobs=self.config.max_jobs)
+        raise_descriptor_limit()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._endpoint = Endpoint(
@@ -122,6 +153,7 @@ class LighthouseServer:
         self._address = sockets.reachable(self._endpoint.address)
         self.stats = Stats()
         self._complaints = Complaints()
+        self._snapshot = Snapshot()
         self._encoder = codec.Encoder()
         remembered = self._journal.remembered if self._journal else None
         self._machine = Lighthouse(
@@ -303,12 +335,20 @@ class LighthouseServer:
             self._endpoint.blame(peer)
             return
         if isinstance(message, StatusRequest):
-            self._send((peer,), codec.encode(Status(self._status_text())))
+            self._answer_status(peer)
         elif isinstance(message, _REQUESTS):
             request = cast(Request, message)
             self._apply(self._machine.handle(peer, request, time.monotonic()))
         else:
             self._endpoint.blame(peer)  # a reply: only a lighthouse sends those
+
+    def _answer_status(self, peer: Peer) -> None:
+        frame = self._snapshot.get(self._status_frame, time.monotonic)
+        self._endpoint.charge(peer, STATUS_COST + (len(frame) >> 10))
+        self._send((peer,), frame)
+
+    def _status_frame(self) -> bytes:
+        return codec.encode(Status(self._status_text()))
 
     def _on_failure(self, job: JobKey, error: Exception) -> None:
         """The rules of one job have failed: it starts over, and this thread goes on."""
@@ -375,4 +415,4 @@ def _config(
 
 
 def _log_note(note: Note) -> None:
-    log.info("%s/%s: %s", note.job.job_id, note.job.room_id, note.text)
+    log.info("%s/%s: %s", note.job.job_id, note.job.room_id, printable(note.text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import zmq
 
 from lighthouse.config import Timeouts, split_address
-from lighthouse.own_address import outgoing_address
+from lighthouse.own_address import bracketed, outgoing_address, resolve, uses_ipv6
 from lighthouse.wire import codec
 
 CLIENT_SEND_QUEUE_MESSAGES = 64
@@ -74,9 +75,11 @@ def open_router(
     _set_common(router, endpoint, timeouts)
     monitor = _open_monitor(router, context, ACCEPTED | DISCONNECTED | ACCEPT_FAILED)
     try:
-        router.bind(endpoint)
-    except zmq.ZMQError as error:
+        router.bind(_bindable(endpoint))
+    except OSError as error:
         close(router, monitor)
+        if not isinstance(error, zmq.ZMQError):
+            raise
         hint = {
             int(zmq.EADDRINUSE): "stop what listens there, or choose another port (0: any)",
             int(zmq.EADDRNOTAVAIL): "this host has no such address; 0.0.0.0 means all of its own",
@@ -85,6 +88,17 @@ def open_router(
         sentence = f"can't listen on {endpoint} ({why}): {hint}"
         raise OSError(error.errno, sentence) from error
     return router, monitor
+
+
+def _bindable(endpoint: str) -> str:
+    """`endpoint` with an address where it has a host name, which ZeroMQ would not resolve."""
+    host, port = split_address(endpoint)
+    if host == "*":
+        return endpoint
+    try:
+        return f"tcp://{bracketed(str(resolve(host, port)[0][4][0]))}:{port}"
+    except ValueError as error:
+        raise OSError(errno.EADDRNOTAVAIL, f"can't listen on {endpoint}: {error}") from error
 
 
 def open_dealer(
@@ -176,7 +190,7 @@ def reachable(bound: str) -> str:
     if host not in ("0.0.0.0", "::"):
         return bound
     found = outgoing_address(prefer_ipv6=host == "::")
-    return f"tcp://[{found}]:{port}" if ":" in found else f"tcp://{found}:{port}"
+    return f"tcp://{bracketed(found)}:{port}"
 
 
 def _set_common(watched: zmq.Socket[bytes], endpoint: str, timeouts: Timeouts) -> None:
@@ -189,7 +203,7 @@ def _set_common(watched: zmq.Socket[bytes], endpoint: str, timeouts: Timeouts) -
     timeout_ms = max(1, round(timeouts.heartbeat_timeout_s * 1000))
     watched.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
     watched.setsockopt(zmq.HEARTBEAT_TTL, max(100, timeout_ms))  # travels in tenths of a second
-    if endpoint.startswith("tcp://["):
+    if uses_ipv6(endpoint):
         watched.setsockopt(zmq.IPV6, 1)
 
 

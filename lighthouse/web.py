@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 from lighthouse.config import normalize_address, split_address
+from lighthouse.own_address import bracketed
 
 Status = Callable[[], dict[str, Any]]
 
@@ -72,9 +74,10 @@ class StatusPage:
 
     def __init__(self, address: str, status: Status) -> None:
         host, port = split_address(normalize_address(address, to_connect=False))
-        self._server = _Server(("" if host == "*" else host, port), _handler_of(status))
-        shown = host if host not in ("*", "0.0.0.0", "::") else "127.0.0.1"
-        self.url = f"http://{shown}:{self._server.server_address[1]}/"
+        kind = _Server6 if ":" in host else _Server
+        self._server = kind(("" if host == "*" else host, port), _handler_of(status))
+        shown = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self.url = f"http://{bracketed(shown)}:{self._server.server_address[1]}/"
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="lighthouse-web", daemon=True
         )
@@ -96,6 +99,10 @@ class StatusPage:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
 
 
 def _handler_of(status: Status) -> type[BaseHTTPRequestHandler]:

@@ -25,12 +25,13 @@ from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import normalize_address
 from lighthouse.errors import JoinRefused, LighthouseUnavailable
-from lighthouse.own_address import advertised_host
+from lighthouse.own_address import address_that_answers, advertised_host
 from lighthouse.watcher import ProcessWatch, Report
 from lighthouse.wire.messages import JobKey, Join
 
 log = logging.getLogger("ft_core")
 
+RESOLVE_AGAIN_S = 0.2
 LOCAL_PATIENCE_S = 3.0
 """For a lighthouse on this machine that was there a moment ago, before another is started."""
 
@@ -66,7 +67,8 @@ class Session:
         self.lighthouse = options.lighthouse or _local_lighthouse()
         self._closed = False
         limits = options.timeouts
-        host = advertised_host(self.lighthouse, options.interface)
+        self._reached = _resolved(self.lighthouse, limits.connect_timeout_s)
+        host = advertised_host(self._reached, options.interface)
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
         self._context = zmq.Context()
         self._group: GroupServer | None = None
@@ -100,7 +102,7 @@ class Session:
         )
         self._watch: ProcessWatch | None = None
         if options.watch_process:
-            self._watch = ProcessWatch(normalize_address(self.lighthouse), limits, identity)
+            self._watch = ProcessWatch(self._reached, limits, identity)
             self._watch.start([Report(job, replica_id)])
         self.control = Control(
             replica, link, self.plane, on_remark=self._on_remark, on_tick=self._check_stall
@@ -117,7 +119,7 @@ class Session:
         if options.group_world_size == 1:
             identity = new_identity(replica_id)
             link = Connection(
-                self.lighthouse, identity=identity, timeouts=limits, context=self._context
+                self._reached, identity=identity, timeouts=limits, context=self._context
             )
             return link, replica_id, identity
         store, job = (options.store_addr, options.store_port), options.job_id
@@ -125,7 +127,7 @@ class Session:
             self._group = GroupServer(
                 options.group_world_size,
                 host=host,
-                lighthouse=self.lighthouse,
+                lighthouse=self._reached,
                 replica_id=replica_id,
                 timeouts=limits,
             )
@@ -230,6 +232,22 @@ class Session:
     def _on_remark(self, text: str) -> None:
         log.info("%s: %s", self._options.name, text)
         self._telemetry.emit(WAITING, reason=text)
+
+
+def _resolved(address: str, limit_s: float) -> str:
+    """`address` of a lighthouse, as one that can be connected to; waits until its name resolves.
+
+    Raises ValueError if it is malformed, LighthouseUnavailable after `limit_s`.
+    """
+    normal = normalize_address(address)
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return address_that_answers(normal)
+        except ValueError as error:
+            if time.monotonic() >= deadline:
+                raise LighthouseUnavailable(f"{error}; it is the lighthouse's") from error
+            time.sleep(RESOLVE_AGAIN_S)
 
 
 def _local_lighthouse() -> str:

@@ -188,14 +188,16 @@ def _send_all(peers: Iterable[Peer], message: Reply) -> list[Send]:
 
 
 def status_of(
-    key: JobKey, live: Ballot | None, members: Members, history: History, reason: str
+    key: JobKey, live: Ballot | None, members: Members, history: History, reason: str, most: int
 ) -> dict[str, object]:
     """One job as JSON types. `reason`: why it waits, or why its quorum is what it is.
 
     "waiting" names the members outside the quorum; "highest_step" is the highest step that a
-    connected member holds.
+    connected member holds. Lists end after `most` entries; "left_off" says how many are missing.
     """
     head, all_members = history.head, members.by_id.values()
+    listed = live.members if live else ()
+    waiting = [m.name for m in all_members if live is None or m.replica_id not in live.living]
     return {
         "job_id": key.job_id,
         "room_id": key.room_id,
@@ -214,11 +216,12 @@ def status_of(
                 "gone": live.gone.get(m.replica_id, ""),
                 "voted": m.replica_id in live.votes,
             }
-            for m in live.members
+            for m in listed[:most]
         ]
         if live
         else [],
-        "waiting": [m.name for m in all_members if live is None or m.replica_id not in live.living],
+        "waiting": waiting[:most],
+        "left_off": max(0, len(listed) - most) + max(0, len(waiting) - most),
         "highest_step": max((m.position.step for m in all_members), default=0),
     }
 
@@ -269,7 +272,9 @@ def schemas(join: Join, other: Join) -> str:
 
 def taken_id(replica_id: str) -> str:
     """Why another process can't join as `replica_id`, as a sentence for a person."""
-    return f"another process has joined as {replica_id!r}: it must end before one can take its place"
+    return (
+        f"another process has joined as {replica_id!r}: it must end before one can take its place"
+    )
 
 
 def duplicate_name(name: str) -> str:

@@ -38,6 +38,7 @@ from lighthouse.machine.announce import (
     duplicate_name,
     foreign_states,
     mismatch,
+    schemas,
     short_list,
     status_of,
     taken_id,
@@ -70,6 +71,10 @@ from lighthouse.wire.messages import (
 )
 
 __all__ = ["Effect", "JobState", "Lighthouse", "Note", "Remember", "Send", "first_quorum_id"]
+
+
+STATUS_MEMBERS = 4_096
+"""Members that a status lists, so that its size has a bound."""
 
 
 class JobState:
@@ -165,6 +170,11 @@ class JobState:
         return self._members.of_peer(peer) + newcomers
 
     @property
+    def blank(self) -> bool:
+        """Whether nothing would be lost with this job: it has no member and had no quorum."""
+        return self.empty and self._history.head is None and not self._history.missed
+
+    @property
     def empty(self) -> bool:
         """Whether every member has left."""
         return not self._members.by_id and not self._conflicts
@@ -211,7 +221,11 @@ class JobState:
         if known is None and count >= self._config.max_replicas_per_job:
             return f"the job is full ({len(all_members)} replica groups)"
         other = next(iter(all_members.values()), None)  # any of them: all match each other
-        return mismatch(join, other.join) if other is not None else ""
+        if other is None:
+            return ""
+        if text := schemas(join, other.join):
+            self._effects.append(Note(self.key, text))
+        return mismatch(join, other.join)
 
     def _hold_back(self, peer: Peer, join: Join, now: float) -> None:
         """The name is in use: a restart may be faster than the news of the old process' death."""
@@ -518,10 +532,10 @@ class JobState:
             if member.replica_id in live.living and not member.healing:
                 assert all_members[member.replica_id].position == live.position, "S3: behind"
 
-    def status(self) -> dict[str, object]:
-        """This job for people and dashboards, as plain JSON types."""
+    def status(self, most: int) -> dict[str, object]:
+        """This job for people and dashboards, as plain JSON types; lists of up to `most`."""
         reason = self._announcer.reason
-        return status_of(self.key, self._live, self._members, self._history, reason)
+        return status_of(self.key, self._live, self._members, self._history, reason, most)
 
 
 def _update_positions(
@@ -603,9 +617,12 @@ class Lighthouse:
             if isinstance(message, Join):  # others are answered, but leave nothing behind
                 self._jobs[message.job] = job
         try:
-            return job.handle(peer, message, now)
+            effects = job.handle(peer, message, now)
         except Exception as error:
             return self._start_over(job, error)
+        if not isinstance(message, Vote) and job.blank:
+            self._jobs.pop(job.key, None)
+        return effects
 
     def _start_over(self, job: JobState, error: Exception) -> list[Effect]:
         """The rules of `job` have failed; see `on_failure`."""
@@ -634,6 +651,8 @@ class Lighthouse:
             try:
                 for replica_id in job.replicas_of(peer):
                     effects += job.lost(replica_id, "connection closed", now)
+                if job.blank:
+                    del self._jobs[job.key]
             except Exception as error:
                 effects += self._start_over(job, error)
         return effects
@@ -647,6 +666,8 @@ class Lighthouse:
                 continue
             try:
                 effects += job.expire(now)
+                if job.blank:
+                    del self._jobs[job.key]
             except Exception as error:
                 effects += self._start_over(job, error)
         return effects
@@ -662,5 +683,6 @@ class Lighthouse:
             job.check()
 
     def status(self) -> dict[str, object]:
-        """All jobs, as plain JSON types."""
-        return {"jobs": [job.status() for job in self._jobs.values()]}
+        """All jobs, as plain JSON types, with up to `STATUS_MEMBERS` members in all."""
+        most = max(1, STATUS_MEMBERS // max(1, len(self._jobs)))
+        return {"jobs": [job.status(most) for job in self._jobs.values()]}

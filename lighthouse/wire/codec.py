@@ -46,8 +46,13 @@ _TAGS: dict[str, type] = {
     "refuse": messages.Refused,
     "stat": messages.Status,
 }
+_LARGE = {"join": MAX_REQUEST_BYTES, "quorum": MAX_FRAME_BYTES, "decide": MAX_FRAME_BYTES,
+          "stat": MAX_FRAME_BYTES}  # fmt: skip
 _TAG_OF = {kind: tag for tag, kind in _TAGS.items()}
 _SCALARS = (int, str, bytes, bool, float)
+
+_HEAD_BYTES = 64
+"""Holds version and tag of every message."""
 
 Decoder = Callable[[Any], Any]
 
@@ -216,11 +221,16 @@ class MessageCodec:
         kinds: the dataclass of each tag. Fields are int, str, bytes, bool, float, other
             dataclasses, tuples of one of these, or one of these or None. A `ValueError` of
             `__post_init__` becomes a `ProtocolError`.
+        large: most bytes of kinds that carry lists; all others have `MAX_SMALL_BYTES`. None: every
+            kind may have `MAX_FRAME_BYTES`. A frame that is larger is refused before it is decoded.
     """
 
-    def __init__(self, version: int, kinds: dict[str, type]) -> None:
+    def __init__(
+        self, version: int, kinds: dict[str, type], large: dict[str, int] | None = None
+    ) -> None:
         self._version = version
         self._kinds = kinds
+        self._large = large
         self._tags = {kind: tag for tag, kind in kinds.items()}
 
     def encode(self, message: Any) -> bytes:
@@ -235,6 +245,8 @@ class MessageCodec:
             raise ProtocolError(
                 f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}"
             )
+        if len(frame) > MAX_SMALL_BYTES and self._large is not None:
+            self._check_size(frame, self._large)
         try:
             raw = msgpack.unpackb(frame, raw=False, use_list=True, strict_map_key=True)
         except Exception as error:  # msgpack raises many kinds; all mean "no msgpack here"
@@ -251,5 +263,18 @@ class MessageCodec:
             raise ProtocolError(f"unknown message tag {str(raw[1])[:40]!r}")
         return _decoder_of(kind)(raw[2:])
 
+    def _check_size(self, frame: bytes | memoryview, large: dict[str, int]) -> None:
+        """Raise ProtocolError if `frame` is too large for its kind, which its first bytes tell."""
+        reader = msgpack.Unpacker(raw=False)
+        reader.feed(frame[:_HEAD_BYTES])
+        try:
+            reader.read_array_header()
+            version, tag = reader.unpack(), reader.unpack()
+        except Exception as error:
+            raise ProtocolError(f"not a message: {error}") from error
+        most = large.get(tag, MAX_SMALL_BYTES) if isinstance(tag, str) else MAX_SMALL_BYTES
+        if version == self._version and len(frame) > most:
+            raise ProtocolError(f"a {tag!r} of {len(frame)} bytes is over its limit of {most}")
 
-_LIGHTHOUSE = MessageCodec(VERSION, _TAGS)
+
+_LIGHTHOUSE = MessageCodec(VERSION, _TAGS, _LARGE)

@@ -39,6 +39,13 @@ NO_QUORUM = 0
 """quorum_id of a replica group that was never in a quorum."""
 
 
+def printable(text: str) -> str:
+    """`text` as one line for a terminal or a log: other characters become spaces."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def next_lineage(lineage: str, quorum_id: int, step: int) -> str:
     """Lineage of the state that committing `step` under `quorum_id` makes out of `lineage`.
 
@@ -57,6 +64,8 @@ def _check(ok: bool, what: str) -> None:
 def _check_id(value: str, name: str) -> None:
     if not 0 < len(value) <= MAX_ID_CHARS:
         raise ValueError(f"{name} must have 1 to {MAX_ID_CHARS} characters")
+    if not value.isprintable():  # it is shown on terminals and in logs
+        raise ValueError(f"{name} must have printable characters only, got {value!r}")
 
 
 def _check_reason(value: str) -> None:

@@ -11,12 +11,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import zmq
 
 from lighthouse.config import LighthouseConfig, split_address
-from lighthouse.machine.job import JobState
-from lighthouse.server import LighthouseServer
+from lighthouse.machine.job import STATUS_MEMBERS, JobState, Lighthouse
+from lighthouse.server import LighthouseServer, Snapshot
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
     DeathNotice,
@@ -330,3 +331,119 @@ def test_a_refusal_does_not_tell_what_the_members_have(
     reason = b.await_message(Refused).reason
     assert "another model" in reason
     assert "secret" not in reason
+
+
+def test_a_job_that_never_had_a_member_leaves_nothing(
+    server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory
+) -> None:
+    kept = player("a", JobKey("kept", "x"))
+    kept.join(expected_replicas=1)
+    kept.await_quorum()
+    passing = player("b", JobKey("passing", "x"))
+    passing.join(min_replicas=2)
+    assert {j["job_id"] for j in _status(server, context)["jobs"]} == {"kept", "passing"}
+    passing.close()
+    until(lambda: [j["job_id"] for j in server.status()["jobs"]] == ["kept"])
+    kept.close()
+    until(lambda: server.status()["jobs"][0]["state"] == "forming")
+    assert [j["job_id"] for j in server.status()["jobs"]] == ["kept"], "its history counts"
+
+
+def _status(server: LighthouseServer, context: zmq.Context[Any]) -> dict[str, Any]:
+    """The status after all that was said before on connections that have been heard."""
+    until(lambda: len(server.status()["jobs"]) == 2)
+    return server.status()
+
+
+def test_a_frame_too_large_for_its_kind_is_not_decoded(
+    server: LighthouseServer,
+    context: zmq.Context[Any],
+    player: PlayerFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unpacked: list[int] = []
+    real = msgpack.unpackb
+
+    def unpackb(frame: Any, **options: Any) -> Any:
+        unpacked.append(len(frame))
+        return real(frame, **options)
+
+    monkeypatch.setattr(codec.msgpack, "unpackb", unpackb)
+    with dealer(context) as large:
+        large.connect(server.address())
+        for tag in ("vote", "stat?", "beat", "no such"):
+            large.send(msgpack.packb([codec.VERSION, tag, [[]] * codec.MAX_SMALL_BYTES]))
+        large.send(codec.encode(StatusRequest()))
+        assert isinstance(_hear(large), Status)
+    assert max(unpacked) <= codec.MAX_SMALL_BYTES
+    assert server.status()["server"]["malformed"] == 4
+
+
+def test_a_status_has_a_bound() -> None:
+    machine = Lighthouse(LighthouseConfig(timeouts=FAST, expected_replicas=STATUS_MEMBERS + 9), 1)
+    for n in range(STATUS_MEMBERS + 9):
+        job = JobKey("large", "x")
+        machine.handle(b"p%d" % n, Join(job, f"n{n}", f"r{n}", 0, "init", (b"a",)), 0.0)
+    (job_status,) = machine.status()["jobs"]  # type: ignore[misc]
+    assert len(job_status["members"]) == STATUS_MEMBERS
+    assert job_status["left_off"] == 9
+
+
+def test_statuses_cost_the_thread_a_small_share_of_its_time() -> None:
+    """One takes a tenth of a second: until fifty times as long have passed, it answers for all."""
+    now, made = [0.0], []
+
+    def make() -> bytes:
+        made.append(now[0])
+        now[0] += 0.1
+        return b"%d" % len(made)
+
+    snapshot = Snapshot()
+    answers = []
+    for _ in range(100):
+        answers.append(snapshot.get(make, lambda: now[0]))
+        now[0] += 0.1
+    assert len(made) == 2
+    assert answers[0] == b"1"
+    assert answers[-1] == b"2"
+
+
+CROWD = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+from lighthouse.config import LighthouseConfig
+from lighthouse.server import LighthouseServer
+from tests.lighthouse.support import FAST
+import logging; logging.basicConfig(stream=sys.stdout, format="%(message)s")
+with LighthouseServer(config=LighthouseConfig(timeouts=FAST)) as server:
+    print(resource.getrlimit(resource.RLIMIT_NOFILE), server.address(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_connections_that_say_nothing_make_way(context: zmq.Context[Any]) -> None:
+    """More than the process has descriptors for; one line says so."""
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", CROWD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first.startswith("(200, 200)"), "the limit was raised to the hard one"
+        address = first.split()[-1]
+        silent = []
+        with suppress(ConnectionError):  # some are ended before they are made
+            for _ in range(300):
+                silent.append(socket.create_connection(split_address(address), PATIENCE_S))
+        _asked(address, context, 3)
+        for each in silent:
+            each.close()
+        said, _ = process.communicate()
+        assert process.returncode == 0
+    (line,) = [each for each in said.splitlines() if "ulimit -n" in each]
+    assert "those that say nothing are ended" in line
