@@ -19,6 +19,7 @@ from lighthouse import __version__
 from lighthouse.client import LighthouseClient
 from lighthouse.config import LighthouseConfig, Timeouts, normalize_address
 from lighthouse.errors import LighthouseError
+from lighthouse.keeper import keep_running, patiently
 from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.wire.messages import JobKey, printable
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-DEFAULT_BIND = "tcp://0.0.0.0:29510"
+DEFAULT_BIND = "tcp://127.0.0.1:29510"
 DEFAULT_ADDRESS = "tcp://127.0.0.1:29510"
 _DEFAULT_JOB = JobKey()
 
@@ -69,7 +70,7 @@ def _timeout_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--bind",
     default=DEFAULT_BIND,
     metavar="ADDRESS",
-    help="Where to listen; port 0 means any free one.",
+    help="Where to listen; port 0 means any free one. tcp://0.0.0.0:29510 lets other machines in.",
 )
 @click.option(
     "--min-replicas",
@@ -108,12 +109,16 @@ def main(context: click.Context, /, **options: Any) -> None:
 
     The first line it prints is the address that replica groups need. It ends with exit code 0
     on SIGTERM and Ctrl-C; it may be killed and started again at any moment, no step is lost.
+    Its work is done in a child process, which is started again if it ends by itself.
     """
     if context.invoked_subcommand is None:
-        _serve(**options)
+        code = keep_running(lambda address, tell: _serve(address, tell, **options))
+        raise SystemExit(code)
 
 
 def _serve(
+    address: str,
+    tell: Callable[[str], None],
     *,
     bind: str,
     min_replicas: int,
@@ -123,7 +128,8 @@ def _serve(
     web: str | None,
     quiet: bool,
     **timeouts: float | None,
-) -> None:
+) -> int:
+    """Serve until told to end; returns 0. `address`: of the process before; empty: none was."""
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     try:
         config = LighthouseConfig(
@@ -133,7 +139,11 @@ def _serve(
         )
         web_address = normalize_address(web, to_connect=False) if web else None
         lines = _Lines(quiet)
-        server = LighthouseServer(bind, config=config, state_file=state_file, on_note=lines.note)
+        server = patiently(
+            lambda: LighthouseServer(
+                address or bind, config=config, state_file=state_file, on_note=lines.note
+            )
+        )
     except ValueError as error:
         _fail(str(error))
     except OSError as error:
@@ -141,12 +151,15 @@ def _serve(
     with server, contextlib.ExitStack() as pages:
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, lambda _signum, _frame: server.request_stop())
-        lines.start(f"lighthouse listening on {server.address()}")
+        tell(server.bound)  # first: once the line is out, a death must lead to a new start
+        lines.start("" if address else f"lighthouse listening on {server.address()}")
         if web_address is not None:
             from lighthouse.web import StatusPage  # http.server is not needed otherwise
 
             try:
-                page = pages.enter_context(StatusPage(web_address, server.status))
+                page = pages.enter_context(
+                    patiently(lambda: StatusPage(web_address, server.status))
+                )
             except OSError as error:
                 _fail(f"can't show the status page on {web} ({error.strerror}): choose another")
             lines.say(f"status page on {page.url}")
@@ -154,6 +167,7 @@ def _serve(
             server.join()
         except RuntimeError as error:
             _fail(str(error), code=1)
+    return 0
 
 
 class _Lines:
@@ -164,8 +178,9 @@ class _Lines:
         self._started = threading.Event()
 
     def start(self, line: str) -> None:
-        """Print the first line, unstamped; only then do notes follow."""
-        print(line, flush=True)
+        """Print the first line, if any, unstamped; only then do notes follow."""
+        if line:
+            print(line, flush=True)
         self._started.set()
 
     def say(self, line: str) -> None:

@@ -150,7 +150,9 @@ class LighthouseServer:
             if self._journal is not None:
                 self._journal.close()
             raise
-        self._address = sockets.reachable(self._endpoint.address)
+        self.bound = self._endpoint.address
+        """Where it listens, as it was bound: "tcp://0.0.0.0:29510" for all interfaces."""
+        self._address = sockets.reachable(self.bound)
         self.stats = Stats()
         self._complaints = Complaints()
         self._snapshot = Snapshot()

@@ -63,6 +63,7 @@ def open_router(
     Its context needs an authenticator. The monitor exists before the first connection can, so that
     no connection is missed.
     """
+    bindable = _bindable(endpoint)
     router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.PLAIN_SERVER, 1)
@@ -72,14 +73,12 @@ def open_router(
     router.setsockopt(zmq.MAXMSGSIZE, limits.request_bytes)
     if limits.buffer_bytes:
         router.setsockopt(zmq.SNDBUF, limits.buffer_bytes)
-    _set_common(router, endpoint, timeouts)
+    _set_common(router, bindable, timeouts)
     monitor = _open_monitor(router, context, ACCEPTED | DISCONNECTED | ACCEPT_FAILED)
     try:
-        router.bind(_bindable(endpoint))
-    except OSError as error:
+        router.bind(bindable)
+    except zmq.ZMQError as error:
         close(router, monitor)
-        if not isinstance(error, zmq.ZMQError):
-            raise
         hint = {
             int(zmq.EADDRINUSE): "stop what listens there, or choose another port (0: any)",
             int(zmq.EADDRNOTAVAIL): "this host has no such address; 0.0.0.0 means all of its own",

@@ -12,12 +12,13 @@ import signal
 import sys
 import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from lighthouse.config import LighthouseConfig
+from lighthouse.keeper import keep_running, patiently
 from lighthouse.server import LighthouseServer
 
 MAX_LOOK_S = 5.0
@@ -95,19 +96,38 @@ def main(bind: str, idle_s: float) -> None:
 
 def _serve(bind: str, idle_s: float, write_end: int) -> None:
     os.setsid()  # a trainer's Ctrl-C, and its launcher's clean-up, must not reach this process
-    stop = threading.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda _signum, _frame: stop.set())
-    with os.fdopen(write_end, "w") as pipe:
-        try:
-            server = LighthouseServer(bind, config=LighthouseConfig(), on_note=lambda note: None)
-        except (ValueError, OSError) as error:
-            pipe.write(f"failed {error}")
-            return
+
+    def report(text: str) -> None:
+        os.write(write_end, text.encode())
         _detach()
-        pipe.write(f"listening {server.address()}")
-    with server, suppress(RuntimeError):
-        serve_until_idle(server, idle_s, stop)
+        os.close(write_end)
+
+    def serve(address: str, tell: Callable[[str], None]) -> int:
+        stop = threading.Event()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda _signum, _frame: stop.set())
+        try:
+            server = patiently(
+                lambda: LighthouseServer(
+                    address or bind, config=LighthouseConfig(), on_note=lambda note: None
+                )
+            )
+        except (ValueError, OSError) as error:
+            if not address:
+                report(f"failed {error}")
+            return 1
+        if not address:  # the parent reports
+            _detach()
+            os.close(write_end)
+        tell(server.bound)
+        with server:
+            try:
+                serve_until_idle(server, idle_s, stop)
+            except RuntimeError:  # it has failed; another takes its place
+                return 1
+        return 0
+
+    keep_running(serve, on_listening=lambda address: report(f"listening {address}"))
 
 
 def _detach() -> None:

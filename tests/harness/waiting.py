@@ -24,3 +24,8 @@ def gone(pid: int) -> bool:
         return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return True
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that the main thread of this one has started, and that were not waited for."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

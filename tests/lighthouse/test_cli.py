@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 import zmq
 
+from lighthouse.cli import DEFAULT_BIND
 from lighthouse.server import LighthouseServer
 from lighthouse.web import StatusPage
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, children_of, gone, until
 from tests.lighthouse.support import Player
 
 pytestmark = pytest.mark.process
@@ -49,6 +51,38 @@ def test_signals_end_it_cleanly(signum: signal.Signals) -> None:
     with lighthouse() as (process, _):
         process.send_signal(signum)
         assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGABRT, signal.SIGKILL])
+def test_a_process_that_is_ended_is_started_again_at_its_address(
+    context: zmq.Context[Any], signum: signal.Signals
+) -> None:
+    with lighthouse("--expected-replicas", "1") as (process, address):
+        (first,) = children_of(process.pid)
+        os.kill(first, signum)
+        until(lambda: children_of(process.pid) not in ([], [first]))
+        player = Player(address, "a", context)
+        player.join()
+        player.await_quorum()
+        player.close()
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_what_serves_ends_with_the_command() -> None:
+    with lighthouse() as (process, address):
+        (child,) = children_of(process.pid)
+        process.kill()
+        process.wait()
+        until(lambda: gone(child))
+        with LighthouseServer(address):
+            pass
+
+
+def test_the_default_is_this_machine_only() -> None:
+    """Other machines are let in by an address that is named."""
+    assert DEFAULT_BIND == "tcp://127.0.0.1:29510"
+    assert "0.0.0.0" in run("--help").stdout
 
 
 def test_a_quorum_is_one_line_and_a_step_is_none(context: zmq.Context[Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lighthouse import LighthouseServer
 from tests.harness import workers
-from tests.harness.waiting import PATIENCE_S, until
+from tests.harness.waiting import PATIENCE_S, children_of, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ALIGN_STEPS = 20
@@ -249,6 +249,11 @@ class LighthouseProcess:
         self.port = int(self.address.rpartition(":")[2])
         self._drain = threading.Thread(target=self.process.stdout.read, daemon=True)
         self._drain.start()
+
+    @property
+    def serving(self) -> int:
+        """The process that serves: a child of the command's."""
+        return children_of(self.process.pid)[0]
 
     def close(self) -> None:
         self.process.kill()

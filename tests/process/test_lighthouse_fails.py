@@ -3,6 +3,7 @@ replica group restarts, nobody heals."""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -147,10 +148,10 @@ def test_lighthouse_is_stopped_for_a_while(
     workers = job.start_all(3)
     workers[0].hold("vote")
     workers[0].await_at("vote")
-    lighthouse.process.send_signal(signal.SIGSTOP)
+    os.kill(lighthouse.serving, signal.SIGSTOP)
     workers[0].go()
     time.sleep(2 * HEARTBEAT_TIMEOUT_S)  # the fault itself: long enough to be taken for dead
-    lighthouse.process.send_signal(signal.SIGCONT)
+    os.kill(lighthouse.serving, signal.SIGCONT)
     for worker in workers:
         worker.mark()
         worker.await_commits(5)

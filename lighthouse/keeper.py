@@ -1,0 +1,128 @@
+"""Starts a lighthouse's process again whenever it ends by itself.
+
+The command's process forks before it has any thread, and its child serves. A library can abort the
+child, the kernel can kill it; the next one listens at the same address, and no step is lost. The
+child ends with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+STEADY_S = 10.0
+"""A child that has lived for so long is started again without a pause."""
+BIND_PATIENCE_S = 2.0
+"""How long an address may be in use: the kernel may still be taking down the process before."""
+BIND_AGAIN_S = 0.02
+_SET_DEATH_SIGNAL = 1
+
+T = TypeVar("T")
+Serve = Callable[[str, Callable[[str], None]], int]
+"""Serve at an address (empty: the command's own), tell the bound one, return the exit code."""
+
+
+def keep_running(serve: Serve, on_listening: Callable[[str], None] = lambda address: None) -> int:
+    """Run `serve` in child processes until one ends as it should; returns the exit code.
+
+    A child that ends before the first one has listened, is told to stop, or returns 0 is not
+    replaced. `on_listening` is called here when the first one listens. Call this in a process that
+    has no other thread; it handles SIGTERM and SIGINT from then on.
+    """
+    keeper = _Keeper(serve, on_listening)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, keeper.stop)
+    return keeper.run()
+
+
+def patiently(bind: Callable[[], T]) -> T:
+    """What `bind` returns; called again while the address is in use, for `BIND_PATIENCE_S`."""
+    deadline = time.monotonic() + BIND_PATIENCE_S
+    while True:
+        try:
+            return bind()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
+                raise
+            time.sleep(BIND_AGAIN_S)
+
+
+class _Keeper:
+    def __init__(self, serve: Serve, on_listening: Callable[[str], None]) -> None:
+        self._serve, self._on_listening = serve, on_listening
+        self._child = 0
+        self._stopping = False
+        self._address = ""
+
+    def stop(self, signum: int, _frame: object) -> None:
+        self._stopping = True
+        if self._child:
+            with suppress(ProcessLookupError):
+                os.kill(self._child, signum)
+
+    def run(self) -> int:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            began = time.monotonic()
+            code = self._one()
+            if self._stopping:
+                return max(code, 0)
+            if code == 0 or not self._address:
+                return code if code >= 0 else 1
+            ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+            print(f"lighthouse: its process ended ({ending}); it is started again", file=sys.stderr)
+            if time.monotonic() - began >= STEADY_S:
+                pause_s = FIRST_PAUSE_S
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _one(self) -> int:
+        """Run one child; its exit code, or minus the signal that has ended it."""
+        read_end, write_end = os.pipe()
+        parent = os.getpid()
+        sys.stdout.flush()
+        self._child = os.fork()
+        if not self._child:
+            os.close(read_end)
+            self._be_child(parent, write_end)
+        os.close(write_end)
+        if self._stopping:  # the signal came before there was a child
+            os.kill(self._child, signal.SIGTERM)
+        with os.fdopen(read_end) as pipe:
+            said = pipe.read()
+        if said and not self._address:
+            self._address = said
+            self._on_listening(said)
+        _, status = os.waitpid(self._child, 0)
+        self._child = 0
+        return os.waitstatus_to_exitcode(status)
+
+    def _be_child(self, parent: int, write_end: int) -> None:
+        code = 1
+        try:
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(signum, signal.SIG_DFL)
+            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+            def listening(address: str) -> None:
+                os.write(write_end, address.encode())
+                os.close(write_end)
+
+            code = self._serve(self._address, listening)
+        except SystemExit as ending:
+            code = ending.code if isinstance(ending.code, int) else 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
