@@ -180,8 +180,8 @@ def lighthouse_plan(
     if not place.alone:
         raise ValueError(
             f"this machine starts {place.groups} of {place.num_replica_groups} replica groups, "
-            f"and they need a common lighthouse: start one with `lighthouse` and set "
-            f"{argument_name('lighthouse')} to its address"
+            "and they need a common lighthouse: start one with `lighthouse --bind "
+            f"tcp://0.0.0.0:29510` and set {argument_name('lighthouse')} to its address"
         )
     return LighthousePlan(address="", bind="tcp://127.0.0.1:0")
 
