@@ -66,7 +66,8 @@ def fetch(
         sources: addresses of HealServers, tcp://host:port; duplicates are ignored.
         key: the version. One that is not published yet is waited for.
         deadline: when to give up (`time.monotonic()`).
-        into: this rank's own tree. Tensors of equal dtype and shape at the same place are received
+        into: this rank's own tree, or a function that returns it, called in this thread when the
+            first bytes are about to be written. Tensors of equal dtype and shape at the same place are received
             in place and are the leaves of the result; after a HealError their contents are
             undefined. Nothing is written to them after this has returned or raised.
         options: of the job; those of heals are used.
@@ -151,6 +152,7 @@ class _Fetch:
         self._links: list[_Link] = []
         self._started = time.perf_counter()
         self._plan: TransferPlan | None = None
+        self._manifest: Manifest | None = None
         self._receiver: Receiver | None = None
         self._layout_digest = b""
         self._chunks: list[Chunk] = []
@@ -200,8 +202,7 @@ class _Fetch:
                     self._read_monitor(link)
                 if link.socket in ready and not link.failure:
                     self._read(link)
-        assert self._receiver is not None
-        tree = self._receiver.finish(allow_objects=self._options.heal_allow_objects)
+        tree = self._memory().finish(allow_objects=self._options.heal_allow_objects)
         return tree, HealStats(
             bytes=self._done_bytes,
             seconds=time.perf_counter() - self._started,
@@ -311,20 +312,19 @@ class _Fetch:
     def _read_directly(self, link: _Link, chunks: list[int]) -> list[int]:
         """Copy chunks from the source's memory; returns those that the source must confirm."""
         assert self._plan is not None
-        assert self._receiver is not None
-        read = []
+        read, receiver = [], self._memory()
         for index in chunks:
             chunk = self._chunks[index]
             remote = link.addresses[chunk.segment]
             if not remote or self._plan.is_done(index):
                 continue
-            slot = self._receiver.slot(chunk)
+            slot = receiver.slot(chunk)
             try:
                 read_memory(link.pid, remote + chunk.offset, slot.data_ptr(), chunk.nbytes)
             except OSError:  # refused by the kernel, or the process is gone
                 link.direct = False
                 break
-            self._receiver.place(chunk)
+            receiver.place(chunk)
             read.append(index)
         return read
 
@@ -376,7 +376,7 @@ class _Fetch:
             return
         if self._plan is None:
             manifest = Manifest(data)
-            self._receiver = Receiver(manifest, self._into, self._chunk_bytes)
+            self._manifest = manifest
             self._chunks = manifest.layout.chunks(self._chunk_bytes)
             self._layout_digest = manifest.layout_digest
             self._total_bytes = manifest.layout.total_bytes
@@ -399,9 +399,17 @@ class _Fetch:
         self._plan.add_source(link.address, time.monotonic())
         self._report()
 
+    def _memory(self) -> Receiver:
+        """Where bytes go: found when the first ones are about to be written. Until then this rank's
+        own state is whole, whatever becomes of the sources."""
+        if self._receiver is None:
+            assert self._manifest is not None
+            into = self._into() if callable(self._into) else self._into
+            self._receiver = Receiver(self._manifest, into, self._chunk_bytes)
+        return self._receiver
+
     def _on_chunk(self, link: _Link, reply: wire.ChunkReply) -> None:
         assert self._plan is not None
-        assert self._receiver is not None
         chunk = self._chunks[reply.index]
         if not link.socket.getsockopt(zmq.RCVMORE):
             raise ProtocolError("a chunk without its bytes")
@@ -409,9 +417,10 @@ class _Fetch:
             link.socket.recv(copy=False)
             self._plan.received(link.address, reply.index, time.monotonic())
             return
-        slot = self._receiver.slot(chunk)
+        receiver = self._memory()
+        slot = receiver.slot(chunk)
         size = link.socket.recv_into(as_memory(slot))
-        if size == chunk.nbytes and self._receiver.accept(chunk, slot, reply.checksum):
+        if size == chunk.nbytes and receiver.accept(chunk, slot, reply.checksum):
             self._accept(link, reply.index, chunk)
             return
         self._corrupted += 1

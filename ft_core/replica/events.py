@@ -122,7 +122,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Overwrite:
-    """The own state is about to be overwritten by the one that is being fetched.
+    """The first bytes of the state that is being fetched are about to overwrite the own one.
 
     `ReplicaStatus.overwriting` says whether it may be. Then it is no state until it has been
     loaded, and must never be a source for others.

@@ -162,7 +162,7 @@ class DataPlane:
             tree, stats = fetch(
                 [self._address_of(m).heal for m in effect.sources],
                 key,
-                into=self._into(),
+                into=self._into,
                 deadline=deadline,
                 options=self._options,
                 interrupt=interrupt,

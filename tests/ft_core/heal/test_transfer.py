@@ -59,6 +59,29 @@ def test_in_place(make_server: MakeServer, same_host: bool) -> None:
     assert same(back, tree)
 
 
+def test_the_own_state_is_whole_until_the_first_byte(make_server: MakeServer) -> None:
+    """A source that refuses, or that dies after it has described its state, has torn nothing."""
+    asked: list[str] = []
+
+    def mine(why: str) -> Callable[[], Any]:
+        return lambda: asked.append(why) or state(8, seed=1)  # type: ignore[func-returns-value]
+
+    def dies(_: HealProgress) -> None:
+        raise RuntimeError("the source is gone")
+
+    server, strict = make_server(), make_server(options=JobOptions(name="r0", token="secret"))
+    for one in (server, strict):
+        one.publish(KEY, state(8))
+    with pytest.raises(HealError):
+        fetch([strict.address], KEY, into=mine("refused"), deadline=soon())
+    with pytest.raises(RuntimeError):
+        fetch([server.address], KEY, into=mine("described"), deadline=soon(), progress=dies)
+    assert asked == []
+    back, _ = fetch([server.address], KEY, into=mine("received"), deadline=soon())
+    assert asked == ["received"]
+    assert same(back, state(8))
+
+
 def test_a_state_without_tensors(make_server: MakeServer) -> None:
     server = make_server()
     server.publish(KEY, {"epoch": 3, "names": ["a", None]})
