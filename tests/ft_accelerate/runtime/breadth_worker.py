@@ -9,8 +9,6 @@ stateful loader. No line of the loop knows of fault tolerance.
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import logging
 import os
 import signal
@@ -22,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ft_accelerate.runtime.loop_worker import Log, digest
+from tests.ft_accelerate.runtime.loop_worker import LoopLog
+from tests.harness.script import digest, options_of
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -92,7 +91,7 @@ def loader(options: dict[str, Any]) -> Any:
     return DataLoader(TensorDataset(images), 4, shuffle=True)
 
 
-def injection(log: Log, step: int) -> Any:
+def injection(log: LoopLog, step: int) -> Any:
     """A gradient's hook: fails the step in the midst of its reductions."""
 
     def hook(gradient: Tensor) -> None:
@@ -122,8 +121,8 @@ def run(options: dict[str, Any]) -> None:
 
     accelerator = make(options)
     set_seed(7)
-    log = Log(options, accelerator)
-    second = Log({**options, "inject": options["inject_second"]}, accelerator)
+    log = LoopLog(options, accelerator)
+    second = LoopLog({**options, "inject": options["inject_second"]}, accelerator)
     draws = Generator(norm=options["norm"], optional=options["optional"])
     judges = discriminator()
     bare = {"g": draws, "d": judges}
@@ -145,7 +144,7 @@ def run(options: dict[str, Any]) -> None:
             batches = accelerator.skip_first_batches(train, options["start"])
         for index, (x,) in enumerate(batches):
             time.sleep(options["step_delay_s"] if log.live else 0)
-            log.hold(f"step-{step}")
+            log.at(f"step-{step}")
             with accelerator.accumulate(draws, judges):
                 fake = draws(x[:, :4], index + accelerator.process_index)
                 scores = judges(torch.cat([x, fake.detach()]))
@@ -155,7 +154,7 @@ def run(options: dict[str, Any]) -> None:
                 accelerator.backward(loss)
                 d_steps.step()
                 d_steps.zero_grad()
-                log.hold(f"between-{step}")
+                log.at(f"between-{step}")
                 loss = judged(judges(fake), 1.0)
                 if accelerator.sync_gradients and fake.requires_grad:
                     fake.register_hook(injection(second, step))
@@ -187,8 +186,7 @@ def run(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
-    given = {**OPTIONS, **json.loads(sys.argv[1])}
+    given = options_of(OPTIONS)
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
         from ft_accelerate.install import (
             install,  # what the installed package does by itself

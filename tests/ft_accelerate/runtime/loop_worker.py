@@ -8,21 +8,15 @@ The loop itself has no line that knows of fault tolerance. Each optimizer step a
 
 from __future__ import annotations
 
-import faulthandler
-import hashlib
-import json
 import os
-import signal
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.harness.script import Holds
+from tests.harness.script import Log, digest, options_of
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -39,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "first_seed_only": False,  # the others begin with weights of their own
     "step_delay_s": 0.0,
     "eval_delay_s": 0.0,
-    # places to wait at, see `script.Holds`: "step-12", "eval-1"; "past-step-3": when the script runs
+    # places to wait at, see `script.Log`: "step-12", "eval-1"; "past-step-3": when the script runs
     # through its past
     "holds": [],
     "inject": {},  # {"<step>": index}: this replica group reports an error once
@@ -50,13 +44,6 @@ OPTIONS: dict[str, Any] = {
     "local_steps": 5,
     "diloco": {"fragments": 2, "codec": "int8"},
 }
-
-
-def digest(tree: Any) -> str:
-    total = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(tree.items()):
-        total.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-    return total.hexdigest()
 
 
 class Net(nn.Module):
@@ -99,15 +86,12 @@ def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
     return DataLoader(train, options["batch_size"], shuffle=True), DataLoader(test, 8)
 
 
-class Log:
-    """Writes lines; waits where the test says so."""
+class LoopLog(Log):
+    """Only what is trained is logged, not what a script runs through of its past."""
 
     def __init__(self, options: dict[str, Any], accelerator: Any) -> None:
-        self.options, self.accelerator = options, accelerator
-        self.name = str(accelerator.process_index)
-        self.path = Path(options["log"]) / f"{self.name}.steps"
-        self.holds = Holds(options["log"], self.name, options["holds"])
-        self.started = False
+        super().__init__(options["log"], str(accelerator.process_index), options["holds"])
+        self.options, self.started = options, False
 
     @property
     def live(self) -> bool:
@@ -123,8 +107,8 @@ class Log:
         runtime = processes.active()
         return runtime is not None and runtime.leader and runtime.participants == 2
 
-    def hold(self, here: str) -> None:
-        self.holds.at(here if self.live else f"past-{here}")
+    def at(self, place: str) -> None:
+        super().at(place if self.live else f"past-{place}")
 
     def inject(self, step: int) -> None:
         from ft_accelerate.runtime import process as processes
@@ -139,17 +123,11 @@ class Log:
             return
         if not self.started:
             self.started = True
-            with self.path.with_suffix(".ready").open("a") as file:
-                file.write(f"{os.getpid()}\n")
-        with self.path.open("a") as file:
-            file.write(json.dumps({"pid": os.getpid(), **line}) + "\n")
+            self.ready()
+        super().step(**line)
 
     def evaluated(self, **line: Any) -> None:
-        with self.path.with_suffix(".evals").open("a") as file:
-            file.write(json.dumps({"pid": os.getpid(), "live": self.live, **line}) + "\n")
-
-    def end(self, **line: Any) -> None:
-        self.path.with_suffix(".end").write_text(json.dumps({"pid": os.getpid(), **line}))
+        self.append("evals", live=self.live, **line)
 
 
 def local_training(options: dict[str, Any], accelerator: Any, model: Any) -> Any:
@@ -169,12 +147,12 @@ def local_training(options: dict[str, Any], accelerator: Any, model: Any) -> Any
     )
 
 
-def evaluate(accelerator: Any, model: Any, loader: Any, log: Log, epoch: int) -> float:
+def evaluate(accelerator: Any, model: Any, loader: Any, log: LoopLog, epoch: int) -> float:
     model.eval()
     right = total = 0
     for x, y in loader:
         time.sleep(log.options["eval_delay_s"] if log.live else 0)
-        log.hold(f"eval-{epoch}")
+        log.at(f"eval-{epoch}")
         with torch.no_grad():
             guess = model(x).argmax(-1)
         guesses, labels = accelerator.gather_for_metrics((guess, y))
@@ -196,7 +174,7 @@ def run(options: dict[str, Any]) -> None:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=options["seedable"]),
     )
     set_seed(options["seed"])
-    log = Log(options, accelerator)
+    log = LoopLog(options, accelerator)
     train, test = loaders(options)
     if options["first_seed_only"] and accelerator.process_index:
         torch.manual_seed(accelerator.process_index)
@@ -217,7 +195,7 @@ def run(options: dict[str, Any]) -> None:
         with local as inner:
             for index, (x, y) in enumerate(train):
                 time.sleep(options["step_delay_s"] if log.live else 0)
-                log.hold(f"step-{global_step}")
+                log.at(f"step-{global_step}")
                 with accelerator.accumulate(model):
                     loss = nn.functional.cross_entropy(model(x), y)
                     if options["gather_loss"]:
@@ -270,8 +248,7 @@ def run(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
-    given = {**OPTIONS, **json.loads(sys.argv[1])}
+    given = options_of(OPTIONS)
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
         from ft_accelerate.install import (
             install,  # what the installed package does by itself

@@ -8,13 +8,7 @@ the loop writes `<log>/<name>.end`.
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import os
-import signal
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ft_lightning.fabric
-from tests.ft_lightning.trainer.worker import digest
-from tests.harness.script import Holds
+from tests.harness.script import Log, digest, options_of, process_name
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -32,7 +25,7 @@ OPTIONS: dict[str, Any] = {
     "epochs": 4,
     "samples": 152,
     "step_delay_s": 0.0,
-    "holds": [],  # places to wait at, see `script.Holds`: "step:<inner step>"
+    "holds": [],  # places to wait at, see `script.Log`: "step:<inner step>"
     "die": None,  # [replica, inner step]: SIGKILL itself there, in its first life
     "load": None,  # a checkpoint to go on from
 }
@@ -46,14 +39,12 @@ def data(samples: int) -> DataLoader[Any]:
 
 
 def run(options: dict[str, Any]) -> None:
-    log, options = Path(options["log"]), {**OPTIONS, **options}
     strategy = ft_lightning.fabric.FTDiLoCoStrategy(**options["strategy_options"])
     fabric = Fabric(accelerator="cpu", strategy=strategy, devices=1)
     fabric.launch()
     fabric.seed_everything(7, verbose=False)
-    name = os.environ["REPLICA_GROUP_ID"]
-    holds = Holds(log, name, options["holds"])
-    holds.begin_life()
+    log = Log(options["log"], process_name(), options["holds"])
+    log.begin_life()
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     inner = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=7, gamma=0.9)
@@ -63,23 +54,20 @@ def run(options: dict[str, Any]) -> None:
              "outer": strategy.outer}  # fmt: skip
     if options["load"]:
         fabric.load(options["load"], saved)
-    with (log / f"{name}.ready").open("a") as file:
-        file.write(f"{os.getpid()}\n")
+    log.ready()
 
     def write() -> None:
         with strategy.global_parameters():
             line = {
-                "pid": os.getpid(),
                 "outer_step": strategy.outer_step,
                 "committed": strategy.manager.last_outcome().committed,
                 "participants": strategy.manager.last_outcome().participants,
                 "step": strategy.current_step,
                 "place": [strategy.progress.places[0].epoch, strategy.progress.places[0].batch],
                 "lr": inner.param_groups[0]["lr"],
-                "digest": digest(net),
+                "digest": digest(net.state_dict()),
             }
-        with (log / f"{name}.steps").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        log.step(**line)
 
     seen = None
     trained = 0
@@ -90,22 +78,18 @@ def run(options: dict[str, Any]) -> None:
                 seen = strategy.manager.last_outcome()
                 write()
             time.sleep(options["step_delay_s"])
-            holds.at(f"step:{step}")
-            first_life = len((log / f"{name}.ready").read_text().split()) == 1
-            if [fabric.global_rank, step] == options["die"] and first_life:
-                os.kill(os.getpid(), signal.SIGKILL)
+            log.at(f"step:{step}")
+            log.die_once([fabric.global_rank, step] == options["die"])
             fabric.backward(nn.functional.cross_entropy(model(images), labels))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             trained += 1
         with strategy.global_parameters():
-            fabric.save(log / "saved.ckpt", saved)
-    end = {"step": strategy.current_step, "digest": digest(net), "trained": trained}
-    (log / f"{name}.end").write_text(json.dumps(end))
+            fabric.save(log.folder / "saved.ckpt", saved)
+    log.end(step=strategy.current_step, digest=digest(net.state_dict()), trained=trained)
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
     torch.set_num_threads(1)
-    run(json.loads(sys.argv[1]))
+    run(options_of(OPTIONS))

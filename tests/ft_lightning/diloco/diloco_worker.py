@@ -8,14 +8,8 @@ the fit writes `<log>/<name>.end`.
 
 from __future__ import annotations
 
-import faulthandler
-import hashlib
-import json
 import os
-import signal
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +19,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 import ft_lightning
-from tests.ft_lightning.trainer.worker import loaders, process_name
-from tests.harness.script import Holds
+from tests.ft_lightning.trainer.worker import loaders
+from tests.harness.script import Log, digest, options_of, process_name
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -40,18 +34,11 @@ OPTIONS: dict[str, Any] = {
     "precision": "32-true",
     "seed": 7,
     "step_delay_s": 0.0,
-    "holds": [],  # places to wait at, see `script.Holds`: "step:<global step>"
+    "holds": [],  # places to wait at, see `script.Log`: "step:<global step>"
     "die": None,  # [replica, global step]: SIGKILL itself there, in its first life
     "inject": {},  # {"<global step>": replica}: this replica reports an error once
     "resume": None,  # a checkpoint
 }
-
-
-def digest(state: dict[str, Any]) -> str:
-    total = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(state.items()):
-        total.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-    return total.hexdigest()
 
 
 class Model(LightningModule):
@@ -59,8 +46,7 @@ class Model(LightningModule):
         super().__init__()
         self.options = options
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-        self.log_path = Path(options["log"])
-        self.holds = Holds(self.log_path, process_name(), options["holds"])
+        self.files = Log(options["log"], process_name(), options["holds"])
         self.injected: set[str] = set()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -71,12 +57,9 @@ class Model(LightningModule):
         return loss
 
     def interfere(self, step: int) -> None:
-        self.holds.at(f"step:{step}")
+        self.files.at(f"step:{step}")
         rank = self.global_rank
-        if [rank, step] == self.options["die"]:
-            lives = (self.log_path / f"{rank}.ready").read_text().split()
-            if len(lives) == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+        self.files.die_once([rank, step] == self.options["die"])
         if self.options["inject"].get(str(step)) == rank and str(step) not in self.injected:
             self.injected.add(str(step))
             self.trainer.strategy.manager.report_error(RuntimeError("injected"))
@@ -97,9 +80,8 @@ class Model(LightningModule):
 class Recorder(Callback):
     """Has a state that a heal must bring along; writes a line an outer step."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        name = os.environ.get("REPLICA_GROUP_ID") or os.environ.get("LOCAL_RANK", "0")
-        self.path = Path(options["log"]) / f"{name}.steps"
+    def __init__(self, files: Log) -> None:
+        self.files = files
         self.inner_steps = 0
         """Of this life."""
         self.val_losses: list[float] = []
@@ -112,8 +94,7 @@ class Recorder(Callback):
         self.val_losses = state["val_losses"]
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        with self.path.with_suffix(".ready").open("a") as file:
-            file.write(f"{os.getpid()}\n")
+        self.files.ready()
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:
@@ -129,7 +110,6 @@ class Recorder(Callback):
             return
         self.outcome = outcome
         line = {
-            "pid": os.getpid(),
             "outer_step": strategy.manager.current_step(),
             "committed": outcome.committed,
             "participants": outcome.participants,
@@ -147,8 +127,7 @@ class Recorder(Callback):
             },
             "leader": trainer.is_global_zero,
         }
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.files.step(**line)
 
 
 def run(options: dict[str, Any]) -> Trainer:
@@ -156,9 +135,9 @@ def run(options: dict[str, Any]) -> Trainer:
     seed_everything(options["seed"], verbose=False)
     model = Model(options)
     if "REPLICA_GROUP_ID" in os.environ:  # not in the process that starts the replicas
-        model.holds.begin_life()
+        model.files.begin_life()
     train, val = loaders(options)
-    recorder = Recorder(options)
+    recorder = Recorder(model.files)
     strategy = options["strategy"]
     if strategy.startswith("FT"):
         strategy = getattr(ft_lightning, strategy)(**options["strategy_options"])
@@ -177,19 +156,16 @@ def run(options: dict[str, Any]) -> Trainer:
         num_sanity_val_steps=1,
     )
     trainer.fit(model, train, val, ckpt_path=options["resume"])
-    end = {
-        "pid": os.getpid(),
-        "step": trainer.global_step,
-        "epoch": trainer.current_epoch,
-        "digest": digest(model.state_dict()),
-        "val_losses": recorder.val_losses,
-        "inner_steps": recorder.inner_steps,
-        "leader": trainer.is_global_zero,
-    }
-    recorder.path.with_suffix(".end").write_text(json.dumps(end))
+    model.files.end(
+        step=trainer.global_step,
+        epoch=trainer.current_epoch,
+        digest=digest(model.state_dict()),
+        val_losses=recorder.val_losses,
+        inner_steps=recorder.inner_steps,
+        leader=trainer.is_global_zero,
+    )
     return trainer
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
-    run({**OPTIONS, **json.loads(sys.argv[1])})
+    run(options_of(OPTIONS))

@@ -92,7 +92,7 @@ def test_streaming_killed_in_the_overlap_under_the_launcher(tmp_path: Path) -> N
     assert committed == list(range(4, epochs * steps + 1, 4)), "the survivor has lost an outer step"
     together = [line["metrics"] for line in lines[0] if line["participants"] > 1]
     assert all(metrics["outer_bytes"] > 0 for metrics in together)
-    assert all(metrics["outer_hidden_s"] > 0 for metrics in together)  # inner steps went on meanwhile
+    assert all(metrics["outer_hidden_s"] > 0 for metrics in together)  # behind inner steps
 
 
 def test_local_sgd_by_name_and_resumed(tmp_path: Path, lighthouse: str) -> None:

@@ -8,8 +8,6 @@ end of the loop writes `<log>/<name>.end`. Written so that it runs under stock "
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import os
 import signal
 import sys
@@ -25,8 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import ft_lightning  # noqa: F401
 from ft_lightning.fabric import FTDDPStrategy
-from tests.ft_lightning.trainer.worker import digest, process_name
-from tests.harness.script import Holds
+from tests.harness.script import Log, digest, options_of, process_name
 from tests.harness.stock import leave_stock
 
 OPTIONS: dict[str, Any] = {
@@ -41,7 +38,7 @@ OPTIONS: dict[str, Any] = {
     "accumulate": 1,
     "clip": None,
     "step_delay_s": 0.0,
-    "holds": [],  # places to wait at, see `script.Holds`: "step:<number>", "between:<number>",
+    "holds": [],  # places to wait at, see `script.Log`: "step:<number>", "between:<number>",
     # "validation:<number>"
     "inject": {},  # {"<step>": replica index}: this replica reports an error once, in backward
     "critic": False,  # every second window has two updates: of a critic, then of the net
@@ -55,7 +52,6 @@ OPTIONS: dict[str, Any] = {
 class Worker:
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
-        self.log = Path(options["log"])
         signal.signal(signal.SIGTERM, self.note_sigterm)
         if os.environ.get("LT_CLI_USED"):  # `fabric run` has the options, and launches
             self.fabric = Fabric()
@@ -73,9 +69,8 @@ class Worker:
         self.fabric.seed_everything(7, verbose=False)
         self.strategy: Any = self.fabric.strategy
         self.ours = options["strategy"] == "ft_ddp"
-        self.name = process_name()
-        self.holds = Holds(self.log, self.name, options["holds"])
-        self.holds.begin_life()
+        self.log = Log(options["log"], process_name(), options["holds"])
+        self.log.begin_life()
         self.counts = {"committed": 0}
         self.injected: set[str] = set()
         self.set_up()
@@ -110,10 +105,9 @@ class Worker:
             state |= {"critic": self.critic, "critic_optimizer": self.critic_optimizer}
         self.checkpoint = state
         if self.options["load"]:
-            self.fabric.load(self.log / "saved.ckpt", state)
+            self.fabric.load(self.log.folder / "saved.ckpt", state)
             self.step = self.strategy.progress.step
-        with (self.log / f"{self.name}.ready").open("a") as file:
-            file.write(f"{os.getpid()}\n")
+        self.log.ready()
 
     def train(self) -> None:
         total = self.options["epochs"]
@@ -124,7 +118,7 @@ class Worker:
                 if self.ours:
                     self.step, number = self.strategy.current_step, self.place() - 1
                 time.sleep(self.options["step_delay_s"])
-                self.holds.at(f"step:{self.step}")
+                self.log.at(f"step:{self.step}")
                 window += [round(float(x) * 64) for x in images[:, 0]]
                 k = self.options["accumulate"]
                 last = (number + 1) % k == 0
@@ -155,7 +149,7 @@ class Worker:
             losses = [
                 nn.functional.cross_entropy(self.net(x), y, reduction="sum") for x, y in self.val
             ]
-        self.holds.at(f"validation:{self.step}")
+        self.log.at(f"validation:{self.step}")
         self.val_loss = float(self.fabric.all_reduce(sum(losses), reduce_op="sum"))
         self.val_ranks = self.gather_ranks()
         self.fabric.barrier()
@@ -176,7 +170,7 @@ class Worker:
         mean = self.fabric.all_reduce(self.critic(logits.detach()).mean().detach())
         if self.count_update():
             self.criticism = float(mean)
-            self.holds.at(f"between:{self.step}")
+            self.log.at(f"between:{self.step}")
 
     def count_update(self) -> bool:
         """Whether the update is made, and for the first time."""
@@ -209,11 +203,10 @@ class Worker:
         if not self.count_update():
             return
         line = {
-            "pid": os.getpid(),
             "step": self.step,
             "epoch": epoch if not self.ours else self.strategy.progress.places[0].epoch,
             "batch_idx": number,
-            "digest": digest(self.net.module),
+            "digest": digest(self.net.module.state_dict()),
             "lr": self.optimizer.param_groups[0]["lr"],
             "loss": float(mean),
             "after": float(self.fabric.all_reduce(loss.detach().clone())),
@@ -223,14 +216,13 @@ class Worker:
             "batch": window,
             "leader": self.fabric.is_global_zero,
         }
-        with (self.log / f"{self.name}.steps").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.log.step(**line)
         if self.step == self.options["save_at"]:
-            self.fabric.save(self.log / "saved.ckpt", self.checkpoint)
+            self.fabric.save(self.log.folder / "saved.ckpt", self.checkpoint)
 
     def note_sigterm(self, number: int, frame: Any) -> None:
         """Announce a SIGTERM. The strategy's own handler calls this one first."""
-        (self.log / f"{self.name}.told").touch()
+        self.log.append("told", signal=number)
         if signal.getsignal(number) == self.note_sigterm:  # the strategy's is not there
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -248,20 +240,19 @@ class Worker:
     def end(self) -> None:
         end = {
             "step": self.step,
-            "digest": digest(self.net.module),
+            "digest": digest(self.net.module.state_dict()),
             "world_size": self.fabric.world_size,
             "rank": self.fabric.global_rank,
             "epoch": self.strategy.progress.epoch if self.ours else self.options["epochs"],
             "val_loss": self.val_loss,
             "val_ranks": self.val_ranks,
         }
-        (self.log / f"{self.name}.end").write_text(json.dumps(end))
+        self.log.end(**end)
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
     torch.set_num_threads(1)
-    worker = Worker({**OPTIONS, **json.loads(sys.argv[1])})
+    worker = Worker(options_of(OPTIONS))
     worker.train()
     worker.end()
     if not worker.ours:

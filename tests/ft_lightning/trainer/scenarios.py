@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ft_lightning
-from tests.ft_lightning.trainer.worker import digest
+from tests.harness.script import digest
 from tests.harness.stock import leave_stock
 
 SAMPLES, BATCH = 96, 4
@@ -171,7 +171,7 @@ class Trace(Callback):
         self.participants: set[int] = set()
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.digests.append(digest(module))
+        self.digests.append(digest(module.state_dict()))
         self.lrs.append(trainer.optimizers[0].param_groups[0]["lr"])
         self.steps.append(trainer.global_step)
         self.participants.add(getattr(trainer.strategy, "num_participants", 0))

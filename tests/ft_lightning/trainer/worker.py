@@ -8,14 +8,9 @@ end of the fit writes `<log>/<name>.end`.
 
 from __future__ import annotations
 
-import faulthandler
-import hashlib
-import json
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ft_lightning
-from tests.harness.script import Holds
+from tests.harness.script import Log, digest, options_of, process_name
 from tests.harness.stock import leave_stock
 
 OPTIONS: dict[str, Any] = {
@@ -53,27 +48,9 @@ OPTIONS: dict[str, Any] = {
     "gathers": False,  # validation calls collectives
     "checkpoints": False,
     "logs": False,  # a CSV logger, a weight average, an early stopping
-    "holds": [],  # places to wait at, see `script.Holds`: "step:<global step>", "end:<epoch>",
+    "holds": [],  # places to wait at, see `script.Log`: "step:<global step>", "end:<epoch>",
     # "validation:<epoch>", "val batch:<epoch>:<index>"
 }
-
-
-def digest(module: nn.Module) -> str:
-    total = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(module.state_dict().items()):
-        total.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-    return total.hexdigest()
-
-
-def process_name() -> str:
-    """Of this process's files: its number among those of all replica groups."""
-    env = os.environ
-    group = env.get("REPLICA_GROUP_ID")
-    size = int(env.get("WORLD_SIZE") or env.get("SLURM_NTASKS", "1"))
-    rank = env.get("RANK", "") if "WORLD_SIZE" in env else env.get("SLURM_PROCID", "")
-    if rank and size > 1:
-        return str(int(group or 0) * size + int(rank))
-    return group or env.get("LOCAL_RANK", "0")
 
 
 class Model(LightningModule):
@@ -86,34 +63,32 @@ class Model(LightningModule):
         self.injected: set[str] = set()
         self.runs: list[list[int]] = []
         self.validated: list[int] = []
-        self.log_path = Path(options["log"])
-        self.holds = Holds(self.log_path, process_name(), options["holds"])
+        self.files = Log(options["log"], process_name(), options["holds"])
 
     def on_train_epoch_end(self) -> None:
-        self.holds.at(f"end:{self.trainer.current_epoch}")
+        self.files.at(f"end:{self.trainer.current_epoch}")
 
     def on_validation_end(self) -> None:
         """A line for each validation: the batches that were done here, the metric, the truth."""
         if self.trainer.sanity_checking:
             return
         images, labels = self.trainer.val_dataloaders.dataset.tensors
-        line = {
-            "epoch": self.trainer.current_epoch,
-            "batches": self.validated,
-            "val_loss": float(self.trainer.callback_metrics["val_loss"]),
-            "truth": float(nn.functional.cross_entropy(self.net(images), labels)),
-        }
+        self.files.append(
+            "validations",
+            epoch=self.trainer.current_epoch,
+            batches=self.validated,
+            val_loss=float(self.trainer.callback_metrics["val_loss"]),
+            truth=float(nn.functional.cross_entropy(self.net(images), labels)),
+        )
         self.validated = []
-        with (self.log_path / f"{self.global_rank}.validations").open("a") as file:
-            file.write(json.dumps(line) + "\n")
 
     def on_validation_start(self) -> None:
         if not self.trainer.sanity_checking:
-            self.holds.at(f"validation:{self.trainer.current_epoch}")
+            self.files.at(f"validation:{self.trainer.current_epoch}")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.runs.append([self.trainer.current_epoch, batch_idx])
-        self.holds.at(f"step:{self.trainer.global_step}")
+        self.files.at(f"step:{self.trainer.global_step}")
         time.sleep(self.options["step_delay_s"])
         step = str(self.trainer.global_step)
         if self.options["inject"].get(step) == self.global_rank and step not in self.injected:
@@ -150,15 +125,13 @@ class Model(LightningModule):
 
     def perhaps_die(self, loss: Tensor) -> None:
         """In the backward of `loss`, in this replica's first life."""
-        died = self.log_path / f"{self.global_rank}.died"
         if self.options["dies"].get(str(self.trainer.global_step)) == self.global_rank:
-            if not died.exists():
-                died.touch()
+            if self.files.life == 1:
                 loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
-            self.holds.at(f"val batch:{self.trainer.current_epoch}:{batch_idx}")
+            self.files.at(f"val batch:{self.trainer.current_epoch}:{batch_idx}")
             self.validated.append(batch_idx)
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         if self.options["gathers"]:
@@ -183,8 +156,8 @@ class Model(LightningModule):
 class Recorder(Callback):
     """Has a state that a heal must bring along; writes a line a committed step."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.path = Path(options["log"]) / f"{process_name()}.steps"
+    def __init__(self, files: Log) -> None:
+        self.files = files
         self.average: Tensor | None = None
         self.steps = 0
         self.last_step = 0
@@ -198,8 +171,7 @@ class Recorder(Callback):
         self.last_step = state["last_step"]
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        with self.path.with_suffix(".ready").open("a") as file:
-            file.write(f"{os.getpid()}\n")
+        self.files.ready()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.started.append((trainer.current_epoch, batch_idx))
@@ -215,7 +187,6 @@ class Recorder(Callback):
         flat = torch.cat([p.detach().flatten() for p in module.parameters()])
         self.average = flat if self.average is None else self.average * 0.9 + flat * 0.1
         line = {
-            "pid": os.getpid(),
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "batch_idx": batch_idx,
@@ -223,7 +194,7 @@ class Recorder(Callback):
             "module_batch_idx": module.batch_idx,
             "last": trainer.is_last_batch,
             "total": trainer.fit_loop.total_batch_idx,
-            "digest": digest(module),
+            "digest": digest(module.state_dict()),
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
             "schedulers": [repr(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "average": float(self.average.double().sum()),
@@ -234,14 +205,13 @@ class Recorder(Callback):
         }
         for callback in trainer.callbacks:
             if isinstance(callback, WeightAveraging):
-                line["weights"] = digest(callback._average_model)
+                line["weights"] = digest(callback._average_model.state_dict())
             if isinstance(callback, EarlyStopping) and callback.monitor:
                 line["stopping"] = repr(callback.state_dict())
         if hasattr(strategy, "manager"):
             line["manager_step"] = strategy.manager.current_step()
             line["participants"] = strategy.num_participants
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.files.step(**line)
 
 
 def loaders(options: dict[str, Any]) -> tuple[DataLoader[Any], DataLoader[Any]]:
@@ -261,9 +231,9 @@ def run(options: dict[str, Any]) -> Trainer:
         torch.manual_seed(int(process_name()))
     model = Model(options)
     if "REPLICA_GROUP_ID" in os.environ:  # not in the process that starts the replicas
-        model.holds.begin_life()
+        model.files.begin_life()
     train, val = loaders(options)
-    recorder = Recorder(options)
+    recorder = Recorder(model.files)
     callbacks: list[Any] = [recorder]
     if options["checkpoints"]:
         callbacks.append(
@@ -291,24 +261,21 @@ def run(options: dict[str, Any]) -> Trainer:
         num_sanity_val_steps=1,
     )
     trainer.fit(model, train, val)
-    end = {
-        "pid": os.getpid(),
-        "step": trainer.global_step,
-        "epoch": trainer.current_epoch,
-        "digest": digest(model),
-        "val_loss": float(trainer.callback_metrics["val_loss"]),
-        "leader": trainer.is_global_zero,
-        "runs": model.runs,
-        "world_size": trainer.world_size,
-        "rank": trainer.global_rank,
-    }
-    recorder.path.with_suffix(".end").write_text(json.dumps(end))
+    model.files.end(
+        step=trainer.global_step,
+        epoch=trainer.current_epoch,
+        digest=digest(model.state_dict()),
+        val_loss=float(trainer.callback_metrics["val_loss"]),
+        leader=trainer.is_global_zero,
+        runs=model.runs,
+        world_size=trainer.world_size,
+        rank=trainer.global_rank,
+    )
     return trainer
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the harness asks before it gives up
-    given = {**OPTIONS, **json.loads(sys.argv[1])}
+    given = options_of(OPTIONS)
     run(given)
     if given["strategy"] == "ddp":
         leave_stock()
