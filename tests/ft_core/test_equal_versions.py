@@ -13,10 +13,9 @@ import torch
 
 from ft_core.ddp import DistributedDataParallel
 from ft_core.errors import StepInDoubt
-from ft_core.manager import Manager
 from ft_core.optimizer import Optimizer
-from ft_core.process_group import ProcessGroupGloo
 from ft_core.replica.status import Attempt
+from tests.harness import cluster
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import until
 from tests.process.driver import LighthouseProcess
@@ -251,10 +250,9 @@ def test_an_optimizer_that_raises_after_the_commit() -> None:
             models.append(net)
             inner = FailsOnce(net.parameters(), lr=0.1)
             inner.fail_at = fail_at
-            manager = Manager(
-                ProcessGroupGloo(timeout=20), net.load_state_dict, net.state_dict,
-                use_async_quorum=False, rank=0, world_size=1, watch_process=False,
-                lighthouse_addr=server.address(), replica_id=name, expected_replicas=2,
+            manager = cluster.manager(
+                server.address(), name, expected_replicas=2,
+                load_state_dict=net.load_state_dict, state_dict=net.state_dict,
             )  # fmt: skip
             model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, inner)
             raised = 0

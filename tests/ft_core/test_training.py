@@ -17,13 +17,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ft_core import (
     DistributedDataParallel,
-    Manager,
     Optimizer,
-    ProcessGroupGloo,
     PureDistributedDataParallel,
 )
-from lighthouse import LighthouseConfig, LighthouseServer
-from lighthouse.config import Timeouts
+from tests.harness import cluster
 from tests.harness.waiting import PATIENCE_S
 
 TIMEOUT_S = 20.0
@@ -32,8 +29,7 @@ STEPS = 6
 
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
-    config = LighthouseConfig(min_replicas=1, timeouts=Timeouts.derive(TIMEOUT_S))
-    with LighthouseServer("tcp://127.0.0.1:0", config=config) as server:
+    with cluster.lighthouse(all_join=True) as server:
         yield server.address()
 
 
@@ -52,18 +48,13 @@ class ReplicaGroup:
         **kwargs: Any,
     ) -> None:
         self.net = net
-        self.manager = Manager(
-            pg=ProcessGroupGloo(timeout=TIMEOUT_S),
+        self.manager = cluster.manager(
+            lighthouse,
+            name,
             load_state_dict=self._load,
             state_dict=self._save,
-            timeout=timedelta(seconds=TIMEOUT_S),
-            rank=0,
-            world_size=1,
-            lighthouse_addr=lighthouse,
-            replica_id=name,
             expected_replicas=expected,
             use_async_quorum=use_async_quorum,
-            watch_process=False,
             **kwargs,
         )
         self.model = wrapper(self.manager, net)

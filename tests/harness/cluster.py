@@ -43,28 +43,32 @@ def lighthouse(*, all_join: bool = False, **config: Any) -> Iterator[LighthouseS
         server.shutdown()
 
 
+def manager(address: str, name: str, **options: Any) -> Manager:
+    """A manager of a replica group of one rank, which is a thread. `options`: the Manager's."""
+    defaults: dict[str, Any] = {
+        "use_async_quorum": False,
+        "timeout": timedelta(seconds=20),
+        "connect_timeout": timedelta(seconds=20),
+        "rank": 0,
+        "world_size": 1,
+        "watch_process": False,
+    }
+    given = {**defaults, **options}
+    return Manager(ProcessGroupGloo(timeout=20), lighthouse_addr=address, replica_id=name, **given)
+
+
 class Replica:
     """A replica group of one rank with one tensor as its state."""
 
     def __init__(self, server: LighthouseServer | str, name: str, value: float = 0.0, **kw: Any):
         self.weights = torch.full((8,), value)
         address = server if isinstance(server, str) else server.address()
-        options: dict[str, Any] = {
-            "use_async_quorum": False,
-            "timeout": timedelta(seconds=20),
-            "connect_timeout": timedelta(seconds=20),
-            "rank": 0,
-            "world_size": 1,
-            "watch_process": False,
-            **kw,
-        }
-        self.manager = Manager(
-            ProcessGroupGloo(timeout=20),
+        self.manager = manager(
+            address,
+            name,
             load_state_dict=lambda state: self.weights.copy_(state["weights"]),
             state_dict=lambda: {"weights": self.weights},
-            lighthouse_addr=address,
-            replica_id=name,
-            **options,
+            **kw,
         )
 
     def step(self, gradient: float = 1.0) -> bool:

@@ -8,7 +8,10 @@ from tests.harness.waiting import PATIENCE_S
 
 
 def patient_lighthouse(
-    heartbeat_timeout_s: float = PATIENCE_S / 10, min_replicas: int = 1
+    heartbeat_timeout_s: float = PATIENCE_S / 10,
+    *,
+    join_timeout_s: float = PATIENCE_S,
+    min_replicas: int = 1,
 ) -> LighthouseServer:
     """One that waits for slow processes: they import a framework first, several on a core. A process
     that is stopped is evicted after `heartbeat_timeout_s`; the end of one is noticed at once."""
@@ -16,7 +19,7 @@ def patient_lighthouse(
         PATIENCE_S,
         heartbeat_timeout_s=heartbeat_timeout_s,
         heartbeat_s=min(1.0, heartbeat_timeout_s / 3),
-        join_timeout_s=PATIENCE_S,
+        join_timeout_s=join_timeout_s,
     )
     config = LighthouseConfig(timeouts=timeouts, min_replicas=min_replicas)
     return LighthouseServer(config=config)

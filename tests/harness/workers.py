@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.harness.leaks import fork_servers
+from tests.harness.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = ("torch._dynamo", "ft_core.manager", "ft_core.ddp", "ft_core.diloco.diloco")
@@ -80,6 +81,20 @@ def start(
         if server is None:
             server = _servers[framework] = Server(FRAMEWORKS[framework])
     return Worker(server, command, env, cwd, stdin, stdout, stderr)
+
+
+def run(
+    framework: str, command: Sequence[str], *, env: Mapping[str, str], cwd: str | Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Start `command` and wait for its end; as subprocess.run that captures the output as text."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        worker = start(framework, command, env=env, cwd=cwd, stdout=out, stderr=err)
+        try:
+            code = worker.wait(PATIENCE_S)
+        finally:
+            worker.end()
+        said = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
+    return subprocess.CompletedProcess(list(command), code, *said)
 
 
 def close() -> None:

@@ -11,6 +11,7 @@ import yaml
 
 from ft_accelerate.launch import command as cli
 from tests.ft_accelerate.installed import installed
+from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S
 
 FT = [sys.executable, "-m", "ft_accelerate.launch.command"]
@@ -76,9 +77,7 @@ def test_env_tells_what_a_report_needs(
 
 @pytest.mark.process
 def test_the_self_test_kills_heals_and_compares(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*FT, "test"], env=installed(tmp_path), capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    done = workers.run("accelerate", [*FT[1:], "test"], env=installed(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Test is a success!" in done.stdout
     weights = {line.split("│")[6].strip() for line in done.stdout.splitlines() if "│" in line}
@@ -108,16 +107,23 @@ def test_plain_python_is_protected_by_the_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["test_script", "test_sync", "test_ops"])
-def test_accelerates_own_scripts(name: str, tmp_path: Path) -> None:
-    """What Accelerate runs to see whether a set-up works, on two replica groups."""
+@pytest.mark.parametrize(
+    ("name", "cold"), [("test_script", False), ("test_sync", True), ("test_ops", False)]
+)
+def test_accelerates_own_scripts(name: str, cold: bool, tmp_path: Path) -> None:
+    """What Accelerate runs to see whether a set-up works, on two replica groups. One of them starts
+    as it does for a user."""
     from accelerate.test_utils import path_in_accelerate_package
 
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({**ON_CPU, "fault_tolerance_config": {"min_replicas": 2}}))
     script = path_in_accelerate_package("test_utils", "scripts", f"{name}.py")
     command = [*FT, "launch", "--config_file", str(config), str(script)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=installed(tmp_path), capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    env = installed(tmp_path)
+    if cold:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+    else:
+        done = workers.run("accelerate", command[1:], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from lighthouse import LighthouseConfig, LighthouseServer
-from lighthouse.config import Timeouts
 from tests.ft_accelerate.harness import running
+from tests.harness.lighthouses import patient_lighthouse
 
 pytestmark = pytest.mark.process
 
@@ -45,12 +44,9 @@ TWO_EXCHANGES = ("gather_nested", "pad_across_processes")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the three processes have written."""
     folder = tmp_path_factory.mktemp("collectives")
-    config = LighthouseConfig(
-        timeouts=Timeouts.derive(heartbeat_timeout_s=5.0, join_timeout_s=120.0)
-    )
     worker = Path(__file__).with_name("collectives_worker.py")
     names = [*EXPECTED, "save_state", "load_state", "log"]
-    with LighthouseServer(config=config) as server:
+    with patient_lighthouse() as server:
         with running(folder, server.address(), worker, operations=names, group=2) as run:
             run.wait(*[run.start(index, 3) for index in range(3)])
     texts = [(folder / f"{index}.json").read_text() for index in range(3)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from torch import nn
 
 from ft_core.diloco.diloco import DiLoCo
 from ft_core.diloco.local_sgd import LocalSGD
-from ft_core.manager import Manager
-from ft_core.process_group import ProcessGroupGloo
 from tests.ft_core.diloco import reference
+from tests.harness import cluster
 
 
 class Trainer:
@@ -42,21 +40,8 @@ class Trainer:
         self.model = reference.network() if model is None else model
         self.optimizer = reference.inner_optimizer(self.model)
         self._backward = backward
-        self.manager = Manager(
-            ProcessGroupGloo(timeout=20),
-            **{
-                "use_async_quorum": False,
-                "timeout": timedelta(seconds=20),
-                "connect_timeout": timedelta(seconds=20),
-                "rank": 0,
-                "world_size": 1,
-                "watch_process": False,
-                "lighthouse_addr": address,
-                "replica_id": f"r{number}",
-                "expected_replicas": expected,
-                **(manager or {}),
-            },
-        )
+        given = {"expected_replicas": expected, **(manager or {})}
+        self.manager = cluster.manager(address, f"r{number}", **given)
         if issubclass(kind, DiLoCo):
             self.outer_optimizer = outer(self.model)
             self.loop: Any = kind(

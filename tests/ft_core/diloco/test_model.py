@@ -18,9 +18,10 @@ from ft_core.diloco.diloco import DiLoCo
 from ft_core.diloco.fragments import Flat, split
 from ft_core.diloco.local_sgd import LocalSGD, extract_local_tensor
 from ft_core.manager import Manager
-from ft_core.process_group import ProcessGroupDummy, ProcessGroupGloo
+from ft_core.process_group import ProcessGroupDummy
 from tests.ft_core.diloco.members import Trainer
 from tests.ft_core.diloco.reference import inner_optimizer, network, outer_optimizer
+from tests.harness import cluster
 from tests.harness.cluster import lighthouse, replicas
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -95,19 +96,7 @@ def test_no_tensor_is_skipped(codec: str | None, bucket_bytes: int) -> None:
 
 
 def thread_manager(address: str, index: int, *, expected: int = 0, **options: Any) -> Manager:
-    return Manager(
-        ProcessGroupGloo(timeout=20),
-        **{
-            "use_async_quorum": False,
-            "rank": 0,
-            "world_size": 1,
-            "watch_process": False,
-            "lighthouse_addr": address,
-            "replica_id": f"r{index}",
-            "expected_replicas": expected,
-            **options,
-        },
-    )
+    return cluster.manager(address, f"r{index}", expected_replicas=expected, **options)
 
 
 class WithNorm(nn.Module):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
-from ft_core import DistributedDataParallel, Manager, OptimizerWrapper, ProcessGroupGloo
+from ft_core import DistributedDataParallel, OptimizerWrapper
 from ft_core import state as state_module
-from tests.harness.cluster import lighthouse, replicas
+from tests.harness.cluster import lighthouse, manager, replicas
 
 SIDE = 600  # a weight of 1.4 MB
 
@@ -21,17 +20,12 @@ class Trainer:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(SIDE, SIDE, bias=False)
         self.inner = torch.optim.Adam(self.model.parameters(), lr=1e-3)
-        self.manager = Manager(
-            ProcessGroupGloo(timeout=20),
+        self.manager = manager(
+            address,
+            name,
             load_state_dict=self._load,
             state_dict=lambda: {"model": self.model.state_dict(), "adam": self.inner.state_dict()},
-            timeout=timedelta(seconds=20),
             use_async_quorum=asynchronous,
-            lighthouse_addr=address,
-            replica_id=name,
-            rank=0,
-            world_size=1,
-            watch_process=False,
         )
         self.ddp = DistributedDataParallel(self.manager, self.model)
         self.optimizer = OptimizerWrapper(self.manager, self.inner)

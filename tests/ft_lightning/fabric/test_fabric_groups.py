@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lighthouse import LighthouseServer
+from tests.harness.lighthouses import patient_lighthouse
 from tests.harness.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
@@ -75,7 +76,7 @@ class Groups:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LighthouseServer]:
-    with LighthouseServer("tcp://127.0.0.1:0") as server:
+    with patient_lighthouse() as server:
         yield server
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lighthouse import LighthouseServer
+from tests.harness.lighthouses import patient_lighthouse
 
 pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with LighthouseServer("tcp://127.0.0.1:0") as server:
+    with patient_lighthouse(join_timeout_s=1.0) as server:
         yield server.address()
 
 

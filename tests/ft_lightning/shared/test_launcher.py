@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lighthouse import LighthouseConfig, LighthouseServer
-from lighthouse.config import Timeouts
+from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import Run, compare, running
+from tests.harness.lighthouses import patient_lighthouse
 from tests.harness.waiting import PATIENCE_S, gone, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -76,11 +76,10 @@ def requeued(
 def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
     """SLURM's tasks, one of which dies and comes back; one process a node, one of which comes back
     when all is over, and stays out."""
-    config = LighthouseConfig(timeouts=Timeouts.derive(5.0, join_timeout_s=20.0))
     options: dict[str, Any] = {}
     if how == "slurm":
         options = {"devices": 2, "holds": ["step:9"]}
-    with LighthouseServer(config=config) as server:
+    with patient_lighthouse(join_timeout_s=20.0) as server:
         with running(tmp_path, server.address(), max_epochs=1, **options) as run:
             started = [scheduled(run, how, index) for index in (0, 1)]
             if how == "slurm":

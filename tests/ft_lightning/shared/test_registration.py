@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,11 +96,16 @@ def test_by_name_and_by_object(namespace: str, home: str, other: str, ours_first
     assert "threads ['MainThread']" in done.stdout
 
 
-def run(*command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, cwd: Path = ROOT, cold: bool = True, **env: str
+) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
+    env = {**clean, "PYTHONPATH": str(ROOT), **env}
+    if not cold:
+        return workers.run("lightning", command, env=env, cwd=cwd)
     return subprocess.run(
         [sys.executable, *command],
-        env={**clean, "PYTHONPATH": str(ROOT), **env},
+        env=env,
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -230,7 +236,7 @@ def test_by_python_m(tmp_path: Path, how: str) -> None:
     (tmp_path / "program.py").write_text(MAIN)
     (tmp_path / "helper.py").write_text("")
     what = ["program.py"] if how == "script" else ["-m", "program"]
-    done = run("-m", "ft_lightning", *what, "--lr", "1", cwd=tmp_path)
+    done = run("-m", "ft_lightning", *what, "--lr", "1", cwd=tmp_path, cold=how == "script")
     assert done.returncode == 0, done.stderr[-2000:]
     again = [str(tmp_path / "program.py")] if how == "script" else ["-m", "program"]
     command = ["-m", "ft_lightning", *again, "--lr", "1"]
@@ -242,6 +248,6 @@ def test_by_python_m(tmp_path: Path, how: str) -> None:
     [([], "usage: "), (["-x"], "usage: "), (["nothing.py"], "no file 'nothing.py'")],
 )
 def test_python_m_says_what_it_wants(words: list[str], says: str) -> None:
-    done = run("-m", "ft_lightning", *words)
+    done = run("-m", "ft_lightning", *words, cold=False)
     assert done.returncode == 2
     assert says in done.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from ft_core.launch.run_record import END, event_file, read_run
 from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, SERVE, Event
 from ft_lightning.trainer.reporting import Counts
-from tests.harness.waiting import PATIENCE_S
+from tests.harness import workers
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -57,8 +55,11 @@ for bar in (callbacks.TQDMProgressBar(1), callbacks.RichProgressBar(1)):
 @pytest.mark.process
 def test_bars_loggers_and_picture(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", FITS, str(tmp_path), "lightning.pytorch"],
+    script = tmp_path / "fits.py"
+    script.write_text(FITS)
+    done = workers.run(
+        "lightning",
+        [str(script), str(tmp_path), "lightning.pytorch"],
         env={
             **env,
             "PYTHONPATH": str(ROOT),
@@ -66,10 +67,6 @@ def test_bars_loggers_and_picture(tmp_path: Path) -> None:
             "COLUMNS": "200",
             "FT_JOB_ID": str(tmp_path),
         },
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     # TQDM's bar, then Rich's: members, step, discards.
