@@ -1,4 +1,4 @@
-"""For all tests: who leaves something behind fails."""
+"""For all tests: one that leaves something behind fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom (docs: "Layout"); what importing does; what pure means."""
+"""Which module may import which (docs: "Layout"); what importing does; what pure means."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALLOWED["ft_accelerate"] |= {"rich", "transformers"}
 
 ALWAYS = {"__future__", "__main__"}
 
-# What nobody outside needs to know about the lighthouse's inside.
+# What no module outside needs to know about the lighthouse's inside.
 LIGHTHOUSE_INSIDE = {
     "announce", "ballot", "forming", "journal", "members", "rules",
 }  # fmt: skip
@@ -106,7 +106,7 @@ def test_the_core_does_not_name_the_integrations() -> None:
 
 @pytest.mark.parametrize("name", PURE)
 def test_pure_modules_touch_nothing(name: str) -> None:
-    """Neither a clock nor a thread, socket, file, log, environment or chance; nor who does."""
+    """Neither a clock nor a thread, socket, file, log, environment or chance; nor a module that does."""
     (module,) = [m for m in modules() if m.name == name]
     for found in module.imports():
         assert _top(found.module) not in IMPURE_IMPORTS, f"{found.module} at line {found.line}"
@@ -129,7 +129,7 @@ def test_pure_modules_import_only_pure_ones(name: str) -> None:
         assert not bad, f"{target} at line {found.line} is not pure"
 
 
-def test_whoever_claims_to_be_pure_is_held_to_it() -> None:
+def test_a_module_that_claims_to_be_pure_is_held_to_it() -> None:
     claiming = {module.name for module in modules() if module.is_pure}
     held = set(PURE)
     for name in sorted(claiming - held):

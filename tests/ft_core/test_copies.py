@@ -109,7 +109,7 @@ def test_an_error_in_one_rank_discards_for_all_and_the_next_step_commits() -> No
 
 @pytest.mark.parametrize("which", [[3], [2], [2, 3]])
 def test_a_rank_that_forgets_its_state_heals_with_its_group(which: list[int]) -> None:
-    """Several times, and nobody waits for a group that will never be made: where both ranks forget,
+    """Several times, and no rank waits for a group that will never be made: where both ranks forget,
     the second may do so when the quorum in which the first would heal is on its way already."""
     # Together to the end: a group that trained on alone would have stopped before the other heals.
     with four(min_replica_size=2, timeout=timedelta(seconds=5)) as members:

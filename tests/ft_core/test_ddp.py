@@ -283,7 +283,7 @@ def test_forward_without_backward_is_no_error() -> None:
 
 
 def test_parameters_used_by_one_member_are_equal_in_all() -> None:
-    """With one branch each: both get both gradients; a branch that nobody used gets none."""
+    """With one branch each: both get both gradients; a branch that no member used gets none."""
     start = Forked().state_dict()
 
     def step(manager: ThreadManager) -> tuple[list[Tensor | None], list[Tensor | None]]:

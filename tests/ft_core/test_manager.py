@@ -208,7 +208,7 @@ def test_a_started_allreduce_is_an_allreduce():
         assert both(a, b, script) == [expected, expected]
 
 
-def test_who_gets_late_answers_sleeps_at_once():
+def test_a_member_that_gets_late_answers_sleeps_at_once():
     with lighthouse() as server:
         a, b = pair(server)
 
@@ -332,7 +332,7 @@ def test_a_quorum_lost_before_the_first_collective_is_waited_for_no_longer_than_
         a.close()
 
 
-def test_the_report_of_a_heal_that_comes_after_the_end_is_nobodys():
+def test_the_report_of_a_heal_that_comes_after_the_end_is_ignored():
     """Its descriptor is closed by then, and its number perhaps another's."""
     with lighthouse() as server:
         a, b = pair(server)
@@ -414,7 +414,7 @@ def test_several_parts_of_state_heal():
 def test_per_group_commit_does_not_wait_and_agrees():
     with lighthouse() as server:
         a, b = pair(server, commit="group")
-        # Who leaves has acted on its last vote; the other might have to do that step again, alone.
+        # The member that leaves has acted on its last vote; the other might have to do that step again, alone.
         both(a, b, lambda r, i: r.run_to(20, gradient=float(i)))
         both(a, b, lambda r, i: r.close())
         assert torch.equal(a.weights, b.weights)

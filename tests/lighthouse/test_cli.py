@@ -146,7 +146,7 @@ def test_address_in_use_is_one_sentence_and_exit_2(server: LighthouseServer) -> 
     assert "choose another port" in line
 
 
-def test_nobody_there_is_one_sentence_and_exit_1() -> None:
+def test_an_absent_lighthouse_is_one_sentence_and_exit_1() -> None:
     with LighthouseServer() as server:
         address = server.address()
     done = run("status", "--address", address, "--timeout", "0.2")

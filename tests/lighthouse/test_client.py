@@ -57,7 +57,7 @@ def test_addresses_to_bind() -> None:
     assert split_address("tcp://[::]:29510") == ("::", 29510)
 
 
-def test_nobody_there_is_one_sentence() -> None:
+def test_an_absent_lighthouse_is_one_sentence() -> None:
     with LighthouseServer() as server:
         address = server.address()
     with LighthouseClient(address, timeout_s=0.3) as client:

@@ -10,7 +10,7 @@ from lighthouse.routes import MAX_GRACE_S, Routes
 A, B = b"a", b"b"
 
 
-def test_a_closed_descriptor_loses_who_spoke_through_it() -> None:
+def test_a_closed_descriptor_loses_the_peer_that_spoke_through_it() -> None:
     routes = Routes()
     routes.accepted(7)
     routes.meet(A, 7, 0.0)
@@ -53,7 +53,7 @@ def test_the_next_user_of_a_descriptor_is_another_peer() -> None:
     assert routes.fd_of == {B: 7}
 
 
-def test_who_has_said_nothing_is_a_stranger_and_the_oldest_comes_first() -> None:
+def test_a_silent_peer_is_a_stranger_and_the_oldest_comes_first() -> None:
     routes = Routes()
     for fd in (9, 7, 8):
         routes.accepted(fd)
@@ -73,7 +73,7 @@ def test_a_peer_that_spoke_and_went_before_it_was_read_is_lost() -> None:
     assert routes.take_lost(dry=True, now=0.0) == [A]
 
 
-def test_a_ghost_on_somebody_elses_descriptor_is_found_by_answering_it() -> None:
+def test_a_ghost_on_another_peers_descriptor_is_found_by_answering_it() -> None:
     routes = Routes()
     for _ in range(2):  # a's connection has come and gone, b has its descriptor now
         routes.accepted(7)
@@ -147,6 +147,6 @@ def test_the_living_are_kept_and_the_dead_are_found(data: st.DataObject) -> None
                 if action == "reconnect":  # by another name: a peer is one connection
                     connect(next(names))
     turn()
-    assert set(routes.fd_of) == set(alive), "all that live, and nobody else, are known"
-    assert set(reported) <= ended, "nobody was reported whose connection held"
-    assert heard - set(alive) <= set(reported), "whoever spoke and died was reported"
+    assert set(routes.fd_of) == set(alive), "exactly the living are known"
+    assert set(reported) <= ended, "a peer was reported whose connection held"
+    assert heard - set(alive) <= set(reported), "a peer spoke and died unreported"

@@ -382,7 +382,7 @@ def test_internal_error_ends_the_server_and_is_told(
 def test_many_processes_worth_of_connections_come_and_go(
     server: LighthouseServer, context: zmq.Context[Any]
 ) -> None:
-    """Descriptors are reused all the time, and nobody is taken for somebody else."""
+    """Descriptors are reused all the time, and no peer is taken for another."""
     for wave in range(5):
         players = [
             Player(server.address(), f"p{n}", context, JobKey("job", str(wave))) for n in range(20)

@@ -73,7 +73,7 @@ def test_source_is_killed(job: Job, moment: str) -> None:
 
 
 def test_last_source_is_killed(job: Job) -> None:
-    """Nobody holds the state any more: once a whole one is there, the job starts over from it,
+    """No process holds the state any more: once a whole one is there, the job starts over from it,
     and says so by its steps."""
     source, other = killed_one(job)
     other.stop()

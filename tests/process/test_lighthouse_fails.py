@@ -1,5 +1,5 @@
 """The lighthouse is killed and started again on its port, at any moment: no step is lost, no
-replica group restarts, nobody heals."""
+replica group restarts, no member heals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_all_members_are_in_a_phase(
     lighthouse.process.kill()
     lighthouse.process.wait()
     for worker in workers:
-        worker.go()  # they vote, and nobody is there to hear it
+        worker.go()  # they vote, and no lighthouse is there to hear it
     lighthouse_process(lighthouse.port)
     for worker in workers:
         worker.mark()
@@ -142,7 +142,7 @@ def test_lighthouse_and_a_group_die_together(
 def test_lighthouse_is_stopped_for_a_while(
     make_job: JobFactory, lighthouse_process: StartLighthouse
 ) -> None:
-    """A lighthouse that hangs keeps everybody waiting, and costs nothing else."""
+    """A lighthouse that hangs keeps all members waiting, and costs nothing else."""
     lighthouse = lighthouse_process(0)
     job = make_job(lighthouse.address)
     workers = job.start_all(3)
@@ -159,7 +159,7 @@ def test_lighthouse_is_stopped_for_a_while(
 
 
 def test_lighthouse_stays_away(make_job: JobFactory, lighthouse_process: StartLighthouse) -> None:
-    """Who waits for a quorum and who waits for an answer both end with a sentence that helps."""
+    """A member that waits for a quorum and one that waits for an answer end with a sentence that helps."""
     lighthouse = lighthouse_process(0)
     job = make_job(lighthouse.address, timeout_s=3.0)
     at_start, voting = job.start_all(2)

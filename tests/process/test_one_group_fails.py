@@ -23,7 +23,7 @@ FINISHED = ("vote", "voting")  # all collectives of the step are done
 def lead_to(
     phase: str, victim: Worker, survivors: list[Worker], lighthouse: LighthouseServer
 ) -> Worker:
-    """Bring `victim` into `phase`; returns whom `go` sets free again (the victim or a survivor).
+    """Bring `victim` into `phase`; returns the worker that `go` sets free again (the victim or a survivor).
 
     In the phases of `FINISHED` all others have finished the collectives, too: that one member has
     its sum says nothing of the others', which may still be under way.

@@ -5,13 +5,13 @@ S1  All that configure a quorum_id see one member list; a process's and a job's 
 S2  At most one quorum of a job is live: a step is decided before the next quorum forms, and no
     later decision is made under an earlier id. Of one parent state one child is committed: a second one (a fork) only by a quorum at whose
     birth every living process that holds the first child was out of the lighthouse's reach.
-    So no two disjoint quorums commit a step side by side: whoever could hold the newer state was
+    So no two disjoint quorums commit a step side by side: every process that could hold the newer state was
     lost, not ignored.
 S3  Equal (step, lineage) is equal state.
 S4  A sum holds exactly the contributions of the members that the quorum does not count as healing,
     each computed on the quorum's own state.
 S5  What is applied was reduced under the quorum_id and step that its lineage names.
-S6  Who applied a step keeps it until it heals; a process told "discard" after a yes has no living
+S6  A process that applied a step keeps it until it heals; a process told "discard" after a yes has no living
     peer that was told "commit", but where the lighthouse could not reach that peer.
 """
 
@@ -128,7 +128,7 @@ class Checker:
         behind = frozenset(m.replica_id for m in members if m.healing)
         known = self.healing.setdefault(quorum_id, behind)
         self.require(known == behind, f"S1: quorum {quorum_id} heals {known} or {behind}")
-        self.require(len(behind) < len(names), f"S3: nobody in {quorum_id} holds its state")
+        self.require(len(behind) < len(names), f"S3: no member of {quorum_id} holds its state")
 
     def same_members(self, quorum_id: int, one: tuple[str, ...], two: tuple[str, ...]) -> None:
         self.require(one == two, f"S1: quorum {quorum_id} is {one} and {two}")
@@ -242,7 +242,7 @@ class Checker:
         children[after] = quorum_id
 
     def _unanimous(self, quorum_id: int, step: int) -> None:
-        """S6: a step is committed against nobody's no, but for those that had been removed."""
+        """S6: no step is committed against a member's no, unless that had been removed."""
         if self.group_commit or self.lossy:
             return
         for replica_id, voted_at in self.noes.get((quorum_id, step), {}).items():
@@ -266,7 +266,7 @@ class Checker:
         if self.group_commit or self.lossy or len(set(told.values())) == 1:
             return
         voted_at, life = self.ballots[(quorum_id, step)]
-        # A lighthouse that lost its memory meanwhile settles by whom it can reach.
+        # A lighthouse that lost its memory meanwhile settles by the members that it can reach.
         excused = self.cut_since(voted_at) if self.life() != life else frozenset()
         living = self.living() - excused
         yes = sorted(r for r, c in told.items() if c and r in living)

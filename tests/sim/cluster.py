@@ -83,7 +83,7 @@ class Cluster:
         start = self.checkpoints.get(slot, START)
         process = Process(self, slot, self.job_of(slot), self._lives[slot], habits, start)
         self.running[process.replica_id] = process
-        self.cut(process, self.clock.now)  # nobody can have heard of it yet
+        self.cut(process, self.clock.now)  # no process can have heard of it yet
         self.log(f"{process.replica_id} starts at step {start[0][0]}")
         process.start()
 

@@ -65,7 +65,7 @@ class Habits:
     hung: bool = False
     error_rate: float = 0.0
     checkpoint_every: int = 0
-    gives_up: bool = False  # after its next decision, if somebody else holds the state
+    gives_up: bool = False  # after its next decision, if another process holds the state
 
 
 class Process:
@@ -404,7 +404,7 @@ class Process:
                     self._give_up()
 
     def _dispensable(self) -> bool:
-        """Whether this process is to heal from somebody if it gives up its state."""
+        """Whether this process is to heal from another if it gives up its state."""
         view = self.replica.view
         return view is not None and any(
             not m.healing and m.replica_id != self.replica_id for m in view.members
@@ -506,7 +506,7 @@ class Process:
             return
         position = (replica.step, replica.lineage)
         if not outcome.committed:
-            heard = ok and not self.left  # who leaves does not wait for the answer
+            heard = ok and not self.left  # one that leaves does not wait for the answer
             self.checker.discarded(self.replica_id, quorum_id, step_before, heard, position)
             return
         self.checker.require(total is not None, f"{self.replica_id} committed without a sum")

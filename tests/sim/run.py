@@ -108,7 +108,7 @@ def _live(cluster: Cluster, core: list[Process], wanted: dict[str, int], until: 
 def _wake_lost_jobs(cluster: Cluster) -> bool:
     """Un-hang quorums all of whose members that hold the state hang; whether there was one.
 
-    The bound does not cover them: nobody can tell a loop that hangs from one that computes for
+    The bound does not cover them: nothing can tell a loop that hangs from one that computes for
     long, and evicting the last holders of a state on suspicion would throw the state away.
     """
     found = False

@@ -68,7 +68,7 @@ def test_a_leader_that_lets_the_others_stay_is_caught(monkeypatch: pytest.Monkey
     assert "L1" in complaint(("give up", "hang a rank"))
 
 
-def test_who_goes_on_making_a_group_that_is_outrun_is_caught(
+def test_a_rank_that_goes_on_making_a_group_that_is_outrun_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Seed 57 found it: a quorum that was announced before its member gave up arrives after that

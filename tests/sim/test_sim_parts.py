@@ -89,7 +89,7 @@ def test_a_broken_connection_takes_what_is_on_its_way_and_keeps_what_is_sent_lat
     clock, network, link, ear, said, lost = make(NetworkProfile())
     network.send_up(link, heartbeat(1))
     network.break_link(link, lighthouse_s=0.3, process_s=0.1)
-    network.send_up(link, heartbeat(2))  # nobody has noticed yet
+    network.send_up(link, heartbeat(2))  # no process has noticed yet
     clock.run_until(1.1)  # the process has, and is not connected again yet
     network.send_up(link, heartbeat(3))
     clock.run_until(3.0)
@@ -156,7 +156,7 @@ def test_a_group_needs_all_its_members() -> None:
     assert [w.made for w in workers] == [[""], [""], [""]]
 
 
-def test_all_who_finish_an_all_reduce_hold_the_same_sum() -> None:
+def test_all_members_that_finish_an_all_reduce_hold_the_same_sum() -> None:
     clock, plane, workers, _ = three_workers()
     for worker in workers:
         plane.configure(worker, 1, ("a", "b", "c"))

@@ -139,7 +139,7 @@ class Left(Exception):
 
 def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_step() -> None:
     """One member errs before its first collective, one that alone has used a layer leaves: what the
-    first attempt said of who has used what holds no more. None and zero are not the same to AdamW."""
+    first attempt said of which member has used what holds no more. None and zero are not the same to AdamW."""
     torch.manual_seed(0)
     start = Parts().state_dict()
     uses, begun = ("01", "02", "03"), threading.Barrier(3)
@@ -149,7 +149,7 @@ def test_members_that_use_different_parameters_are_alike_when_one_dies_in_the_st
         return torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
 
     def expected() -> Parts:
-        """Mean of the two who are left; no gradient where neither has one."""
+        """Mean of the two members that are left; no gradient where neither has one."""
         net, plain = Parts(), [Parts(), Parts()]
         optimizer = steps(net)
         for twin, used in zip(plain, uses, strict=False):
@@ -209,7 +209,7 @@ def test_gradients_without_an_end_are_let_go_of() -> None:
     assert reducer.kept == 4
 
 
-def test_a_header_waits_beside_gradients_and_then_tells_who_is_astray(
+def test_a_header_waits_beside_gradients_and_then_tells_which_process_is_astray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gloo would end the process if a header met a bucket of another size in one all-reduce."""

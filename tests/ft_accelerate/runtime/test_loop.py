@@ -108,7 +108,7 @@ def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
     assert compare(*lines) > STEPS
     assert not any(line["skipped"] for replica in lines for line in replica)
     done = {line["step"] for replica in lines for line in replica}
-    assert done == set(range(1, EPOCHS * STEPS + 1))  # nobody has skipped what nobody else did
+    assert done == set(range(1, EPOCHS * STEPS + 1))  # no process has skipped a step that no other took
     for epoch in range(EPOCHS):
         seen = [x for replica in lines for x in samples_of(replica, epoch)]
         assert len(seen) - len(set(seen)) <= 1  # the shards are padded to equal length by one

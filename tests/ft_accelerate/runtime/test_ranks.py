@@ -151,7 +151,7 @@ def launch_two_processes(
 def test_all_others_die_while_one_catches_up_outside_of_the_quorum(
     tmp_path: Path, lighthouse: str
 ) -> None:
-    """It holds what it has healed, and now nobody else does: the job goes on from there."""
+    """It holds the state that it has healed, and no other process does: the job goes on from there."""
     options = {"epochs": EPOCHS, "samples": SAMPLES, "far": 5}
     two = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     with running(tmp_path, lighthouse, holds=["step-14", "past-step-3"], **options) as run:

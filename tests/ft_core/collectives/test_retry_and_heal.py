@@ -90,7 +90,7 @@ def test_a_member_that_heals_in_the_step_adds_nothing_of_its_old_state(
     use_async_quorum: bool,
 ) -> None:
     """Member 1 loses its state in a vote: it comes back in a retry, or later. The weights are those
-    of a loop over the gradients of exactly those who took part in each step."""
+    of a loop over the gradients of exactly the members that took part in each step."""
     with lighthouse() as server:
         options = {"use_async_quorum": use_async_quorum, "expected_replicas": 2}
         members = [Member(server, index, **options) for index in (0, 1)]

@@ -39,7 +39,7 @@ def test_by_samples() -> None:
         windows.add_samples(-1)
 
 
-def test_a_window_is_not_kept_while_nobody_knows_whether_it_was_counted() -> None:
+def test_a_window_is_not_kept_while_it_is_unknown_whether_it_was_counted() -> None:
     windows = Windows(2, 10, "")
     windows.sent(1)
     assert windows.may_be_kept(0) and not windows.may_be_kept(1)

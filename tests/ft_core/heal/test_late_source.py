@@ -1,4 +1,4 @@
-"""A source that is slower than the heal: the state that it offers is wanted by nobody any more."""
+"""A source that is slower than the heal: no member wants the state that it offers any more."""
 
 from __future__ import annotations
 

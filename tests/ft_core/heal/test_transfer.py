@@ -205,7 +205,7 @@ def test_the_deadline_names_every_source(make_server: MakeServer) -> None:
     assert text.count("not published there yet") == 2
 
 
-def test_nobody_listens() -> None:
+def test_no_process_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(HealError, match="no source is left.*the process seems to be gone"):

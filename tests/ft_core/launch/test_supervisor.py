@@ -41,7 +41,7 @@ def test_killed_child_is_started_again_after_a_growing_pause() -> None:
     assert rules.next_due() is None
 
 
-def test_nobody_is_started_again_once_one_has_finished() -> None:
+def test_no_child_is_started_again_once_one_has_finished() -> None:
     rules = policy(3)
     rules.ended(rules.children[0], 0, 1.0)
     assert "not started again" in rules.ended(rules.children[1], -9, 2.0)

@@ -83,7 +83,7 @@ def test_revoke_frees_every_blocked_member(
     assert sums(four[:3], elements) == right_sum(3)
 
 
-def test_who_starts_an_allreduce_finds_it_when_it_waits_or_asks(
+def test_a_started_allreduce_is_found_by_waiting_or_asking(
     four: list[ProcessGroupGloo],
 ) -> None:
     """Nothing follows it in the backend's threads."""

@@ -103,7 +103,7 @@ def test_ranks_begin_with_the_state_of_the_first() -> None:
         assert names == [str(states[0])] * 2
         assert states[1]["epoch"] == 1 and states[1]["weights"].tolist() == [1.0] * 5
         assert states[1]["weights"] is places[1]  # received in place
-        groups[1].local_only()(groups[1].barrier)()  # waits for nobody
+        groups[1].local_only()(groups[1].barrier)()  # waits for no rank
 
 
 def test_a_stranger_at_the_door_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:

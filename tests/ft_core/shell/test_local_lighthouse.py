@@ -31,7 +31,7 @@ def port() -> int:
 
 
 def process_at(port: int) -> int:
-    """Process id of who listens on `port`."""
+    """Id of the process that listens on `port`."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -74,7 +74,7 @@ def test_idle_is_counted_from_the_last_sign_of_life() -> None:
 
 @pytest.mark.process
 @pytest.mark.usefixtures("stopped")
-def test_all_who_ask_find_the_same_one(port: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_processes_that_ask_find_the_same_lighthouse(port: int, caplog: pytest.LogCaptureFixture) -> None:
     found: list[str] = []
     askers = [
         threading.Thread(target=lambda: found.append(ensure_local_lighthouse(port)))
@@ -106,7 +106,7 @@ def test_it_outlives_the_process_that_started_it(port: int) -> None:
 
 
 @pytest.mark.process
-def test_it_ends_when_nobody_uses_it(port: int) -> None:
+def test_it_ends_when_no_process_uses_it(port: int) -> None:
     ensure_local_lighthouse(port, exit_when_idle_s=0.4)
     descriptor = os.pidfd_open(process_at(port))
     try:

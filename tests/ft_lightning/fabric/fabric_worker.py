@@ -130,7 +130,7 @@ class Worker:
                         self.criticise(logits, labels)
                         loss = loss + 0.1 * self.critic(logits).mean()
                     if last:
-                        # Within the step: when its vote says goodbye, those who stay are on their own.
+                        # Within the step: after a vote that says goodbye the others are alone.
                         mean = self.fabric.all_reduce(loss.detach().clone())
                         everyone = self.gather_ranks()
                         self.inject(loss)

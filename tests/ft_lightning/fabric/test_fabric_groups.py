@@ -153,7 +153,7 @@ def test_taking_turns_needs_data_that_fabric_knows(two: Groups) -> None:
 def test_who_comes_back_in_a_validation_heals_after_it(
     two: Groups, server: LighthouseServer
 ) -> None:
-    """The metric is that of those who validate: it sits their rounds out, and heals at a batch."""
+    """The metric is that of the groups that validate: it sits their rounds out, and heals at a batch."""
     validating = threading.Event()
 
     def body(fabric: Any, index: int) -> Any:

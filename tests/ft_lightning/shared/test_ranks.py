@@ -116,7 +116,7 @@ def test_slurm_tasks_die_come_back_in_a_job_of_their_own_and_leave(
     """Four tasks of one step are two groups. One is killed: its group ends, the other trains on.
 
     The group comes back as a job of its own that was requeued; then the group that stayed is told
-    to end, which costs nobody a step.
+    to end, which costs the other group no step.
     """
     events = tmp_path / "events.jsonl"
     options: dict[str, Any] = {"max_epochs": 5, "own_start": True}
@@ -159,7 +159,7 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
     """Two machines, each a supervisor of one group of two: a rank dies, a supervisor dies, and is
-    started again; then a supervisor is told to end, which costs nobody a step."""
+    started again; then a supervisor is told to end, which costs the other no step."""
     events = tmp_path / "events.jsonl"
     options: dict[str, Any] = {"worker": WORKER, "devices": 2, "num_nodes": 2, "epochs": 20}
     options["holds"] = ["step:14", "life:2", "step:44", "step:74"]
@@ -209,7 +209,7 @@ def test_nodes_of_several_processes_die_come_back_and_leave(
 def test_a_trainer_that_waits_for_a_quorum_ends_when_it_is_told_to(
     coordinator: LighthouseServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no step to finish, and nobody may ever come."""
+    """It has no step to finish, and no other member may ever come."""
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning leaves it set
     from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel

@@ -1,4 +1,4 @@
-"""Who a process is, from what its launcher and its user said."""
+"""A process's rank and group, from what its launcher and its user said."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class ResumableLoader:
 def stream(place: Place, variant: str) -> Result:
     """One replica's learning rate goes wrong: it heals in mid-epoch, and its data must follow.
 
-    `variant`: "plain", or who has a state: the "dataset" or the "loader".
+    `variant`: "plain", or what has a state: the "dataset" or the "loader".
     """
 
     class Changing(Net):

@@ -1,4 +1,4 @@
-"""Who speaks and who writes: what needs no fit (`test_scenarios.py` has those that do)."""
+"""Which process prints and which writes: what needs no fit (`test_scenarios.py` has those that do)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_only_group_writes_at_once() -> None:
         (scope(0, groups=1, restarts=1), True, True),
     ],
 )
-def test_who_writes_after_a_fit_that_met_nobody(
+def test_which_group_writes_after_a_fit_without_a_quorum(
     place: Scope, interrupted: bool, writes: bool
 ) -> None:
     assert without_quorum(trainer(interrupted=interrupted), place) is writes

@@ -194,7 +194,7 @@ def test_the_leader_dies_in_a_divided_validation_and_is_let_in_at_an_epochs_end(
     assert [zeros[0]["batches"], ones[0]["batches"]] == [[0, 2], [1, 3]]
     assert ones[1]["batches"] == [1, 3, 0, 2]
     assert ones[2]["batches"] == [0, 1, 2, 3]
-    assert [zeros[3]["batches"], ones[3]["batches"]] == [[1, 3], [0, 2]]  # who stayed is first
+    assert [zeros[3]["batches"], ones[3]["batches"]] == [[1, 3], [0, 2]]  # the one that stayed is first
     assert zeros[3]["val_loss"] == ones[3]["val_loss"]
     lines = [run.lines(rank) for rank in (0, 1)]
     healed = [line for line in lines[0] if line["pid"] == again.pid]

@@ -114,7 +114,7 @@ def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path)
     assert sum(end["leader"] for end in ends) == 1
     assert [(end["rank"], end["world_size"]) for end in ends] == [(r, 4) for r in range(4)]
     assert {line["participants"] for line in lines[0]} == {2, 4}
-    # While four take part nobody trains on another's samples, nor twice on one.
+    # While four take part no rank trains on another's samples, nor twice on one.
     for epoch in range(5):
         seen = [x for replica in lines for x in samples_of(replica, epoch)]
         assert len(seen) == len(set(seen))
@@ -136,7 +136,7 @@ def check_against_four_processes(lines: list[list[Line]]) -> None:
         model = Model(OPTIONS)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(len(lines[0])):
-            # Who takes the others' state adds nothing to the step in which it does.
+            # A group that takes the others' state adds nothing to the step in which it does.
             count = lines[0][step]["participants"]
             for mine in lines if count == 4 else lines[begins : begins + 2]:
                 images, labels = dataset[[round(x * 64) for x in mine[step]["batch"]]]

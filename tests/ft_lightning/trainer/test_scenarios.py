@@ -45,7 +45,7 @@ Runs = dict[str, Scenarios]
 
 @pytest.fixture(scope="module")
 def coordinator() -> Iterator[LighthouseServer]:
-    """Nobody hangs here: who stands still is one that the machine has no time for."""
+    """No process hangs here: one that stands still is one that the machine has no time for."""
     with patient_lighthouse(heartbeat_timeout_s=25.0) as server:
         yield server
 

@@ -25,7 +25,7 @@ from ft_lightning.trainer.validation import batches_missing, share
     deaths=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=6),
     members=st.integers(1, 6),
 )
-def test_each_batch_counts_once_whoever_dies(
+def test_each_batch_counts_once_whichever_group_dies(
     batches: int, deaths: list[list[int]], members: int
 ) -> None:
     """Against the sentence itself: after any deaths, the survivors hold each batch once."""

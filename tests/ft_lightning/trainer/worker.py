@@ -135,7 +135,7 @@ class Model(LightningModule):
             self.validated.append(batch_idx)
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         if self.options["gathers"]:
-            assert len(self.all_gather(loss)) == 1  # nobody waits for one that may be dead
+            assert len(self.all_gather(loss)) == 1  # no rank waits for one that may be dead
         self.log("val_loss", loss, sync_dist=self.options["gathers"])
 
     def configure_optimizers(self) -> Any:

@@ -1,4 +1,4 @@
-"""R8: a training that has finished is not started over by one who comes back."""
+"""R8: a training that has finished is not started over by a member that comes back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_who_comes_back_waits_and_is_sent_away() -> None:
     assert job.empty
 
 
-def test_all_who_come_start_anew() -> None:
+def test_all_members_that_come_start_anew() -> None:
     job = finished_job(FINISHED, FINISHED, FINISHED)
     effects: list[Effect] = []
     for name in ("x", "y", "z"):
@@ -44,7 +44,7 @@ def test_all_who_come_start_anew() -> None:
     assert told(effects, Quorum)
 
 
-def test_one_who_holds_the_last_step_goes_on() -> None:
+def test_a_member_that_holds_the_last_step_goes_on() -> None:
     """A second `fit`, or a resumed checkpoint."""
     job = finished_job(FINISHED, FINISHED, FINISHED)
     lineage = next_lineage("root", 1, 0)
@@ -53,7 +53,7 @@ def test_one_who_holds_the_last_step_goes_on() -> None:
     assert told(job.expire(MOMENT + LIMITS.join_timeout_s), Quorum)
 
 
-def test_those_who_only_shut_down_may_come_back() -> None:
+def test_members_that_only_shut_down_may_come_back() -> None:
     job = finished_job("shutdown", "shutdown", "shutdown")
     job.handle(b"again", join("again"), MOMENT)
     effects = job.expire(MOMENT + LIMITS.join_timeout_s)

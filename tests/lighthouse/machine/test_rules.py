@@ -165,7 +165,7 @@ def test_the_short_cut_never_contradicts_the_rules(case: tuple[Situation, float]
     healthy = tuple(replace(c, can_heal=True) for c in situation.candidates)
     situation = replace(situation, candidates=healthy)
     first = not situation.has_past
-    if first:  # as in a job: nobody here holds what a quorum made
+    if first:  # as in a job: no candidate holds what a quorum made
         situation = replace(situation, head=None)
     held = any(c.position == situation.head for c in healthy)
     missed = 0 if held else len(situation.missed)
