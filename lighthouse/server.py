@@ -257,12 +257,14 @@ class LighthouseServer:
             poller.register(each, zmq.POLLIN)
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
         endpoint = self._endpoint
+        frames = endpoint.polled[0]
         dry, deadline = True, self._machine.deadline()
         while True:
             ready = dict(poller.poll(self._sleep_ms(dry, deadline)))
             if self._wake_read.fileno() in ready and not self._obey():
                 return
-            endpoint.attend()
+            if len(ready) != 1 or frames not in ready:
+                endpoint.attend()
             # POLLIN may be spurious (a peer killed inside a frame), and frames that arrived
             # since must be handled before their senders are reported lost: read in any case.
             dry = self._drain_frames()
