@@ -15,14 +15,14 @@ from datetime import timedelta
 
 from ft_core.collectives.allreduce import find_weight
 from ft_core.config import JobOptions
-from ft_core.errors import GroupLeft, QuorumUnavailable
+from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
 from ft_core.replica.status import Attempt, Outcome, ReplicaStatus, Stage
 from ft_core.shell.session import Session
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
-from ft_core.telemetry import StepRecord
+from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 
 log = logging.getLogger("ft_core")
 
@@ -31,27 +31,47 @@ class Attempts:
     """A manager's attempts, one after the other. Thread: the training loop's.
 
     Attributes:
+        step: the one under way.
         last_outcome: of the last attempt that has ended.
     """
 
     def __init__(
-        self, options: JobOptions, group: ProcessGroup, step: Step, state: State, record: StepRecord
+        self, options: JobOptions, group: ProcessGroup, state: State, telemetry: Telemetry
     ) -> None:
         self._options, self._group = options, group
-        self._step, self._state, self._record = step, state, record
+        self._state, self._telemetry = state, telemetry
+        self.step = Step(
+            group, weighted=options.weighted, bind=self.bind, on_error=self._tell_error
+        )
         self._quorum_wait_s = options.quorum_timeout_s
+        self._began_at = 0.0
+        self._discards_in_a_row = 0
+        self._untaken = False  # a vote was cast, and the loop does not know its outcome
+        self._session: Session | None = None
         self.last_outcome: Outcome | None = None
+
+    @property
+    def session(self) -> Session:
+        """Set by the first `Manager.start_quorum`. Raises RuntimeError before it."""
+        if self._session is None:
+            raise RuntimeError("call start_quorum first")
+        return self._session
+
+    @session.setter
+    def session(self, session: Session) -> None:
+        self._session = session
 
     # ------------------------------------------------------------------ the way in
 
-    def begin(self, session: Session, timeout: timedelta | None) -> None:
+    def begin(self, timeout: timedelta | None) -> None:
         """See `Manager.start_quorum`."""
-        if session.untaken:
-            self._settle(session, timeout)
+        session = self.session
+        if self._untaken:
+            self._settle(timeout)
         elif session.control.status.attempt is not Attempt.CLOSED:
-            self._abandon(session)
-        self._step.open()
-        self._record.begin()
+            self._abandon()
+        self.step.open()
+        self._began_at = time.monotonic()
         # Also where nothing is waited for now: the quorum may be lost before the first collective.
         limit_s = self._options.quorum_timeout_s
         self._quorum_wait_s = limit_s if timeout is None else timeout.total_seconds()
@@ -61,16 +81,17 @@ class Attempts:
             self._state.offer(behind=before.stage is not Stage.MEMBER or before.healing)
         status = session.control.submit(events.Begin(heal_in_step=in_step))
         if status.entered:
-            self._step.part = status.part
+            self.step.part = status.part
         elif not in_step or status.stage is Stage.MEMBER:
-            self.enter(session)
+            self.enter()
 
-    def enter(self, session: Session, *, before_vote: bool = False) -> None:
+    def enter(self, *, before_vote: bool = False) -> None:
         """Wait until this attempt may reduce (or has failed); serve and heal at its boundary.
 
         `before_vote`: with an asynchronous quorum the state is loaded here. Raises as
         `Manager.start_quorum`, and what a user's load function raises.
         """
+        session = self.session
         heal = before_vote or not self._options.async_quorum
         control, wait_s = session.control, self._quorum_wait_s
         deadline = None if wait_s is None else time.monotonic() + wait_s
@@ -91,14 +112,15 @@ class Attempts:
                 self._state.load(session)
             except BaseException as error:  # some of it is loaded
                 reason = f"loading the healed state raised {type(error).__name__}: {error}"
-                self.rejoin(session, events.Rejoin(reason))
+                self.rejoin(events.Rejoin(reason))
                 raise
         self._state.serve(session)
-        self._step.part = control.submit(events.Entered()).part
+        self.step.part = control.submit(events.Entered()).part
 
-    def bind(self, session: Session) -> None:
+    def bind(self) -> None:
         """The first collective of the step: from here on it belongs to this quorum."""
-        step = self._step
+        session = self.session
+        step = self.step
         while True:
             status = session.control.submit(events.Bind())
             if status.attempt is Attempt.BOUND:
@@ -113,34 +135,38 @@ class Attempts:
                 step.fail(RuntimeError(status.failure or "not in a step"))
                 return
             try:
-                self.enter(session)
+                self.enter()
             except Exception as error:
                 step.fail(error)
                 return
 
+    def _tell_error(self, reason: str) -> None:
+        """Any thread: the step has failed, tell the others now."""
+        if self._session is not None:
+            self._session.control.submit(events.Fail(reason))
+
     # ------------------------------------------------------------------ the way out
 
-    def end(
-        self, session: Session, timeout: timedelta | None, *, control: bytes, needed: int
-    ) -> bool:
+    def end(self, timeout: timedelta | None, *, control: bytes, needed: int) -> bool:
         """See `Manager.should_commit`. `needed`: how many groups must contribute."""
         vote = events.CastVote(True)  # waits for the answer to the one that was cast
-        if not session.untaken:
-            vote = self._make_vote(session, control, needed)
-        status, outcome = session.await_outcome(vote, timeout)
+        if not self._untaken:
+            vote = self._make_vote(control, needed)
+        status, outcome = self._await_outcome(vote, timeout)
         try:
-            self._conclude(session, status, outcome)
+            self._conclude(status, outcome)
         except BaseException as error:
             if outcome.committed:  # and the caller does not learn it
-                self._unapplied(session, f"{type(error).__name__} after the vote: {error}")
+                self._unapplied(f"{type(error).__name__} after the vote: {error}")
             raise
         finally:
-            session.untaken = False
+            self._untaken = False
         return outcome.committed
 
-    def _make_vote(self, session: Session, control: bytes, needed: int) -> events.CastVote:
+    def _make_vote(self, control: bytes, needed: int) -> events.CastVote:
         """Wait for the step's collectives, and say yes or no."""
-        step = self._step
+        session = self.session
+        step = self.step
         if session.control.status.attempt is Attempt.CLOSED:
             raise RuntimeError("should_commit must follow start_quorum")
         step.check()
@@ -149,7 +175,7 @@ class Attempts:
         step.drain()
         status = session.control.status
         if step.error is None and (status.attempt is Attempt.OPEN or status.healing):
-            self.enter(session, before_vote=True)
+            self.enter(before_vote=True)
         part = step.part = step.part or session.control.status.part
         if step.error is not None:
             return events.CastVote(False, f"{type(step.error).__name__}: {step.error}")
@@ -157,9 +183,27 @@ class Attempts:
             return events.CastVote(False, f"fewer than min_replica_size={needed} participants")
         return events.CastVote(True, control=control)
 
-    def _conclude(self, session: Session, status: ReplicaStatus, outcome: Outcome) -> None:
+    def _await_outcome(
+        self, vote: events.CastVote, timeout: timedelta | None
+    ) -> tuple[ReplicaStatus, Outcome]:
+        """Cast `vote` (or wait once more for the answer to one that was cast). Raises StepInDoubt."""
+        session, limit_s = self.session, self._options.timeouts.connect_timeout_s
+        limit_s = limit_s if timeout is None else timeout.total_seconds()
+        self._untaken = True
+        status = session.control.vote(vote, time.monotonic() + limit_s)
+        if status.outcome is None:
+            session.check_refused()
+            raise StepInDoubt(
+                f"no answer to the vote on step {status.step} within {limit_s:g} s:"
+                f" is the lighthouse at {session.lighthouse} alive? ({status.reason})"
+            )
+        return status, status.outcome
+
+    def _conclude(self, status: ReplicaStatus, outcome: Outcome) -> None:
         """Record the outcome of a step."""
-        self.last_outcome, part = outcome, self._step.part
+        session = self.session
+        self.last_outcome, part = outcome, self.step.part
+        seconds = time.monotonic() - self._began_at
         if outcome.committed:
             if status.published is not None:
                 # The optimizer is next. All members have voted, the healed ones too, so that none
@@ -167,53 +211,67 @@ class Attempts:
                 (session.plane.freeze if self._options.group_commit else session.plane.retire)()
             assert part is not None, "a yes without a quorum"
             self._state.batches_committed += part.participants
-            self._step.end(True)
-            self._record.committed(outcome.step, part.groups)
+            self.step.end(True)
+            self._discards_in_a_row, step = 0, outcome.step
+            self._telemetry.emit(COMMIT, step=step, participants=part.groups, seconds=seconds)
             return
         try:
             session.check_refused()
         except GroupLeft:
             pass  # there is no next step, which `start_quorum` says
-        self._step.end(False)
-        self._record.discarded(outcome.step, outcome.reason)
+        self.step.end(False)
+        reason = outcome.reason
+        self._telemetry.emit(DISCARD, step=outcome.step, reason=reason, seconds=seconds)
+        log.info("step %s discarded: %s", outcome.step, reason)
+        self._discards_in_a_row += 1
+        limit = self._options.max_retries
+        if limit is not None and self._discards_in_a_row > limit:
+            raise TooManyDiscards(
+                f"{self._discards_in_a_row} steps in a row were discarded, the last because: {reason}"
+            )
 
-    def _settle(self, session: Session, timeout: timedelta | None) -> None:
+    def _settle(self, timeout: timedelta | None) -> None:
         """The loop begins a step without having taken the outcome of the last one."""
-        status, outcome = session.await_outcome(events.CastVote(True), timeout)
+        status, outcome = self._await_outcome(events.CastVote(True), timeout)
         if outcome.committed:
             reason = "the loop went on without the outcome of its vote"
-            self._unapplied(session, reason)
+            self._unapplied(reason)
             outcome = replace(outcome, committed=False, reason=reason)
-        session.untaken = False
-        self._conclude(session, status, outcome)
+        self._untaken = False
+        self._conclude(status, outcome)
 
-    def _unapplied(self, session: Session, reason: str) -> None:
+    def _unapplied(self, reason: str) -> None:
         """The last step was committed, and the loop still holds the state before it."""
+        session = self.session
         step = session.control.status.step - 1
         log.warning("step %s was committed, but not applied here (%s): healing", step, reason)
-        self.rejoin(session, events.Unapplied(reason))
+        self.rejoin(events.Unapplied(reason))
 
-    def _abandon(self, session: Session) -> None:
+    def _abandon(self) -> None:
         """The loop began a step and never ended it: it counts as a no."""
-        self._step.drain()
-        self._step.end(False)
-        self._record.abandoned(session.control.status.step)
+        session = self.session
+        self.step.drain()
+        self.step.end(False)
+        step = session.control.status.step
+        self._telemetry.emit(DISCARD, step=step, reason="never ended", seconds=0.0)
         session.control.submit(events.CastVote(False, "the loop started over"))
 
-    def rejoin(self, session: Session, event: events.Rejoin | events.Unapplied) -> None:
+    def rejoin(self, event: events.Rejoin | events.Unapplied) -> None:
         """Leave the quorum, and serve no state any more; the next `begin` joins again."""
-        self._step.drain()
-        self._step.part = self._step.bound_at = None
-        session.untaken = False
+        session = self.session
+        self.step.drain()
+        self.step.part = self.step.bound_at = None
+        self._untaken = False
         session.control.submit(event)
         session.plane.retire()
 
-    def update_failed(self, session: Session, error: BaseException) -> None:
+    def update_failed(self, error: BaseException) -> None:
         """See `Manager.update_failed`."""
+        session = self.session
         status = session.control.status
         alone = status.view is not None and len(status.view.members) == 1
         if alone and self._options.group_world_size == 1:
             return
         reason = f"the update of step {status.step - 1} raised {type(error).__name__}: {error}"
         log.warning("%s: this replica group discards its state, and heals", reason)
-        self.rejoin(session, events.Rejoin(reason))
+        self.rejoin(events.Rejoin(reason))

@@ -37,8 +37,7 @@ from ft_core.replica.status import (
 )
 from ft_core.shell.session import Session
 from ft_core.state import State
-from ft_core.step import Step
-from ft_core.telemetry import StepRecord, Telemetry
+from ft_core.telemetry import Telemetry
 from lighthouse.wire.messages import FINISHED
 
 log = logging.getLogger("ft_core")
@@ -176,21 +175,15 @@ class Manager:
     def _set_up(self, pg: ProcessGroup, options: JobOptions) -> None:
         self._options, self._replica_id = options, new_replica_id(options.name)
         self._pg = pg
-        self.step = Step(
-            pg,
-            weighted=options.weighted,
-            bind=lambda: self._attempts.bind(self._need_session()),
-            on_error=self._tell_error,
-        )
-        """The step under way, for collectives and algorithms."""
         self.state = State()
         self._schema = dict(options.schema)
         self._start = (0, "")
         self._session: Session | None = None
         self._closed = False
         self.telemetry = Telemetry()
-        record = StepRecord(self.telemetry, options.max_retries)
-        self._attempts = Attempts(options, pg, self.step, self.state, record)
+        self._attempts = Attempts(options, pg, self.state, self.telemetry)
+        self.step = self._attempts.step
+        """The step under way, for collectives and algorithms."""
 
     # ------------------------------------------------------------------ state
 
@@ -280,7 +273,7 @@ class Manager:
         if room_id != session.room_id:
             known = session.room_id
             raise ValueError(f"this manager is in room {known!r}; use one manager for {room_id!r}")
-        self._attempts.begin(session, timeout)
+        self._attempts.begin(timeout)
 
     def try_start_quorum(self) -> bool:
         """`start_quorum`, but only if this rank is a member of a quorum and stays one; whether it is.
@@ -306,7 +299,7 @@ class Manager:
 
     def wait_quorum(self) -> None:
         """Wait until collectives may start. Raises as `start_quorum` does."""
-        self._attempts.enter(self._need_session())
+        self._attempts.enter()
 
     def should_commit(
         self, timeout: timedelta | None = None, *, control: bytes = b"", no_update: bool = False
@@ -327,7 +320,6 @@ class Manager:
             JoinRefused, GroupBroken: as `start_quorum`.
         """
         return self._attempts.end(
-            self._need_session(),
             timeout,
             control=control,
             needed=1 if no_update else self._options.min_replicas,
@@ -388,7 +380,7 @@ class Manager:
         attempt has failed, `errored` says why, and this member has reduced nothing."""
         if self.step.bind() is None:
             return None
-        status = self._need_session().control.status
+        status = self._attempts.session.control.status
         return status.view.step if status.view and status.attempt is Attempt.BOUND else None
 
     def mean_divisor(self) -> int:
@@ -404,10 +396,6 @@ class Manager:
         """The gradients of this step are unusable: discard it, and tell the others now. Any thread."""
         self.step.fail(e)
 
-    def _tell_error(self, reason: str) -> None:
-        if self._session is not None:
-            self._session.control.submit(events.Fail(reason))
-
     def errored(self) -> Exception | None:
         """The first error of this step, or None."""
         return self.step.error
@@ -416,7 +404,7 @@ class Manager:
         self, fut: Future[T], default: T, timeout: timedelta | None = None
     ) -> Future[T]:
         """`fut`, with `default` in place of an error or a late result, which is reported."""
-        self._need_session()
+        _ = self._attempts.session  # raises before the first `start_quorum`
         limit_s = self._options.timeouts.timeout_s if timeout is None else timeout.total_seconds()
         return with_default(fut, default, timeout_s=limit_s, on_error=self.report_error)
 
@@ -505,18 +493,18 @@ class Manager:
         a member that holds no state. False: as one that holds the state with which it left, from
         which the job goes on if no member has a newer one.
         """
-        self._attempts.rejoin(self._need_session(), events.Rejoin(reason, discard_state))
+        self._attempts.rejoin(events.Rejoin(reason, discard_state))
 
     def update_failed(self, e: BaseException) -> None:
         """The update of a committed step raised `e`, and may be half done: `rejoin` without a state.
 
         A member that is alone in its quorum keeps its state: no other member holds another one.
         """
-        self._attempts.update_failed(self._need_session(), e)
+        self._attempts.update_failed(e)
 
     def leave_after_step(self) -> None:
         """The next committed or discarded step is this group's last (graceful leave)."""
-        self._need_session().control.submit(events.LeaveAfterStep())
+        self._attempts.session.control.submit(events.LeaveAfterStep())
 
     def in_quorum(self) -> bool:
         """Whether this group is in a quorum now. Never waits."""
@@ -563,16 +551,16 @@ class Manager:
             schema="; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items())),
             telemetry=self.telemetry,
             into=lambda: self.state.room_to_receive(
-                self._need_session(), in_step=self._options.async_quorum
+                self._attempts.session, in_step=self._options.async_quorum
             ),
             waited_s=self.step.waited_s,
         )
-        self._session = session
+        self._session = self._attempts.session = session
         session.await_lighthouse()
         return session
 
     def _known_part(self) -> Participation:
-        session = self._need_session()
+        session = self._attempts.session
         if self.step.part is None:
             self.wait_quorum()
         status = session.control.status
@@ -586,11 +574,6 @@ class Manager:
             return self._start
         status = self._session.control.status
         return status.step, status.lineage
-
-    def _need_session(self) -> Session:
-        if self._session is None:
-            raise RuntimeError("call start_quorum first")
-        return self._session
 
 
 __all__ = ["Manager", "WorldSizeMode"]

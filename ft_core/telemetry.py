@@ -7,17 +7,12 @@ must be quick and must not raise. `JsonlSink` writes one JSON object a line.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from ft_core.errors import TooManyDiscards
-
-log = logging.getLogger("ft_core")
 
 QUORUM = "quorum"  # quorum_id, step, members, healing, replica_rank, reason
 COMMIT = "commit"  # step, participants, seconds (since the attempt began)
@@ -61,40 +56,6 @@ class Telemetry:
             event = Event(kind, data)
             for sink in self._sinks:
                 sink(event)
-
-
-class StepRecord:
-    """Tells how each step of the loop ends, and raises when too many are discarded in a row."""
-
-    def __init__(self, telemetry: Telemetry, max_retries: int | None) -> None:
-        self._telemetry, self._max_retries = telemetry, max_retries
-        self._began_at = 0.0
-        self._discards_in_a_row = 0
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._began_at = time.monotonic()
-
-    def committed(self, step: int, groups: int) -> None:
-        """`groups`: that contributed."""
-        self._discards_in_a_row = 0
-        seconds = time.monotonic() - self._began_at
-        self._telemetry.emit(COMMIT, step=step, participants=groups, seconds=seconds)
-
-    def discarded(self, step: int, reason: str) -> None:
-        """Raises TooManyDiscards."""
-        seconds = time.monotonic() - self._began_at
-        self._telemetry.emit(DISCARD, step=step, reason=reason, seconds=seconds)
-        log.info("step %s discarded: %s", step, reason)
-        self._discards_in_a_row += 1
-        if self._max_retries is not None and self._discards_in_a_row > self._max_retries:
-            raise TooManyDiscards(
-                f"{self._discards_in_a_row} steps in a row were discarded, the last because: {reason}"
-            )
-
-    def abandoned(self, step: int) -> None:
-        """The loop has begun a step, and begins another one."""
-        self._telemetry.emit(DISCARD, step=step, reason="never ended", seconds=0.0)
 
 
 class JsonlSink:

@@ -97,7 +97,8 @@ class Replica:
         self._template = template
         self._resend_s = resend_s
         self._revoke_grace_s = revoke_grace_s
-        self._relations = Relations(rule or ParticipationRule(), template.replica_id)
+        self._rule = rule or ParticipationRule()
+        self._relations: Relations | None = None
         self.replica_id = template.replica_id
         self.stage = Stage.OUT
         self.attempt = Attempt.CLOSED
@@ -193,14 +194,18 @@ class Replica:
         return self._related().targets
 
     def _related(self) -> Relations:
-        self._relations.update(self.view, member=self.stage is Stage.MEMBER, healed=self.healed)
-        return self._relations
+        view, member, known = self.view, self.stage is Stage.MEMBER, self._relations
+        key = view and view.members, view and view.quorum_id, member, self.healed
+        if known is None or known.key != key:
+            known = Relations(self._rule, self.replica_id, view, member, self.healed)
+            self._relations = known
+        return known
 
     @property
     def _contributing(self) -> int:
         """How many replica groups contribute to the step that is under way."""
-        part = self._relations.part
-        return 0 if part is None else part.groups
+        known = self._relations  # as before this event
+        return known.part.groups if known is not None and known.part is not None else 0
 
     # ------------------------------------------------------------------ the training loop
 

@@ -203,28 +203,24 @@ class ParticipationRule:
 
 
 class Relations:
-    """What a quorum means for one rank.
+    """What a quorum means for one rank; replaced only where one of these changes, not each step.
 
     Attributes:
+        key: `view`'s members and id; whether this rank is a member, and whether its state is the
+            quorum's.
         part: its participation; None: there was no quorum yet.
         targets: members that heal from its state; empty if it is behind itself.
     """
 
-    def __init__(self, rule: ParticipationRule, replica_id: str) -> None:
-        self._rule, self._replica_id = rule, replica_id
-        self._key: tuple[object, ...] | None = None
+    def __init__(
+        self, rule: ParticipationRule, replica_id: str, view: View | None, member: bool, healed: bool
+    ) -> None:
+        self.key = view and view.members, view and view.quorum_id, member, healed
         self.part: Participation | None = None
         self.targets: tuple[Member, ...] = ()
-
-    def update(self, view: View | None, *, member: bool, healed: bool) -> None:
-        """`member`: of `view`. `healed`: its state is the quorum's."""
-        key = view and view.members, view and view.quorum_id, member, healed
-        if key == self._key:
-            return  # the steady state: one tuple of members serves from step to step
-        self._key, self.part, self.targets = key, None, ()
         if view is None:
             return
-        mine = self._replica_id
-        self.part = self._rule.part(view, mine, behind=member and not healed)
+        self.part = rule.part(view, replica_id, behind=member and not healed)
         if member and healed:
-            self.targets = tuple(m for m in view.members if m.healing and m.replica_id != mine)
+            healing = (m for m in view.members if m.healing)
+            self.targets = tuple(m for m in healing if m.replica_id != replica_id)

@@ -6,18 +6,17 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import zmq
 
 from ft_core.config import JobOptions
-from ft_core.errors import GroupBroken, GroupLeft, StepInDoubt
+from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.process_group import ProcessGroup
-from ft_core.replica.events import CastVote, Depart, Fail
+from ft_core.replica.events import Depart, Fail
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
-from ft_core.replica.status import Attempt, Outcome, ParticipationRule, ReplicaStatus, Stage
+from ft_core.replica.status import Attempt, ParticipationRule, ReplicaStatus, Stage
 from ft_core.shell.control import Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
 from ft_core.shell.group_server import GroupLink, GroupServer, announce_leader, find_leader
@@ -61,8 +60,6 @@ class Session:
         waited_s: Callable[[float], float],
     ) -> None:
         self.room_id = room_id
-        self.untaken = False
-        """A vote was cast, and the loop does not know its outcome."""
         self._options, self._telemetry, self._waited_s = options, telemetry, waited_s
         self.lighthouse = options.lighthouse or _local_lighthouse()
         self._closed = False
@@ -182,23 +179,6 @@ class Session:
                 raise LighthouseUnavailable(
                     f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
                 )
-
-    def await_outcome(self, vote: CastVote, timeout: timedelta | None) -> tuple[ReplicaStatus, Outcome]:
-        """Cast `vote` (or wait once more for the answer to one that was cast) and wait for the outcome.
-
-        `timeout`: None: the connect timeout. Raises StepInDoubt, and as `check_refused`.
-        """
-        limit_s = self._options.timeouts.connect_timeout_s
-        limit_s = limit_s if timeout is None else timeout.total_seconds()
-        self.untaken = True
-        status = self.control.vote(vote, time.monotonic() + limit_s)
-        if status.outcome is None:
-            self.check_refused()
-            raise StepInDoubt(
-                f"no answer to the vote on step {status.step} within {limit_s:g} s:"
-                f" is the lighthouse at {self.lighthouse} alive? ({status.reason})"
-            )
-        return status, status.outcome
 
     def _check_stall(self, status: ReplicaStatus, now: float) -> Fail | None:
         """Control thread: a collective that takes too long waits for a member that hangs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from datetime import timedelta
@@ -141,11 +142,11 @@ def test_no_member_has_applied_the_step() -> None:
 
         def operator() -> None:
             a_ready.wait()
-            process.process.send_signal(signal.SIGSTOP)
-            until(lambda: stopped(process.process.pid), "the lighthouse to stop")
+            os.kill(process.serving, signal.SIGSTOP)
+            until(lambda: stopped(process.serving), "the lighthouse to stop")
             b_ready.wait()
             a_ready.wait()
-            process.process.send_signal(signal.SIGCONT)
+            os.kill(process.serving, signal.SIGCONT)
 
         replicas(lambda: careless(a), lambda: careless(b), operator)
         check_equal(a, b)
