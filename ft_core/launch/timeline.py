@@ -113,7 +113,7 @@ def _memberships(life: Life) -> list[tuple[float, float, int]]:
     if life.killed and life.ended_s is not None:
         end = life.ended_s
     starts = [event["t"] for event in quorums]
-    stops = [*starts[1:], end]
+    stops = [*starts[1:], end][: len(starts)]  # a life may end before its first quorum
     return [(a, b, len(q["members"])) for a, b, q in zip(starts, stops, quorums, strict=True)]
 
 

@@ -231,9 +231,14 @@ def mismatch(join: Join, other: Join) -> str:
 
     The sender may be a stranger: it is told its own schema, and the log tells both.
     """
+    if len(other.addresses) != len(join.addresses):
+        return (
+            f"{join.name} has {len(join.addresses)} ranks and {other.name} "
+            f"{len(other.addresses)}; all replica groups need the same number"
+        )
     if other.schema != join.schema:
         return (
-            f"{join.name} does not match {other.name}: it has {join.schema_text or join.schema}"
+            f"{join.name} does not match {other.name}: it has {join.schema_text or 'no schema'}"
             f", and the lighthouse's log says what {other.name} has; start all replica groups with "
             "the same model and settings, or separate jobs under job ids of their own (FT_JOB_ID)"
         )
@@ -242,11 +247,6 @@ def mismatch(join: Join, other: Join) -> str:
         return (
             f"{join.name} has {kinds[join.group_commit]} and {other.name} "
             f"{kinds[other.group_commit]}; all replica groups need the same"
-        )
-    if len(other.addresses) != len(join.addresses):
-        return (
-            f"{join.name} has {len(join.addresses)} ranks and {other.name} "
-            f"{len(other.addresses)}; all replica groups need the same number"
         )
     return ""
 

@@ -128,7 +128,14 @@ class JobState:
         """A watcher says that the process of a replica group is dead."""
         if not self._speaks_for(peer, notice.replica_id):
             return []
-        return self.lost(notice.replica_id, notice.cause or "process died", now)
+        replica_id = notice.replica_id
+        self._conflicts.pop(replica_id, None)
+        self._remove(replica_id, notice.cause or "process died", now, may_return=False)
+        # Its connection may have ended before: its state is gone with its memory, so no member waits.
+        if replica_id in self._history.missed:
+            self._history.missed.discard(replica_id)
+            self._wake_at = now
+        return self._take_effects()
 
     def _speaks_for(self, peer: Peer, replica_id: str) -> bool:
         """Whether `peer` may say something about `replica_id`: only its own process, and that
@@ -137,7 +144,7 @@ class JobState:
         return known is None or known.peer == peer or same_process(known.peer, peer)
 
     def lost(self, replica_id: str, cause: str, now: float) -> list[Effect]:
-        """The process of `replica_id` is dead or unreachable."""
+        """`replica_id` can't be reached; it may come back."""
         self._conflicts.pop(replica_id, None)
         self._remove(replica_id, cause, now, may_return=True)
         return self._take_effects()
