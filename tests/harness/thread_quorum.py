@@ -111,6 +111,9 @@ class ThreadManager:
     def report_error(self, e: Exception) -> None:
         self._error = self._error or e
 
+    def update_failed(self, e: BaseException) -> None:
+        raise AssertionError("an update raised") from e
+
     def mean_divisor(self) -> int:
         return self.quorum.known_participants or len(self.quorum.participants)
 
