@@ -47,8 +47,9 @@ def with_note(replica: Replica, text: str) -> Replica:
     return replica
 
 
-def beside(running: Replica, script: Callable[[], Any]) -> Any:
-    """What `script` returns, while `running` steps."""
+def beside(running: Replica, newcomer: Replica, script: Callable[[], Any]) -> Any:
+    """What `script` returns, while `running` steps; at its end `newcomer` leaves, or `running` would
+    wait for it in a step."""
     over = threading.Event()
 
     def run() -> None:
@@ -60,6 +61,7 @@ def beside(running: Replica, script: Callable[[], Any]) -> Any:
             return script()
         finally:
             over.set()
+            newcomer.close()
 
     return replicas(run, finish)[1]
 
@@ -97,7 +99,7 @@ def test_arbitrary_objects_heal_where_they_are_allowed(init_sync: bool) -> None:
             b.step()
             b.run_to(b.manager.current_step() + 1)
 
-        beside(a, join)
+        beside(a, b, join)
         assert b.note.text == "first"
         assert torch.equal(b.weights, torch.full((8,), -float(b.manager.current_step())))
         a.close()
@@ -125,7 +127,7 @@ def test_a_member_that_does_not_allow_objects_takes_none() -> None:
             with pytest.raises(JoinRefused, match="set heal_allow_objects=True here too"):
                 b.manager.start_quorum()
 
-        beside(a, join)
+        beside(a, b, join)
         assert b.note.text == "second"
         a.close()
         b.close()
@@ -141,10 +143,10 @@ def test_another_token_is_refused_by_the_heal_server() -> None:
             with pytest.raises(JoinRefused, match="wrong token; set the same heal token on every"):
                 stranger.manager.start_quorum()
 
-        beside(a, join)
+        beside(a, stranger, join)
         stranger.close()
         friend = Replica(server, "r2", token="ours")
-        beside(a, friend.step)
+        beside(a, friend, friend.step)
         assert friend.manager.current_step() >= 2
         friend.close()
         a.close()
@@ -161,7 +163,7 @@ def test_another_token_is_refused_where_the_heal_runs_beside_the_step() -> None:
                 while True:
                     stranger.step()
 
-        beside(a, join)
+        beside(a, stranger, join)
         stranger.close()
         a.close()
 
