@@ -17,7 +17,8 @@ R4  If a candidate holds the job's head, no member of the last quorum holds a ne
 R5  Members of an earlier quorum may hold a newer state than any candidate (the lighthouse was
     restarted, or all of them are away). While one of them is missing, wait, but no longer than the
     join timeout: a state that does not come back is lost, and the rest goes on.
-R6  If no candidate has been in a quorum of the job yet, the next quorum waits for
+R6  If no candidate has been in a quorum of the job yet, or if the job would go back behind its head
+    since all its holders are dead, the next quorum waits for
     `expected_replicas`, or, if that is not known, for stragglers; in both cases no longer than the
     join timeout.
 R7  Ranks: members of the last quorum keep their order. Newcomers follow in natural order of their
@@ -171,7 +172,7 @@ def decide(situation: Situation, now: float) -> Verdict:
         refused = len(situation.candidates) - len(able)
         extra = f"; {refused} behind and not allowed to heal" if refused else ""
         return Verdict(None, f"waiting for {short} of min_replicas={situation.min_replicas}{extra}")
-    waiting_for = _stragglers(situation, able)
+    waiting_for = _stragglers(situation, able, position)
     expires = situation.since + situation.join_timeout_s
     if waiting_for and now < expires:
         return Verdict(None, waiting_for, expires)
@@ -220,13 +221,14 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts if p)
 
 
-def _stragglers(situation: Situation, able: Sequence[Candidate]) -> str:
+def _stragglers(situation: Situation, able: Sequence[Candidate], position: Position) -> str:
     """Why to wait although `min_replicas` can train; empty: no reason (R4, R5, R6)."""
     if any(c.position == situation.head for c in able):
         return ""  # R4
     if situation.missed:
         return _missing(len(situation.missed))
-    if situation.has_past:
+    goes_back = situation.head is not None and position.step < situation.head.step
+    if situation.has_past and not goes_back:
         return ""  # every member of the last quorum is a candidate, or has left for good
     if situation.expected_replicas:
         short = situation.expected_replicas - len(able)

@@ -117,7 +117,8 @@ def twin(s: Situation, now: float) -> list[str] | None:
     if not any(c.position == s.head for c in chosen) and not timed_out:  # else R4
         if s.missed:  # R5
             return None
-        if not s.has_past:  # R6
+        lost = s.head is not None and position.step < s.head.step
+        if not s.has_past or lost:  # R6
             if s.expected_replicas == 0 or len(chosen) < s.expected_replicas:
                 return None
     return twin_ranks(chosen, s.previous)
