@@ -119,8 +119,7 @@ class Attempts:
 
     def bind(self) -> None:
         """The first collective of the step: from here on it belongs to this quorum."""
-        session = self.session
-        step = self.step
+        session, step = self.session, self.step
         while True:
             status = session.control.submit(events.Bind())
             if status.attempt is Attempt.BOUND:
@@ -165,8 +164,7 @@ class Attempts:
 
     def _make_vote(self, control: bytes, needed: int) -> events.CastVote:
         """Wait for the step's collectives, and say yes or no."""
-        session = self.session
-        step = self.step
+        session, step = self.session, self.step
         if session.control.status.attempt is Attempt.CLOSED:
             raise RuntimeError("should_commit must follow start_quorum")
         step.check()
@@ -267,8 +265,7 @@ class Attempts:
 
     def update_failed(self, error: BaseException) -> None:
         """See `Manager.update_failed`."""
-        session = self.session
-        status = session.control.status
+        status = self.session.control.status
         alone = status.view is not None and len(status.view.members) == 1
         if alone and self._options.group_world_size == 1:
             return

@@ -44,10 +44,9 @@ def test_the_leader_dies_in_a_validation_and_comes_back_in_the_next(
         run.wait(one, again)
     lines = [run.lines(rank) for rank in (0, 1)]
     healed = [line for line in lines[0] if line["pid"] == again.pid]
-    # Let in at the end of a validation; it has begun with one of the first batches of the next epoch
-    # (a heal that a busy machine has cut short is repeated).
+    # Let in at the end of a validation; it has begun with the first batch of the next epoch.
     assert healed[0]["epoch"] == 3
-    assert healed[0]["batch_idx"] < BATCHES // 2
+    assert healed[0]["batch_idx"] in (0, 1)
     assert compare(*lines) >= 2 * BATCHES + len(healed)
     assert run.end(0)["digest"] == run.end(1)["digest"]
     assert run.end(0)["step"] == run.end(1)["step"] == 4 * BATCHES
