@@ -74,7 +74,7 @@ class Run:
         result: Line = json.loads(path.read_text())
         return result
 
-    def lives(self, name: int) -> list[int]:
+    def lives(self, name: int | str) -> list[int]:
         """Process ids of replica `name`, in the order in which their training started."""
         path = self.log / f"{name}.ready"
         return [int(text) for text in path.read_text().split()] if path.exists() else []
@@ -125,16 +125,17 @@ class Run:
             self.waited.append(process)
 
     def _ask_for_stacks(self) -> None:
-        for process in self.processes:
-            if process.poll() is None and "devices" not in self.options:
-                process.send_signal(signal.SIGUSR2)
+        """Only processes that have begun their script handle the signal: it would end a launcher."""
+        for path in self.log.glob("*.ready"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.lives(path.stem)[-1], signal.SIGUSR2)
         time.sleep(1.0)  # for them to write
 
     def output(self) -> str:
         """The ends of what all processes printed."""
         texts = []
         for path in sorted(self.log.glob("output.*")):
-            texts.append(f"--- {path.name}\n{path.read_text()[-3000:]}")
+            texts.append(f"--- {path.name}\n{path.read_text()[-8000:]}")
         return "\n".join(texts)
 
     def close(self) -> None:
