@@ -206,7 +206,7 @@ class Attempts:
             if status.published is not None:
                 # The optimizer is next. All members have voted, the healed ones too, so that none
                 # reads the state any more, except where a group acts on its own vote.
-                (session.plane.freeze if self._options.group_commit else session.plane.retire)()
+                self._state.retire(session, copy=self._options.group_commit)
             assert part is not None, "a yes without a quorum"
             self._state.batches_committed += part.participants
             self.step.end(True)
@@ -261,7 +261,7 @@ class Attempts:
         self.step.part = self.step.bound_at = None
         self._untaken = False
         session.control.submit(event)
-        session.plane.retire()
+        self._state.retire(session)
 
     def update_failed(self, error: BaseException) -> None:
         """See `Manager.update_failed`."""

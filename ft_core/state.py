@@ -107,13 +107,19 @@ class State:
         position = status.step, status.lineage
         if not status.targets and status.published is not None:
             session.control.submit(Published(None))
-            session.plane.retire()
+            self.retire(session)
         if not status.targets or status.published == position:
             return
         tree = {"user": self.save(), "batches_committed": self.batches_committed}
         session.plane.publish(*position, tree, len(status.targets))
         self._served = _versions(tree)
         session.control.submit(Published(position))
+
+    def retire(self, session: Session, *, copy: bool = False) -> None:
+        """The state may change from now on: stop serving it. `copy`: serve copies of what peers have
+        not received."""
+        self._served = []
+        (session.plane.freeze if copy else session.plane.retire)()
 
     def unchanged(self) -> bool:
         """Before a vote: whether the tensors that a peer may be reading are as they were when the

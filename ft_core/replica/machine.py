@@ -190,7 +190,7 @@ class Replica:
 
     @property
     def targets(self) -> tuple[Member, ...]:
-        """Members that heal from this rank's state; empty if none or if it is behind itself."""
+        """Members that heal from this rank's state."""
         return self._related().targets
 
     def _related(self) -> Relations:

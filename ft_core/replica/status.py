@@ -100,7 +100,8 @@ class ReplicaStatus:
         healing: a member whose state is not the quorum's yet.
         state_fetched: the state that this rank must load has arrived.
         overwriting: the own state may be overwritten by the one that is being fetched.
-        targets: members that heal from this rank's state; empty if this one is behind itself.
+        targets: members that heal from this rank's state; empty if this one was behind itself when
+            the quorum formed.
         published: position of the state that is served to them; None: nothing is served.
         outcome: what became of the attempt; None: it is not over.
         reason: what this rank waits for, or why it was refused.
@@ -209,7 +210,8 @@ class Relations:
         key: `view`'s members and id; whether this rank is a member, and whether its state is the
             quorum's.
         part: its participation; None: there was no quorum yet.
-        targets: members that heal from its state; empty if it is behind itself.
+        targets: members that heal from its state; empty if it was behind itself when the quorum
+            formed: it has healed since, but the others do not take it for a source.
     """
 
     def __init__(
@@ -221,6 +223,6 @@ class Relations:
         if view is None:
             return
         self.part = rule.part(view, replica_id, behind=member and not healed)
-        if member and healed:
-            healing = (m for m in view.members if m.healing)
-            self.targets = tuple(m for m in healing if m.replica_id != replica_id)
+        healing = tuple(m for m in view.members if m.healing)
+        if member and healed and not any(m.replica_id == replica_id for m in healing):
+            self.targets = healing
