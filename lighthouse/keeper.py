@@ -31,15 +31,21 @@ Serve = Callable[[str, Callable[[str], None]], int]
 """Serve at an address (empty: the command's own), tell the bound one, return the exit code."""
 
 
-def keep_running(serve: Serve, on_listening: Callable[[str], None] = lambda address: None) -> int:
+def keep_running(
+    serve: Serve,
+    on_listening: Callable[[str], None] = lambda address: None,
+    *,
+    obey: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT),
+) -> int:
     """Run `serve` in child processes until one ends as it should; returns the exit code.
 
     A child that ends before the first one has listened, is told to stop, or returns 0 is not
     replaced. `on_listening` is called here when the first one listens. Call this in a process that
-    has no other thread; it handles SIGTERM and SIGINT from then on.
+    has no other thread. The signals in `obey` tell it to stop from then on; a child begins with
+    their defaults.
     """
-    keeper = _Keeper(serve, on_listening)
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    keeper = _Keeper(serve, on_listening, obey)
+    for signum in obey:
         signal.signal(signum, keeper.stop)
     return keeper.run()
 
@@ -57,8 +63,13 @@ def patiently(bind: Callable[[], T]) -> T:
 
 
 class _Keeper:
-    def __init__(self, serve: Serve, on_listening: Callable[[str], None]) -> None:
-        self._serve, self._on_listening = serve, on_listening
+    def __init__(
+        self,
+        serve: Serve,
+        on_listening: Callable[[str], None],
+        obey: tuple[signal.Signals, ...],
+    ) -> None:
+        self._serve, self._on_listening, self._obey = serve, on_listening, obey
         self._child = 0
         self._stopping = False
         self._address = ""
@@ -109,9 +120,10 @@ class _Keeper:
     def _be_child(self, parent: int, write_end: int) -> None:
         code = 1
         try:
-            for signum in (signal.SIGTERM, signal.SIGINT):
+            for signum in self._obey:
                 signal.signal(signum, signal.SIG_DFL)
-            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+            if sys.platform.startswith("linux"):
+                ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
 

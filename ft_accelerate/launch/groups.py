@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,8 +140,8 @@ class LighthousePlan:
     """Where the lighthouse is.
 
     Attributes:
-        address: that the replica groups are told; "": of the one that is embedded.
-        bind: where the launcher embeds one; "": it does not.
+        address: that the replica groups are told; "": of the launcher's own.
+        bind: where the launcher runs one; "": it does not.
     """
 
     address: str
@@ -297,8 +296,6 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
         )
     finally:
         if server is not None:
-            if not made.place.alone:
-                _linger(server)
             server.shutdown()
 
 
@@ -378,11 +375,14 @@ def _await_lighthouse(plugin: FaultTolerancePlugin) -> None:
 
 
 def _serve(made: Launch) -> Any:
-    """The embedded lighthouse, or None. Raises ValueError if its port is taken."""
+    """The launcher's own lighthouse, or None. Raises ValueError if its port is taken.
+
+    That of several machines stays while other machines are at their last step.
+    """
     if not made.lighthouse.bind:
         return None
-    from lighthouse import LighthouseConfig, LighthouseServer
-    from lighthouse.config import Timeouts
+    from lighthouse.config import LighthouseConfig, Timeouts
+    from lighthouse.launched import LaunchedLighthouse
 
     config = LighthouseConfig(
         min_replicas=made.plugin.min_replicas,
@@ -392,16 +392,11 @@ def _serve(made: Launch) -> Any:
         ),
     )
     try:
-        return LighthouseServer(made.lighthouse.bind, config=config)
+        return LaunchedLighthouse(
+            made.lighthouse.bind, config=config, linger_s=0.0 if made.place.alone else LINGER_S
+        )
     except OSError as error:
         raise ValueError(
             f"the lighthouse cannot listen at {made.lighthouse.bind} ({error}): set another "
             "main_process_port, the same on all machines"
         ) from error
-
-
-def _linger(server: Any) -> None:
-    """Stay while other machines are at their last step."""
-    from lighthouse.standby import serve_until_idle
-
-    serve_until_idle(server, LINGER_S, threading.Event())

@@ -27,8 +27,8 @@ through_main = False
 class SupervisorLauncher:
     """What Lightning calls instead of the user's run; it has the interface of its `_Launcher`.
 
-    If `job` names no lighthouse, one is embedded in this process. A replica group is started again
-    at most `max_restarts` times.
+    If `job` names no lighthouse, this process runs one for as long as it lives. A replica group is
+    started again at most `max_restarts` times.
     """
 
     is_interactive_compatible = True
@@ -88,11 +88,11 @@ class SupervisorLauncher:
         """Called by Lightning on a signal. The supervisor passes signals on itself."""
 
     def _serve(self) -> Any:
-        from lighthouse import LighthouseConfig, LighthouseServer
-        from lighthouse.config import Timeouts
+        from lighthouse.config import LighthouseConfig, Timeouts
+        from lighthouse.launched import LaunchedLighthouse
 
         timeout_s = self._job.timeout_s
-        return LighthouseServer(
+        return LaunchedLighthouse(
             config=LighthouseConfig(
                 min_replicas=self._job.min_replicas,
                 expected_replicas=self._scope.num_groups,

@@ -14,24 +14,39 @@ import pytest
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import Run, compare, running
 from tests.harness.lighthouses import patient_lighthouse
-from tests.harness.waiting import PATIENCE_S, gone, until
+from tests.harness.waiting import PATIENCE_S, children_of, gone, until
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.process
 
 
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_supervisor_and_all_it_started(tmp_path: Path, number: Any) -> None:
-    """What was trained is kept: Lightning ends the fit after the batch, as it does without us."""
+    """What was trained is kept: Lightning ends the fit after the batch, as it does without us.
+
+    The end of the process that serves as its lighthouse does not end the supervisor: there is another.
+    """
     with running(tmp_path, devices=2, max_epochs=100_000, step_delay_s=0.02) as run:
         main = run.start()
         for index in (0, 1):
             run.until_step(index, 3)
         children = [run.lives(index)[-1] for index in (0, 1)]
+        (lighthouse,) = [
+            pid for pid in children_of(main.pid) if b"lighthouse.launched" in command(pid)
+        ]
+        os.kill(*children_of(lighthouse), signal.SIGABRT)
+        run.until(lambda: "its process ended (signal 6)" in run.output(), "the next lighthouse")
+        for index in (0, 1):
+            run.until_step(index, run.lines(index)[-1]["step"] + 3)
         main.send_signal(number)
         assert main.wait(PATIENCE_S) != 0
-        until(lambda: all(map(gone, children)), "the children of a supervisor that has ended")
-        assert "started again" not in run.output()
+        ended = [*children, lighthouse]
+        until(lambda: all(map(gone, ended)), "the children of a supervisor that has ended")
+        assert run.output().count("started again") == 1  # the lighthouse
         assert run.lives(0) == children[:1]
 
 
