@@ -6,7 +6,7 @@ members get few distinct messages, each built once: O(N) work a quorum change, n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from lighthouse.machine.ballot import Ballot
@@ -64,11 +64,14 @@ Effect = Send | Note | Remember
 class Announcer:
     """Builds one job's messages about quorums, and about waiting for them. One owner.
 
-    `reason`: why the quorum is what it is, or why there is none.
+    Attributes:
+        reason: why the quorum is what it is, or why there is none.
+        left_out: by replica_id, why a member is left out of it.
     """
 
     def __init__(self, job: JobKey) -> None:
         self.reason = "no replica group waits"
+        self.left_out: Mapping[str, str] = {}
         self._job = job
         self._base_id = NO_QUORUM
         self._base: tuple[Member, ...] = ()
@@ -95,15 +98,17 @@ class Announcer:
 
     def explain_to(self, member: MemberState, live: Ballot | None) -> Send:
         """Tell one member why it waits."""
-        member.last_reason = self._waiting_reason(live)
+        member.last_reason = self._waiting_reason(member, live)
         return Send((member.peer,), Waiting(self._job, member.last_reason))
 
     def is_news(self, member: MemberState, live: Ballot | None) -> bool:
         """Whether the reason for which `member` waits differs from the one it was told."""
-        return member.last_reason != self._waiting_reason(live)
+        return member.last_reason != self._waiting_reason(member, live)
 
-    def _waiting_reason(self, live: Ballot | None) -> str:
-        return self.reason if live is None else STEP_IN_PROGRESS
+    def _waiting_reason(self, member: MemberState, live: Ballot | None) -> str:
+        if live is None:
+            return self.reason
+        return self.left_out.get(member.replica_id, STEP_IN_PROGRESS)
 
     # ------------------------------------------------------------------ quorums
 

@@ -7,16 +7,21 @@ waiting, how many members it wants, and which ones are better left out for a whi
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine import rules
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.members import History, Members, MemberState
+from lighthouse.machine.pairs import Pairs, leave_out
+from lighthouse.wire.messages import ReachReport
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 8
 """Bounds, in heal timeouts, of the time that a member which keeps failing stays out."""
 REMEMBERED_FAILURES = 1_024
 MAX_DOUBLINGS = 16
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
+"""D4, see `pairs.py`."""
 
 
 class Patience:
@@ -56,12 +61,18 @@ class Patience:
 class Forming:
     """What one job needs to form its next quorum. One owner.
 
-    `since`: when waiting for it began (machine's clock, seconds).
+    Attributes:
+        since: when waiting for it began (machine's clock, seconds).
+        pairs: members that can't connect to each other.
+        left_out: by replica_id, which of them the last verdict left out, and why.
     """
 
     def __init__(self, config: LighthouseConfig, members: Members, history: History) -> None:
         limits = config.timeouts
         self.since = 0.0
+        self.pairs = Pairs(members.by_id)
+        self.left_out: dict[str, str] = {}
+        self._apart: dict[str, list[str]] = {}  # those left out, and whom each can't reach
         self._members, self._history = members, history
         self._join_timeout_s = limits.join_timeout_s
         self._torn_timeout_s = limits.timeout_s  # a source's replacement needs time to start
@@ -69,6 +80,8 @@ class Forming:
         self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
         self._heard_of: set[int] = set()  # earlier lighthouses' quorums, named by their members
         self._after_discard = False
+        self._fruitless = 0  # quorums of the same members in a row that ended before any work
+        self._paused_until = 0.0
         self._patience = Patience(
             SHORTEST_PAUSE * limits.heal_timeout_s, LONGEST_PAUSE * limits.heal_timeout_s
         )
@@ -87,6 +100,8 @@ class Forming:
 
     def decided(self, live: Ballot, committed: bool, now: float) -> None:
         """The step of `live` is decided: members that cost the others the step must pause."""
+        if committed and self.pairs:
+            self.pairs.committed(live.names)
         if committed and self._patience:
             for replica_id in live.yes():
                 self._patience.succeeded(live.names[replica_id])
@@ -96,10 +111,38 @@ class Forming:
 
     def ended(self, live: Ballot, committed: bool, now: float) -> None:
         """The quorum of `live` is over."""
+        before = self._previous
         self._previous = tuple(member.replica_id for member in live.members)
+        if committed or live.reduced():
+            self._fruitless = 0
+        else:
+            self._fruitless = self._fruitless + 1 if before == self._previous else 1
+            if self._fruitless > 1:  # D4
+                pause_s = FIRST_PAUSE_S * 2.0 ** min(self._fruitless - 2, MAX_DOUBLINGS)
+                self._paused_until = now + min(pause_s, LONGEST_PAUSE_S)
         self._heard_of.clear()
         self._after_discard = not committed
         self.since = now
+
+    def reach_reported(self, report: ReachReport, now: float) -> None:
+        """A member could not connect to others, or says whether it can by now."""
+        self.pairs.reported(report.replica_id, report.missed, report.reached, now)
+        self._explain_left_out(now)
+
+    def ask_pairs(self, now: float) -> list[tuple[MemberState, MemberState]]:
+        """(asked, to reach): who is to connect to which other member now, and say whether it can."""
+        here = self._members.by_id
+        questions = [(here[one], here[other]) for one, other in self.pairs.expire(now)]
+        self._explain_left_out(now)
+        return questions
+
+    def _explain_left_out(self, now: float) -> None:
+        here = self._members.by_id
+        self.left_out.clear()
+        for left, others in self._apart.items():
+            text = self.pairs.sentence(left, others, now) if left in here else ""
+            if text:
+                self.left_out[left] = text
 
     # ------------------------------------------------------------------ questions
 
@@ -109,11 +152,15 @@ class Forming:
         if len(all_members) == len(live.members):
             return False
         return any(
-            self._may_enter(m, now) for m in all_members.values() if m.replica_id not in live.names
+            self._may_enter(m, live, now)
+            for m in all_members.values()
+            if m.replica_id not in live.names
         )
 
-    def _may_enter(self, member: MemberState, now: float) -> bool:
+    def _may_enter(self, member: MemberState, live: Ballot, now: float) -> bool:
         if not self._patience.allows(member.name, now):
+            return False
+        if self.pairs and self.pairs.apart(member.replica_id, live.living):
             return False
         head = self._history.head
         if head is not None and member.position == head:
@@ -150,7 +197,7 @@ class Forming:
         if early is not None:
             return early
         situation = rules.Situation(
-            candidates=self._candidates(now),
+            candidates=self._reachable(self._candidates(now), now),
             min_replicas=self._min_replicas,
             expected_replicas=self._expected,
             previous=self._previous,
@@ -161,7 +208,31 @@ class Forming:
             torn_timeout_s=self._torn_timeout_s,
             has_past=self._members.were_members > 0,
         )
-        return rules.decide(situation, now)
+        verdict = rules.decide(situation, now)
+        choice = verdict.choice
+        if choice is not None and now < self._paused_until and choice.members == self._previous:
+            pause = f"the last {self._fruitless} quorums of these members ended before any work"
+            return rules.Verdict(None, f"{pause}: pausing before the next", self._paused_until)
+        if self.left_out and choice is None:
+            reason = "; ".join((verdict.reason, *self.left_out.values()))
+            verdict = replace(verdict, reason=reason)
+        return verdict
+
+    def _reachable(
+        self, candidates: tuple[rules.Candidate, ...], now: float
+    ) -> tuple[rules.Candidate, ...]:
+        """D2: those that can connect to each other."""
+        bad = self.pairs.bad() if self.pairs else ()
+        if bad:
+            best = rules.newest(candidates, self._history.head)
+            behind = {c.replica_id for c in candidates if c.position != best}
+            order = rules.rank_order(candidates, self._previous)
+            self._apart = leave_out(order, bad, behind)
+            candidates = tuple(c for c in candidates if c.replica_id not in self._apart)
+        elif self._apart:
+            self._apart = {}
+        self._explain_left_out(now)
+        return candidates
 
     def _candidates(self, now: float) -> tuple[rules.Candidate, ...]:
         """All members except those that would only cost the holders of the head a step.

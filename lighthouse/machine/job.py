@@ -45,11 +45,16 @@ from lighthouse.machine.announce import (
 )
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.forming import Forming
-from lighthouse.machine.members import History, Members, MemberState, NameConflict
-from lighthouse.machine.rules import Position
+from lighthouse.machine.members import (
+    History,
+    Members,
+    MemberState,
+    NameConflict,
+    is_plausible,
+    update_positions,
+)
 from lighthouse.wire.messages import (
     FINISHED,
-    TORN,
     DeathNotice,
     Decision,
     Expelled,
@@ -57,8 +62,9 @@ from lighthouse.wire.messages import (
     JobKey,
     Join,
     Leave,
-    Member,
     Peer,
+    ReachQuery,
+    ReachReport,
     Refused,
     Reply,
     Request,
@@ -108,7 +114,7 @@ class JobState:
     # ------------------------------------------------------------------ events
 
     def handle(
-        self, peer: Peer, message: Join | Vote | Heartbeat | Leave, now: float
+        self, peer: Peer, message: Join | Vote | Heartbeat | Leave | ReachReport, now: float
     ) -> list[Effect]:
         """A request from `peer`."""
         if not self._speaks_for(peer, message.replica_id):
@@ -120,6 +126,9 @@ class JobState:
             self._on_vote(peer, message, now)
         elif isinstance(message, Heartbeat):
             self._on_heartbeat(peer, message)
+        elif isinstance(message, ReachReport):
+            self._forming.reach_reported(message, now)
+            self._wake_at = now
         else:
             self._on_leave(message, now)
         return self._take_effects()
@@ -154,6 +163,11 @@ class JobState:
         live = self._live
         if live is not None and live.deadline is not None and now >= live.deadline:
             self._evict_laggards(live, now)
+        ask_at = self._forming.pairs.deadline()
+        if ask_at is not None and now >= ask_at:
+            for asked, other in self._forming.ask_pairs(now):
+                self._send(asked.peer, ReachQuery(self.key, (other.entry(healing=False),)))
+            self._wake_at = now
         for replica_id, conflict in list(self._conflicts.items()):
             if now >= conflict.expires:
                 del self._conflicts[replica_id]
@@ -169,6 +183,8 @@ class JobState:
             times.append(self._live.deadline)
         if self._live is None and self._wake_at is not None:
             times.append(self._wake_at)
+        if (ask_at := self._forming.pairs.deadline()) is not None:
+            times.append(ask_at)
         return min(times, default=None)
 
     def replicas_of(self, peer: Peer) -> list[str]:
@@ -266,7 +282,7 @@ class JobState:
             self._expel(peer, vote.quorum_id, why)
             return
         self._reached(member, peer)
-        if not _is_plausible(vote, live, member):
+        if not is_plausible(vote, live, member):
             self._expel(peer, vote.quorum_id, "its state is not what the quorum takes it for")
             self._remove(vote.replica_id, "diverged", now, may_return=False)
             return
@@ -415,7 +431,7 @@ class JobState:
             self._history.discards += 1  # else nothing is lost
         self._forming.decided(live, committed, now)
         voters = {r: self._members.by_id[r] for r in live.in_rank_order()}
-        _update_positions(live, voters, committed, after)
+        update_positions(live, voters, committed, after)
         if committed and live.undisturbed() and not self._forming.admits(live, now):
             live.next_step(after, now)
             self._effects.append(Send(tuple(m.peer for m in voters.values()), decision))
@@ -460,6 +476,7 @@ class JobState:
         """
         assert self._live is None
         verdict = self._forming.verdict(now)
+        self._announcer.left_out = self._forming.left_out
         if verdict.choice is not None and self._history.settle(self._members):
             verdict = self._forming.verdict(now)
             if verdict.choice is None:
@@ -493,9 +510,7 @@ class JobState:
         for replica_id in choice.members:
             member = self._members.by_id[replica_id]
             self._members.mark_was_member(member)
-            addresses = member.join.addresses
-            healing = replica_id in choice.healing
-            members.append(Member(replica_id, len(addresses), addresses, healing))
+            members.append(member.entry(healing=replica_id in choice.healing))
             names[replica_id] = member.name
         self._live = Ballot.open(quorum_id, choice.position, tuple(members), names, now)
         self._history.start(choice.position)
@@ -507,6 +522,7 @@ class JobState:
             text += f"; healing {short_list(behind)}"
         if foreign:
             text += f"; NOT TAKEN: the state of {short_list(foreign)}"
+        text += "".join(f"; {sentence}" for sentence in self._forming.left_out.values())
         self._effects.append(Note(self.key, text, quorum=True))
         self._effects.append(Remember(self.key, quorum_id, choice.members))
 
@@ -542,29 +558,9 @@ class JobState:
     def status(self, most: int) -> dict[str, object]:
         """This job for people and dashboards, as plain JSON types; lists of up to `most`."""
         reason = self._announcer.reason
+        if self._live is not None:
+            reason = "; ".join((reason, *self._forming.left_out.values()))
         return status_of(self.key, self._live, self._members, self._history, reason, most)
-
-
-def _update_positions(
-    live: Ballot, voters: Mapping[str, MemberState], committed: bool, after: Position
-) -> None:
-    """The step of `live` is decided, and `after` is the quorum's position from now on."""
-    for replica_id, member in voters.items():
-        vote = live.votes[replica_id]
-        if vote.ok or not (committed or live.is_behind(replica_id)):
-            member.position = after
-        elif vote.lineage.startswith(TORN):
-            member.position = Position(0, vote.lineage)
-        # else it is behind: still, or (per-group commit) from now on
-
-
-def _is_plausible(vote: Vote, live: Ballot, member: MemberState) -> bool:
-    """A yes must come from the quorum's own state; a no tells which state its sender holds."""
-    if vote.lineage == live.position.lineage:
-        return True
-    if vote.ok:
-        return False
-    return vote.lineage == member.position.lineage or vote.lineage.startswith(TORN)
 
 
 # ---------------------------------------------------------------- all jobs

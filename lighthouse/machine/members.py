@@ -11,10 +11,22 @@ join (`settle`; R5 of `rules.py`).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.rules import Position
-from lighthouse.wire.messages import NO_QUORUM, Decision, InDoubt, Join, Peer, next_lineage
+from lighthouse.wire.messages import (
+    NO_QUORUM,
+    TORN,
+    Decision,
+    InDoubt,
+    Join,
+    Member,
+    Peer,
+    Vote,
+    next_lineage,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,11 @@ class MemberState:
     @property
     def name(self) -> str:
         return self.join.name
+
+    def entry(self, *, healing: bool) -> Member:
+        """As it is listed in a quorum."""
+        addresses = self.join.addresses
+        return Member(self.replica_id, len(addresses), addresses, healing)
 
     @property
     def rules(self) -> JobRules:
@@ -161,6 +178,28 @@ class Members:
         for replica_id, member in self.by_id.items():
             assert member.replica_id == replica_id
             assert replica_id in self._by_peer[member.peer]
+
+
+def update_positions(
+    live: Ballot, voters: Mapping[str, MemberState], committed: bool, after: Position
+) -> None:
+    """The step of `live` is decided, and `after` is the quorum's position from now on."""
+    for replica_id, member in voters.items():
+        vote = live.votes[replica_id]
+        if vote.ok or not (committed or live.is_behind(replica_id)):
+            member.position = after
+        elif vote.lineage.startswith(TORN):
+            member.position = Position(0, vote.lineage)
+        # else it is behind: still, or (per-group commit) from now on
+
+
+def is_plausible(vote: Vote, live: Ballot, member: MemberState) -> bool:
+    """A yes must come from the quorum's own state; a no tells which state its sender holds."""
+    if vote.lineage == live.position.lineage:
+        return True
+    if vote.ok:
+        return False
+    return vote.lineage == member.position.lineage or vote.lineage.startswith(TORN)
 
 
 # ---------------------------------------------------------------- history

@@ -23,7 +23,7 @@ import msgpack
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.wire import messages
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Largest frame that is read; a full list of 16,384 replica groups of one rank fits."""
 MAX_REQUEST_BYTES = 2 * 1024 * 1024
@@ -36,6 +36,7 @@ _TAGS: dict[str, type] = {
     "vote": messages.Vote,
     "heartbeat": messages.Heartbeat,
     "leave": messages.Leave,
+    "reach": messages.ReachReport,
     "death": messages.DeathNotice,
     "stat?": messages.StatusRequest,
     "quorum": messages.Quorum,
@@ -43,11 +44,12 @@ _TAGS: dict[str, type] = {
     "revoke": messages.Revoke,
     "wait": messages.Waiting,
     "expel": messages.Expelled,
+    "reach?": messages.ReachQuery,
     "refuse": messages.Refused,
     "stat": messages.Status,
 }
 _LARGE = {"join": MAX_REQUEST_BYTES, "quorum": MAX_FRAME_BYTES, "decide": MAX_FRAME_BYTES,
-          "stat": MAX_FRAME_BYTES}  # fmt: skip
+          "reach?": MAX_FRAME_BYTES, "stat": MAX_FRAME_BYTES}  # fmt: skip
 _TAG_OF = {kind: tag for tag, kind in _TAGS.items()}
 _SCALARS = (int, str, bytes, bool, float)
 

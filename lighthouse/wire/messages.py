@@ -3,7 +3,8 @@
 Two directions. A replica group (its leader rank) sends `Join`, `Vote`, `Heartbeat` and `Leave`; a
 watcher process sends `DeathNotice`; tools send `StatusRequest`. The lighthouse answers with
 `Waiting`, `Decision` (which carries the next `Quorum` when the quorum changes), `Quorum`,
-`Revoke`, `Expelled`, `Refused` and `Status`.
+`Revoke`, `Expelled`, `Refused` and `Status`. Members that can't connect to each other say so in a
+`ReachReport`, and are asked again by a `ReachQuery`.
 
 Every request is idempotent: a sender that gets no answer sends the same message again.
 A state is versioned by (step, lineage); a result is bound to (quorum_id, step).
@@ -21,6 +22,8 @@ MAX_REASON_CHARS = 2_000
 MAX_ADDRESS_BYTES = 4_096
 MAX_CONTROL_BYTES = 1_024
 MAX_GROUP_WORLD_SIZE = 65_536
+MAX_NAMED = 64
+"""Members that a `ReachReport` names at most."""
 
 Peer = bytes
 """One connection: the identity that its process has presented, "#", and a number."""
@@ -236,6 +239,24 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class ReachReport:
+    """Which members the sender could not connect to (`missed`), and which it could (`reached`).
+
+    Sent when a process group could not be made, and as the answer to a `ReachQuery`. A sender that
+    can't make a process group whatever the others do names itself. Up to `MAX_NAMED` in all.
+    """
+
+    job: JobKey
+    replica_id: str
+    missed: tuple[str, ...] = ()
+    reached: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        named = len(self.missed) + len(self.reached)
+        _check(named <= MAX_NAMED, f"a report names at most {MAX_NAMED} members")
+
+
+@dataclass(frozen=True, slots=True)
 class DeathNotice:
     """A watcher saw the process behind `replica_id` die (before its sockets closed)."""
 
@@ -335,6 +356,14 @@ class Expelled:
 
 
 @dataclass(frozen=True, slots=True)
+class ReachQuery:
+    """Asks the receiver to connect to the process groups of `members`: see `ReachReport`."""
+
+    job: JobKey
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """Joining will not help; `reason` is a sentence for a person."""
 
@@ -349,8 +378,8 @@ class Status:
     text: str
 
 
-Request = Join | Vote | Heartbeat | Leave | DeathNotice | StatusRequest
-Reply = Quorum | Decision | Revoke | Waiting | Expelled | Refused | Status
+Request = Join | Vote | Heartbeat | Leave | ReachReport | DeathNotice | StatusRequest
+Reply = Quorum | Decision | Revoke | Waiting | Expelled | ReachQuery | Refused | Status
 Message = Request | Reply
 
 

@@ -47,6 +47,7 @@ from lighthouse.wire.messages import (
     Leave,
     Member,
     Quorum,
+    ReachReport,
     Refused,
     Revoke,
     Vote,
@@ -203,6 +204,10 @@ class JobStage:
 
     def _heartbeat(self, who: str, words: Words) -> Heartbeat:
         return Heartbeat(JOB, who, words.number("quorum"), words.number("step"))
+
+    def _reach(self, who: str, words: Words) -> ReachReport:
+        missed, reached = (tuple(words.given.get(k, "").split()) for k in ("missed", "reached"))
+        return ReachReport(JOB, who, missed, reached)
 
     def _leave(self, who: str, words: Words) -> Leave:
         return Leave(JOB, who, words.given.get("reason", ""))

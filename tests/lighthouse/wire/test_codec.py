@@ -51,6 +51,11 @@ anything = st.one_of(
     st.builds(messages.Heartbeat, jobs, ids, numbers, numbers),
     st.builds(messages.Leave, jobs, ids, words),
     st.builds(messages.DeathNotice, jobs, ids, words),
+    st.builds(
+        messages.ReachReport, jobs, ids,
+        st.lists(ids, max_size=3).map(tuple), st.lists(ids, max_size=3).map(tuple),
+    ),
+    st.builds(messages.ReachQuery, jobs, st.lists(members(), max_size=3).map(tuple)),
     st.just(messages.StatusRequest()),
     quorums,
     st.builds(

@@ -1,0 +1,189 @@
+"""Members that can't connect to each other, and which of them a quorum leaves out. PURE.
+
+Theory. All members reach the lighthouse, but two of them may not reach each other: the network
+between them is cut, or one advertises an address that does not lead to it. A quorum with such a
+*bad pair* can't make its process group, however often it is formed.
+
+D1  A member whose process group can't be made names the members that it could not connect to. The
+    word of one end makes the pair bad. A member that can't make a group whatever the others do
+    names itself: it is a bad pair of its own.
+D2  No quorum holds a bad pair. Left out is the member with the most bad pairs; of several with
+    equally many one that is behind; then the last in rank order; and so on until no bad pair is
+    left. The last member that holds the newest state stays.
+D3  A bad pair rests for 1 s, then both ends are asked to connect to each other. If both can, they
+    may be in one quorum again. Else, or without an answer, it rests for twice as long, up to 60 s.
+    So a standing cut costs no quorum. After 16 commits together the pair's failures are forgotten.
+D4  A quorum that ends before any member has started a collective, for the second time in a row and
+    with the same members, is formed again after a pause: 50 ms, 100 ms .. 5 s (`forming.py`). So no
+    fault, known or not, makes quorums follow each other in a hot loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lighthouse.machine.members import MemberState
+
+Pair = frozenset[str]
+"""The replica_ids of both ends; one only: a member that can't make a process group at all."""
+
+FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+ANSWER_S = 5.0
+"""How long an end may take to say whether it can connect."""
+COMMITS_TO_FORGET = 16
+MOST_PAIRS = 4_096
+"""Pairs that are remembered; the oldest are forgotten first."""
+MOST_NAMES = 4
+
+
+def leave_out(
+    order: Sequence[str], bad: Iterable[Pair], behind: Collection[str]
+) -> dict[str, list[str]]:
+    """D2: those of `order` (replica_ids in rank order) to leave out, each with the members that it
+    can't reach. `behind`: those that do not hold the newest state."""
+    rank = {replica_id: index for index, replica_id in enumerate(order)}
+    left, pairs = {}, {pair for pair in bad if pair <= rank.keys()}
+    holders = set(order).difference(behind)
+    while pairs:
+        degree = Counter(end for pair in pairs for end in pair)
+        for pair in pairs:
+            if len(pair) == 1:  # bad with every other one
+                degree[min(pair)] += len(order)
+        if len(holders) == 1:
+            del degree[min(holders)]
+        if not degree:
+            break  # the last holder can't make a process group: no other choice is better
+        worst = max(degree, key=lambda end: (degree[end], end in behind, rank[end]))
+        mine = {pair for pair in pairs if worst in pair}
+        left[worst] = sorted({end for pair in mine for end in pair} - {worst}, key=rank.__getitem__)
+        pairs -= mine
+        holders.discard(worst)
+    return left
+
+
+@dataclass(slots=True)
+class BadPair:
+    """What is known of a pair that has failed. Times are of the machine's clock, in seconds.
+
+    Attributes:
+        failures: how often it has failed.
+        until: when its rest is over, or when the answers must be there.
+        asked: the ends that have not answered yet; empty: it rests, or is good again.
+        good: both ends could connect since.
+        commits: how many were made together since then.
+    """
+
+    failures: int = 0
+    until: float = 0.0
+    asked: set[str] = field(default_factory=set)
+    good: bool = False
+    commits: int = 0
+
+    def fail(self, now: float) -> None:
+        """It has failed (again): it rests."""
+        rest_s = min(FIRST_REST_S * 2.0 ** min(self.failures, 16), LONGEST_REST_S)
+        self.failures, self.until = self.failures + 1, now + rest_s
+        self.good, self.commits = False, 0
+        self.asked.clear()
+
+
+class Pairs:
+    """The bad pairs of one job. One owner. `here`: the job's members by replica_id."""
+
+    def __init__(self, here: Mapping[str, MemberState]) -> None:
+        self._here = here
+        self._pairs: dict[Pair, BadPair] = {}
+
+    def __bool__(self) -> bool:
+        """Whether a pair is remembered."""
+        return bool(self._pairs)
+
+    # ------------------------------------------------------------------ events
+
+    def reported(
+        self, replica_id: str, missed: Iterable[str], reached: Iterable[str], now: float
+    ) -> None:
+        """D1, D3: `replica_id` could not connect to `missed`, and could connect to `reached`."""
+        for other in missed:
+            pair = frozenset((replica_id, other))
+            if other in self._here:
+                known = self._pairs.setdefault(pair, BadPair(good=True))
+                if known.good or known.asked:  # else the other end has said so already
+                    known.fail(now)
+        for other in reached:
+            found = self._pairs.get(frozenset((replica_id, other)))
+            if found is not None and replica_id in found.asked:
+                found.asked.discard(replica_id)
+                found.good = not found.asked
+        while len(self._pairs) > MOST_PAIRS:
+            del self._pairs[next(iter(self._pairs))]
+
+    def committed(self, members: Collection[str]) -> None:
+        """`members` have made a commit together, so all of them can connect."""
+        for pair, known in list(self._pairs.items()):
+            if all(end in members for end in pair):
+                known.good, known.commits = True, known.commits + 1
+                known.asked.clear()
+                if known.commits >= COMMITS_TO_FORGET:
+                    del self._pairs[pair]
+
+    def expire(self, now: float) -> list[tuple[str, str]]:
+        """D3: (asked, to reach) for each end that is to be asked now."""
+        questions: list[tuple[str, str]] = []
+        for pair, known in self._due(now):
+            if known.asked:
+                known.fail(now)
+            elif len(pair) == 1:
+                known.good = True
+            else:
+                known.asked, known.until = set(pair), now + ANSWER_S
+                one, two = sorted(pair)
+                questions += [(one, two), (two, one)]
+        return questions
+
+    def deadline(self) -> float | None:
+        """When `expire` wants to be called; None: not before another event."""
+        return min((known.until for _, known in self._due()), default=None)
+
+    def _due(self, now: float = float("inf")) -> list[tuple[Pair, BadPair]]:
+        return [
+            (pair, known)
+            for pair, known in self._pairs.items()
+            if not known.good and known.until <= now and all(end in self._here for end in pair)
+        ]
+
+    # ------------------------------------------------------------------ questions
+
+    def bad(self) -> set[Pair]:
+        """Pairs that no quorum may hold now."""
+        return {pair for pair, known in self._pairs.items() if not known.good}
+
+    def apart(self, replica_id: str, others: Collection[str]) -> bool:
+        """Whether `replica_id` must not be in a quorum with (all of) `others`."""
+        return any(
+            replica_id in pair and all(end in others or end == replica_id for end in pair)
+            for pair in self.bad()
+        )
+
+    def sentence(self, left: str, others: Sequence[str], now: float) -> str:
+        """For people: why `left` is left out, and until when. Empty: it need not be any more.
+
+        `others`: those that it can't reach.
+        """
+        pairs = [frozenset((left, other)) for other in others] or [frozenset((left,))]
+        known = [self._pairs[pair] for pair in pairs if pair in self.bad()]
+        if not known:
+            return ""
+        wait_s = max((one.until - now for one in known if not one.asked), default=0.0)
+        name = self._here[left].name
+        if not others:
+            return f"{name} can't make a process group: it is left out for {wait_s:.1f} s"
+        shown = ", ".join(self._here[o].name for o in others[:MOST_NAMES] if o in self._here)
+        shown += ", ..." * (len(others) > MOST_NAMES)
+        again = f"they try again in {wait_s:.1f} s" if wait_s > 0 else "they try again now"
+        return (
+            f"{name} and {shown} can't connect to each other: {name} is left out until they can, "
+            f"and {again}"
+        )

@@ -1,0 +1,136 @@
+"""Which end of a bad pair is left out, and when a pair is tried again: D1 to D3 of `pairs.py`."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+
+from lighthouse.machine.members import Members
+from lighthouse.machine.pairs import (
+    ANSWER_S,
+    COMMITS_TO_FORGET,
+    LONGEST_REST_S,
+    MOST_PAIRS,
+    Pair,
+    Pairs,
+    leave_out,
+)
+from lighthouse.wire.messages import JobKey, Join
+
+NAMES = "abcdef"
+
+
+def pairs_of(*names: str) -> Pairs:
+    members = Members()
+    for name in names:
+        join = Join(JobKey(), name, name, 0, "root", (name.encode(),))
+        members.put(join, name.encode())
+    return Pairs(members.by_id)
+
+
+def every_graph(count: int) -> list[frozenset[Pair]]:
+    edges = [frozenset(pair) for pair in combinations(NAMES[:count], 2)]
+    return [
+        frozenset(edge for at, edge in enumerate(edges) if bits >> at & 1)
+        for bits in range(1 << len(edges))
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_what_is_left_can_connect(count: int) -> None:
+    """For every graph of bad pairs, and with any one member behind or not."""
+    order, best, graphs = NAMES[:count], 0, every_graph(count)
+    for bad in graphs:
+        for behind in ((), (order[0],), tuple(order[1:])):
+            left = leave_out(order, bad, behind)
+            kept = [m for m in order if m not in left]
+            assert kept
+            assert not any(pair <= set(kept) for pair in bad)
+            assert all(frozenset((m, o)) in bad for m, others in left.items() for o in others)
+            assert all(others for others in left.values())
+            holders = [m for m in order if m not in behind]
+            assert len(holders) != 1 or holders[0] in kept, "the last holder of the state stays"
+        kept_all = count - len(leave_out(order, bad, ()))
+        largest = max(
+            size
+            for size in range(1, count + 1)
+            for some in combinations(order, size)
+            if not any(pair <= set(some) for pair in bad)
+        )
+        assert kept_all >= largest - 1
+        best += kept_all == largest
+    assert best >= 0.9 * len(graphs)  # the rule is simple rather than perfect
+
+
+def test_ties_are_for_the_up_to_date_and_the_first() -> None:
+    bad = [frozenset("ab")]
+    assert leave_out("ab", bad, ()) == {"b": ["a"]}
+    assert leave_out("ba", bad, ()) == {"a": ["b"]}
+    assert leave_out("ab", bad, ("a",)) == {"a": ["b"]}
+    assert leave_out("abc", [*bad, frozenset("ac")], ()) == {"a": ["b", "c"]}
+    assert leave_out("abc", [*bad, frozenset("x"), frozenset("ax")], ()) == {"b": ["a"]}
+    assert leave_out("abc", [*bad, frozenset("c")], ()) == {"c": [], "b": ["a"]}
+    assert leave_out("a", [frozenset("a")], ()) == {}
+
+
+def test_rests_grow_until_both_ends_can_connect() -> None:
+    pairs, now, rests = pairs_of("a", "b"), 0.0, []
+    assert pairs.deadline() is None
+    pairs.reported("a", ["b"], (), now)
+    pairs.reported("b", ["a"], (), now)  # of the same failure
+    for _ in range(9):
+        due = pairs.deadline()
+        assert due is not None
+        assert pairs.expire(due - 0.01) == []
+        assert pairs.bad() == {frozenset("ab")}
+        rests.append(due - now)
+        assert pairs.expire(due) == [("a", "b"), ("b", "a")]
+        pairs.reported("a", (), ["b"], due)
+        pairs.reported("a", (), ["b"], due)  # one end's word again
+        now = due + 0.5
+        pairs.reported("b", ["a"], (), now)
+    assert rests == [1, 2, 4, 8, 16, 32, LONGEST_REST_S, LONGEST_REST_S, LONGEST_REST_S]
+    due = pairs.deadline()
+    assert due is not None
+    pairs.expire(due)
+    assert pairs.deadline() == due + ANSWER_S
+    pairs.expire(due + ANSWER_S)  # no answer
+    assert pairs.deadline() == due + ANSWER_S + LONGEST_REST_S
+    pairs.expire(due + ANSWER_S + LONGEST_REST_S)
+    for end, other in ("ab", "ba"):
+        assert pairs.apart("a", "bc")
+        pairs.reported(end, (), [other], due + 99)
+    assert not pairs.apart("a", "bc")
+    assert pairs.deadline() is None
+
+
+def test_answers_that_were_not_asked_for_change_nothing() -> None:
+    pairs = pairs_of("a", "b")
+    pairs.reported("a", ["stranger"], (), 0.0)
+    assert not pairs
+    pairs.reported("a", ["b"], (), 0.0)
+    pairs.reported("a", (), ["b"], 0.5)
+    pairs.reported("b", (), ["a"], 0.5)
+    assert pairs.bad() == {frozenset("ab")}
+
+
+def test_commits_together_forget() -> None:
+    pairs = pairs_of("a", "b", "c")
+    pairs.reported("a", ["b"], (), 0.0)
+    pairs.committed("ac")
+    assert pairs.bad()
+    for _ in range(COMMITS_TO_FORGET):
+        assert pairs
+        pairs.committed("abc")
+        assert not pairs.bad()
+    assert not pairs
+
+
+def test_the_pairs_remembered_have_a_bound() -> None:
+    names = [f"m{i}" for i in range(120)]
+    pairs, rng = pairs_of(*names), random.Random(1)
+    for _ in range(3 * MOST_PAIRS):
+        pairs.reported(rng.choice(names), rng.sample(names, 2), (), 0.0)
+    assert len(pairs.bad()) == MOST_PAIRS
