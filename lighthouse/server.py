@@ -35,7 +35,8 @@ from lighthouse.config import LighthouseConfig, normalize_address
 from lighthouse.endpoint import Complaints, Endpoint, raise_descriptor_limit
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.journal import Journal
-from lighthouse.machine.job import Effect, Lighthouse, Note, Remember, Send, first_quorum_id
+from lighthouse.machine.job import Effect, Note, Remember, Send, first_quorum_id
+from lighthouse.machine.jobs import Lighthouse
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
     JobKey,

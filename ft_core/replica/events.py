@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_type_hints
 
-from lighthouse.wire.messages import Member, Reply, Request
+from lighthouse.wire.messages import NOT_COUNTED, Member, Reply, Request
 
 # ---------------------------------------------------------------- events: the training loop
 
@@ -50,13 +50,16 @@ class Fail:
 class CastVote:
     """The loop's collectives are over: yes or no. The status has the outcome when it is known.
 
-    A yes that has lost its quorum counts as a no. `control` travels with a yes. After
-    `StopWaiting`: the loop waits again for the answer to the vote that it has cast.
+    A yes that has lost its quorum counts as a no. `control`, `updates` and `digest` travel with a yes
+    (`lighthouse.wire.messages.Vote`). After `StopWaiting`: the loop waits again for the answer to
+    the vote that it has cast.
     """
 
     ok: bool
     reason: str = ""
     control: bytes = b""
+    updates: int = NOT_COUNTED
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,13 @@ Same four methods as the lighthouse's machine; `GroupServer` gives it sockets.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lighthouse.machine.job import Send
 from lighthouse.wire.messages import (
+    MAX_DIGEST_BYTES,
     NO_QUORUM,
     PHASE_HEALING,
     TORN,
@@ -233,10 +235,9 @@ class GroupLeader:
         if against:
             self._say_no(against[0] if vote.ok else vote)
         elif len(self._votes) == self._size:
-            control = self._votes[0].control
             leaving = any(v.leaving for v in self._votes.values())
             self._last_vote = key if leaving else None
-            self._effects.append(SendUp(replace(vote, control=control, leaving=leaving)))
+            self._effects.append(SendUp(_common([self._votes[r] for r in range(self._size)])))
 
     def _say_no(self, vote: Vote) -> None:
         """The first no is the group's; its repetition is passed on as a repetition.
@@ -295,6 +296,23 @@ class GroupLeader:
     def _drain(self) -> list[GroupEffect]:
         effects, self._effects = self._effects, []
         return effects
+
+
+def _common(votes: list[Vote]) -> Vote:
+    """The yes of a group whose ranks have voted so, in their order.
+
+    A group has updated its state as often as each of its ranks has. Its digest covers the ranks'.
+    """
+    digests = [vote.digest for vote in votes]
+    digest = b""
+    if all(digests):
+        digest = hashlib.blake2b(b"".join(digests), digest_size=MAX_DIGEST_BYTES).digest()
+    return replace(
+        votes[0],
+        leaving=any(vote.leaving for vote in votes),
+        updates=min(vote.updates for vote in votes),
+        digest=digest,
+    )
 
 
 def _left(rank: int) -> str:

@@ -246,17 +246,14 @@ class Replica:
         self._unattended = self.attempt is Attempt.VOTED
         return []
 
-    def _wait_again(self, now: float) -> list[Effect]:
-        unread, self._unread, self._unattended = self._unread, None, False
-        effects = [] if unread is None else self.handle(unread, now)
-        return effects + (self._repeat(now) if self.attempt is Attempt.VOTED else [])
-
     def _on_cast_vote(self, event: events.CastVote, now: float) -> list[Effect]:
+        effects: list[Effect] = []
         if self._unattended:
-            return self._wait_again(now)
+            unread, self._unread, self._unattended = self._unread, None, False
+            effects = [] if unread is None else self.handle(unread, now)
+            return effects + (self._repeat(now) if self.attempt is Attempt.VOTED else [])
         if self.attempt in (Attempt.VOTED, Attempt.CLOSED):
             return []
-        effects: list[Effect] = []
         if not event.ok:
             effects = self._fail(event.reason or "the loop voted no", now)
         elif not self.may_vote:
@@ -269,7 +266,7 @@ class Replica:
         self.attempt, self._before = Attempt.VOTED, (self.step, self.lineage)
         self._vote = Vote(
             self._template.job, self.replica_id, view.quorum_id, view.step, view.lineage, True,
-            control=event.control, leaving=self.leaving,
+            control=event.control, leaving=self.leaving, updates=event.updates, digest=event.digest,
         )  # fmt: skip
         # Per-group commit keeps one vote in flight: the next one waits for its decision.
         return [] if self._unanswered is not None else self._cast(view, now)
@@ -521,9 +518,8 @@ class Replica:
 
     def _fetch(self, view: View) -> list[Effect]:
         key, under_way = (view.step, view.lineage), self._fetching
-        if key == self._fetched:
-            return []
-        if under_way is not None and key == (under_way.step, under_way.lineage):
+        known = under_way is not None and key == (under_way.step, under_way.lineage)
+        if key == self._fetched or known:
             return []
         sources = tuple(m for m in view.members if not m.healing)
         self._fetching = FetchState(view.step, view.lineage, sources)
@@ -554,18 +550,18 @@ class Replica:
 
     def _on_expelled(self, message: Expelled, now: float) -> list[Effect]:
         view = self.view
-        if self.stage not in (Stage.WAITING, Stage.MEMBER):
-            return []  # joining: the answer to something older
         if view is not None and message.quorum_id not in (view.quorum_id, NO_QUORUM):
             return []
+        if message.differs and not self.lineage.startswith(TORN):
+            return self._discard_state(message.reason)
+        if self.stage not in (Stage.WAITING, Stage.MEMBER):
+            return []  # joining: the answer to something older
         self.reason = message.reason
         effects: list[Effect] = [Remark(f"expelled: {message.reason}")]
         if view is not None and self.stage is Stage.MEMBER:
             effects.append(Abort(view.quorum_id, message.reason))
-        self.stage = Stage.OUT
-        self._revoked = True
-        self._resend_at = self._grace_at = None
-        self._unanswered = None
+        self.stage, self._revoked = Stage.OUT, True
+        self._resend_at = self._grace_at = self._unanswered = None
         in_doubt = self.attempt is Attempt.VOTED
         if not in_doubt:
             self._vote = None
@@ -576,6 +572,14 @@ class Replica:
             effects += self._join(now)
         # else: a hung loop must not come back; the next begin joins
         return effects
+
+    def _discard_state(self, reason: str) -> list[Effect]:
+        """The own state is not the peers', although its version is."""
+        in_step = self.attempt not in (Attempt.CLOSED, Attempt.VOTED)
+        effects = self._rejoin(reason, None)
+        if in_step:  # the loop does not know yet
+            self.attempt, self.failure, self.outcome = Attempt.FAILED, reason, None
+        return [Remark(f"{reason}: this replica group discards its state, and heals"), *effects]
 
     # ------------------------------------------------------------------ pieces
 
@@ -655,7 +659,7 @@ class Replica:
             return
         vote = self._vote
         assert vote is not None
-        after = (vote.step + 1, next_lineage(vote.lineage, vote.quorum_id, vote.step))
+        after = vote.step + 1, next_lineage(vote.lineage, vote.quorum_id, vote.step)
         committed = quorum.settle == "commit" or (quorum.step, quorum.lineage) == after
         if committed:
             self.step, self.lineage = after

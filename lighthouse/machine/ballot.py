@@ -10,10 +10,17 @@ All costs are O(1) a vote and O(members) a decision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lighthouse.machine.rules import Position
-from lighthouse.wire.messages import GAVE_UP, PHASE_HEALING, PHASE_REDUCING, Member, Vote, healed
+from lighthouse.wire.messages import (
+    GAVE_UP,
+    PHASE_HEALING,
+    PHASE_REDUCING,
+    Member,
+    Vote,
+    healed,
+)
 
 
 @dataclass(slots=True)
@@ -75,6 +82,11 @@ class Ballot:
         self.silent.discard(vote.replica_id)
         self.stalled = self.stalled or vote.stalled
         return True
+
+    def overrule(self, replica_id: str, cause: str) -> None:
+        """A member has voted on a state that is not its peers': its yes is void, and it is gone."""
+        self.votes[replica_id] = replace(self.votes[replica_id], ok=False)
+        self.lose(replica_id, cause)
 
     def lose(self, replica_id: str, cause: str) -> None:
         """A living member is gone."""

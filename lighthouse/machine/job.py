@@ -23,8 +23,7 @@ socket and a clock.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lighthouse.config import LighthouseConfig
@@ -44,6 +43,7 @@ from lighthouse.machine.announce import (
     taken_id,
 )
 from lighthouse.machine.ballot import Ballot
+from lighthouse.machine.comparison import compare
 from lighthouse.machine.forming import Forming
 from lighthouse.machine.members import (
     History,
@@ -55,6 +55,8 @@ from lighthouse.machine.members import (
 )
 from lighthouse.wire.messages import (
     FINISHED,
+    NO_QUORUM,
+    TORN,
     DeathNotice,
     Decision,
     Expelled,
@@ -67,20 +69,13 @@ from lighthouse.wire.messages import (
     ReachReport,
     Refused,
     Reply,
-    Request,
     Revoke,
-    Status,
-    StatusRequest,
     Vote,
     Waiting,
     same_process,
 )
 
-__all__ = ["Effect", "JobState", "Lighthouse", "Note", "Remember", "Send", "first_quorum_id"]
-
-
-STATUS_MEMBERS = 4_096
-"""Members that a status lists, so that its size has a bound."""
+__all__ = ["Effect", "JobState", "Note", "Remember", "Send", "first_quorum_id"]
 
 
 class JobState:
@@ -210,6 +205,11 @@ class JobState:
 
     def _on_join(self, peer: Peer, join: Join, now: float) -> None:
         self.next_id = max(self.next_id, join.quorum_id + 1)
+        if join.lineage.startswith(TORN):
+            self._history.different.pop(join.replica_id, None)
+        elif join.replica_id in self._history.different:  # it has not heard that it must heal
+            self._expel_unknown(peer, join.replica_id, NO_QUORUM, "")
+            return
         live, member = self._live, self._members.by_id.get(join.replica_id)
         if member is not None and live is not None and join.replica_id in live.living:
             if join.quorum_id != live.quorum_id:
@@ -300,7 +300,8 @@ class JobState:
         """A vote on a decided step: its answer was lost, so repeat it."""
         decision = self._history.decision(vote.quorum_id, vote.step)
         if decision is None or member is None:
-            self._expel(peer, vote.quorum_id, "this quorum is not known here")
+            why = "this quorum is not known here"
+            self._expel_unknown(peer, vote.replica_id, vote.quorum_id, why)
             return
         self._reached(member, peer)
         if not vote.ok:  # per-group commit: others may have committed, this one has not
@@ -317,7 +318,7 @@ class JobState:
         live, member = self._live, self._members.by_id.get(replica_id)
         if member is None:
             if replica_id not in self._conflicts:
-                self._expel(peer, heartbeat.quorum_id, "not known here")
+                self._expel_unknown(peer, replica_id, heartbeat.quorum_id, "not known here")
             return
         self._reached(member, peer)
         if live is None or replica_id not in live.living:
@@ -347,6 +348,11 @@ class JobState:
 
     def _expel(self, peer: Peer, quorum_id: int, why: str, *, hung: bool = False) -> None:
         self._send(peer, Expelled(self.key, quorum_id, why, hung))
+
+    def _expel_unknown(self, peer: Peer, replica_id: str, quorum_id: int, why: str) -> None:
+        """`replica_id` is no member; it may have missed that its state is not its peers'."""
+        different = self._history.different.get(replica_id, "")
+        self._send(peer, Expelled(self.key, quorum_id, different or why, differs=bool(different)))
 
     # ------------------------------------------------------------------ losses
 
@@ -412,6 +418,8 @@ class JobState:
 
     def _decide(self, live: Ballot, now: float) -> None:
         """Every living member has voted: decide the step."""
+        if not self._part_with_different(live, now):
+            return
         before = live.position
         committed, control = live.result(self._members.rules.group_commit)
         decision = Decision(
@@ -437,6 +445,27 @@ class JobState:
             self._effects.append(Send(tuple(m.peer for m in voters.values()), decision))
         else:
             self._end(live, voters, decision, now)
+
+    def _part_with_different(self, live: Ballot, now: float) -> bool:
+        """Members whose state is not their peers' are members no more, and the step is revoked.
+
+        False: no member can tell which state is right; all are refused.
+        """
+        votes = {r: vote for r, vote in live.votes.items() if r in live.living}
+        found = compare(votes, live.healing, live.names)
+        for replica_id, why in found.different.items():
+            self._revoke(replica_id, why, now)
+            live.overrule(replica_id, why)
+            member = self._members.take(replica_id)
+            assert member is not None
+            self._history.is_different(replica_id, f"{member.name}: {why}")
+            self._expel_unknown(member.peer, replica_id, live.quorum_id, why)
+        if found.hopeless:
+            self._live = None
+            self._forming.ended(live, False, now)
+            self._effects.append(Note(self.key, found.hopeless))
+            self._refuse_all(found.hopeless)
+        return not found.hopeless
 
     def _end(
         self, live: Ballot, voters: Mapping[str, MemberState], decision: Decision, now: float
@@ -563,9 +592,6 @@ class JobState:
         return status_of(self.key, self._live, self._members, self._history, reason, most)
 
 
-# ---------------------------------------------------------------- all jobs
-
-
 def first_quorum_id(wall_clock_ms: int) -> int:
     """quorum_id from which a lighthouse started at `wall_clock_ms` counts (S1 over restarts).
 
@@ -573,119 +599,3 @@ def first_quorum_id(wall_clock_ms: int) -> int:
     a later start to fall behind; and each `Join` lifts the counter over what its sender has seen.
     """
     return wall_clock_ms * 1_000
-
-
-class Lighthouse:
-    """Routes events to jobs. Not thread-safe: one owner.
-
-    `handle`, `disconnected` and `expire` take an event and `now` (seconds, any monotonic clock)
-    and return effects; `deadline` says when `expire` wants to be called.
-    `remembered` maps jobs to the (quorum_id, members) that an earlier lighthouse left behind.
-    `on_failure` is told of an exception of a job's rules: that job starts over, as after a restart
-    of the lighthouse, and the others go on. None: it is raised.
-    """
-
-    def __init__(
-        self,
-        config: LighthouseConfig,
-        first_id: int,
-        remembered: Mapping[JobKey, tuple[int, tuple[str, ...]]] | None = None,
-        on_failure: Callable[[JobKey, Exception], None] | None = None,
-    ) -> None:
-        self.config = config
-        self._first_id = first_id
-        self._on_failure = on_failure
-        self._jobs: dict[JobKey, JobState] = {}
-        for key, (quorum_id, members) in (remembered or {}).items():
-            first = max(first_id, quorum_id + 1)
-            self._jobs[key] = JobState(key, config, first, remembered=members)
-
-    def handle(self, peer: Peer, message: Request, now: float) -> list[Effect]:
-        """A decoded request from `peer`."""
-        if isinstance(message, StatusRequest):
-            return [Send((peer,), Status(json.dumps(self.status())))]
-        job = self._jobs.get(message.job)
-        if isinstance(message, DeathNotice):
-            if job is None:
-                return []
-            try:
-                return job.death_notice(peer, message, now)
-            except Exception as error:
-                return self._start_over(job, error)
-        if job is None:
-            if isinstance(message, Join) and not self._has_capacity():
-                reason = f"this lighthouse is full ({len(self._jobs)} jobs)"
-                return [Send((peer,), Refused(message.job, reason))]
-            job = JobState(message.job, self.config, self._first_id)
-            if isinstance(message, Join):  # others are answered, but leave nothing behind
-                self._jobs[message.job] = job
-        try:
-            effects = job.handle(peer, message, now)
-        except Exception as error:
-            return self._start_over(job, error)
-        if not isinstance(message, Vote) and job.blank:
-            self._jobs.pop(job.key, None)
-        return effects
-
-    def _start_over(self, job: JobState, error: Exception) -> list[Effect]:
-        """The rules of `job` have failed; see `on_failure`."""
-        if self._on_failure is None:
-            raise error
-        # Its members' next messages find it unknown: they join again with what they hold.
-        self._jobs.pop(job.key, None)
-        self._first_id = max(self._first_id, job.next_id)
-        self._on_failure(job.key, error)
-        return []
-
-    def _has_capacity(self) -> bool:
-        """Whether one more job fits, if need be in the place of one that all members have left."""
-        if len(self._jobs) < self.config.max_jobs:
-            return True
-        left = next((key for key, job in self._jobs.items() if job.empty), None)
-        if left is None:
-            return False
-        del self._jobs[left]
-        return True
-
-    def disconnected(self, peer: Peer, now: float) -> list[Effect]:
-        """The connection of `peer` is gone: the replica groups behind it are unreachable."""
-        effects: list[Effect] = []
-        for job in list(self._jobs.values()):
-            try:
-                for replica_id in job.replicas_of(peer):
-                    effects += job.lost(replica_id, "connection closed", now)
-                if job.blank:
-                    del self._jobs[job.key]
-            except Exception as error:
-                effects += self._start_over(job, error)
-        return effects
-
-    def expire(self, now: float) -> list[Effect]:
-        """Time has reached `deadline()`."""
-        effects: list[Effect] = []
-        for job in list(self._jobs.values()):
-            wanted = job.deadline()
-            if wanted is None or wanted > now:
-                continue
-            try:
-                effects += job.expire(now)
-                if job.blank:
-                    del self._jobs[job.key]
-            except Exception as error:
-                effects += self._start_over(job, error)
-        return effects
-
-    def deadline(self) -> float | None:
-        """When `expire` wants to be called; None: not before another event."""
-        times = (job.deadline() for job in self._jobs.values())
-        return min((t for t in times if t is not None), default=None)
-
-    def check(self) -> None:
-        """Assert every invariant of every job."""
-        for job in self._jobs.values():
-            job.check()
-
-    def status(self) -> dict[str, object]:
-        """All jobs, as plain JSON types, with up to `STATUS_MEMBERS` members in all."""
-        most = max(1, STATUS_MEMBERS // max(1, len(self._jobs)))
-        return {"jobs": [job.status(most) for job in self._jobs.values()]}

@@ -216,6 +216,8 @@ class History:
         finished: the last members that left said that the training is complete, and no quorum
             has formed since.
         missed: replica_ids that may hold a newer state than any member (R5).
+        different: why the state of members was not their peers', by replica_id, until they have
+            joined without a state. Read only: `is_different` changes it.
         commits, discards: how many steps were committed, and how many discarded after work.
     """
 
@@ -223,6 +225,7 @@ class History:
         self.head: Position | None = None
         self.finished = False
         self.missed = set(missed)
+        self.different: OrderedDict[str, str] = OrderedDict()
         self.commits = 0
         self.discards = 0
         self._decisions: OrderedDict[tuple[int, int], Decision] = OrderedDict()
@@ -253,6 +256,12 @@ class History:
         else:
             self.head = before
         return self.head
+
+    def is_different(self, replica_id: str, why: str) -> None:
+        """The state of `replica_id` is not its peers'."""
+        self.different[replica_id] = why
+        if len(self.different) > REMEMBERED_DECISIONS:
+            self.different.popitem(last=False)
 
     def _commit(self, lineage: str, control: bytes) -> None:
         self._lineages[lineage] = control

@@ -24,6 +24,9 @@ MAX_CONTROL_BYTES = 1_024
 MAX_GROUP_WORLD_SIZE = 65_536
 MAX_NAMED = 64
 """Members that a `ReachReport` names at most."""
+MAX_DIGEST_BYTES = 16
+NOT_COUNTED = -1
+"""`Vote.updates` of a member that has healed since the last commit, or has seen none yet."""
 
 Peer = bytes
 """One connection: the identity that its process has presented, "#", and a number."""
@@ -188,7 +191,10 @@ class Vote:
     loses nothing and goes on under the next quorum. `stalled`: a collective of this member waited
     longer than its timeout, so members that are not reducing are to blame. `leaving`: the vote
     counts, and the next quorum forms without the sender. `control`: bytes that all members get
-    back with the decision; the lowest-ranked yes voter's are taken (see `Decision`).
+    back with the decision; the lowest-ranked yes voter's are taken (see `Decision`). `updates`: how
+    often the sender has updated its state since the last committed step. `digest`: of that part of
+    its state which members compare at this step; empty: none. Members that say something else than
+    their peers hold another state (`lighthouse.machine.comparison`).
     """
 
     job: JobKey
@@ -202,12 +208,16 @@ class Vote:
     stalled: bool = False
     leaving: bool = False
     control: bytes = b""
+    updates: int = NOT_COUNTED
+    digest: bytes = b""
 
     def __post_init__(self) -> None:
         _check_id(self.replica_id, "replica_id")
         _check_reason(self.reason)
         _check(self.phase in PHASES, _WRONG_PHASE)
         _check_control(self.control)
+        _check(NOT_COUNTED <= self.updates < 2**31, "updates out of range")
+        _check(len(self.digest) <= MAX_DIGEST_BYTES, f"digest over {MAX_DIGEST_BYTES} bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,12 +357,14 @@ class Expelled:
     """The receiver is not a member (evicted, diverged or unknown) and must join again.
 
     `hung`: its training loop made no progress; it may join when the loop does, not before.
+    `differs`: its state is not its peers', although its version is: it must discard it, and heal.
     """
 
     job: JobKey
     quorum_id: int
     reason: str
     hung: bool = False
+    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

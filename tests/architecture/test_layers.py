@@ -50,6 +50,8 @@ PURE = [
     "lighthouse.wire.messages",
     "lighthouse.machine.rules",
     "lighthouse.machine.job",
+    "lighthouse.machine.jobs",
+    "lighthouse.machine.comparison",
     "lighthouse.routes",
     "lighthouse.machine.announce",
     "lighthouse.machine.ballot",

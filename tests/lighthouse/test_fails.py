@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lighthouse.machine.job import Lighthouse
+from lighthouse.machine.jobs import Lighthouse
 from lighthouse.server import LighthouseServer
 from tests.harness.waiting import PATIENCE_S
 

@@ -16,7 +16,8 @@ import pytest
 import zmq
 
 from lighthouse.config import LighthouseConfig, split_address
-from lighthouse.machine.job import STATUS_MEMBERS, JobState, Lighthouse
+from lighthouse.machine.job import JobState
+from lighthouse.machine.jobs import STATUS_MEMBERS, Lighthouse
 from lighthouse.server import LighthouseServer, Snapshot
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (

@@ -35,8 +35,10 @@ from ft_core.replica.events import (
 )
 from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
-from lighthouse.machine.job import Lighthouse, Note, Remember, Send
+from lighthouse.machine.job import Note, Remember, Send
+from lighthouse.machine.jobs import Lighthouse
 from lighthouse.wire.messages import (
+    NOT_COUNTED,
     DeathNotice,
     Decision,
     Expelled,
@@ -200,6 +202,7 @@ class JobStage:
             JOB, who, quorum_id, step, lineage, words.flag("yes"),
             given.get("reason", ""), given.get("phase", "reducing"), words.flag("stalled"),
             words.flag("leaving"), given.get("control", "").encode(),
+            words.number("updates", NOT_COUNTED), given.get("digest", "").encode(),
         )  # fmt: skip
 
     def _heartbeat(self, who: str, words: Words) -> Heartbeat:
@@ -257,7 +260,11 @@ class ReplicaStage:
         if name == "fail":
             return Fail(plain[0], stalled=words.flag("stalled"))
         if name == "vote":
-            return CastVote(words.flag("yes"), control=words.given.get("control", "").encode())
+            return CastVote(
+                words.flag("yes"), control=words.given.get("control", "").encode(),
+                updates=words.number("updates", NOT_COUNTED),
+                digest=words.given.get("digest", "").encode(),
+            )  # fmt: skip
         if name == "configured":
             return Configured(int(plain[0]), error)
         if name == "fetched":
@@ -311,7 +318,8 @@ class ReplicaStage:
         return Revoke(JOB, quorum_id, step, "a peer died")
 
     def _expelled(self, words: Words) -> Expelled:
-        return Expelled(JOB, int(words.plain[0]), "evicted", words.flag("hung"))
+        hung, differs = words.flag("hung"), words.flag("differs")
+        return Expelled(JOB, int(words.plain[0]), "evicted", hung, differs)
 
     def _waiting(self, words: Words) -> Waiting:
         return Waiting(JOB, "not enough")

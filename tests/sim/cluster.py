@@ -9,7 +9,8 @@ from ft_core.replica.events import Transmit
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Stage
 from lighthouse.config import LighthouseConfig
-from lighthouse.machine.job import Effect, Lighthouse, Note, Remember, Send, first_quorum_id
+from lighthouse.machine.job import Effect, Note, Remember, Send, first_quorum_id
+from lighthouse.machine.jobs import Lighthouse
 from lighthouse.wire.messages import DeathNotice, JobKey, Join, Request
 from tests.sim.checker import Checker
 from tests.sim.clock import Clock

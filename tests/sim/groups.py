@@ -18,7 +18,8 @@ from typing import Any
 from ft_core.replica.group_leader import GroupEffect, GroupLeader, SendUp, peer_of
 from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
-from lighthouse.machine.job import Effect, Lighthouse, Remember, Send
+from lighthouse.machine.job import Effect, Remember, Send
+from lighthouse.machine.jobs import Lighthouse
 from lighthouse.wire.messages import JobKey, Join, Refused, Reply, Request, Vote
 from tests.sim.checker import Checker, Position, Violation
 from tests.sim.clock import Clock

@@ -18,7 +18,8 @@ from ft_core.replica.events import CastVote, Rejoin
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Outcome
 from lighthouse.machine.ballot import Ballot
-from lighthouse.machine.job import JobState, Lighthouse
+from lighthouse.machine.job import JobState
+from lighthouse.machine.jobs import Lighthouse
 from lighthouse.machine.members import History
 from lighthouse.wire.messages import Join, Member, Quorum, Vote, next_lineage
 from tests.sim.cluster import Cluster

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.forming import MAX_DOUBLINGS, Patience
-from lighthouse.machine.job import Effect, JobState, Lighthouse, Send, first_quorum_id
+from lighthouse.machine.job import Effect, JobState, Send, first_quorum_id
+from lighthouse.machine.jobs import Lighthouse
 from lighthouse.machine.members import REMEMBERED_DECISIONS, History, Members
 from lighthouse.machine.rules import Position
 from lighthouse.wire import codec

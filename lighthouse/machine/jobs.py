@@ -1,0 +1,143 @@
+"""All jobs of one lighthouse. PURE.
+
+`job.py` has the state machine of one job; here events find theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+from lighthouse.config import LighthouseConfig
+from lighthouse.machine.announce import Effect, Send
+from lighthouse.machine.job import JobState
+from lighthouse.wire.messages import (
+    DeathNotice,
+    JobKey,
+    Join,
+    Peer,
+    Refused,
+    Request,
+    Status,
+    StatusRequest,
+    Vote,
+)
+
+STATUS_MEMBERS = 4_096
+"""Members that a status lists, so that its size has a bound."""
+
+
+class Lighthouse:
+    """Routes events to jobs. Not thread-safe: one owner.
+
+    `handle`, `disconnected` and `expire` take an event and `now` (seconds, any monotonic clock)
+    and return effects; `deadline` says when `expire` wants to be called.
+    `remembered` maps jobs to the (quorum_id, members) that an earlier lighthouse left behind.
+    `on_failure` is told of an exception of a job's rules: that job starts over, as after a restart
+    of the lighthouse, and the others go on. None: it is raised.
+    """
+
+    def __init__(
+        self,
+        config: LighthouseConfig,
+        first_id: int,
+        remembered: Mapping[JobKey, tuple[int, tuple[str, ...]]] | None = None,
+        on_failure: Callable[[JobKey, Exception], None] | None = None,
+    ) -> None:
+        self.config = config
+        self._first_id = first_id
+        self._on_failure = on_failure
+        self._jobs: dict[JobKey, JobState] = {}
+        for key, (quorum_id, members) in (remembered or {}).items():
+            first = max(first_id, quorum_id + 1)
+            self._jobs[key] = JobState(key, config, first, remembered=members)
+
+    def handle(self, peer: Peer, message: Request, now: float) -> list[Effect]:
+        """A decoded request from `peer`."""
+        if isinstance(message, StatusRequest):
+            return [Send((peer,), Status(json.dumps(self.status())))]
+        job = self._jobs.get(message.job)
+        if isinstance(message, DeathNotice):
+            if job is None:
+                return []
+            try:
+                return job.death_notice(peer, message, now)
+            except Exception as error:
+                return self._start_over(job, error)
+        if job is None:
+            if isinstance(message, Join) and not self._has_capacity():
+                reason = f"this lighthouse is full ({len(self._jobs)} jobs)"
+                return [Send((peer,), Refused(message.job, reason))]
+            job = JobState(message.job, self.config, self._first_id)
+            if isinstance(message, Join):  # others are answered, but leave nothing behind
+                self._jobs[message.job] = job
+        try:
+            effects = job.handle(peer, message, now)
+        except Exception as error:
+            return self._start_over(job, error)
+        if not isinstance(message, Vote) and job.blank:
+            self._jobs.pop(job.key, None)
+        return effects
+
+    def _start_over(self, job: JobState, error: Exception) -> list[Effect]:
+        """The rules of `job` have failed; see `on_failure`."""
+        if self._on_failure is None:
+            raise error
+        # Its members' next messages find it unknown: they join again with what they hold.
+        self._jobs.pop(job.key, None)
+        self._first_id = max(self._first_id, job.next_id)
+        self._on_failure(job.key, error)
+        return []
+
+    def _has_capacity(self) -> bool:
+        """Whether one more job fits, if need be in the place of one that all members have left."""
+        if len(self._jobs) < self.config.max_jobs:
+            return True
+        left = next((key for key, job in self._jobs.items() if job.empty), None)
+        if left is None:
+            return False
+        del self._jobs[left]
+        return True
+
+    def disconnected(self, peer: Peer, now: float) -> list[Effect]:
+        """The connection of `peer` is gone: the replica groups behind it are unreachable."""
+        effects: list[Effect] = []
+        for job in list(self._jobs.values()):
+            try:
+                for replica_id in job.replicas_of(peer):
+                    effects += job.lost(replica_id, "connection closed", now)
+                if job.blank:
+                    del self._jobs[job.key]
+            except Exception as error:
+                effects += self._start_over(job, error)
+        return effects
+
+    def expire(self, now: float) -> list[Effect]:
+        """Time has reached `deadline()`."""
+        effects: list[Effect] = []
+        for job in list(self._jobs.values()):
+            wanted = job.deadline()
+            if wanted is None or wanted > now:
+                continue
+            try:
+                effects += job.expire(now)
+                if job.blank:
+                    del self._jobs[job.key]
+            except Exception as error:
+                effects += self._start_over(job, error)
+        return effects
+
+    def deadline(self) -> float | None:
+        """When `expire` wants to be called; None: not before another event."""
+        times = (job.deadline() for job in self._jobs.values())
+        return min((t for t in times if t is not None), default=None)
+
+    def check(self) -> None:
+        """Assert every invariant of every job."""
+        for job in self._jobs.values():
+            job.check()
+
+    def status(self) -> dict[str, object]:
+        """All jobs, as plain JSON types, with up to `STATUS_MEMBERS` members in all."""
+        most = max(1, STATUS_MEMBERS // max(1, len(self._jobs)))
+        return {"jobs": [job.status(most) for job in self._jobs.values()]}
