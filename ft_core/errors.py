@@ -19,6 +19,8 @@ user set wrong.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class FaultToleranceError(Exception):
     """Base class of the errors that this package raises on purpose."""
@@ -47,4 +49,12 @@ class TooManyDiscards(FaultToleranceError, RuntimeError):
 
 
 class ProcessGroupError(FaultToleranceError, RuntimeError):
-    """A process group could not be configured, was revoked, or lost a member in a collective."""
+    """A process group could not be configured, was revoked, or lost a member in a collective.
+
+    `missed`: numbers of the members that `configure` could not connect to; the own number, if no
+    group can be made here whatever the others do.
+    """
+
+    def __init__(self, *args: object, missed: Iterable[int] = ()) -> None:
+        super().__init__(*args)
+        self.missed = tuple(missed)

@@ -82,8 +82,17 @@ class ProcessGroup(dist.ProcessGroup):
         `addresses` are ordered by replica rank and the same on every member. `quorum_id` is the
         same on every member and higher than all before (`ValueError` otherwise). Revokes the
         previous quorum. Raises `ProcessGroupError` when a member is missing after `timeout_s`
-        seconds, when one dies, or when `revoke` is called meanwhile; the group stays revoked then.
+        seconds, when one dies or can't be connected to, or when `revoke` is called meanwhile; the
+        group stays revoked then. The error names the members that could not be connected to
+        (`missed`); it should come within about a second where that is so.
         """
+
+    def unreachable(self, addresses: Sequence[bytes], timeout_s: float) -> set[int]:
+        """Indices of those `addresses` (of other groups) that can't be connected to from here.
+
+        Any thread; blocks for about a second. The default does not know, and returns none.
+        """
+        return set()
 
     @abstractmethod
     def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:

@@ -30,6 +30,7 @@ from torch.distributed import AllreduceOptions, Work
 
 from ft_core.errors import ProcessGroupError
 from ft_core.process_group.base import ProcessGroup, outputs_of
+from ft_core.process_group.dialing import connect_limit_s, unreachable
 from ft_core.process_group.rendezvous import Address, Listener, Rendezvous
 from ft_core.process_group.work import BackendWork, FailedWork, PointToPointWork, StreamWork
 from lighthouse.own_address import choose_address
@@ -143,6 +144,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._rendezvous: Rendezvous | None = None
         self._connecting: Communicator | None = None
         self._communicator: Communicator | None = None
+        self._missed: set[int] = set()  # by the configure under way
         self._previous_error: tuple[int, ProcessGroupError | None] = (
             -1,
             None,
@@ -191,13 +193,16 @@ class ReconfigurableProcessGroup(ProcessGroup):
             raise ValueError("two members have the same address")
         with self._configure_lock:
             previous = self._enter(quorum_id, rank, len(addresses))
+            self._missed = set()
             try:
                 self._connect(previous, members, timeout_s, deadline)
             except Exception as error:
                 failure = self._record_failure(error)
-                if failure is error:
-                    raise
-                raise failure from error
+                raise ProcessGroupError(*failure.args, missed=sorted(self._missed)) from error
+
+    def unreachable(self, addresses: Sequence[bytes], timeout_s: float) -> set[int]:
+        members = dict(enumerate(map(Address.decode, addresses)))
+        return set(unreachable(members, connect_limit_s(timeout_s)))
 
     def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:
         with self._lock:
@@ -386,11 +391,14 @@ class ReconfigurableProcessGroup(ProcessGroup):
     ) -> None:
         communicator, replaced = previous, None
         if previous is None or not self._reusable(previous):
+            self._missed = {self._rank}  # unless a communicator can be made here
             communicator, replaced = self._new_communicator(self._rank, self._size), previous
+            self._missed = set()
         assert communicator is not None
         assert self._listener is not None
+        limit_s = connect_limit_s(timeout_s)
         rendezvous = Rendezvous(
-            self._listener, self._quorum_id, self._rank, members, communicator.handle()
+            self._listener, self._quorum_id, self._rank, members, communicator.handle(), limit_s
         )
         builder = _Builder(communicator, rendezvous, timeout_s)
         connected = False
@@ -414,6 +422,9 @@ class ReconfigurableProcessGroup(ProcessGroup):
         finally:
             with self._lock:
                 self._rendezvous = self._connecting = None
+            if not connected:
+                lasted_s = timeout_s - (deadline - time.monotonic())
+                self._missed = rendezvous.missed(lasted_s, timeout_s)
             rendezvous.close()
             self._stop_builder(builder)
             if connected:

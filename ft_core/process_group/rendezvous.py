@@ -10,6 +10,11 @@ No connection is accepted outside a rendezvous: a member that comes early waits 
 backlog. A hello of an older quorum is rejected; one of a newer quorum is kept for the next
 rendezvous.
 
+A member that can't be connected to is *missed* (`dialing` says why that is not the same as a slow one),
+as is one whose address leads to something else. If the backends do not connect in time although all
+members have met, the others' listeners are tried from here, too: an address may be good in one
+direction only.
+
 A frame on a connection is its length (4 bytes, big-endian) and a message (`lighthouse.wire.codec`).
 Each group draws a random cookie, so that a port which another process reuses is not mistaken for it.
 """
@@ -18,7 +23,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import secrets
 import selectors
 import socket
@@ -32,6 +36,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ft_core.errors import ProcessGroupError
+from ft_core.process_group.dialing import Dial, Dialer, give_up_unacknowledged
 from lighthouse.errors import ProtocolError
 from lighthouse.wire.codec import MessageCodec
 
@@ -45,6 +50,7 @@ _EARLY_CONNECTIONS_MAX = 4096
 _READ_BYTES = 1 << 16
 _HELLO_BYTES_MAX = 1 << 18  # what one that has not said hello may send: a hello and some keys
 _NOTIFY_TIMEOUT_S = 1.0
+_STRANGER = "this address belongs to another process group now"
 
 
 # ---------------------------------------------------------------- messages
@@ -166,7 +172,6 @@ class _Connection:
         self.hello: Hello | None = None
         self.received = bytearray()
         self.unsent = bytearray()
-        self.dialing = peer is not None
         self.done = False  # the peer said RendezvousOver
         self.mask = 0
 
@@ -211,6 +216,7 @@ class Rendezvous:
         quorum_id, rank: of this member; `rank` is its index in `addresses`.
         addresses: of all members.
         handle: what the other members' backends need to reach this one's, maybe empty.
+        limit_s: how long a connection may take to be made.
 
     `handles` holds every member's handle, None until it said hello.
     """
@@ -222,6 +228,7 @@ class Rendezvous:
         rank: int,
         addresses: Sequence[Address],
         handle: bytes,
+        limit_s: float = 1.0,
     ) -> None:
         self.quorum_id = quorum_id
         self.rank = rank
@@ -238,7 +245,11 @@ class Rendezvous:
         self._keys: dict[str, bytes] = {}
         self._error: ProcessGroupError | None = None
         self._closed = False
+        self._missed: set[int] = set()
+        self._limit_s = limit_s
+        self._test_at = float("inf")  # when to try the others' listeners, too
         self._selector = selectors.DefaultSelector()
+        self._dialer = Dialer(self._selector, limit_s)
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -256,8 +267,9 @@ class Rendezvous:
             self._read_messages(connection)
         self._listener.early.clear()
         for peer in range(self.rank + 1, len(self._peers)):
-            self._dial(peer)
+            self._dialer.dial(peer, self._peers[peer])
         self.pump(lambda: all(handle is not None for handle in self.handles), deadline)
+        self._test_at = time.monotonic() + self._limit_s
 
     def pump(self, finished: Callable[[], bool], deadline: float) -> None:
         """Serve the connections until `finished()`, which is called after every event.
@@ -266,17 +278,33 @@ class Rendezvous:
         """
         while not finished():
             self._check()
-            wait_s = deadline - time.monotonic()
-            if wait_s <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 raise ProcessGroupError(self._overdue())
-            for key, mask in self._selector.select(wait_s):
+            until = min(deadline, self._test_at, self._dialer.next_look())
+            for key, mask in self._selector.select(max(0.0, until - now)):
                 if key.fileobj is self._listener.socket:
                     self._accept()
                 elif key.fileobj is self._wake_read:
                     self._wake_read.recv(_READ_BYTES)
-                else:
+                elif isinstance(key.data, _Connection):
                     self._serve(key.data, mask)
+                else:
+                    self._on_dialed(*key.data)
+            self._look(now)
         self._check()
+
+    def missed(self, lasted_s: float, timeout_s: float) -> set[int]:
+        """After a failure: the members that could not be connected to, as far as is known.
+
+        `lasted_s`: how long it took until then; after half of `timeout_s`, members that have not
+        said hello count, too: the process may be there, but something in between swallows its words.
+        """
+        missed = self._missed.union(self._dialer.failed, self._dialer.late(time.monotonic()))
+        if lasted_s >= timeout_s / 2:
+            silent = {rank for rank, handle in enumerate(self.handles) if handle is None}
+            missed |= silent or {r for r, one in self._connections.items() if not one.done}
+        return missed
 
     def finish(self) -> None:
         """The communicator is connected: tell the other members and close."""
@@ -296,6 +324,7 @@ class Rendezvous:
                 return
             self._closed = True
             self._changed.notify_all()
+            self._dialer.close()
             self._selector.close()
             self._wake_read.close()
             self._wake_write.close()
@@ -405,21 +434,35 @@ class Rendezvous:
             return "an unidentified connection"
         return f"rank {peer} ({self._peers[peer].host}:{self._peers[peer].port})"
 
-    def _dial(self, peer: int) -> None:
-        address = self._peers[peer]
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        connection = _Connection(socket.socket(family, socket.SOCK_STREAM), peer)
+    def _on_dialed(self, dial: Dial, attempt: socket.socket) -> None:
+        connected = self._dialer.serve(dial, attempt)
+        if connected is None:
+            return
+        if dial.test:
+            connected.close()
+            return
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = _Connection(connected, dial.peer)
         with self._lock:
-            self._connections[peer] = connection
-            connection.unsent += self._hello(peer)
-        code = connection.socket.connect_ex((address.host, address.port))
+            self._connections[dial.peer] = connection
+            connection.unsent += self._hello(dial.peer)
         self._register(connection)
-        if code not in (0, errno.EINPROGRESS):
-            self._unreachable(peer, code)
 
-    def _unreachable(self, peer: int | None, code: int) -> None:
-        gone = "; its process is gone" if code == errno.ECONNREFUSED else ""
-        self._fail(f"{self._name(peer)} can't be reached: {os.strerror(code)}{gone}")
+    def _look(self, now: float) -> None:
+        """What is due at `now`, which is from before the last `select`."""
+        if now >= self._test_at:
+            self._test_at = float("inf")
+            late = [rank for rank, one in self._connections.items() if not one.done]
+            for peer in late or self._connections:
+                self._dialer.dial(peer, self._peers[peer], test=True)
+        self._dialer.look(now)
+        for peer, why in self._dialer.failed.items():
+            self._miss(peer, f"can't be reached: {why}")
+
+    def _miss(self, peer: int, what: str) -> None:
+        """There is no way to this member; `what` says why."""
+        self._missed.add(peer)
+        self._fail(f"{self._name(peer)} {what}")
 
     def _hello(self, peer: int) -> bytes:
         return to_frame(
@@ -439,6 +482,7 @@ class Rendezvous:
                 sock, _ = self._listener.socket.accept()
             except OSError:  # the backlog is empty, or the other end has closed already
                 return
+            give_up_unacknowledged(sock, 2 * self._limit_s)
             connection = _Connection(sock, None)
             self._unidentified.append(connection)
             self._register(connection)
@@ -452,14 +496,6 @@ class Rendezvous:
     def _serve(self, connection: _Connection, mask: int) -> None:
         if connection.closed:
             return
-        if connection.dialing:
-            error = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if error:
-                self._unreachable(connection.peer, error)
-                return
-            if mask & selectors.EVENT_WRITE:
-                connection.dialing = False
-                connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if mask & selectors.EVENT_WRITE:
             with self._lock:
                 self._flush(connection)
@@ -468,7 +504,7 @@ class Rendezvous:
 
     def _flush(self, connection: _Connection) -> None:
         """Send what fits; the selector sends the rest. The lock is held."""
-        if connection.closed or connection.dialing:
+        if connection.closed:
             return
         try:
             while connection.unsent:
@@ -487,8 +523,10 @@ class Rendezvous:
             data = connection.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
             data = b""
+            if error.errno == errno.ETIMEDOUT and connection.peer is not None:
+                self._miss(connection.peer, "does not confirm what is sent to it")
         connection.received += data
         self._read_messages(connection)
         most = _HELLO_BYTES_MAX if connection.hello is None else 2 * FRAME_BYTES_MAX
@@ -508,6 +546,8 @@ class Rendezvous:
                     return
                 self._handle_message(connection, message)
         except ProtocolError:
+            if connection.peer is not None:
+                self._miss(connection.peer, "is no process group")
             self._drop(connection)
 
     def _handle_message(self, connection: _Connection, message: RendezvousMessage) -> None:
@@ -516,6 +556,8 @@ class Rendezvous:
             if connection.peer is not None:
                 self._on_answer(connection.peer, message)
         elif isinstance(message, HelloRejected) and connection.peer is not None:
+            if message.reason == _STRANGER:
+                self._missed.add(connection.peer)
             self._fail(f"{self._name(connection.peer)} refused: {message.reason}")
         elif connection.hello is None:
             raise ProtocolError("a message before the hello")
@@ -538,7 +580,7 @@ class Rendezvous:
         """Judge an incoming hello: of a member, of a newer quorum (kept waiting), or rejected."""
         reason = None
         if hello.cookie != self._listener.cookie:
-            reason = "this address belongs to another process group now"
+            reason = _STRANGER
         elif hello.quorum_id > self.quorum_id:
             return
         elif hello.quorum_id < self.quorum_id:
@@ -568,8 +610,11 @@ class Rendezvous:
             self._flush(connection)
 
     def _on_end(self, connection: _Connection) -> None:
-        if connection.peer is not None and not connection.done:
-            self._fail(f"{self._name(connection.peer)} died or gave up")
+        peer = connection.peer
+        if peer is not None and not connection.done:
+            if connection.hello is None:  # something in between, or a process that has just died
+                self._missed.add(peer)
+            self._fail(f"{self._name(peer)} died or gave up")
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:

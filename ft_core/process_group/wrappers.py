@@ -37,6 +37,9 @@ class ProcessGroupWrapper(ProcessGroup):
     ) -> None:
         self.group.configure(quorum_id, rank, addresses, timeout_s)
 
+    def unreachable(self, addresses: Sequence[bytes], timeout_s: float) -> set[int]:
+        return self.group.unreachable(addresses, timeout_s)
+
     def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:
         self.group.revoke(reason, quorum_id=quorum_id)
 

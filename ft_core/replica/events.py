@@ -105,10 +105,22 @@ class Rejoin:
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """The process group has the members of `quorum_id`, or could not be configured (`error`)."""
+    """The process group has the members of `quorum_id`, or could not be configured (`error`).
+
+    `missed`: replica_ids of members that could not be connected to.
+    """
 
     quorum_id: int
     error: str = ""
+    missed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What the effect `TryToReach` asked for: which members could be connected to (replica_ids)."""
+
+    missed: tuple[str, ...]
+    reached: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +199,13 @@ class Configure:
 
 
 @dataclass(frozen=True, slots=True)
+class TryToReach:
+    """Effect: try to connect to the process groups of `members`; then report `Tried`."""
+
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """Effect: revoke the process group now: blocked collectives fail, later ones too."""
 
@@ -211,11 +230,11 @@ class Remark:
     text: str
 
 
-Effect = Transmit | Configure | Abort | FetchState | Remark
+Effect = Transmit | Configure | TryToReach | Abort | FetchState | Remark
 ReplicaEvent = (
     Begin | Entered | Bind | Fail | CastVote | StopWaiting | Unapplied | LeaveAfterStep | Depart
     | Rejoin
-    | Configured | Fetched | Overwrite | FetchAgain | Loaded | Published
+    | Configured | Tried | Fetched | Overwrite | FetchAgain | Loaded | Published
     | Connected | Disconnected | Reply
 )  # fmt: skip
 

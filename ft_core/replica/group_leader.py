@@ -10,6 +10,8 @@ which speaks for all of them:
   ranks are told to stop. A group that was healing stays behind unless all its ranks have healed:
   its no waits until that is known.
 - What the lighthouse says goes to all ranks, unchanged.
+- *Reach* (`ReachQuery`): all ranks are asked. What one rank misses, the group misses;
+  it reaches a member if all its ranks do.
 - *Leave*: the first leave is the group's. If that rank then joins again (it has discarded its
   state), the group goes on: the other ranks are told to join again, too, and all heal.
 - *Leaving*: a rank that is told to end says so in a vote. The whole group leaves with it: the other
@@ -40,6 +42,8 @@ from lighthouse.wire.messages import (
     Leave,
     Peer,
     Quorum,
+    ReachQuery,
+    ReachReport,
     Refused,
     Reply,
     Request,
@@ -92,6 +96,7 @@ class GroupLeader:
         self._last_vote: tuple[int, int] | None = None  # of the group, if it was its last
         self._left: set[int] = set()
         self._gone: set[int] = set()  # and have closed their connections
+        self._reached: dict[str, set[int]] = {}  # ranks that reach a member, by its replica_id
         self._effects: list[GroupEffect] = []
 
     # ------------------------------------------------------------------ events
@@ -112,6 +117,8 @@ class GroupLeader:
                 self._effects.append(SendUp(message))
         elif isinstance(message, Leave):
             self._on_leave(rank, message)
+        elif isinstance(message, ReachReport):
+            self._on_reach_report(rank, message)
         return self._drain()
 
     def from_lighthouse(self, message: Reply, now: float) -> list[GroupEffect]:
@@ -132,6 +139,8 @@ class GroupLeader:
                 self._on_quorum(message.next_quorum)
         elif isinstance(message, Expelled):
             self._start_over()
+        elif isinstance(message, ReachQuery):
+            self._reached = {member.replica_id: set() for member in message.members}
         self._send(range(self._size), message)
         return self._drain()
 
@@ -258,6 +267,15 @@ class GroupLeader:
                 return
         self._last_vote = key if vote.leaving else None
         self._effects.append(SendUp(vote))
+
+    def _on_reach_report(self, rank: int, report: ReachReport) -> None:
+        for other in report.reached:
+            self._reached.setdefault(other, set()).add(rank)
+        all_reach = tuple(
+            other for other in report.reached if len(self._reached[other]) == self._size
+        )
+        if report.missed or all_reach:
+            self._effects.append(SendUp(replace(report, reached=all_reach)))
 
     def _on_leave(self, rank: int, leave: Leave) -> None:
         """The first leave is the group's, which cannot go on without one of its ranks."""

@@ -19,8 +19,7 @@ leave this rank with other weights than its peers at an equal position. While th
 for the answer to its vote, what the lighthouse says is not read, as if the network was slow.
 
 A shell (`ft_core.shell.control`) submits events under one lock, carries out the effects, and shows
-the status to the training loop. Only this file writes the machine. The machine knows no clock,
-socket or thread.
+the status to the training loop. The machine knows no clock, socket or thread.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from ft_core.replica.events import (
     Remark,
     ReplicaEvent,
     Transmit,
+    TryToReach,
 )
 from ft_core.replica.status import (
     Attempt,
@@ -62,6 +62,8 @@ from lighthouse.wire.messages import (
     Leave,
     Member,
     Quorum,
+    ReachQuery,
+    ReachReport,
     Refused,
     Reply,
     Revoke,
@@ -132,7 +134,7 @@ class Replica:
         name = _HANDLERS.get(type(event))
         if name is None:
             return []
-        if self._unattended and isinstance(event, Reply):
+        if self._unattended and isinstance(event, Reply) and not isinstance(event, ReachQuery):
             self._unread = self._unread or event  # later ones come again: this rank repeats itself
             return []
         effects: list[Effect] = getattr(self, name)(event, now)
@@ -163,18 +165,15 @@ class Replica:
 
     @property
     def may_vote(self) -> bool:
-        """A yes counts: the collectives do, and the state is the quorum's.
-
-        Not the same as `ready`: the collectives of a bound attempt may all be done when its quorum
-        is revoked. Then its yes still counts, and the step may still commit.
-        """
+        """A yes counts. Not the same as `ready`: the collectives of a bound attempt may all be done
+        when its quorum is revoked. Then its yes still counts, and the step may still commit."""
         if self.stage is not Stage.MEMBER or not self.healed or self._vote is not None:
             return False
         return self.attempt is Attempt.BOUND or (self.attempt is Attempt.OPEN and self.ready)
 
     @property
     def healing(self) -> bool:
-        """This rank is a member whose state is not the quorum's yet."""
+        """A member whose state is not the quorum's yet."""
         return self.stage is Stage.MEMBER and not self.healed
 
     @property
@@ -216,9 +215,8 @@ class Replica:
             self.outcome = None
             self.failure = ""
         self._heal_in_step = event.heal_in_step
-        # The steady state: there is nothing to wait for, to serve or to heal.
-        at_once = self.ready and self.healed and not self.targets and not self.published
-        self._loop_waits = not at_once
+        # In the steady state there is nothing to wait for, to serve or to heal.
+        self._loop_waits = not self.ready or not self.healed or bool(self.targets or self.published)
         return self._join(now) if self.stage is Stage.OUT else []
 
     def _on_entered(self, event: events.Entered, now: float) -> list[Effect]:
@@ -309,12 +307,19 @@ class Replica:
     # ------------------------------------------------------------------ process group and state
 
     def _on_configured(self, event: events.Configured, now: float) -> list[Effect]:
-        if self.view is None or event.quorum_id != self.view.quorum_id or self._revoked:
-            return []
-        if event.error:
-            return self._lost_group(f"process group: {event.error}", now)
-        self._configured = event.quorum_id
-        return []
+        effects = self._on_tried(events.Tried(event.missed, ()), now) if event.missed else []
+        if self.view is not None and event.quorum_id == self.view.quorum_id and not self._revoked:
+            if event.error:
+                return effects + self._lost_group(f"process group: {event.error}", now)
+            self._configured = event.quorum_id
+        return effects
+
+    def _on_query(self, message: ReachQuery, now: float) -> list[Effect]:
+        return [TryToReach(message.members)]
+
+    def _on_tried(self, event: events.Tried, now: float) -> list[Effect]:
+        job = self._template.job
+        return [Transmit(ReachReport(job, self.replica_id, event.missed, event.reached))]
 
     def _on_fetched(self, event: events.Fetched, now: float) -> list[Effect]:
         fetch = event.fetch
@@ -338,9 +343,8 @@ class Replica:
         return effects + self._vote_no(self.reason, now, phase=PHASE_HEALING)
 
     def _on_overwrite(self, event: events.Overwrite, now: float) -> list[Effect]:
-        free = self._loop_waits
-        if event.in_step:
-            free = self.attempt in (Attempt.OPEN, Attempt.BOUND)
+        in_step = self.attempt in (Attempt.OPEN, Attempt.BOUND)
+        free = in_step if event.in_step else self._loop_waits
         self._overwriting = free and not self.healed
         if self._overwriting:
             self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
@@ -488,8 +492,7 @@ class Replica:
         self._resend_at = now + self._resend_s
         self.healed = (self.step, self.lineage) == (message.step, message.lineage)
         self._fail_if_bound(message)
-        rank = self.view.rank_of(self.replica_id)
-        effects.append(Configure(message.quorum_id, members, rank))
+        effects.append(Configure(message.quorum_id, members, self.view.rank_of(self.replica_id)))
         if not self.healed and not mine.healing:
             # The lighthouse takes this state for another one: a no says which it is.
             return effects + self._vote_no("its state is another one", now, phase=PHASE_HEALING)
@@ -499,10 +502,9 @@ class Replica:
 
     def _superseded(self) -> list[Effect]:
         """A newer quorum is here while this one's group is being made: its others may never come."""
-        view = self.view
-        if view is None or self._revoked or self._configured == view.quorum_id:
+        if self.view is None or self._revoked or self._configured == self.view.quorum_id:
             return []
-        return [Abort(view.quorum_id, "a newer quorum is here")]
+        return [Abort(self.view.quorum_id, "a newer quorum is here")]
 
     def _fail_if_bound(self, message: Quorum) -> None:
         """Under a new quorum an attempt goes on only if it has reduced nothing (S5), stands at
@@ -517,9 +519,8 @@ class Replica:
                 self.attempt, self.failure = Attempt.FAILED, "a peer must heal from this state"
 
     def _fetch(self, view: View) -> list[Effect]:
-        key, under_way = (view.step, view.lineage), self._fetching
-        known = under_way is not None and key == (under_way.step, under_way.lineage)
-        if key == self._fetched or known:
+        key, now = (view.step, view.lineage), self._fetching
+        if key == self._fetched or (now is not None and key == (now.step, now.lineage)):
             return []
         sources = tuple(m for m in view.members if not m.healing)
         self._fetching = FetchState(view.step, view.lineage, sources)
@@ -565,8 +566,8 @@ class Replica:
         in_doubt = self.attempt is Attempt.VOTED
         if not in_doubt:
             self._vote = None
-        computing = self.attempt is Attempt.OPEN and not self._loop_waits
-        if self.attempt is Attempt.BOUND or (computing and message.hung):
+        computing = self.attempt is Attempt.OPEN and not self._loop_waits and message.hung
+        if self.attempt is Attempt.BOUND or computing:
             self.attempt, self.failure = Attempt.FAILED, message.reason
         if in_doubt or self._loop_waits or not message.hung:
             effects += self._join(now)
@@ -690,10 +691,8 @@ class Replica:
             assert any(m.replica_id == self.replica_id for m in self.view.members)
             if self.healed:
                 assert (self.step, self.lineage) == (self.view.step, self.view.lineage)
-        if self.attempt is Attempt.VOTED:
-            assert self._vote is not None and self._vote.ok
-        if self.attempt is Attempt.BOUND:
-            assert self.stage is Stage.MEMBER
+        assert self.attempt is not Attempt.VOTED or (self._vote is not None and self._vote.ok)
+        assert self.attempt is not Attempt.BOUND or self.stage is Stage.MEMBER
         assert (self.outcome is None) or self.attempt is Attempt.CLOSED
 
 

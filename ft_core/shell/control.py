@@ -42,6 +42,7 @@ from ft_core.replica.events import (
     ReplicaEvent,
     StopWaiting,
     Transmit,
+    TryToReach,
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import ReplicaStatus, Stage
@@ -73,11 +74,13 @@ class Link(Protocol):
 
 class Plane(Protocol):
     """What the machine's effects act on. `configure` and `fetch` run on the plane thread;
-    `configure` may block there. `abort` runs anywhere and must not block."""
+    `configure` may block there. The others run anywhere and must not block."""
 
     def configure(self, effect: Configure) -> None: ...
 
     def fetch(self, effect: FetchState) -> None: ...
+
+    def try_to_reach(self, effect: TryToReach) -> None: ...
 
     def abort(self, effect: Abort) -> None: ...
 
@@ -340,6 +343,8 @@ class Control:
                 self._outbox.append(effect.message)
             elif isinstance(effect, Abort):
                 self._plane.abort(effect)
+            elif isinstance(effect, TryToReach):
+                self._plane.try_to_reach(effect)
             elif isinstance(effect, Remark):
                 self._on_remark(effect.text)
             else:

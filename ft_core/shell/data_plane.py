@@ -9,18 +9,26 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ft_core.config import JobOptions
 from ft_core.heal import HealDenied, HealError, HealKey, HealServer, HealStats, Interrupt, fetch
 from ft_core.process_group import ProcessGroup, ProcessGroupError
-from ft_core.replica.events import Abort, Configure, Configured, Fetched, FetchState
+from ft_core.replica.events import (
+    Abort,
+    Configure,
+    Configured,
+    Fetched,
+    FetchState,
+    Tried,
+    TryToReach,
+)
 from ft_core.replica.status import RanksHold
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
 from lighthouse.wire.codec import MessageCodec
-from lighthouse.wire.messages import Member
+from lighthouse.wire.messages import MAX_NAMED, Member
 
 log = logging.getLogger("ft_core")
 
@@ -64,8 +72,9 @@ class DataPlane:
         self._configuring = self._aborted = 0
         self._state: tuple[HealKey, Any] | None = None
         self.heal_stats: HealStats | None = None
-        self.report: Callable[[Configured | Fetched], object] = lambda event: None
+        self.report: Callable[[Configured | Fetched | Tried], object] = lambda event: None
         self._heal: tuple[threading.Thread, Interrupt] | None = None  # the newest one
+        self._reaching: list[threading.Thread] = []
 
     def address(self) -> bytes:
         """This rank's `RankAddress`, encoded."""
@@ -87,17 +96,36 @@ class DataPlane:
             members=[m.replica_id for m in effect.members],
             healing=[m.replica_id for m in effect.members if m.healing],
         )
-        error = ""
+        error, missed = "", []
+        owners, mesh = self._mesh(effect.members)
+        rank = owners.index(effect.members[effect.replica_rank].replica_id)
+        rank += 0 if self._options.ranks_hold is RanksHold.SHARDS else self._options.group_rank
         try:
-            self.process_group.configure(
-                effect.quorum_id, *self._mesh(effect), self._options.timeouts.timeout_s
-            )
+            timeout_s = self._options.timeouts.timeout_s
+            self.process_group.configure(effect.quorum_id, rank, mesh, timeout_s)
         except Exception as failure:  # whatever failed: there is no group, and the vote is no
             error = str(failure) or type(failure).__name__
+            if isinstance(failure, ProcessGroupError):
+                missed = [owners[each] for each in failure.missed]
             given_up = self._aborted >= effect.quorum_id  # the machine knows, and has said why
             level = logging.DEBUG if given_up else logging.WARNING
             log.log(level, "quorum %s: no process group: %s", effect.quorum_id, error)
-        self.report(Configured(effect.quorum_id, error))
+        self.report(Configured(effect.quorum_id, error, _named(missed)))
+
+    def try_to_reach(self, effect: TryToReach) -> None:
+        """Any thread; does not block. Tries in a thread of its own: a configure need not wait."""
+        thread = threading.Thread(
+            target=self._try_to_reach, args=(effect,), name="ft-reach", daemon=True
+        )
+        self._reaching = [each for each in self._reaching if each.is_alive()] + [thread]
+        thread.start()
+
+    def _try_to_reach(self, effect: TryToReach) -> None:
+        owners, mesh = self._mesh(effect.members)
+        failed = self.process_group.unreachable(mesh, self._options.timeouts.timeout_s)
+        missed = _named(owners[each] for each in failed)
+        reached = [m.replica_id for m in effect.members if m.replica_id not in missed]
+        self.report(Tried(missed, tuple(reached[: MAX_NAMED - len(missed)])))
 
     def abort(self, effect: Abort) -> None:
         """Any thread; does not block."""
@@ -212,22 +240,26 @@ class DataPlane:
     def close(self) -> None:
         """After the plane thread has ended."""
         heal = self._stop_heal()
-        if heal is not None:
-            heal.join()
+        for thread in (*self._reaching, *([heal] if heal is not None else [])):
+            thread.join()
         self._server.close()
         self.process_group.shutdown()
 
-    def _mesh(self, effect: Configure) -> tuple[int, list[bytes]]:
-        """(this rank's number in the process group, the addresses of all of its ranks)."""
+    def _mesh(self, members: tuple[Member, ...]) -> tuple[list[str], list[bytes]]:
+        """The ranks of the process group of `members`: (their replica_ids, their addresses)."""
         if self._options.ranks_hold is RanksHold.SHARDS:
-            mine = [self._address_of(m).process_group for m in effect.members]
-            return effect.replica_rank, mine
-        before = sum(len(m.addresses) for m in effect.members[: effect.replica_rank])
-        frames = [frame for m in effect.members for frame in m.addresses]
-        everywhere = [addresses.decode(frame).process_group for frame in frames]
-        return before + self._options.group_rank, everywhere
+            mine = [self._address_of(m).process_group for m in members]
+            return [m.replica_id for m in members], mine
+        owners = [m.replica_id for m in members for _ in m.addresses]
+        frames = [frame for m in members for frame in m.addresses]
+        return owners, [addresses.decode(frame).process_group for frame in frames]
 
     def _address_of(self, member: Member) -> RankAddress:
         """Of the rank of this one's number."""
         address: RankAddress = addresses.decode(member.addresses[self._options.group_rank])
         return address
+
+
+def _named(replica_ids: Iterable[str]) -> tuple[str, ...]:
+    """Each once, as many as a `ReachReport` may name."""
+    return tuple(dict.fromkeys(replica_ids))[:MAX_NAMED]

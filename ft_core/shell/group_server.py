@@ -37,7 +37,15 @@ from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError
 from lighthouse.own_address import bracketed
 from lighthouse.wire import codec
-from lighthouse.wire.messages import JobKey, Join, Message, Peer, Refused, Request
+from lighthouse.wire.messages import (
+    JobKey,
+    Join,
+    Message,
+    Peer,
+    ReachReport,
+    Refused,
+    Request,
+)
 
 log = logging.getLogger("ft_core")
 
@@ -193,7 +201,8 @@ class GroupServer:
     def _apply(self, effects: Sequence[GroupEffect]) -> None:
         for effect in effects:
             if isinstance(effect, SendUp):
-                self._last_up = effect.message
+                if not isinstance(effect.message, ReachReport):  # it would be out of date
+                    self._last_up = effect.message
                 self._upstream.send(effect.message)
             else:
                 self._send(effect.peers, effect.message)

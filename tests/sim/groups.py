@@ -20,7 +20,7 @@ from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Effect, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
-from lighthouse.wire.messages import JobKey, Join, Refused, Reply, Request, Vote
+from lighthouse.wire.messages import JobKey, Join, ReachReport, Refused, Reply, Request, Vote
 from tests.sim.checker import Checker, Position, Violation
 from tests.sim.clock import Clock
 from tests.sim.cluster import START, Cluster
@@ -143,7 +143,9 @@ class Group:
     def _apply(self, effects: list[GroupEffect]) -> None:
         for effect in effects:
             if isinstance(effect, SendUp):
-                self.last_up = message = effect.message
+                message = effect.message
+                if not isinstance(message, ReachReport):
+                    self.last_up = message
                 if isinstance(message, Vote) and message.ok:
                     self.groups.group_yes.add((self.replica_id, message.quorum_id, message.step))
                 self.groups.network.send_up(self.link, effect.message)

@@ -1,0 +1,126 @@
+"""A network of its own for each member of a test: Linux network namespaces, entered by threads.
+
+A thread that enters a namespace opens its sockets there, and so do the threads that it starts. So
+members that are threads of one process can be cut off from each other packet by packet, one way or
+both. Needs root and the command `ip`; `available()` says whether it is so here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_CLONE_NEWNET = 0x40000000
+_libc = ctypes.CDLL(None, use_errno=True)
+_numbers = itertools.count()
+
+
+def available() -> bool:
+    """Whether namespaces can be made here."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    try:
+        with networks(1):
+            return True
+    except OSError:
+        return False
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+class Networks:
+    """`count` networks with one host each, on one bridge; and a host for the lighthouse (the last)."""
+
+    def __init__(self, count: int) -> None:
+        self.prefix = f"ft{os.getpid()}x{next(_numbers)}x"
+        self.count = count
+
+    def host(self, index: int) -> str:
+        """The address of a network's host."""
+        return f"10.77.0.{index + 1}"
+
+    def name(self, index: int) -> str:
+        return f"{self.prefix}{index}"
+
+    def build(self) -> None:
+        hub = self.name(self.count)
+        _ip("netns", "add", hub)
+        _ip("-n", hub, "link", "set", "lo", "up")
+        _ip("-n", hub, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", hub, "link", "set", "bridge0", "up")
+        _ip("-n", hub, "addr", "add", f"{self.host(self.count)}/24", "dev", "bridge0")
+        for index in range(self.count):
+            name, port = self.name(index), f"port{index}"
+            _ip("netns", "add", name)
+            _ip(
+                "-n",
+                hub,
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                name,
+            )
+            _ip("-n", hub, "link", "set", port, "master", "bridge0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "addr", "add", f"{self.host(index)}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+
+    def remove(self) -> None:
+        for index in range(self.count + 1):
+            subprocess.run(
+                ["ip", "netns", "del", self.name(index)], capture_output=True, check=False
+            )
+
+    def cut(self, source: int, target: int) -> None:
+        """From now on no packet of `source` gets to `target`. The other way is as it was."""
+        _ip("-n", self.name(source), "route", "add", "blackhole", f"{self.host(target)}/32")
+
+    def mend(self, source: int, target: int) -> None:
+        """Undo `cut`."""
+        _ip("-n", self.name(source), "route", "del", "blackhole", f"{self.host(target)}/32")
+
+    @contextmanager
+    def inside(self, index: int) -> Iterator[str]:
+        """Within it the calling thread is in a network; gives its host's address."""
+        thread = threading.get_native_id()
+        home = os.open(f"/proc/self/task/{thread}/ns/net", os.O_RDONLY)
+        there = os.open(f"/var/run/netns/{self.name(index)}", os.O_RDONLY)
+        try:
+            _enter(there)
+            yield self.host(index)
+        finally:
+            _enter(home)
+            os.close(there)
+            os.close(home)
+
+
+@contextmanager
+def networks(count: int) -> Iterator[Networks]:
+    """`Networks` for a test."""
+    made = Networks(count)
+    try:
+        made.build()
+        yield made
+    finally:
+        made.remove()
+
+
+def _enter(descriptor: int) -> None:
+    if _libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
