@@ -11,6 +11,10 @@ whose queue is full, and one whose identity another connection has taken over. S
   is what it may cost: one that sends more is disconnected (`_spend`), and so is one that does not
   read its answers.
 - A connection that says nothing makes way when descriptors run short.
+- ZeroMQ never reads a connection that has chosen a routing id which another one has, and keeps what
+  it sends until the socket is closed. One that sends much and is not heard is disconnected
+  (`_look_at_strangers`). A routing id that is guessed right, of 2**32, makes ZeroMQ abort: whatever
+  runs a server starts its process again.
 
 A `Peer` is one connection: the identity, "#", and a number. `messages.same_process` compares them.
 """
@@ -21,8 +25,10 @@ import logging
 import math
 import resource
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import zmq
@@ -43,6 +49,12 @@ SHARE_FROM_BYTES = 4_096
 """Frames of this size and more are shared by all receivers instead of copied to each."""
 DESCRIPTORS_KEPT = 64
 """For files and for the connections of this process itself."""
+UNHEARD_BYTES = 1 << 20
+"""What a connection may send of which ZeroMQ hands over nothing. Heartbeats alone take hours."""
+LOOK_S = 0.5
+"""Between two looks at such connections, while there are any."""
+LOOK_AT = 64
+"""Of them at a time."""
 COMPLAIN_S = 60.0
 """One line in the log in this time about each kind of trouble with strangers."""
 
@@ -53,6 +65,8 @@ HELLO = b"\0"
 _NOBLOCK = sockets.NOBLOCK
 _MORE = int(zmq.SNDMORE) | _NOBLOCK
 _SRCFD = int(zmq.SRCFD)
+_BYTES_RECEIVED = 128
+"""Where Linux's `struct tcp_info` has that count."""
 
 
 class Complaints:
@@ -118,11 +132,21 @@ class Endpoint:
         self._window_s = 0.0
         self._met = 0
         self._most = _most_connections()
+        self._looked = 0
+        self.look_at = math.inf
+        """When the owner is to call `attend`, also if nothing is readable; of `time.monotonic`."""
 
     @property
     def connections(self) -> int:
         """How many connections are open, those of strangers too."""
         return self._routes.connections
+
+    def sleep_ms(self, until: float | None) -> int | None:
+        """How long the owner may wait for events if it has nothing to do before `until` (None: ever)."""
+        wake_at = self.look_at if until is None else min(until, self.look_at)
+        if wake_at == math.inf:
+            return None
+        return max(0, math.ceil((wake_at - time.monotonic()) * 1000))
 
     # ------------------------------------------------------------------ connections
 
@@ -138,6 +162,10 @@ class Endpoint:
             self.refused += not admitted
             sockets.answer_request(self._authenticator, request, admitted)
         self._read_monitor()
+        if self._routes.strange:
+            self._look_at_strangers(time.monotonic())
+        else:
+            self.look_at = math.inf
 
     def _read_monitor(self) -> None:
         while (entry := sockets.read_monitor(self._monitor)) is not None:
@@ -162,6 +190,22 @@ class Endpoint:
         strangers = self._routes.strangers()
         for fd in strangers[: max(1, len(strangers) // 4)]:
             self._hang_up(fd)
+
+    def _look_at_strangers(self, now: float) -> None:
+        """End connections that send, and are not heard."""
+        if self.look_at == math.inf:
+            self.look_at = now + LOOK_S
+        if now < self.look_at:
+            return
+        self.look_at = now + LOOK_S
+        strangers = self._routes.strangers()
+        self._looked = 0 if self._looked >= len(strangers) else self._looked
+        for fd in strangers[self._looked : self._looked + LOOK_AT]:
+            if self._received_by(fd) > UNHEARD_BYTES:
+                self.complaints.say("disconnected a peer that sends what can't be read")
+                self.disconnected += 1
+                self._hang_up(fd)
+        self._looked += LOOK_AT
 
     def take_lost(self, dry: bool) -> list[Peer]:
         """Peers whose connections have ended. `dry`: `receive` has returned None."""
@@ -193,14 +237,35 @@ class Endpoint:
 
     def _hang_up(self, fd: int) -> None:
         """Shut the connection behind `fd` down; ZeroMQ's thread then closes it."""
+        with self._connection(fd) as connection:
+            if connection is not None:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _received_by(self, fd: int) -> int:
+        """How many bytes have arrived on the connection behind `fd`; 0 where the system does not say."""
+        received = 0
+        with self._connection(fd) as connection:
+            if connection is not None and hasattr(socket, "TCP_INFO"):
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                received = int.from_bytes(info[_BYTES_RECEIVED:], sys.byteorder)
+        return received
+
+    @contextmanager
+    def _connection(self, fd: int) -> Iterator[socket.socket | None]:
+        """The connection behind `fd`; None if that number has another user by now. What fails
+        within the block fails because the connection has ended."""
         try:
             connection = socket.socket(fileno=fd)
         except OSError:
+            yield None
             return
         try:
-            if connection.getsockname()[1] == self._port:  # else the number has another user by now
-                connection.shutdown(socket.SHUT_RDWR)
+            ours = connection.getsockname()[1] == self._port
         except (OSError, IndexError, TypeError):
+            ours = False
+        try:
+            yield connection if ours else None
+        except OSError:
             pass
         finally:
             connection.detach()

@@ -37,6 +37,11 @@ class Routes:
     def connections(self) -> int:
         return len(self._open)
 
+    @property
+    def strange(self) -> bool:
+        """Whether there are connections that have said nothing yet."""
+        return len(self._open) > len(self._peers_of)
+
     def strangers(self) -> list[int]:
         """Descriptors of connections that have said nothing yet, the oldest one first."""
         return [fd for fd in self._open if fd not in self._peers_of]

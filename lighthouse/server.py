@@ -3,7 +3,8 @@
 Theory. The thread sleeps until a frame, a connection event, a command of another thread or the
 machine's deadline, whichever is first; there is no polling period. It never waits for a peer: one
 that does not read its answers is disconnected. The death of a process shows within milliseconds as
-a closed connection; `routes.py` finds out whose it was.
+a closed connection; `routes.py` finds out whose it was. `status_desk.py` answers those that ask for
+the status.
 
 Nothing that a peer sends ends the thread. `endpoint.py` keeps strangers out; what is no message is
 counted and dropped; and a job whose rules fail on a message starts over, as after a restart of the
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import queue
 import socket
 import threading
@@ -37,13 +37,13 @@ from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.journal import Journal
 from lighthouse.machine.job import Effect, Note, Remember, Send, first_quorum_id
 from lighthouse.machine.jobs import Lighthouse
+from lighthouse.status_desk import StatusDesk, refuse
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
     JobKey,
     Peer,
     Refused,
     Request,
-    Status,
     StatusRequest,
     printable,
 )
@@ -56,8 +56,6 @@ SHUTDOWN_LINGER_MS = 200
 
 STATUS_COST = 50
 """Of a question for the status, in what a connection may cost (`endpoint.COST_A_SECOND`)."""
-STATUS_SHARE = 0.02
-"""Of the thread's time that is spent on writing statuses: in between, one answers for all."""
 
 _REQUESTS: tuple[type, ...] = get_args(Request)
 
@@ -88,23 +86,6 @@ class Stats:
 
     def as_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__slots__}
-
-
-class Snapshot:
-    """Something that is made anew only if making it has cost at most `STATUS_SHARE` of the time."""
-
-    def __init__(self) -> None:
-        self._made = b""
-        self._until = -math.inf
-
-    def get(self, make: Callable[[], bytes], clock: Callable[[], float]) -> bytes:
-        """What `make` returned last, or returns now."""
-        begin = clock()
-        if begin >= self._until:
-            self._made = make()
-            end = clock()
-            self._until = end + (end - begin) / STATUS_SHARE
-        return self._made
 
 
 class LighthouseServer:
@@ -156,7 +137,6 @@ class LighthouseServer:
         self._address = sockets.reachable(self.bound)
         self.stats = Stats()
         self._complaints = Complaints()
-        self._snapshot = Snapshot()
         self._encoder = codec.Encoder()
         remembered = self._journal.remembered if self._journal else None
         self._machine = Lighthouse(
@@ -170,6 +150,7 @@ class LighthouseServer:
         self._wake_read.setblocking(False)
         self._lock = threading.Lock()  # guards the sending end of the wake-up pair
         self._failure: BaseException | None = None
+        self._desk = StatusDesk(self._machine.statuses, self._server_status, self._wake)
         self._thread = threading.Thread(target=self._run, name="lighthouse", daemon=True)
         self._thread.start()
 
@@ -231,6 +212,11 @@ class LighthouseServer:
             if self._wake_write.fileno() < 0 or not self._thread.is_alive():
                 return False
             self._commands.put(command)
+        return self._wake()
+
+    def _wake(self) -> bool:
+        """Wake the server's thread up; False if it has ended."""
+        with self._lock:
             try:
                 self._wake_write.send(b"!", socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -259,12 +245,14 @@ class LighthouseServer:
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
         endpoint = self._endpoint
         frames = endpoint.polled[0]
-        dry, deadline = True, self._machine.deadline()
+        dry, deadline, now = True, self._machine.deadline(), time.monotonic()
         while True:
             ready = dict(poller.poll(self._sleep_ms(dry, deadline)))
             if self._wake_read.fileno() in ready and not self._obey():
                 return
-            if len(ready) != 1 or frames not in ready:
+            if self._desk.wake_at <= now:
+                self._desk.turn()
+            if len(ready) != 1 or frames not in ready or endpoint.look_at <= now:
                 endpoint.attend()
             # POLLIN may be spurious (a peer killed inside a frame), and frames that arrived
             # since must be handled before their senders are reported lost: read in any case.
@@ -281,9 +269,8 @@ class LighthouseServer:
         """How long to wait for events; None: for ever. `dry`: no frame is left to be handled."""
         if not dry or self._endpoint.losing:
             return 0
-        if deadline is None:
-            return None
-        return max(0, math.ceil((deadline - time.monotonic()) * 1000))
+        asked = self._desk.wake_at
+        return self._endpoint.sleep_ms(asked if deadline is None else min(deadline, asked))
 
     def _obey(self) -> bool:
         """Run the commands of other threads; False: stop."""
@@ -295,29 +282,30 @@ class LighthouseServer:
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
-                return True
+                break
             if command is None:
                 return False
-            try:
-                command.set_result(self._status_text())
-            except BaseException:
-                self._commands.put(command)  # `_close` refuses it: its thread waits for an answer
-                raise
+            self._desk.ask(command)
+        if (answer := self._desk.take()) is not None:
+            peers, frame = answer
+            for peer in peers:
+                self._endpoint.charge(peer, len(frame) >> 10)
+            self._send(peers, frame)
+        return True
 
-    def _status_text(self) -> str:
+    def _server_status(self) -> dict[str, Any]:
         stats, endpoint = self.stats, self._endpoint
         stats.connections, stats.received = endpoint.connections, endpoint.received
         stats.malformed, stats.slow_peers = endpoint.malformed, endpoint.slow
         stats.no_route, stats.refused = endpoint.unrouted, endpoint.refused
         stats.disconnected = endpoint.disconnected
         journal_error = self._journal.error if self._journal else None
-        server = {
+        return {
             "address": self._address,
             "protocol_version": codec.VERSION,
             "state_file_error": str(journal_error) if journal_error else "",
             **self.stats.as_dict(),
         }
-        return json.dumps({**self._machine.status(), "server": server})
 
     def _drain_frames(self) -> bool:
         """Handle frames that have arrived, up to `BATCH_MESSAGES`; True if none is left."""
@@ -340,20 +328,13 @@ class LighthouseServer:
             self._endpoint.blame(peer)
             return
         if isinstance(message, StatusRequest):
-            self._answer_status(peer)
+            self._endpoint.charge(peer, STATUS_COST)
+            self._desk.ask(peer)
         elif isinstance(message, _REQUESTS):
             request = cast(Request, message)
             self._apply(self._machine.handle(peer, request, time.monotonic()))
         else:
             self._endpoint.blame(peer)  # a reply: only a lighthouse sends those
-
-    def _answer_status(self, peer: Peer) -> None:
-        frame = self._snapshot.get(self._status_frame, time.monotonic)
-        self._endpoint.charge(peer, STATUS_COST + (len(frame) >> 10))
-        self._send((peer,), frame)
-
-    def _status_frame(self) -> bytes:
-        return codec.encode(Status(self._status_text()))
 
     def _on_failure(self, job: JobKey, error: Exception) -> None:
         """The rules of one job have failed: it starts over, and this thread goes on."""
@@ -387,21 +368,19 @@ class LighthouseServer:
 
     def _close(self) -> None:
         self._endpoint.close(SHUTDOWN_LINGER_MS)
+        self._desk.close()
         with self._lock:
             self._wake_read.close()
-            self._refuse_commands()
+            while True:
+                try:
+                    command = self._commands.get_nowait()
+                except queue.Empty:
+                    break
+                if command is not None:
+                    refuse(command)
         if self._journal is not None:
             self._journal.close()
         self._context.term()
-
-    def _refuse_commands(self) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if command is not None:
-                command.set_exception(RuntimeError("this lighthouse has been shut down"))
 
 
 def _config(

@@ -289,9 +289,7 @@ class HealServer:
         with self._lock:
             times = (r.next_deadline(self._retired) for r in self._readers.values())
             soonest = min(times, default=None)
-        if soonest is None:
-            return None
-        return max(0, int((soonest - time.monotonic()) * 1000) + 1)
+        return self._endpoint.sleep_ms(soonest)
 
     def _receive(self) -> bool:
         """Handle requests that have arrived; True if none is left."""

@@ -151,10 +151,9 @@ class GroupServer:
             self._wake_read.close()
 
     def _sleep_ms(self) -> int | None:
-        if self._away_since is None:
-            return None
-        left_s = self._away_since + self._timeouts.connect_timeout_s - time.monotonic()
-        return max(0, round(left_s * 1000) + 1)
+        away = self._away_since
+        until = None if away is None else away + self._timeouts.connect_timeout_s
+        return self._endpoint.sleep_ms(until)
 
     def _admits(self, identity: str) -> bool:
         rank, _, secret = identity.partition(".")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine.announce import Effect, Send
@@ -139,5 +139,10 @@ class Lighthouse:
 
     def status(self) -> dict[str, object]:
         """All jobs, as plain JSON types, with up to `STATUS_MEMBERS` members in all."""
-        most = max(1, STATUS_MEMBERS // max(1, len(self._jobs)))
-        return {"jobs": [job.status(most) for job in self._jobs.values()]}
+        return {"jobs": list(self.statuses())}
+
+    def statuses(self) -> Iterator[dict[str, object]]:
+        """The same, one job after the other; other calls may come in between."""
+        jobs = list(self._jobs.values())
+        most = max(1, STATUS_MEMBERS // max(1, len(jobs)))
+        return (job.status(most) for job in jobs)

@@ -18,7 +18,7 @@ def test_a_status_that_is_asked_for_while_the_machine_fails(
     def fail(machine: Lighthouse) -> Any:
         raise KeyError("a fault of the machine")
 
-    monkeypatch.setattr(Lighthouse, "status", fail)
+    monkeypatch.setattr(Lighthouse, "statuses", fail)
     server = LighthouseServer()
     pool = ThreadPoolExecutor(1)
     answer = pool.submit(server.status)

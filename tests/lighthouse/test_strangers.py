@@ -18,7 +18,7 @@ import zmq
 from lighthouse.config import LighthouseConfig, split_address
 from lighthouse.machine.job import JobState
 from lighthouse.machine.jobs import STATUS_MEMBERS, Lighthouse
-from lighthouse.server import LighthouseServer, Snapshot
+from lighthouse.server import LighthouseServer
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
     DeathNotice,
@@ -121,7 +121,7 @@ def test_zeromq_of_another_application_is_turned_away(
     assert counts["received"] == 1, "the question"
 
 
-def _greet(connection: socket.socket, identity: bytes) -> None:
+def _greet(connection: socket.socket, identity: bytes, routing_id: bytes = b"") -> None:
     """The handshake of ZMTP 3 with PLAIN, by hand."""
     name = b"lighthouse"
     connection.sendall(
@@ -130,8 +130,9 @@ def _greet(connection: socket.socket, identity: bytes) -> None:
     hello = b"\x05HELLO" + bytes([len(name)]) + name + bytes([len(identity)]) + identity
     connection.sendall(b"\x04" + bytes([len(hello)]) + hello)
     _until_heard(connection, b"WELCOME")
-    kind = b"\x0bSocket-Type" + struct.pack("!I", 6) + b"DEALER"
-    initiate = b"\x08INITIATE" + kind
+    initiate = b"\x08INITIATE" + b"\x0bSocket-Type" + struct.pack("!I", 6) + b"DEALER"
+    if routing_id:
+        initiate += b"\x08Identity" + struct.pack("!I", len(routing_id)) + routing_id
     connection.sendall(b"\x04" + bytes([len(initiate)]) + initiate)
     _until_heard(connection, b"READY")
 
@@ -211,6 +212,26 @@ def test_two_connections_of_one_identity_and_a_reset(apart: str, context: zmq.Co
     _reset(first)
     _outlive_heartbeats(apart, context)
     second.close()
+
+
+def test_a_routing_id_that_is_in_use_buys_no_memory(
+    server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory
+) -> None:
+    """ZeroMQ keeps what the second of two connections sends, and never hands it over."""
+    a = player("a")
+    a.join(expected_replicas=1)
+    a.await_quorum()
+    with dealer(context) as first:
+        first.setsockopt(zmq.IDENTITY, b"chosen")
+        first.connect(server.address())
+        until(lambda: server.status()["server"]["connections"] == 2)
+        while not server.status()["server"]["disconnected"]:  # a slow one ends by its heartbeats
+            with closing(_connect(server)) as second, suppress(OSError):
+                _greet(second, b"x", b"chosen")
+                while True:
+                    second.sendall(b"\2" + struct.pack("!Q", 100_000) + bytes(100_000))
+        until(lambda: server.status()["server"]["connections"] == 2)
+        commit_together([a])
 
 
 def _outlive_heartbeats(address: str, context: zmq.Context[Any]) -> None:
@@ -388,25 +409,6 @@ def test_a_status_has_a_bound() -> None:
     (job_status,) = machine.status()["jobs"]  # type: ignore[misc]
     assert len(job_status["members"]) == STATUS_MEMBERS
     assert job_status["left_off"] == 9
-
-
-def test_statuses_cost_the_thread_a_small_share_of_its_time() -> None:
-    """One takes a tenth of a second: until fifty times as long have passed, it answers for all."""
-    now, made = [0.0], []
-
-    def make() -> bytes:
-        made.append(now[0])
-        now[0] += 0.1
-        return b"%d" % len(made)
-
-    snapshot = Snapshot()
-    answers = []
-    for _ in range(100):
-        answers.append(snapshot.get(make, lambda: now[0]))
-        now[0] += 0.1
-    assert len(made) == 2
-    assert answers[0] == b"1"
-    assert answers[-1] == b"2"
 
 
 CROWD = """
