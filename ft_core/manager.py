@@ -485,15 +485,17 @@ class Manager:
 
     # ------------------------------------------------------------------ leaving
 
-    def rejoin(self, reason: str, *, discard_state: bool = True) -> None:
+    def rejoin(self, reason: str, *, discard_state: bool = True, join_now: bool = False) -> None:
         """Leave the quorum; the next `start_quorum` joins again, and heals.
 
         After a decision, or in place of one (the open attempt is discarded). One rank does it for
         its whole group. The members lose at most the step that they are in. `discard_state`: join as
         a member that holds no state. False: as one that holds the state with which it left, from
-        which the job goes on if no member has a newer one.
+        which the job goes on if no member has a newer one. `join_now`: do not wait for
+        `start_quorum`, which follows at once: so the members commit no step before they know that
+        this one asks for a place.
         """
-        self._attempts.rejoin(events.Rejoin(reason, discard_state))
+        self._attempts.rejoin(events.Rejoin(reason, discard_state, join_now))
 
     def update_failed(self, e: BaseException) -> None:
         """The update of a committed step raised `e`, and may be half done: `rejoin` without a state.

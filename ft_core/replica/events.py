@@ -92,12 +92,15 @@ class Rejoin:
     """Leave the quorum; the next `Begin` joins again, and heals.
 
     Attributes:
+        join_now: join again at once. For a loop that begins its next attempt right away: none of the
+            members that stay can commit a step between the two messages, however slow this process is.
         discard_state: join as a member that holds no state. False: as one that holds the state with
             which it left, from which the job goes on if no member has a newer one.
     """
 
     reason: str
     discard_state: bool = True
+    join_now: bool = False
 
 
 # ---------------------------------------------------------------- events: state and process group

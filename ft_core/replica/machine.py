@@ -287,7 +287,8 @@ class Replica:
 
     def _on_rejoin(self, event: events.Rejoin, now: float) -> list[Effect]:
         held = self.healed and not event.discard_state
-        return self._rejoin(event.reason, (self.step, self.lineage) if held else None)
+        effects = self._rejoin(event.reason, (self.step, self.lineage) if held else None)
+        return effects + self._join(now) if event.join_now and self.stage is Stage.OUT else effects
 
     def _on_unapplied(self, event: events.Unapplied, now: float) -> list[Effect]:
         return self._rejoin(event.reason, self._before)

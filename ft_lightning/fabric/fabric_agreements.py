@@ -236,7 +236,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         self._exchange(call, empty)
         manager.should_commit(no_update=True)
         self._visit = None  # again, if the quorum has changed meanwhile
-        manager.rejoin("joined while its peers were between steps")
+        manager.rejoin("joined while its peers were between steps", join_now=True)
 
     def _warn(self, name: str) -> None:
         """Warn once, where the result is not what stock Fabric would give."""

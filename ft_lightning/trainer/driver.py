@@ -214,7 +214,8 @@ class StepDriver:
                 gather_bytes(self._manager, b"")
             self._manager.should_commit(no_update=True)
             self._visit = None  # again, if the quorum changed meanwhile
-        self._manager.rejoin(f"joined while its peers were {doing}")
+        # Joined before they commit the step: so it is admitted where that step ends.
+        self._manager.rejoin(f"joined while its peers were {doing}", join_now=True)
 
     # ------------------------------------------------------------------ a batch
 

@@ -30,6 +30,7 @@ from ft_core.replica.events import (
     Loaded,
     Overwrite,
     Published,
+    Rejoin,
     ReplicaEvent,
     Transmit,
 )
@@ -257,6 +258,8 @@ class ReplicaStage:
             return PLAIN_EVENTS[name]
         if name == "begin":
             return Begin(heal_in_step=words.flag("heal_in_step"))
+        if name == "rejoin":
+            return Rejoin(plain[0], join_now=words.flag("join_now"))
         if name == "fail":
             return Fail(plain[0], stalled=words.flag("stalled"))
         if name == "vote":

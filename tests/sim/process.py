@@ -412,7 +412,7 @@ class Process:
 
     def _give_up(self) -> None:
         """Its state is not what the quorum takes it for: join anew, and heal."""
-        self._tell(Rejoin("simulated"))
+        self._tell(Rejoin("simulated", join_now=self.replica.step % 2 == 1))
         self.snapshot, self.fetched_state, self.fetches = None, None, self.fetches + 1
         self.state = -self.rng.getrandbits(40)
         position = (self.replica.step, self.replica.lineage)

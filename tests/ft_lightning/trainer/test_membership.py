@@ -118,8 +118,9 @@ def test_one_let_in_between_two_steps_of_a_batch_heals_at_the_next(
         run.wait(zero, again)
     lines = [run.lines(rank) for rank in (0, 1)]
     healed = [line for line in lines[1] if line["pid"] == again.pid]
-    # After a batch of two steps. Which batch depends on whether it asks in time for the second step.
-    assert healed and healed[0]["step"] % 2 == 0
+    # Let in before the batch's first step or after it: then the second one ends without it, and it
+    # has asked for the next place before it left this one.
+    assert healed and healed[0]["step"] in (14, 16)
     assert compare(*lines) == len(lines[1])
     assert [line["step"] for line in lines[0]] == list(range(2, 4 * BATCHES + 1, 2))
     assert run.end(0)["digest"] == run.end(1)["digest"]
