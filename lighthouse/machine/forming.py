@@ -80,6 +80,7 @@ class Forming:
         self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
         self._heard_of: set[int] = set()  # earlier lighthouses' quorums, named by their members
         self._after_discard = False
+        self._worked = False  # a member of the live quorum has started a collective
         self._fruitless = 0  # quorums of the same members in a row that ended before any work
         self._paused_until = 0.0
         self._patience = Patience(
@@ -100,6 +101,7 @@ class Forming:
 
     def decided(self, live: Ballot, committed: bool, now: float) -> None:
         """The step of `live` is decided: members that cost the others the step must pause."""
+        self._worked = self._worked or committed or live.reduced()
         if committed and self.pairs:
             self.pairs.committed(live.names)
         if committed and self._patience:
@@ -113,7 +115,9 @@ class Forming:
         """The quorum of `live` is over."""
         before = self._previous
         self._previous = tuple(member.replica_id for member in live.members)
-        if committed or live.reduced():
+        worked, self._worked = self._worked, False
+        self._paused_until = now
+        if worked:
             self._fruitless = 0
         else:
             self._fruitless = self._fruitless + 1 if before == self._previous else 1

@@ -4,6 +4,10 @@ A group of a quorum is made once all its members configured it. An operation is 
 members have entered it; members finish at different times, and one that leaves (crash, abort) before
 all have finished breaks it for the rest: some get an error, others hang until they are aborted or
 their timeout ends, as measured with Gloo. A sum is the set of what was contributed.
+
+Hosts may be cut off from each other, in one direction or both. A connection needs both directions, so
+no group with such a pair is made: the lower rank, which dials, misses the other. An operation that is
+under way waits until the cut is mended, or until its ends notice that nothing is confirmed.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class Operation:
     finished: set[str] = field(default_factory=set)
     total: Sum | None = None
     broken: bool = False
+    under_way: bool = False
 
 
 @dataclass(slots=True)
@@ -66,6 +71,32 @@ class Plane:
         self._checker = checker
         self._groups: dict[int, Group] = {}
         self.step_s = 0.01
+        self.connect_s = 0.5
+        self.cuts: set[tuple[str, str]] = set()  # (from, to): slots, as hosts
+
+    # ------------------------------------------------------------------ cuts
+
+    def apart(self, one: str, other: str) -> bool:
+        """Whether the hosts of two processes (or a process and itself) can't connect."""
+        if not self.cuts:
+            return False
+        a, b = one.partition(":")[0], other.partition(":")[0]
+        return (a, b) in self.cuts or (b, a) in self.cuts
+
+    def missed(self, replica_id: str, members: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of `members` to which `replica_id` has no connection."""
+        return tuple(m for m in members if m != replica_id and self.apart(replica_id, m))
+
+    def mend(self) -> None:
+        """All cuts end: what waited goes on."""
+        self.cuts.clear()
+        for group in self._groups.values():
+            for sequence, operation in group.operations.items():
+                complete = len(operation.entries) == len(group.members)
+                if complete and not operation.under_way and not operation.broken:
+                    self._deliver(group, sequence, operation)
+
+    # ------------------------------------------------------------------ groups
 
     def configure(self, process: Process, quorum_id: int, members: tuple[str, ...]) -> None:
         """`process` wants to be in the group; it hears through `process.group_made`."""
@@ -74,7 +105,14 @@ class Plane:
             group = self._groups[quorum_id] = Group(quorum_id, members)
         self._checker.same_members(quorum_id, group.members, members)
         group.joined[process.replica_id] = process
-        if not group.left and len(group.joined) == len(group.members):
+        mine = members.index(process.replica_id)
+        missed = self.missed(process.replica_id, members[mine + 1 :])
+        if missed:
+            delay_s = self._rng.choice((0.001, self.connect_s))  # refused, or dropped
+            text = f"can't connect to {missed}"
+            self._clock.after(delay_s, process.group_made, quorum_id, text, missed)
+        cut = self.cuts and any(self.missed(member, members) for member in members)
+        if not cut and not group.left and len(group.joined) == len(group.members):
             group.made = True
             for member in group.joined.values():
                 self._clock.after(self._rng.random() * 0.01, member.group_made, quorum_id, "")
@@ -123,11 +161,29 @@ class Plane:
         parts = frozenset(part for _, part in operation.entries.values() if part is not None)
         operation.total = Sum(group.quorum_id, sequence, steps.pop(), parts)
         self._checker.reduced(operation.total)
+        group.operations.pop(sequence - 3, None)
+        ends = [m for m in group.members if self.cuts and self.missed(m, group.members)]
+        for member in ends:
+            process = group.joined[member]
+            self._clock.after(
+                2 * self.connect_s, self._notice, group, sequence, operation, process
+            )
+        if not ends:
+            self._deliver(group, sequence, operation)
+
+    def _notice(
+        self, group: Group, sequence: int, operation: Operation, process: Process
+    ) -> None:
+        """Nothing that this member has sent was confirmed."""
+        if not operation.under_way:
+            process.reduced(group.quorum_id, sequence, None)
+
+    def _deliver(self, group: Group, sequence: int, operation: Operation) -> None:
+        operation.under_way = True
         base_s = self._rng.random() * self.step_s
         for member in group.members:
             delay_s = base_s + self._rng.random() * self.step_s
             self._clock.after(delay_s, self._finish, group, sequence, operation, member)
-        group.operations.pop(sequence - 3, None)
 
     def _finish(self, group: Group, sequence: int, operation: Operation, member: str) -> None:
         if operation.broken or member in group.left:

@@ -36,6 +36,8 @@ from ft_core.replica.events import (
     Remark,
     ReplicaEvent,
     Transmit,
+    Tried,
+    TryToReach,
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
@@ -167,13 +169,13 @@ class Process:
     def link_down(self) -> None:
         self._event(lambda: self.carry_out(self.replica.handle(Disconnected(), self.clock.now)))
 
-    def group_made(self, quorum_id: int, error: str) -> None:
-        self._event(self._configured, quorum_id, error)
+    def group_made(self, quorum_id: int, error: str, missed: tuple[str, ...] = ()) -> None:
+        self._event(self._configured, quorum_id, error, missed)
 
-    def _configured(self, quorum_id: int, error: str) -> None:
+    def _configured(self, quorum_id: int, error: str, missed: tuple[str, ...] = ()) -> None:
         if self._configuring == quorum_id:
             self._configuring = 0
-        self._tell(Configured(quorum_id, error))
+        self._tell(Configured(quorum_id, error, missed))
 
     def reduced(self, quorum_id: int, sequence: int, total: Sum | None) -> None:
         self._event(self._reduced, quorum_id, sequence, total)
@@ -235,6 +237,12 @@ class Process:
                     self._configuring = 0
                 self.plane.leave(self.replica_id, effect.quorum_id)
                 self._break_own(effect.quorum_id)
+            elif isinstance(effect, TryToReach):
+                members = tuple(m.replica_id for m in effect.members)
+                missed = self.plane.missed(self.replica_id, members)
+                reached = tuple(m for m in members if m not in missed)
+                delay_s = self.plane.connect_s * self.rng.random() if missed else 0.002
+                self.clock.after(delay_s, self._event, self._tell, Tried(missed, reached))
             elif isinstance(effect, FetchState):
                 self.fetches += 1
                 give_up = self.clock.now + cluster.profile.timeouts.heal_timeout_s
@@ -293,6 +301,8 @@ class Process:
         for member in effect.sources:
             source = self.cluster.running.get(member.replica_id)
             if source is None or source.paused or source.snapshot is None:
+                continue
+            if self.plane.apart(self.replica_id, source.replica_id):
                 continue
             if source.snapshot[0] == key:
                 self._spoil(effect)

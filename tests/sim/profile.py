@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from lighthouse.config import Timeouts
+from lighthouse.machine.pairs import ANSWER_S
 from tests.sim.network import NetworkProfile
 
 FAULTS = (
@@ -61,6 +62,9 @@ class Profile:
         t = self.timeouts
         once = t.timeout_s + t.step_timeout_s + 2 * t.revoke_timeout_s + t.join_timeout_s
         pause_s = 8 * t.heal_timeout_s
+        if any(fault.kind == "cut" for fault in self.faults):
+            # A pair rests for at most as long as it failed until then, and may not answer once.
+            pause_s += self.faulty_s + 2 * ANSWER_S
         return 2 * once + 4 * t.heal_timeout_s + pause_s + 20 * t.resend_s + 20 * self.forward_s
 
 
@@ -91,7 +95,7 @@ def profile_of(seed: int) -> Profile:
         restart_s=rng.choice((0.05, 0.3, 1.0, 3.0)),
         start_spread_s=rng.choice((0.01, 0.2, 1.0)),
     )
-    faults = _faults(rng, profile) + _given_up(seed, profile)
+    faults = _faults(rng, profile) + _given_up(seed, profile) + _cut(seed, profile)
     return replace(profile, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
@@ -103,6 +107,17 @@ def _given_up(seed: int, profile: Profile) -> tuple[Fault, ...]:
         return ()
     times = [rng.uniform(0.0, profile.faulty_s) for _ in range(rng.choice((1, 3, 10)))]
     return tuple(Fault(at_s, "give_up", rng.choice(profile.slots), 0.0) for at_s in times)
+
+
+def _cut(seed: int, profile: Profile) -> tuple[Fault, ...]:
+    """In every fifth run some hosts are cut off from another one. Drawn apart, as above."""
+    rng = random.Random(f"cut {seed}")
+    if rng.random() > 0.2:
+        return ()
+    times = [rng.uniform(0.0, profile.faulty_s) for _ in range(rng.choice((1, 2, 5)))]
+    return tuple(
+        Fault(at_s, "cut", rng.choice(profile.slots), rng.choice((0.5, 2.0, 5.0))) for at_s in times
+    )
 
 
 def _network(rng: random.Random, timeouts: Timeouts) -> NetworkProfile:

@@ -127,6 +127,8 @@ def _calm(cluster: Cluster) -> list[Process]:
     """End all faults; the core is what lives in jobs with at least `min_replicas`."""
     profile = cluster.profile
     cluster.start_lighthouse()
+    for plane in cluster.planes.values():
+        plane.mend()
     for process in list(cluster.running.values()):
         _recover(cluster, process)
     crowd = dict.fromkeys(cluster.jobs, 0)
@@ -280,10 +282,20 @@ def _give_up(cluster: Cluster, process: Process, for_s: float) -> None:
     cluster.cut(process, cluster.clock.now + for_s)
 
 
+def _cut(cluster: Cluster, process: Process, for_s: float) -> None:
+    """No packet gets to (or from, or both) another host for a while; all reach the lighthouse."""
+    rng, plane = cluster.fault_rng, process.plane
+    others = [slot for slot in cluster.profile.slots if slot != process.slot]
+    other = rng.choice(others)
+    ways = [(process.slot, other), (other, process.slot)]
+    plane.cuts.update(rng.choice((ways[:1], ways[1:], ways)))
+    cluster.clock.after(for_s, plane.mend)
+
+
 _STRIKES: dict[str, Callable[[Cluster, Process, float], None]] = {
     "crash": _crash, "pause": _pause, "stall": _stall, "partition": _partition, "drop": _drop,
     "hang": _hang, "leave": _leave, "leave_after_step": _leave_after_step,
     "false_death_notice": _false_death_notice, "bad_heal": _bad_heal, "slow_heal": _slow_heal,
     "bad_configure": _bad_configure, "slow_configure": _slow_configure, "errors": _errors,
-    "slow": _slow, "give_up": _give_up,
+    "slow": _slow, "give_up": _give_up, "cut": _cut,
 }  # fmt: skip
