@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
-from ft_core.environment import ReplicaEnv
+from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.replica.status import CopyIndex, RanksHold, WorldSizeMode
 from lighthouse.config import Timeouts, normalize_address
 
@@ -57,7 +57,7 @@ class JobOptions:
     """
 
     name: str
-    job_id: str = "default"
+    job_id: str = SHARED_JOB
     lighthouse: str = ""
     min_replicas: int = 1
     expected_replicas: int = 0

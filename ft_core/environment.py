@@ -7,6 +7,7 @@ imported, need the names alone.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ ENV_NUM_GROUPS = "NUM_REPLICA_GROUPS"
 ENV_JOB = "FT_JOB_ID"
 ENV_INTERFACE = "FT_INTERFACE"
 ENV_EVENTS = "FT_EVENT_LOG"
+
+SHARED_JOB = "default"
+"""The job id of all replica groups of a lighthouse that were given none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,7 @@ class ReplicaEnv:
     lighthouse: str = ""
     name: str = ""
     num_groups: int = 0
-    job_id: str = "default"
+    job_id: str = SHARED_JOB
     group_rank: int = 0
     group_world_size: int = 1
     local_rank: int = 0
@@ -55,7 +59,7 @@ class ReplicaEnv:
             lighthouse=env.get(ENV_LIGHTHOUSE, ""),
             name=env.get(ENV_REPLICA_GROUP, ""),
             num_groups=_int(env, ENV_NUM_GROUPS, 0),
-            job_id=env.get(ENV_JOB, "") or "default",
+            job_id=env.get(ENV_JOB, "") or SHARED_JOB,
             group_rank=_int(env, "RANK", 0),
             group_world_size=_int(env, "WORLD_SIZE", 1),
             local_rank=_int(env, "LOCAL_RANK", _int(env, "RANK", 0)),
@@ -64,6 +68,21 @@ class ReplicaEnv:
             interface=env.get(ENV_INTERFACE, ""),
             event_log=env.get(ENV_EVENTS, ""),
         )
+
+
+def new_job_id() -> str:
+    """A job id that no other job has, for a launcher that starts all replica groups of its job."""
+    return f"run-{uuid.uuid4().hex[:12]}"
+
+
+def slurm_job_id(env: Mapping[str, str], machines: int) -> str:
+    """The id of the SLURM job that this process is in, if that job has all of the training's
+    `machines`; "": it has other machines, or there is none.
+
+    A SLURM job of one machine may hold one replica group of several: its id says nothing.
+    """
+    whole = machines > 1 and env.get("SLURM_NNODES") == str(machines)
+    return env.get("SLURM_JOB_ID", "") if whole else ""
 
 
 def _int(env: Mapping[str, str], name: str, default: int) -> int:

@@ -28,6 +28,7 @@ from ft_accelerate.options import (
     switched_off,
     uses,
 )
+from ft_core.environment import SHARED_JOB, new_job_id, slurm_job_id
 from ft_core.launch import rank_group
 from ft_core.launch.supervisor import supervise
 
@@ -250,6 +251,9 @@ def plan(args: argparse.Namespace, env: Mapping[str, str]) -> Launch:
     )
     if "max_restarts" not in given and "max_restarts" in getattr(args, "nondefault", ()):
         given["max_restarts"] = args.max_restarts  # torchrun's flag means the same
+    if given.get("job_id", SHARED_JOB) == SHARED_JOB:
+        shared = new_job_id() if place.alone else slurm_job_id(env, machines)
+        given["job_id"] = shared or SHARED_JOB
     plugin = FaultTolerancePlugin(
         num_replica_groups=place.num_replica_groups,
         replica_group_id=place.first,
@@ -346,7 +350,7 @@ def describe(made: Launch, address: str) -> None:
     each = "1 process" if place.group_size == 1 else f"{place.group_size} processes"
     print(
         f"{SPEAKER}: starting {which} of {place.num_replica_groups}, {each} each, "
-        f"lighthouse {address}",
+        f"lighthouse {address}, job {made.plugin.job_id}",
         file=sys.stderr,
         flush=True,
     )

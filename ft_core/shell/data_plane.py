@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ft_core.config import JobOptions
+from ft_core.config import JobOptions, default_name
+from ft_core.environment import SHARED_JOB
 from ft_core.heal import HealDenied, HealError, HealKey, HealServer, HealStats, Interrupt, fetch
 from ft_core.process_group import ProcessGroup, ProcessGroupError
 from ft_core.replica.events import (
@@ -75,6 +76,7 @@ class DataPlane:
         self.report: Callable[[Configured | Fetched | Tried], object] = lambda event: None
         self._heal: tuple[threading.Thread, Interrupt] | None = None  # the newest one
         self._reaching: list[threading.Thread] = []
+        self._warned = options.job_id != SHARED_JOB
 
     def address(self) -> bytes:
         """This rank's `RankAddress`, encoded."""
@@ -89,6 +91,7 @@ class DataPlane:
         self._configuring = effect.quorum_id
         if self._aborted >= effect.quorum_id:
             return
+        self._say_company([m.replica_id for m in effect.members])
         self._telemetry.emit(
             QUORUM,
             quorum_id=effect.quorum_id,
@@ -111,6 +114,21 @@ class DataPlane:
             level = logging.DEBUG if given_up else logging.WARNING
             log.log(level, "quorum %s: no process group: %s", effect.quorum_id, error)
         self.report(Configured(effect.quorum_id, error, _named(missed)))
+
+    def _say_company(self, members: list[str]) -> None:
+        """Warn once of members that may belong to another job, where no job id tells."""
+        told, expected = self._options.name != default_name(), self._options.expected_replicas
+        too_many = 0 < expected < len(members)
+        if self._warned or len(members) < 2 or (told and not too_many):
+            return
+        self._warned = True
+        why = f", which is more than the {expected} of NUM_REPLICA_GROUPS" if too_many else ""
+        log.warning(
+            "this job has no id, so it is shared by all replica groups at this lighthouse that have "
+            "none; they are %s%s. If they are not one training, set FT_JOB_ID for each",
+            ", ".join(each.rpartition(":")[0] or each for each in members),
+            why,
+        )
 
     def try_to_reach(self, effect: TryToReach) -> None:
         """Any thread; does not block. Tries in a thread of its own: a configure need not wait."""

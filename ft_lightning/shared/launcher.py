@@ -12,9 +12,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ft_core.config import JobOptions
+from ft_core.environment import new_job_id
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
 from ft_core.launch.supervisor import die_with, supervise
@@ -45,6 +47,9 @@ class SupervisorLauncher:
         Raises RuntimeError if there is no script to run.
         """
         scope = self._scope
+        elsewhere = scope.num_groups - scope.supervised
+        if not elsewhere:
+            scope = replace(scope, job_id=new_job_id())
         script = script_command(scope.supervised * scope.group_size)
         command = group_command(script, scope.group_size, parent_env=ENV_SUPERVISOR)
         server = None
@@ -63,7 +68,6 @@ class SupervisorLauncher:
                 restarts=restarts,
             )
 
-        elsewhere = scope.num_groups - scope.supervised
         try:
             code = supervise(
                 command,

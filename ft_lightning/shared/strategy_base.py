@@ -17,7 +17,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_core.config import JobOptions
-from ft_core.environment import ReplicaEnv
+from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.launch.supervisor import report_joined
 from ft_core.manager import Manager
@@ -125,9 +125,12 @@ def job_of(options: Options, scope: Scope, known: ReplicaEnv) -> str | None:
     A fit without peers, as far as options and environment say, has a job of its own. Several such
     fits on one machine share a lighthouse, which would take them for lives of one replica group.
     """
-    named = options.job_id or options.replica_name or known.name
-    if scope.num_groups > 1 or named or known.job_id != ReplicaEnv().job_id:
+    if options.job_id or known.job_id != SHARED_JOB:
         return options.job_id
+    if scope.job_id:
+        return scope.job_id
+    if scope.num_groups > 1 or options.replica_name or known.name:
+        return None
     if scope.group_size > 1:  # all its ranks must have the same name for it
         return f"alone-{scope.store_addr}:{scope.store_port}"
     return f"alone-{uuid.uuid4().hex[:12]}"

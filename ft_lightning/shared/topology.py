@@ -26,7 +26,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ft_core.environment import ENV_NUM_GROUPS, ENV_REPLICA_GROUP, ReplicaEnv
+from ft_core.environment import (
+    ENV_JOB,
+    ENV_NUM_GROUPS,
+    ENV_REPLICA_GROUP,
+    SHARED_JOB,
+    ReplicaEnv,
+    slurm_job_id,
+)
 
 ENV_DEVICE = "FT_LIGHTNING_DEVICE"
 ENV_NODE = "NODE_RANK"
@@ -59,6 +66,8 @@ class Scope:
         supervisor_pid: of our process that started this one; 0: there is none.
         store_addr, store_port: of the replica group's rendezvous store; "" and 0 with one rank.
         event_log: file for telemetry events; "": none.
+        job_id: of the job whose groups all have it from the same source as their numbers; "": that
+            source has none.
     """
 
     role: Role
@@ -76,6 +85,7 @@ class Scope:
     store_addr: str = ""
     store_port: int = 0
     event_log: str = ""
+    job_id: str = ""
 
     @property
     def rank(self) -> int:
@@ -148,6 +158,8 @@ def child_environment(
     child[ENV_DEVICE] = str(number * scope.group_size)
     child[ENV_RESTARTS] = str(restarts)
     child[ENV_SUPERVISOR] = str(supervisor_pid)
+    if scope.job_id and child.get(ENV_JOB, "") in ("", SHARED_JOB):
+        child[ENV_JOB] = scope.job_id
     return child
 
 
@@ -270,6 +282,7 @@ def _slurm_task(
         device=_number(env, "SLURM_LOCALID") % max(devices, 1),
         restarts=_number(env, "SLURM_RESTART_COUNT"),
         event_log=known.event_log,
+        job_id="" if named else env.get("SLURM_JOB_ID", ""),
         **place,
     )
 
@@ -302,6 +315,7 @@ def _on_node(
         supervised=0 if alone else here,
         group_size=size,
         event_log=known.event_log,
+        job_id=slurm_job_id(env, num_nodes),
     )
 
 

@@ -286,7 +286,7 @@ def duplicate_name(name: str) -> str:
     """Why a newcomer called `name` is refused, as a sentence for a person."""
     return (
         f"another live process is called {name!r}: give every replica group a name of its own "
-        "(replica_id, REPLICA_GROUP_ID)"
+        "(replica_id, REPLICA_GROUP_ID), or separate jobs job ids of their own (FT_JOB_ID)"
     )
 
 

@@ -155,6 +155,20 @@ def test_what_a_replica_group_is_told(stock: ModuleType, tmp_path: Path) -> None
     assert "CUDA_VISIBLE_DEVICES" not in told
 
 
+def test_jobs_without_an_id_share_none(stock: ModuleType, tmp_path: Path) -> None:
+    """A launcher of all groups makes one up; those of several machines have their SLURM job's, if
+    that has all machines."""
+    alone = written(tmp_path, ON_CPU, {"min_replicas": 2})
+    made = {plan(arguments(stock, "--config_file", alone), {}).plugin.job_id for _ in range(2)}
+    assert len(made) == 2 and "default" not in made
+    assert plan(arguments(stock, "--config_file", alone), {"FT_JOB_ID": "j"}).plugin.job_id == "j"
+    several = arguments(stock, "--config_file", written(tmp_path, MULTI_NODE, {"min_replicas": 2}))
+    machines = str(MULTI_NODE["num_machines"])
+    for nodes, job_id in ((machines, "77"), ("1", "default")):
+        slurm = {"SLURM_JOB_ID": "77", "SLURM_NNODES": nodes}
+        assert plan(several, slurm).plugin.job_id == job_id
+
+
 @pytest.mark.parametrize(
     ("config", "section", "said"),
     [

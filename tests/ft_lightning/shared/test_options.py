@@ -95,6 +95,14 @@ def test_who_is_alone_has_a_job_of_its_own() -> None:
     assert job_of(Options(**{**FINE, "job_id": "mine"}), alone, ReplicaEnv()) == "mine"
 
 
+def test_what_numbers_the_groups_names_the_job() -> None:
+    """Unless a person does."""
+    task = Scope(role=Role.MEMBER, name="1", index=1, num_groups=4, job_id="77")
+    assert job_of(Options(**FINE), task, ReplicaEnv()) == "77"
+    assert job_of(Options(**FINE), task, ReplicaEnv(job_id="mine")) is None, "the environment's"
+    assert job_of(Options(**{**FINE, "job_id": "mine"}), task, ReplicaEnv()) == "mine"
+
+
 def test_hyperparameters_are_equal_or_not_whatever_changed_and_how() -> None:
     """The digest that votes carry: equal for equal numbers, another one for each change."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -199,3 +200,23 @@ def test_arguments_beat_the_environment() -> None:
 def test_what_does_not_fit_is_said(env: dict[str, str], options: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         resolve(env, **options)  # type: ignore[arg-type]
+
+
+def test_the_job_has_the_id_of_what_numbers_its_groups() -> None:
+    """Two jobs on one lighthouse then share no id by accident. A number that a person gives, or a
+    SLURM job for each group, leaves it to them: the groups would not find each other."""
+    task = {**SLURM, "SLURM_JOB_ID": "77", **AT}
+    assert resolve(task, devices=2).job_id == "77"
+    assert (
+        resolve({**task, "REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "2"}, devices=1).job_id
+        == ""
+    )
+    node = {"NODE_RANK": "1", "SLURM_JOB_ID": "77", **AT}
+    assert resolve({**node, "SLURM_NNODES": "3"}, devices=4, num_nodes=3).job_id == "77"
+    assert resolve({**node, "SLURM_NNODES": "1"}, devices=4, num_nodes=3).job_id == ""
+    supervisor = replace(resolve({}, devices=2), job_id="run-1")
+    for said, told in ({}, "run-1"), ({"FT_JOB_ID": "mine"}, "mine"):
+        env = child_environment(
+            said, supervisor, number=0, lighthouse="tcp://h:1", supervisor_pid=42, restarts=0
+        )
+        assert env["FT_JOB_ID"] == told

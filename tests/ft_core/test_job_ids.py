@@ -1,0 +1,44 @@
+"""Jobs that were given no id meet at their lighthouse: what tells them apart, or tells a person."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.harness.cluster import Replica, lighthouse, replicas
+
+
+@pytest.mark.parametrize(("job_id", "expected"), [(None, 1), (None, 2), ("mine", 1)])
+def test_more_members_than_expected_are_warned_of(
+    job_id: str | None, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "ft_core"), lighthouse(expected_replicas=2) as server:
+
+        def run(name: str) -> None:
+            options = {"job_id": job_id, "expected_replicas": expected, "min_replica_size": 2}
+            replica = Replica(server, name, **options)
+            replica.run_to(3)
+            replica.close()
+
+        replicas(lambda: run("a"), lambda: run("b"))
+    said = [record.getMessage() for record in caplog.records if "FT_JOB_ID" in record.getMessage()]
+    assert len(said) == (2 if (job_id, expected) == (None, 1) else 0), "one from each"
+    assert all("a, b, which is more than the 1 of NUM_REPLICA_GROUPS" in text for text in said)
+
+
+def test_a_process_without_number_and_job_is_told_with_which_it_trains(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ft_core.shell.data_plane.default_name", lambda: "host-1")
+    with caplog.at_level(logging.WARNING, "ft_core"), lighthouse(expected_replicas=2) as server:
+
+        def run(name: str) -> None:
+            replica = Replica(server, name, min_replica_size=2)
+            replica.run_to(2)
+            replica.close()
+
+        replicas(lambda: run("host-1"), lambda: run("host-2"))
+    said = [record.getMessage() for record in caplog.records if "FT_JOB_ID" in record.getMessage()]
+    assert len(said) == 1
+    assert "they are host-1, host-2." in said[0]
