@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import zmq
 
@@ -24,7 +25,7 @@ from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.watcher import ProcessWatch, Report
-from lighthouse.wire.messages import JobKey, Join, Quorum
+from lighthouse.wire.messages import JobKey, Join, Quorum, Waiting
 
 JOB = JobKey("bench", "death")
 # Missed heartbeats must not be what is measured.
@@ -43,8 +44,14 @@ def victim(address: str, gib: float, watched: bool) -> None:
     if watched:
         assert watch.start([Report(JOB, name)])
         assert watch.wait_ready(10.0)
-    connection.send(Join(JOB, name, name, 0, "init", (b"",), expected_replicas=1))
-    while not any(isinstance(m, Quorum) for m in connection.receive()):
+    join = Join(JOB, name, name, 0, "init", (b"",), expected_replicas=1)
+    connection.send(join)
+    member = False
+    while not member:
+        for message in connection.receive():
+            member = member or isinstance(message, Quorum)
+            if isinstance(message, Waiting) and message.offer is not None:
+                connection.send(replace(join, promised=message.offer))
         connection.sockets[0].poll(1000)
     print("ready", flush=True)
     sys.stdin.read()  # also ends if the measuring process is gone

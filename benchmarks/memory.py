@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +47,29 @@ def lighthouse_with(replicas: int) -> float:
 
     from lighthouse.client import Connection
     from lighthouse.config import Timeouts
-    from lighthouse.wire.messages import JobKey, Join, Quorum
+    from lighthouse.wire.messages import JobKey, Join, Quorum, Waiting
 
     process, address = start_lighthouse(max(replicas, 1))
     context: Any = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 8 * replicas + 64)
-    links = []
+    links, joins = [], []
     try:
         for index in range(replicas):
             name = f"replica_{index}"
             link = Connection(
                 address, identity=name.encode(), timeouts=Timeouts.derive(), context=context
             )
-            link.send(Join(JobKey(), name, f"{name}:1", 0, "same", (bytes(200),)))
+            joins.append(Join(JobKey(), name, f"{name}:1", 0, "same", (bytes(200),)))
+            link.send(joins[-1])
             links.append(link)
         waiting = set(range(replicas))
         while waiting:
             for index in list(waiting):
-                if any(isinstance(m, Quorum) for m in links[index].receive()):
-                    waiting.discard(index)
+                for message in links[index].receive():
+                    if isinstance(message, Quorum):
+                        waiting.discard(index)
+                    elif isinstance(message, Waiting) and message.offer is not None:
+                        links[index].send(replace(joins[index], promised=message.offer))
             time.sleep(0.005)
         return resident_mib(process.pid)
     finally:

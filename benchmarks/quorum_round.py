@@ -34,6 +34,7 @@ from common import arguments, report
 from lighthouse.client import SERVICE
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
+    NO_TERM,
     Decision,
     JobKey,
     Join,
@@ -42,6 +43,7 @@ from lighthouse.wire.messages import (
     Revoke,
     Status,
     StatusRequest,
+    Term,
     Vote,
     Waiting,
     next_lineage,
@@ -70,7 +72,7 @@ class Crowd:
         self._context.set(zmq.MAX_SOCKETS, size + 10)
         self.ids = [f"replica_{n}-0123456789abcdef" for n in range(size)]
         self.sockets = [self._connect(address, replica_id) for replica_id in self.ids]
-        self.step, self.lineage, self.quorum_id = 0, "init", 0
+        self.step, self.lineage, self.quorum_id, self.nonce = 0, "init", 0, 0
         self.say_all([codec.encode(StatusRequest())] * size)
         self.hear_all(Status)
 
@@ -102,15 +104,12 @@ class Crowd:
 
     def form(self) -> float:
         """Seconds for all to join and have the member list."""
-        joins = [
-            codec.encode(
-                Join(JOB, replica_id.split("-")[0], replica_id, 0, "init", (address(n),),
-                     expected_replicas=len(self.ids))
-            )
-            for n, replica_id in enumerate(self.ids)
-        ]  # fmt: skip
         begin = time.perf_counter()
-        self.say_all(joins)
+        self.say_all(self._joins(NO_TERM))
+        offer = self.hear_all(Waiting)
+        assert isinstance(offer, Waiting) and offer.offer is not None
+        self.nonce = offer.offer.nonce
+        self.say_all(self._joins(offer.offer))
         quorum = self.hear_all(Quorum, but=(Waiting,))
         elapsed_s = time.perf_counter() - begin
         assert isinstance(quorum, Quorum)
@@ -147,6 +146,15 @@ class Crowd:
     def close(self) -> None:
         self._context.destroy(linger=0)
 
+    def _joins(self, promised: Term) -> list[bytes]:
+        return [
+            codec.encode(
+                Join(JOB, replica_id.split("-")[0], replica_id, 0, "init", (address(n),),
+                     expected_replicas=len(self.ids), promised=promised)
+            )
+            for n, replica_id in enumerate(self.ids)
+        ]  # fmt: skip
+
     def _votes(self) -> list[bytes]:
         return [
             codec.encode(Vote(JOB, replica_id, self.quorum_id, self.step, self.lineage, True))
@@ -156,7 +164,7 @@ class Crowd:
     def _advance(self, decision: Message) -> None:
         assert isinstance(decision, Decision)
         assert decision.committed, decision
-        self.lineage = next_lineage(self.lineage, self.quorum_id, self.step)
+        self.lineage = next_lineage(self.lineage, self.nonce, self.quorum_id, self.step)
         self.step += 1
 
 

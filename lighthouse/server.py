@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -35,11 +36,12 @@ from lighthouse.config import LighthouseConfig, normalize_address
 from lighthouse.endpoint import Complaints, Endpoint, raise_descriptor_limit
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.journal import Journal
-from lighthouse.machine.job import Effect, Note, Remember, Send, first_quorum_id
+from lighthouse.machine.job import Effect, Note, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
 from lighthouse.status_desk import StatusDesk, refuse
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
+    MAX_NONCE,
     JobKey,
     Peer,
     Refused,
@@ -141,7 +143,7 @@ class LighthouseServer:
         remembered = self._journal.remembered if self._journal else None
         self._machine = Lighthouse(
             self.config,
-            first_quorum_id(time.time_ns() // 1_000_000),
+            lambda: 1 + secrets.randbelow(MAX_NONCE),
             remembered,
             on_failure=self._on_failure,
         )

@@ -50,6 +50,7 @@ from lighthouse.wire.messages import (
     Revoke,
     Status,
     Vote,
+    Waiting,
 )
 
 BROKEN = "replica group broken: "
@@ -212,6 +213,11 @@ class GroupLeader:
         if len(self._joins) < self._size:
             return
         joins = [self._joins[r] for r in range(self._size)]
+        newest = max((j.promised for j in joins), key=lambda term: (term.epoch, term.nonce))
+        late = [r for r in range(self._size) if joins[r].promised != newest]
+        if late:  # they have not heard of the term, which rank 0 may have followed already
+            self._send(late, Waiting(join.job, "its group follows another lighthouse", newest))
+            return
         first = joins[0]
         schemas = {j.schema for j in joins}
         torn = any((j.step, j.lineage) != (first.step, first.lineage) for j in joins)

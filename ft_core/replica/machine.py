@@ -57,7 +57,6 @@ from lighthouse.wire.messages import (
     Decision,
     Expelled,
     Heartbeat,
-    InDoubt,
     Join,
     Leave,
     Member,
@@ -70,7 +69,6 @@ from lighthouse.wire.messages import (
     Vote,
     Waiting,
     apply_delta,
-    next_lineage,
 )
 
 
@@ -97,6 +95,7 @@ class Replica:
         rule: ParticipationRule | None = None,
     ) -> None:
         self._template = template
+        self.promised = template.promised  # the term that this rank obeys, until a higher one
         self._resend_s = resend_s
         self._revoke_grace_s = revoke_grace_s
         self._rule = rule or ParticipationRule()
@@ -296,9 +295,7 @@ class Replica:
     def _rejoin(self, reason: str, position: tuple[int, str] | None) -> list[Effect]:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
-        effects: list[Effect] = []
-        if self.view is not None:
-            effects.append(Abort(self.view.quorum_id, reason))
+        effects: list[Effect] = [Abort(self.view.quorum_id, reason)] if self.view else []
         effects += self._leave(f"{GAVE_UP}{reason}"[:500])
         self.step, self.lineage = position or (0, f"{TORN}{self.replica_id}")
         self.stage, self.healed, self._revoked = Stage.OUT, False, True
@@ -346,7 +343,7 @@ class Replica:
     def _on_overwrite(self, event: events.Overwrite, now: float) -> list[Effect]:
         in_step = self.attempt in (Attempt.OPEN, Attempt.BOUND)
         free = in_step if event.in_step else self._loop_waits
-        self._overwriting = free and not self.healed
+        self._overwriting = free and self.healing
         if self._overwriting:
             self.step, self.lineage = 0, f"{TORN}{self.replica_id}"
         return []
@@ -409,6 +406,12 @@ class Replica:
 
     def _on_waiting(self, message: Waiting, now: float) -> list[Effect]:
         """The lighthouse knows this rank; from here on heartbeats keep its place."""
+        if (offer := message.offer) is not None:
+            follows = offer == self.promised or offer.outranks(self.promised)
+            if not follows or self.stage not in (Stage.JOINING, Stage.WAITING):
+                return []
+            self.promised = offer  # no other lighthouse is heard until one offers a higher term
+            return self._join(now)
         if self.stage is Stage.JOINING:
             self.stage = Stage.WAITING
             self._resend_at = now + self._resend_s
@@ -475,6 +478,8 @@ class Replica:
         if self.stage in (Stage.OUT, Stage.LEFT, Stage.REFUSED):
             return []
         old = self.view
+        if message.term != self.promised:
+            return []  # of a lighthouse that this rank has left
         if old is not None and message.quorum_id <= old.quorum_id:
             return []  # a repetition, or one that this rank has left behind
         if message.base_id and (old is None or message.base_id != old.quorum_id):
@@ -486,7 +491,7 @@ class Replica:
         self._end_doubt(message)
         effects = self._superseded()
         self.stage = Stage.MEMBER
-        self.view = View(message.quorum_id, message.step, message.lineage, members, message.reason)
+        self.view = View.of(message, members)
         self.reason = message.reason
         self._vote = self._unanswered = None
         self._revoked, self._grace_at = False, None
@@ -593,19 +598,15 @@ class Replica:
         return PHASE_OPEN if self.attempt is Attempt.OPEN and not self._loop_waits else PHASE_IDLE
 
     def _join(self, now: float) -> list[Effect]:
-        self.stage = Stage.JOINING
-        view, vote = self.view, self._vote
-        doubt = None
-        if self.attempt is Attempt.VOTED and vote is not None:
-            committed = next_lineage(vote.lineage, vote.quorum_id, vote.step)
-            doubt = InDoubt(vote.quorum_id, vote.step, committed)
+        self.stage, view = Stage.JOINING, self.view
         join = replace(
             self._template,
             step=self.step,
             lineage=self.lineage,
             quorum_id=view.quorum_id if view else NO_QUORUM,
             last_members=tuple(m.replica_id for m in view.members) if view else (),
-            in_doubt=doubt,
+            in_doubt=view.doubt() if view and self.attempt is Attempt.VOTED else None,
+            promised=self.promised,
         )
         self._resend_at = now + self._resend_s
         return [Transmit(join)]
@@ -657,16 +658,15 @@ class Replica:
 
     def _end_doubt(self, quorum: Quorum) -> None:
         """The next quorum says what became of the step in doubt."""
-        if self.attempt is not Attempt.VOTED:
+        view = self.view
+        if self.attempt is not Attempt.VOTED or view is None:
             return
-        vote = self._vote
-        assert vote is not None
-        after = vote.step + 1, next_lineage(vote.lineage, vote.quorum_id, vote.step)
+        after = view.position_after()
         committed = quorum.settle == "commit" or (quorum.step, quorum.lineage) == after
         if committed:
             self.step, self.lineage = after
         control = quorum.control if committed else b""
-        self._close(Outcome(vote.step, committed, "settled on return", self._contributing, control))
+        self._close(Outcome(view.step, committed, "settled on return", self._contributing, control))
 
     def _advance(self, view: View) -> None:
         """The step of `view` is committed: move on under the same quorum."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from lighthouse.wire.messages import Member, healed, next_lineage
+from lighthouse.wire.messages import InDoubt, Member, Quorum, healed, next_lineage
 
 
 class Stage(Enum):
@@ -55,14 +55,31 @@ class View:
     lineage: str
     members: tuple[Member, ...]
     reason: str = ""
+    nonce: int = 0
+
+    @classmethod
+    def of(cls, quorum: Quorum, members: tuple[Member, ...]) -> View:
+        """`quorum` with its full member list."""
+        q = quorum
+        return cls(q.quorum_id, q.step, q.lineage, members, q.reason, q.nonce)
+
+    def doubt(self) -> InDoubt:
+        """Its step, to which this rank has said yes, and has heard no answer."""
+        return InDoubt(self.quorum_id, self.step, self.position_after()[1])
 
     def rank_of(self, replica_id: str) -> int:
         return next(i for i, m in enumerate(self.members) if m.replica_id == replica_id)
 
+    def position_after(self) -> tuple[int, str]:
+        """What a commit of its step makes of (step, lineage)."""
+        lineage = next_lineage(self.lineage, self.nonce, self.quorum_id, self.step)
+        return self.step + 1, lineage
+
     def after_commit(self) -> View:
         """Its step is committed: the same quorum at the next one, and no member is behind."""
-        lineage = next_lineage(self.lineage, self.quorum_id, self.step)
-        return View(self.quorum_id, self.step + 1, lineage, healed(self.members), self.reason)
+        step, lineage = self.position_after()
+        members = healed(self.members)
+        return View(self.quorum_id, step, lineage, members, self.reason, self.nonce)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,14 @@ from lighthouse.wire.messages import (
     Peer,
     Quorum,
     Reply,
+    Term,
     Waiting,
     member_delta,
 )
 
 EXPLAIN_EVERY_S = 1.0
 MOST_NAMES = 8
+JOIN_AGAIN = "waiting for all to join this lighthouse"
 STEP_IN_PROGRESS = "waiting for the step in progress to end"
 Delta = tuple[tuple[str, ...], tuple[Member, ...]]
 
@@ -55,6 +57,7 @@ class Remember:
     job: JobKey
     quorum_id: int
     members: tuple[str, ...]
+    nonce: int = 0
 
 
 Effect = Send | Note | Remember
@@ -181,6 +184,7 @@ class Announcer:
             self.reason,
             settle,
             control,
+            live.nonce,
         )
 
 
@@ -193,7 +197,13 @@ def _send_all(peers: Iterable[Peer], message: Reply) -> list[Send]:
 
 
 def status_of(
-    key: JobKey, live: Ballot | None, members: Members, history: History, reason: str, most: int
+    key: JobKey,
+    term: Term,
+    live: Ballot | None,
+    members: Members,
+    history: History,
+    reason: str,
+    most: int,
 ) -> dict[str, object]:
     """One job as JSON types. `reason`: why it waits, or why its quorum is what it is.
 
@@ -208,6 +218,8 @@ def status_of(
         "room_id": key.room_id,
         "state": "live" if live else "forming",
         "reason": live.revoked if live and live.revoked else reason,
+        "epoch": term.epoch,
+        "nonce": term.nonce,
         "quorum_id": live.quorum_id if live else None,
         "step": head.step if head else 0,
         "lineage": head.lineage if head else "",

@@ -28,7 +28,8 @@ class Ballot:
     """See the module's docstring. Times are of the machine's clock, in seconds.
 
     Attributes:
-        quorum_id, position, members: the live quorum, and the state that its step starts from.
+        quorum_id, nonce: of the live quorum, and of its term.
+        position, members: the state that its step starts from, and the quorum's members.
         names: the members' names by replica_id.
         living: members that are not gone.
         silent: living members that have not voted on this step.
@@ -44,6 +45,7 @@ class Ballot:
     """
 
     quorum_id: int
+    nonce: int
     position: Position
     members: tuple[Member, ...]
     names: dict[str, str]
@@ -63,6 +65,7 @@ class Ballot:
     def open(
         cls,
         quorum_id: int,
+        nonce: int,
         position: Position,
         members: tuple[Member, ...],
         names: dict[str, str],
@@ -70,7 +73,10 @@ class Ballot:
     ) -> Ballot:
         """The ballot on the first step of a new quorum."""
         healing = frozenset(m.replica_id for m in members if m.healing)
-        return cls(quorum_id, position, members, names, set(names), set(names), healing, now)
+        everyone = set(names)
+        return cls(
+            quorum_id, nonce, position, members, names, everyone, everyone.copy(), healing, now
+        )
 
     # ------------------------------------------------------------------ changes
 

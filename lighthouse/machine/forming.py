@@ -111,6 +111,13 @@ class Forming:
             for replica_id in live.costly():
                 self._patience.failed(live.names[replica_id], now - live.since, now)
 
+    def new_term(self, now: float) -> None:
+        """All members must join again."""
+        self._previous = ()
+        self._heard_of.clear()
+        self._after_discard = False
+        self.since = now
+
     def ended(self, live: Ballot, committed: bool, now: float) -> None:
         """The quorum of `live` is over."""
         before = self._previous

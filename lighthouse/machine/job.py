@@ -10,7 +10,9 @@ one forms by the rules in `rules.py`, at once where they allow it.
 
 Rules held here, each checked by `check()` or by the simulator:
 - votes count for exactly one (quorum_id, step), and the first one counts (S5);
-- quorum_id only grows, and starts above every id that a joiner has seen (S1);
+- a process is a member only while it has promised itself to the job's term. A term's epoch is higher
+  than all that its members have promised before, and its nonce is random: so quorum_ids grow for
+  each process, and lineages never repeat, whatever lighthouses there are (S1);
 - at most one quorum is live (S2); decisions are remembered so that a lost answer can be repeated;
 - a yes whose lineage is not the quorum's comes from a diverged member, which is expelled and never
   counted; a no carries the lineage that its sender holds, so that a member that is still behind
@@ -29,6 +31,8 @@ from dataclasses import replace
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine import rules
 from lighthouse.machine.announce import (
+    JOIN_AGAIN,
+    STEP_IN_PROGRESS,
     Announcer,
     Effect,
     Note,
@@ -55,7 +59,9 @@ from lighthouse.machine.members import (
 )
 from lighthouse.wire.messages import (
     FINISHED,
+    MAX_EPOCH,
     NO_QUORUM,
+    TERM_BITS,
     TORN,
     DeathNotice,
     Decision,
@@ -70,33 +76,43 @@ from lighthouse.wire.messages import (
     Refused,
     Reply,
     Revoke,
+    Term,
     Vote,
     Waiting,
+    epoch_of,
     same_process,
 )
 
-__all__ = ["Effect", "JobState", "Note", "Remember", "Send", "first_quorum_id"]
+__all__ = ["Effect", "JobState", "Note", "Remember", "Send"]
+
+
+MAX_JUMP = 2**20
+"""Most epochs by which one process may move its job on: what peers say must not use up the numbers."""
 
 
 class JobState:
     """One job's machine; see the module's docstring. Not thread-safe: one owner.
 
     Events (`handle`, `lost`, `expire`) return effects. `now` is in seconds of any monotonic clock.
-    `remembered`: replica_ids of the last quorum of an earlier lighthouse.
+    `nonce`: random, and of this object alone. `remembered`: replica_ids of the last quorum of an
+    earlier lighthouse.
     """
 
     def __init__(
         self,
         key: JobKey,
         config: LighthouseConfig,
-        first_quorum_id: int,
+        nonce: int,
         remembered: tuple[str, ...] = (),
     ) -> None:
         self.key = key
         self._config = config
         self._timeouts = config.timeouts
-        self.next_id = first_quorum_id
-        """Of the next quorum. Read only."""
+        self.term = Term(0, nonce)
+        """What members must have promised themselves to. Read only."""
+        self._formed = 0  # quorums of this term
+        self._least_epoch = 0  # of the next term; it starts as soon as no quorum is live
+        self._offered: dict[str, Peer] = {}  # processes that were offered the term, and must join
         self._members = Members()
         self._conflicts: dict[str, NameConflict] = {}
         self._live: Ballot | None = None
@@ -133,7 +149,7 @@ class JobState:
         if not self._speaks_for(peer, notice.replica_id):
             return []
         replica_id = notice.replica_id
-        self._conflicts.pop(replica_id, None)
+        self._forget(replica_id)
         self._remove(replica_id, notice.cause or "process died", now, may_return=False)
         # Its connection may have ended before: its state is gone with its memory, so no member waits.
         if replica_id in self._history.missed:
@@ -145,11 +161,17 @@ class JobState:
         """Whether `peer` may say something about `replica_id`: only its own process, and that
         process' watcher, present the identity under which it has joined."""
         known = self._members.by_id.get(replica_id) or self._conflicts.get(replica_id)
-        return known is None or known.peer == peer or same_process(known.peer, peer)
+        spoke = known.peer if known is not None else self._offered.get(replica_id)
+        return spoke is None or spoke == peer or same_process(spoke, peer)
+
+    def _forget(self, replica_id: str) -> None:
+        """`replica_id`, if it was held back or was offered the term, waits no longer."""
+        self._conflicts.pop(replica_id, None)
+        self._offered.pop(replica_id, None)
 
     def lost(self, replica_id: str, cause: str, now: float) -> list[Effect]:
         """`replica_id` can't be reached; it may come back."""
-        self._conflicts.pop(replica_id, None)
+        self._forget(replica_id)
         self._remove(replica_id, cause, now, may_return=True)
         return self._take_effects()
 
@@ -185,6 +207,7 @@ class JobState:
     def replicas_of(self, peer: Peer) -> list[str]:
         """replica_ids of members and newcomers that are reached through `peer`."""
         newcomers = [r for r, conflict in self._conflicts.items() if conflict.peer == peer]
+        newcomers += [r for r, spoke in self._offered.items() if spoke == peer]
         return self._members.of_peer(peer) + newcomers
 
     @property
@@ -195,7 +218,7 @@ class JobState:
     @property
     def empty(self) -> bool:
         """Whether every member has left."""
-        return not self._members.by_id and not self._conflicts
+        return not (self._members.by_id or self._conflicts or self._offered)
 
     def _take_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
@@ -204,12 +227,15 @@ class JobState:
     # ------------------------------------------------------------------ requests
 
     def _on_join(self, peer: Peer, join: Join, now: float) -> None:
-        self.next_id = max(self.next_id, join.quorum_id + 1)
         if join.lineage.startswith(TORN):
             self._history.different.pop(join.replica_id, None)
         elif join.replica_id in self._history.different:  # it has not heard that it must heal
             self._expel_unknown(peer, join.replica_id, NO_QUORUM, "")
             return
+        if join.promised != self.term:
+            self._offer(peer, join, now)
+            return
+        self._offered.pop(join.replica_id, None)
         live, member = self._live, self._members.by_id.get(join.replica_id)
         if member is not None and live is not None and join.replica_id in live.living:
             if join.quorum_id != live.quorum_id:
@@ -231,6 +257,51 @@ class JobState:
             self._hold_back(peer, join, now)
         else:
             self._admit(peer, join, now)
+
+    def _offer(self, peer: Peer, join: Join, now: float) -> None:
+        """The sender has promised itself to another term, or to none: it must join again.
+
+        If it has promised a higher one, the job needs a new term. All members then join again.
+        """
+        replica_id, epoch = join.replica_id, join.promised.epoch
+        count = len(self._members.by_id) + len(self._conflicts) + len(self._offered)
+        most = MAX_EPOCH // 2 if self.empty else self.term.epoch + MAX_JUMP
+        if epoch > most:
+            self._send(peer, Refused(self.key, f"epoch {epoch} is out of range: start again"))
+        elif replica_id not in self._members.by_id and count >= self._config.max_replicas_per_job:
+            self._send(peer, Refused(self.key, f"the job is full ({count} replica groups)"))
+        else:
+            self._conflicts.pop(replica_id, None)
+            self._remove(replica_id, "followed another lighthouse", now, may_return=True)
+            self._offered[replica_id] = peer
+            if not self.term.outranks(join.promised):
+                self._least_epoch = max(self._least_epoch, epoch + 1)
+            if self._live is None and self._least_epoch > self.term.epoch:
+                self._new_term(now)
+            else:
+                self._repeat_offer(replica_id)
+
+    def _repeat_offer(self, replica_id: str) -> None:
+        due = self._least_epoch > self.term.epoch  # the next term's, as soon as it has begun
+        message = Waiting(self.key, STEP_IN_PROGRESS if due else JOIN_AGAIN, None if due else self.term)
+        self._send(self._offered[replica_id], message)
+
+    def _new_term(self, now: float) -> None:
+        """A term above all that was promised: what this job knows of its members is as after a
+        restart of the lighthouse, but for its decisions."""
+        assert self._live is None
+        self.term = Term(max(self._least_epoch, self.term.epoch + 1), self.term.nonce)
+        self._formed = 0
+        self._history.new_term(self._members)
+        self._forming.new_term(now)
+        for member in list(self._members.by_id.values()):
+            self._members.take(member.replica_id)
+            self._offered[member.replica_id] = member.peer
+        for replica_id, conflict in self._conflicts.items():
+            self._offered[replica_id] = conflict.peer
+        self._conflicts.clear()
+        for replica_id in self._offered:
+            self._repeat_offer(replica_id)
 
     def _refusal(self, join: Join) -> str:
         """Why `join` can't succeed, as a sentence for a person; empty: it can."""
@@ -258,7 +329,7 @@ class JobState:
         self._send(peer, Waiting(self.key, f"the name {join.name!r} is still in use"))
 
     def _admit(self, peer: Peer, join: Join, now: float) -> None:
-        if self.empty and self._live is None:
+        if self._live is None and not self._members.by_id and not self._conflicts:
             self._forming.since = now
         self._conflicts.pop(join.replica_id, None)
         member = self._members.put(join, peer)
@@ -317,7 +388,9 @@ class JobState:
         replica_id = heartbeat.replica_id
         live, member = self._live, self._members.by_id.get(replica_id)
         if member is None:
-            if replica_id not in self._conflicts:
+            if replica_id in self._offered:
+                self._repeat_offer(replica_id)
+            elif replica_id not in self._conflicts:
                 self._expel_unknown(peer, replica_id, heartbeat.quorum_id, "not known here")
             return
         self._reached(member, peer)
@@ -330,7 +403,7 @@ class JobState:
             self._send(peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked))
 
     def _on_leave(self, leave: Leave, now: float) -> None:
-        self._conflicts.pop(leave.replica_id, None)
+        self._forget(leave.replica_id)
         known = leave.replica_id in self._members.by_id
         self._remove(leave.replica_id, f"left: {leave.reason or 'shutdown'}", now, may_return=False)
         if known:
@@ -430,7 +503,7 @@ class JobState:
             live.revoked or "ok",
             control=control,
         )
-        after = self._history.decided(decision, before)
+        after = self._history.decided(decision, live.nonce, before)
         if committed:
             # A vote by a dead member may be a commit that it learns of when it returns.
             if self._history.missed:
@@ -440,7 +513,8 @@ class JobState:
         self._forming.decided(live, committed, now)
         voters = {r: self._members.by_id[r] for r in live.in_rank_order()}
         update_positions(live, voters, committed, after)
-        if committed and live.undisturbed() and not self._forming.admits(live, now):
+        goes_on = committed and live.undisturbed() and self._least_epoch <= self.term.epoch
+        if goes_on and not self._forming.admits(live, now):
             live.next_step(after, now)
             self._effects.append(Send(tuple(m.peer for m in voters.values()), decision))
         else:
@@ -487,6 +561,10 @@ class JobState:
                 answered.append(member)
             if replica_id in blamed or live.votes[replica_id].leaving:
                 self._members.take(replica_id)
+        if self._least_epoch > self.term.epoch:
+            self._effects += self._announcer.answer(decision, answered, yes, None)
+            self._new_term(now)
+            return
         self._form(now)
         self._effects += self._announcer.answer(decision, answered, yes, self._live)
         if self._live is not None:
@@ -504,6 +582,8 @@ class JobState:
         True: it was formed, and the caller announces it.
         """
         assert self._live is None
+        if self._formed + 1 >= 1 << TERM_BITS:
+            self._new_term(now)
         verdict = self._forming.verdict(now)
         self._announcer.left_out = self._forming.left_out
         if verdict.choice is not None and self._history.settle(self._members):
@@ -533,15 +613,17 @@ class JobState:
 
     def _start(self, choice: rules.Choice, reason: str, now: float) -> None:
         """The quorum of `choice` is live."""
-        quorum_id = self.next_id
-        self.next_id += 1
+        self._formed += 1
+        quorum_id = (self.term.epoch << TERM_BITS) + self._formed
         members, names, foreign = [], {}, foreign_states(choice, self._members, self._history.head)
         for replica_id in choice.members:
             member = self._members.by_id[replica_id]
             self._members.mark_was_member(member)
             members.append(member.entry(healing=replica_id in choice.healing))
             names[replica_id] = member.name
-        self._live = Ballot.open(quorum_id, choice.position, tuple(members), names, now)
+        self._live = Ballot.open(
+            quorum_id, self.term.nonce, choice.position, tuple(members), names, now
+        )
         self._history.start(choice.position)
         self._announcer.reason = reason
         text = f"quorum {quorum_id}: {short_list(list(names.values()))} at step "
@@ -553,7 +635,7 @@ class JobState:
             text += f"; NOT TAKEN: the state of {short_list(foreign)}"
         text += "".join(f"; {sentence}" for sentence in self._forming.left_out.values())
         self._effects.append(Note(self.key, text, quorum=True))
-        self._effects.append(Remember(self.key, quorum_id, choice.members))
+        self._effects.append(Remember(self.key, quorum_id, choice.members, self.term.nonce))
 
     # ------------------------------------------------------------------ inspection
 
@@ -573,11 +655,13 @@ class JobState:
         all_members = self._members.by_id
         for conflict in self._conflicts.values():
             assert conflict.join.replica_id not in all_members, "both member and held back"
+        for state in all_members.values():
+            assert state.join.promised == self.term, "counted, and not promised"
         live = self._live
         if live is None:
             return
         live.check()
-        assert live.quorum_id < self.next_id
+        assert epoch_of(live.quorum_id) == self.term.epoch
         assert live.living <= set(all_members), "a living member of the quorum has not joined"
         assert self._history.head == live.position
         for member in live.members:
@@ -589,13 +673,4 @@ class JobState:
         reason = self._announcer.reason
         if self._live is not None:
             reason = "; ".join((reason, *self._forming.left_out.values()))
-        return status_of(self.key, self._live, self._members, self._history, reason, most)
-
-
-def first_quorum_id(wall_clock_ms: int) -> int:
-    """quorum_id from which a lighthouse started at `wall_clock_ms` counts (S1 over restarts).
-
-    A thousand ids a millisecond: a lighthouse would have to change quorums faster than that for
-    a later start to fall behind; and each `Join` lifts the counter over what its sender has seen.
-    """
-    return wall_clock_ms * 1_000
+        return status_of(self.key, self.term, self._live, self._members, self._history, reason, most)

@@ -32,6 +32,7 @@ class Lighthouse:
 
     `handle`, `disconnected` and `expire` take an event and `now` (seconds, any monotonic clock)
     and return effects; `deadline` says when `expire` wants to be called.
+    `nonces` returns a new random number of 1 to `MAX_NONCE` at each call.
     `remembered` maps jobs to the (quorum_id, members) that an earlier lighthouse left behind.
     `on_failure` is told of an exception of a job's rules: that job starts over, as after a restart
     of the lighthouse, and the others go on. None: it is raised.
@@ -40,17 +41,16 @@ class Lighthouse:
     def __init__(
         self,
         config: LighthouseConfig,
-        first_id: int,
+        nonces: Callable[[], int],
         remembered: Mapping[JobKey, tuple[int, tuple[str, ...]]] | None = None,
         on_failure: Callable[[JobKey, Exception], None] | None = None,
     ) -> None:
         self.config = config
-        self._first_id = first_id
+        self._nonces = nonces
         self._on_failure = on_failure
         self._jobs: dict[JobKey, JobState] = {}
-        for key, (quorum_id, members) in (remembered or {}).items():
-            first = max(first_id, quorum_id + 1)
-            self._jobs[key] = JobState(key, config, first, remembered=members)
+        for key, (_, members) in (remembered or {}).items():
+            self._jobs[key] = JobState(key, config, nonces(), remembered=members)
 
     def handle(self, peer: Peer, message: Request, now: float) -> list[Effect]:
         """A decoded request from `peer`."""
@@ -68,7 +68,7 @@ class Lighthouse:
             if isinstance(message, Join) and not self._has_capacity():
                 reason = f"this lighthouse is full ({len(self._jobs)} jobs)"
                 return [Send((peer,), Refused(message.job, reason))]
-            job = JobState(message.job, self.config, self._first_id)
+            job = JobState(message.job, self.config, self._nonces())
             if isinstance(message, Join):  # others are answered, but leave nothing behind
                 self._jobs[message.job] = job
         try:
@@ -85,7 +85,6 @@ class Lighthouse:
             raise error
         # Its members' next messages find it unknown: they join again with what they hold.
         self._jobs.pop(job.key, None)
-        self._first_id = max(self._first_id, job.next_id)
         self._on_failure(job.key, error)
         return []
 

@@ -243,13 +243,13 @@ class History:
         self.finished = False
         self.missed.clear()
 
-    def decided(self, decision: Decision, before: Position) -> Position:
+    def decided(self, decision: Decision, nonce: int, before: Position) -> Position:
         """Record the decision on a step that started from `before`; returns the new head."""
         self._decisions[(decision.quorum_id, decision.step)] = decision
         if len(self._decisions) > REMEMBERED_DECISIONS:
             self._decisions.popitem(last=False)
         if decision.committed:
-            lineage = next_lineage(before.lineage, decision.quorum_id, decision.step)
+            lineage = next_lineage(before.lineage, nonce, decision.quorum_id, decision.step)
             self._commit(lineage, decision.control)
             self.commits += 1
             self.head = Position(before.step + 1, lineage)
@@ -262,6 +262,11 @@ class History:
         self.different[replica_id] = why
         if len(self.different) > REMEMBERED_DECISIONS:
             self.different.popitem(last=False)
+
+    def new_term(self, members: Members) -> None:
+        """All must join again: any of those that have been in a quorum may hold the newest state."""
+        self.head = None
+        self.missed.update(m.replica_id for m in members.by_id.values() if m.was_member)
 
     def _commit(self, lineage: str, control: bytes) -> None:
         self._lineages[lineage] = control

@@ -44,6 +44,19 @@ positions. A replica group that holds it must heal, and is never a source."""
 NO_QUORUM = 0
 """quorum_id of a replica group that was never in a quorum."""
 
+TERM_BITS = 20
+"""A quorum_id is the epoch of its term, and in its last bits the quorum's number within that term."""
+MAX_EPOCH = 2**40 - 1
+MAX_STEP = 2**47
+MAX_NONCE = 2**63 - 1
+MAX_WISH = 2**20
+"""Most replica groups that a `Join` may ask its job to wait for."""
+
+
+def epoch_of(quorum_id: int) -> int:
+    """The epoch of the term in which a quorum was formed."""
+    return quorum_id >> TERM_BITS
+
 
 def printable(text: str) -> str:
     """`text` as one line for a terminal or a log: other characters become spaces."""
@@ -52,13 +65,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-def next_lineage(lineage: str, quorum_id: int, step: int) -> str:
-    """Lineage of the state that committing `step` under `quorum_id` makes out of `lineage`.
+def next_lineage(lineage: str, nonce: int, quorum_id: int, step: int) -> str:
+    """Lineage of the state that committing `step` makes out of `lineage`.
 
-    16 hex digits. Equal (step, lineage) means the same commits in the same order since the
-    same initial state, hence (deterministic reduction, S3) bitwise equal state.
+    `nonce` is that of the term in which `quorum_id` was formed: two lighthouses may give one number
+    to two quorums. 16 hex digits. Equal (step, lineage) means the same commits in the same order
+    since the same initial state, hence (deterministic reduction, S3) bitwise equal state.
     """
-    text = f"{lineage}|{quorum_id}|{step}".encode()
+    text = f"{lineage}|{nonce}|{quorum_id}|{step}".encode()
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
@@ -77,6 +91,12 @@ def _check_id(value: str, name: str) -> None:
 def _check_reason(value: str) -> None:
     if len(value) > MAX_REASON_CHARS:
         raise ValueError(f"reason is longer than {MAX_REASON_CHARS} characters")
+
+
+def _check_place(quorum_id: int, step: int) -> None:
+    """Both travel on: a number that is out of range would spoil the job of its sender's peers."""
+    if not 0 <= quorum_id < (MAX_EPOCH + 1) << TERM_BITS or not 0 <= step <= MAX_STEP:
+        raise ValueError(f"quorum_id {quorum_id} or step {step} is out of range")
 
 
 def _check_control(value: bytes) -> None:
@@ -100,12 +120,39 @@ class JobKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Term:
+    """The time in which one lighthouse decides for one job. Terms of a member only grow.
+
+    `epoch` orders the terms that a member has promised itself to. `nonce` is random: two lighthouses
+    that do not know of each other never share a term, whatever their clocks and files say.
+    """
+
+    epoch: int
+    nonce: int
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.epoch <= MAX_EPOCH, "epoch out of range")
+        _check(0 <= self.nonce <= MAX_NONCE, "nonce out of range")
+
+    def outranks(self, other: Term) -> bool:
+        """Whether a member that has promised itself to `other` may follow this one."""
+        return self.epoch > other.epoch or other == NO_TERM
+
+
+NO_TERM = Term(0, 0)
+"""Promised by a process that has joined no lighthouse yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class InDoubt:
     """A step whose yes vote was sent and whose decision never arrived."""
 
     quorum_id: int
     step: int
     lineage_if_committed: str
+
+    def __post_init__(self) -> None:
+        _check_place(self.quorum_id, self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +186,8 @@ class Join:
 
     `name` is the replica group's name for people, stable over restarts; `replica_id` is new at
     every start. `quorum_id` and `last_members`: the last quorum this process was in, if any.
+    `promised`: the term whose quorums and decisions its sender obeys. A lighthouse counts the `Join`
+    if that is its own term, and else offers it (`Waiting.offer`).
     `schema` is what must be equal in all members (parameter names, shapes, settings);
     `schema_text` is shown to a person if it is not. `min_replicas`, `expected_replicas`: the job
     takes the largest number asked for (0: no wish). `can_heal` False: leave the sender out if it is
@@ -160,17 +209,18 @@ class Join:
     group_commit: bool = False
     schema: str = ""
     schema_text: str = ""
+    promised: Term = NO_TERM
 
     def __post_init__(self) -> None:
         _check_id(self.name, "name")
         _check_id(self.replica_id, "replica_id")
         _check_id(self.lineage, "lineage")
-        _check(self.step >= 0, "step must not be negative")
+        _check_place(self.quorum_id, self.step)
         _check(1 <= len(self.addresses) <= MAX_GROUP_WORLD_SIZE, "addresses: one a group rank")
         for address in self.addresses:
             _check(len(address) <= MAX_ADDRESS_BYTES, f"address over {MAX_ADDRESS_BYTES} bytes")
-        _check(self.min_replicas >= 0, "min_replicas must not be negative")
-        _check(self.expected_replicas >= 0, "expected_replicas must not be negative")
+        _check(0 <= self.min_replicas <= MAX_WISH, "min_replicas out of range")
+        _check(0 <= self.expected_replicas <= MAX_WISH, "expected_replicas out of range")
         _check(len(self.schema_text) <= MAX_REASON_CHARS, "schema_text is too long")
 
 
@@ -213,6 +263,7 @@ class Vote:
 
     def __post_init__(self) -> None:
         _check_id(self.replica_id, "replica_id")
+        _check_place(self.quorum_id, self.step)
         _check_reason(self.reason)
         _check(self.phase in PHASES, _WRONG_PHASE)
         _check_control(self.control)
@@ -228,6 +279,9 @@ class Heartbeat:
     replica_id: str
     quorum_id: int
     step: int
+
+    def __post_init__(self) -> None:
+        _check_place(self.quorum_id, self.step)
 
 
 FINISHED = "finished"
@@ -309,6 +363,11 @@ class Quorum:
     reason: str = ""
     settle: str = ""
     control: bytes = b""
+    nonce: int = 0
+
+    @property
+    def term(self) -> Term:
+        return Term(epoch_of(self.quorum_id), self.nonce)
 
     def __post_init__(self) -> None:
         _check_control(self.control)
@@ -346,10 +405,15 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No quorum yet, and why; sent when the reason changes."""
+    """No quorum yet, and why; sent when the reason changes.
+
+    `offer`: the receiver is not counted yet, and has to join again with this term as its promise.
+    None: nothing is offered.
+    """
 
     job: JobKey
     reason: str
+    offer: Term | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import zmq
@@ -14,6 +15,7 @@ from lighthouse.client import SERVICE, Connection
 from lighthouse.config import Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.wire.messages import (
+    NO_TERM,
     Decision,
     JobKey,
     Join,
@@ -21,6 +23,7 @@ from lighthouse.wire.messages import (
     Quorum,
     Request,
     Vote,
+    Waiting,
     next_lineage,
 )
 from tests.harness.waiting import PATIENCE_S
@@ -49,6 +52,8 @@ class Player:
         self.heard: list[Message] = []
         self.events: list[str] = []
         self.step, self.lineage = 0, "init"
+        self.promised = NO_TERM
+        self._join: Join | None = None
         self.quorum: Quorum | None = None
         self._poller = zmq.Poller()
         for socket in self.connection.sockets:
@@ -58,9 +63,15 @@ class Player:
         assert self.connection.send(message)
 
     def join(self, **fields: Any) -> None:
-        self.say(
-            Join(self.job, self.name, self.replica_id, self.step, self.lineage, (b"a",), **fields)
-        )
+        """Ask to join, and follow the lighthouse that answers: returns once it has been heard."""
+        self._join = join = Join(
+            self.job, self.name, self.replica_id, self.step, self.lineage, (b"a",),
+            promised=self.promised, **fields,
+        )  # fmt: skip
+        self.say(join)
+        deadline, heard = time.monotonic() + PATIENCE_S, len(self.heard)
+        while self.promised == join.promised and len(self.heard) == heard:
+            self._turn(deadline, "no answer to a join")
 
     def vote(self, ok: bool = True, **fields: Any) -> None:
         assert self.quorum is not None
@@ -92,7 +103,8 @@ class Player:
         """The next decision, acted on as a replica group would."""
         decision = self.await_message(Decision)
         if decision.committed:
-            self.lineage = next_lineage(self.lineage, decision.quorum_id, decision.step)
+            nonce = self.promised.nonce
+            self.lineage = next_lineage(self.lineage, nonce, decision.quorum_id, decision.step)
             self.step += 1
         if decision.next_quorum is not None:
             self.quorum = decision.next_quorum
@@ -106,7 +118,14 @@ class Player:
         if left_ms <= 0 or not self._poller.poll(left_ms):
             raise AssertionError(f"{self.name}: {complaint} in time")
         self.events += self.connection.events()
-        self.heard += self.connection.receive()
+        for message in self.connection.receive():
+            if isinstance(message, Waiting) and message.offer is not None:
+                assert self._join is not None
+                self.promised = message.offer
+                self._join = replace(self._join, promised=message.offer)
+                self.say(self._join)
+            else:
+                self.heard.append(message)
 
 
 def dealer(context: zmq.Context[Any], identity: bytes = b"somebody") -> zmq.Socket[bytes]:

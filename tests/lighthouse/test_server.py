@@ -225,7 +225,7 @@ def test_client_of_another_version_says_so_in_one_error(
     newer = Endpoint(context, "tcp://127.0.0.1:0", FAST, service=SERVICE)
     player = Player(newer.address, "a", context)
     try:
-        player.join()
+        player.say(StatusRequest())
         newer.send([await_frame(newer)[0]], answer)
         with pytest.raises(VersionMismatch, match=f"version {codec.VERSION + 1}"):
             player.await_message(Quorum)

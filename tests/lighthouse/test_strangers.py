@@ -32,6 +32,7 @@ from lighthouse.wire.messages import (
     Request,
     Status,
     StatusRequest,
+    Term,
     Vote,
 )
 from tests.harness.waiting import PATIENCE_S, until
@@ -90,7 +91,7 @@ def test_strangers_leave_the_members_alone(
     stranger.close() if ending == "closes" else _reset(stranger)
     commit_together([a])
     _answers(server, context)
-    assert server.status()["server"]["received"] == 3, "the join, the vote and the question"
+    assert server.status()["server"]["received"] == 4, "two joins, the vote and the question"
 
 
 def test_zeromq_of_another_application_is_turned_away(
@@ -402,10 +403,10 @@ def test_a_frame_too_large_for_its_kind_is_not_decoded(
 
 
 def test_a_status_has_a_bound() -> None:
-    machine = Lighthouse(LighthouseConfig(timeouts=FAST, expected_replicas=STATUS_MEMBERS + 9), 1)
+    machine = Lighthouse(LighthouseConfig(timeouts=FAST, expected_replicas=STATUS_MEMBERS + 9), lambda: 1)
     for n in range(STATUS_MEMBERS + 9):
         job = JobKey("large", "x")
-        machine.handle(b"p%d" % n, Join(job, f"n{n}", f"r{n}", 0, "init", (b"a",)), 0.0)
+        machine.handle(b"p%d" % n, Join(job, f"n{n}", f"r{n}", 0, "init", (b"a",), promised=Term(0, 1)), 0.0)
     (job_status,) = machine.status()["jobs"]  # type: ignore[misc]
     assert len(job_status["members"]) == STATUS_MEMBERS
     assert job_status["left_off"] == 9

@@ -118,7 +118,7 @@ def test_a_graceful_end_gets_none(
         assert not watch.running
         # The watcher is reaped: all it had to say has arrived before this answer does.
         received = server.status()["server"]["received"]
-        assert received == 1, "the join, and no death notice"
+        assert received == 2, "two joins, and no death notice"
         player.close()
     while lines.qsize():
         assert CAUSE not in lines.get().text

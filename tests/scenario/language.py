@@ -3,15 +3,19 @@
 Lines of a file: `# comment`, empty, `command words key=value flag`, and (indented by four spaces)
 the expected answers. The first command is `job ...` or `replica ...`. Lineages are shown as the
 name given to them first, else as L1, L2, ... in order of appearance, so that files stay readable;
-`lineage=L1` means the same, `lineage=head` the job's newest (the default of votes). `play` returns the file as it should be: a test compares, and
+`lineage=L1` means the same, `lineage=head` the job's newest (the default of votes). A quorum_id of a
+later term than the first is written as epoch.number, a term as epoch:nonce. One that joins follows the
+lighthouse that offers it a term, and this is left out; with `promised=` it sends just one Join, and all
+is shown. `play` returns the file as it should be: a test compares, and
 `python -m tests.scenario --write` rewrites (then read the difference!).
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ft_core.replica.events import (
@@ -39,7 +43,9 @@ from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Note, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
 from lighthouse.wire.messages import (
+    NO_TERM,
     NOT_COUNTED,
+    TERM_BITS,
     DeathNotice,
     Decision,
     Expelled,
@@ -53,12 +59,14 @@ from lighthouse.wire.messages import (
     ReachReport,
     Refused,
     Revoke,
+    Term,
     Vote,
     Waiting,
 )
 
 JOB = JobKey("job", "room")
-HIDDEN = ("job", "addresses", "schema_text", "name", "group_world_size")
+HIDDEN = ("job", "addresses", "schema_text", "name", "group_world_size", "nonce", "promised")
+FIRST_TERM = Term(0, 1)
 
 
 @dataclass(slots=True)
@@ -74,6 +82,31 @@ class Words:
 
     def number(self, name: str, default: int = 0) -> int:
         return int(self.given.get(name, default))
+
+    def quorum(self, name: str) -> int:
+        return id_from(self.given.get(name, "0"))
+
+
+def id_from(text: str) -> int:
+    """A quorum_id, which may be written as epoch.number."""
+    epoch, dot, number = text.rpartition(".")
+    return (int(epoch) << TERM_BITS) + int(number) if dot else int(text)
+
+
+def id_text(quorum_id: int) -> str:
+    epoch, number = quorum_id >> TERM_BITS, quorum_id % (1 << TERM_BITS)
+    return f"{epoch}.{number}" if epoch else str(number)
+
+
+def ids_from(text: str) -> tuple[int, int]:
+    """quorum_id/step."""
+    quorum_id, _, step = text.partition("/")
+    return id_from(quorum_id), int(step)
+
+
+def term_from(text: str) -> Term:
+    epoch, _, nonce = text.partition(":")
+    return Term(int(epoch), int(nonce))
 
 
 def read(line: str) -> Words:
@@ -107,6 +140,8 @@ def show(value: Any) -> str:
     """A message, effect or field on one line; what is empty is left out."""
     if isinstance(value, Transmit):
         return show(value.message)
+    if isinstance(value, Term):
+        return f"{value.epoch}:{value.nonce}"
     if isinstance(value, Member):
         return value.replica_id + "*" * value.healing
     if isinstance(value, tuple):
@@ -120,7 +155,8 @@ def show(value: Any) -> str:
         inner = getattr(value, spec.name)
         if spec.name in HIDDEN or inner in ("", (), b"", None, False) or spec.default == inner:
             continue
-        parts.append(spec.name if inner is True else f"{spec.name}={show(inner)}")
+        text = id_text(inner) if spec.name in ("quorum_id", "base_id") else show(inner)
+        parts.append(spec.name if inner is True else f"{spec.name}={text}")
     return f"{type(value).__name__}({', '.join(parts)})"
 
 
@@ -135,7 +171,9 @@ class JobStage:
             timeouts=Timeouts.derive(float(words.given.get("timeout_s", "6"))),
         )
         self.journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
-        self.machine = Lighthouse(self.config, 1)
+        self.promised: dict[bytes, Term] = {}
+        self.nonces = itertools.count(1)
+        self.machine = Lighthouse(self.config, lambda: next(self.nonces))
 
     def do(self, words: Words) -> list[str]:
         effects: list[Any] = []
@@ -146,8 +184,8 @@ class JobStage:
             wanted = machine.deadline()
             effects = machine.expire(self.now) if wanted is not None and wanted <= self.now else []
         elif words.name == "restart":
-            first = words.number("first", 1_000)
-            self.machine = Lighthouse(self.config, first, self.journal if who else None)
+            remembered = self.journal if who else None
+            self.machine = Lighthouse(self.config, lambda: next(self.nonces), remembered)
         elif words.name == "lost":
             effects = machine.disconnected(peer, self.now)
         elif words.name == "death_notice":
@@ -157,6 +195,8 @@ class JobStage:
         else:
             message = getattr(self, f"_{words.name}")(who, words)
             effects = machine.handle(peer, message, self.now)
+            if isinstance(message, Join) and "promised" not in words.given:
+                effects = self._follow(peer, message, effects)
         self.machine.check()
         return [line for effect in effects if (line := self._line(effect))]
 
@@ -176,17 +216,29 @@ class JobStage:
         if lineage == "head":
             lineage = self._head()
         if "doubt" in given:
-            quorum_id, step = (int(part) for part in given["doubt"].split("/"))
+            quorum_id, step = ids_from(given["doubt"])
             doubt = InDoubt(quorum_id, step, _after(lineage, quorum_id, step))
         last = tuple(given["last"].split(",")) if "last" in given else ()
         return Join(
             JOB, given.get("name", who), who, words.number("step"), lineage, (who.encode(),),
-            quorum_id=words.number("quorum"), last_members=last, in_doubt=doubt,
+            quorum_id=words.quorum("quorum"), last_members=last, in_doubt=doubt,
             min_replicas=words.number("min"), expected_replicas=words.number("expected"),
             can_heal=not words.flag("no_heal"),
             group_commit=words.flag("group_commit"), schema=given.get("schema", ""),
             schema_text=given.get("schema", ""),
+            promised=term_from(given["promised"]) if "promised" in given
+            else self.promised.get(who.encode(), NO_TERM),
         )  # fmt: skip
+
+    def _follow(self, peer: bytes, join: Join, effects: list[Any]) -> list[Any]:
+        """If `peer` was offered the job's term, it joins again, and what was said first is left out."""
+        for effect in effects:
+            offer = effect.message.offer if _is_offer(effect) else None
+            if offer is not None and effect.peers == (peer,):
+                self.promised[peer] = offer
+                effects.remove(effect)
+                return effects + self.machine.handle(peer, replace(join, promised=offer), self.now)
+        return effects
 
     def _head(self) -> str:
         """Lineage of the job's head: what an up-to-date member holds."""
@@ -194,7 +246,7 @@ class JobStage:
         return str(jobs[0]["lineage"]) if jobs else "root"
 
     def _vote(self, who: str, words: Words) -> Vote:
-        quorum_id, step = (int(part) for part in words.plain[1].split("/"))
+        quorum_id, step = ids_from(words.plain[1])
         given = words.given
         lineage = self.names.resolve(given.get("lineage", "head"))
         if lineage == "head":
@@ -207,7 +259,7 @@ class JobStage:
         )  # fmt: skip
 
     def _heartbeat(self, who: str, words: Words) -> Heartbeat:
-        return Heartbeat(JOB, who, words.number("quorum"), words.number("step"))
+        return Heartbeat(JOB, who, words.quorum("quorum"), words.number("step"))
 
     def _reach(self, who: str, words: Words) -> ReachReport:
         missed, reached = (tuple(words.given.get(k, "").split()) for k in ("missed", "reached"))
@@ -235,7 +287,8 @@ class ReplicaStage:
         self.now, self.names = 0.0, names
         self.fetches: dict[tuple[int, str], FetchState] = {}  # the newest of each state
         join = Join(JOB, "a", "a", words.number("step"), words.given.get("lineage", "root"),
-                    (b"a",), group_commit=words.flag("group_commit"))  # fmt: skip
+                    (b"a",), group_commit=words.flag("group_commit"),
+                    promised=NO_TERM if words.flag("fresh") else FIRST_TERM)  # fmt: skip
         self.machine = Replica(join, resend_s=1.0, revoke_grace_s=0.5)
 
     def do(self, words: Words) -> list[str]:
@@ -269,7 +322,7 @@ class ReplicaStage:
                 digest=words.given.get("digest", "").encode(),
             )  # fmt: skip
         if name == "configured":
-            return Configured(int(plain[0]), error)
+            return Configured(id_from(plain[0]), error)
         if name == "fetched":
             fetch = self.fetches[int(plain[0]), self.names.resolve(plain[1])]
             return Fetched(fetch, error, denied=words.flag("denied"))
@@ -298,14 +351,14 @@ class ReplicaStage:
             Member(n.rstrip("*"), 1, (n.rstrip("*").encode(),), n.endswith("*")) for n in names
         )
         return Quorum(
-            JOB, int(words.plain[0]), words.number("step"),
-            self.names.resolve(given.get("lineage", "root")), words.number("base"),
+            JOB, id_from(words.plain[0]), words.number("step"),
+            self.names.resolve(given.get("lineage", "root")), words.quorum("base"),
             tuple(given.get("removed", "").split()), changed, "test", given.get("settle", ""),
-            given.get("control", "").encode(),
+            given.get("control", "").encode(), words.number("nonce", FIRST_TERM.nonce),
         )  # fmt: skip
 
     def _decision(self, words: Words) -> Decision:
-        quorum_id, step = (int(part) for part in words.plain[0].split("/"))
+        quorum_id, step = ids_from(words.plain[0])
         following = None
         if "next" in words.given:
             words.plain[0] = words.given["next"]
@@ -317,24 +370,30 @@ class ReplicaStage:
         )  # fmt: skip
 
     def _revoke(self, words: Words) -> Revoke:
-        quorum_id, step = (int(part) for part in words.plain[0].split("/"))
+        quorum_id, step = ids_from(words.plain[0])
         return Revoke(JOB, quorum_id, step, "a peer died")
 
     def _expelled(self, words: Words) -> Expelled:
         hung, differs = words.flag("hung"), words.flag("differs")
-        return Expelled(JOB, int(words.plain[0]), "evicted", hung, differs)
+        return Expelled(JOB, id_from(words.plain[0]), "evicted", hung, differs)
 
     def _waiting(self, words: Words) -> Waiting:
+        if "offer" in words.given:
+            return Waiting(JOB, "not enough", term_from(words.given["offer"]))
         return Waiting(JOB, "not enough")
 
     def _refused(self, words: Words) -> Refused:
         return Refused(JOB, "wrong model")
 
 
+def _is_offer(effect: Any) -> bool:
+    return isinstance(effect, Send) and isinstance(effect.message, Waiting)
+
+
 def _after(lineage: str, quorum_id: int, step: int) -> str:
     from lighthouse.wire.messages import next_lineage
 
-    return next_lineage(lineage, quorum_id, step)
+    return next_lineage(lineage, FIRST_TERM.nonce, quorum_id, step)
 
 
 def play(text: str) -> str:

@@ -1,7 +1,7 @@
 """Watches what a job's processes do and say; knows nothing of how the machines work.
 
 Promises (numbers of docs/protocol.md, "What is promised"):
-S1  All that configure a quorum_id see one member list; a process's and a job's ids only grow.
+S1  All that configure a quorum see one member list; a process's and a term's ids only grow.
 S2  At most one quorum of a job is live: a step is decided before the next quorum forms, and no
     later decision is made under an earlier id. Of one parent state one child is committed: a second one (a fork) only by a quorum at whose
     birth every living process that holds the first child was out of the lighthouse's reach.
@@ -29,6 +29,17 @@ if TYPE_CHECKING:
     from tests.sim.plane import Sum
 
 Position = tuple[int, str]
+ID_BITS = 64
+
+
+def key_of(nonce: int, quorum_id: int) -> int:
+    """One number for a quorum of any lighthouse: two terms may give one quorum_id to two quorums."""
+    return nonce << ID_BITS | quorum_id
+
+
+def id_of(key: int) -> int:
+    """The quorum_id of `key_of`."""
+    return key & ((1 << ID_BITS) - 1)
 
 
 class Violation(AssertionError):
@@ -48,6 +59,7 @@ class Birth:
 
     members: tuple[str, ...]
     reachable: frozenset[str]
+    number: int
 
 
 @dataclass(slots=True)
@@ -68,7 +80,7 @@ class Checker:
     births: dict[int, Birth] = field(default_factory=dict)
     lists: dict[int, tuple[str, ...]] = field(default_factory=dict)
     healing: dict[int, frozenset[str]] = field(default_factory=dict)
-    last_id: int = 0
+    last_ids: dict[int, int] = field(default_factory=dict)  # by the term's nonce
     ids: dict[str, int] = field(default_factory=dict)
     states: dict[Position, int] = field(default_factory=dict)
     at: dict[str, Position] = field(default_factory=dict)
@@ -94,11 +106,13 @@ class Checker:
 
     # ------------------------------------------------------------------ what the lighthouse says
 
-    def announced(self, quorum_id: int, members: tuple[str, ...]) -> None:
-        """The lighthouse formed a quorum."""
-        self.require(quorum_id > self.last_id, f"S1: quorum {quorum_id} after {self.last_id}")
-        self.last_id = quorum_id
-        self.births[quorum_id] = Birth(members, self.living() - self.unreachable() - self.evicted)
+    def announced(self, nonce: int, quorum_id: int, members: tuple[str, ...]) -> None:
+        """A lighthouse formed a quorum."""
+        last = self.last_ids.get(nonce, 0)
+        self.require(quorum_id > last, f"S1: quorum {quorum_id} after {last}")
+        self.last_ids[nonce] = quorum_id
+        reachable = self.living() - self.unreachable() - self.evicted
+        self.births[key_of(nonce, quorum_id)] = Birth(members, reachable, len(self.births))
 
     def heard(self, replica_id: str, message: Reply) -> None:
         """A process received `message`."""
@@ -109,7 +123,7 @@ class Checker:
         if isinstance(message, Decision) and message.next_quorum is not None:
             message = message.next_quorum
         if isinstance(message, Quorum):
-            birth = self.births.get(message.quorum_id)
+            birth = self.births.get(key_of(message.nonce, message.quorum_id))
             self.require(birth is not None, f"S1: quorum {message.quorum_id} was never announced")
 
     # ------------------------------------------------------------------ what processes do
@@ -118,9 +132,10 @@ class Checker:
         self._holds(replica_id, position, state)
 
     def configured(self, replica_id: str, quorum_id: int, members: tuple[Member, ...]) -> None:
-        before = self.ids.get(replica_id, 0)
-        self.require(quorum_id > before, f"S1: {replica_id} in {quorum_id} after {before}")
-        self.ids[replica_id] = quorum_id
+        """Here and below, `quorum_id` is a `key_of`."""
+        before, own = self.ids.get(replica_id, 0), id_of(quorum_id)
+        self.require(own > before, f"S1: {replica_id} in {own} after {before}")
+        self.ids[replica_id] = own
         self.evicted.discard(replica_id)
         self.expelled.discard(replica_id)
         names = tuple(m.replica_id for m in members)
@@ -169,7 +184,8 @@ class Checker:
         """A process applied a step."""
         quorum_id, step = total.quorum_id, total.step
         self.require(self.at[replica_id] == before, f"S6: {replica_id} lost {self.at[replica_id]}")
-        expected = (before[0] + 1, next_lineage(before[1], quorum_id, step))
+        nonce, number = quorum_id >> ID_BITS, id_of(quorum_id)
+        expected = (before[0] + 1, next_lineage(before[1], nonce, number, step))
         self.require(step == before[0] and after == expected,
                      f"S5: {replica_id} applied the sum of {quorum_id}/{step}, now at {after}")  # fmt: skip
         self.require({p.state for p in total.parts} == {self.states[before]},
@@ -230,7 +246,9 @@ class Checker:
             return
         for other, other_id in children.items():
             self.forks += 1
-            older, newer = sorted(((other_id, other), (quorum_id, after)))
+            older, newer = sorted(
+                ((other_id, other), (quorum_id, after)), key=lambda child: self.births[child[0]].number
+            )
             if self.group_commit or self.lossy:
                 continue
             birth = self.births[newer[0]]

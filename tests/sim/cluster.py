@@ -1,26 +1,42 @@
-"""The simulated cluster: one lighthouse, its network, processes that come and go."""
+"""The simulated cluster: lighthouses, their network, processes that come and go."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ft_core.replica.events import Transmit
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Stage
 from lighthouse.config import LighthouseConfig
-from lighthouse.machine.job import Effect, Note, Remember, Send, first_quorum_id
+from lighthouse.machine.job import Effect, Note, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
 from lighthouse.wire.messages import DeathNotice, JobKey, Join, Request
 from tests.sim.checker import Checker
 from tests.sim.clock import Clock
-from tests.sim.network import UP, Network
+from tests.sim.network import UP, Link, Network
 from tests.sim.plane import Plane
 from tests.sim.process import Habits, Position, Process
 from tests.sim.profile import Profile
 
-WALL_CLOCK_S = 1_700_000_000.0
 START: tuple[Position, int] = ((0, "root"), 0)
+CLOCK_ERROR_S = 1e-6
+"""What a float loses when a lighthouse's clock is far ahead."""
+
+
+@dataclass(slots=True)
+class LighthouseHost:
+    """Where one of the lighthouses runs: its machine (None: it is down), and what outlives it."""
+
+    skew_s: float = 0.0
+    machine: Lighthouse | None = None
+    journal: dict[JobKey, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    wake: float | None = None
+    paused: bool = False
+    missed: list[tuple[Callable[..., None], bytes, Request | None]] = field(default_factory=list)
 
 
 class Cluster:
@@ -32,7 +48,8 @@ class Cluster:
         self.net_rng = random.Random(f"net {seed}")
         self.work_rng = random.Random(f"work {seed}")
         self.fault_rng = random.Random(f"faults {seed}")
-        self.network = Network(self.clock, self.net_rng, profile.network)
+        self.network = Network(self.clock, self.net_rng, profile.network, profile.lighthouses)
+        self.network.front = self._front
         self.network.to_lighthouse = self._request
         self.network.lighthouse_lost = self._lost
         self.jobs = [JobKey("job", f"room{i}") for i in range(profile.jobs)]
@@ -43,10 +60,15 @@ class Cluster:
         self.running: dict[str, Process] = {}
         self.checkpoints: dict[str, tuple[Position, int]] = {}
         self.trace: list[str] = []
-        self.lighthouse: Lighthouse | None = None
+        skews = random.Random(f"clocks {seed}")
+        self.lighthouses = [
+            LighthouseHost(skew_s=0.0 if home == 0 else skews.uniform(-1e6, 1e6))
+            for home in range(profile.lighthouses)
+        ]
+        self.open = list(range(profile.lighthouses))
+        """The lighthouses to which the shared address leads now."""
+        self._nonces = itertools.count(1)
         self._lives: dict[str, int] = {}
-        self._wake: float | None = None
-        self._journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
         self._cut_until: dict[str, float] = {}
         self._habits: dict[str, Habits] = {}
 
@@ -59,10 +81,15 @@ class Cluster:
             cut_since=lambda since: frozenset(
                 r for r, until in self._cut_until.items() if until >= since
             ),
-            life=lambda: self.network.lighthouse_life,
+            life=lambda: sum(self.network.lives),
             group_commit=profile.group_commit,
             lossy=profile.network.harsh,
         )
+
+    def _front(self, link: Link) -> int:
+        """What the shared address leads to: any lighthouse behind it that is up, if there is one."""
+        up = [home for home in self.open if self.network.up[home]]
+        return self.net_rng.choice(up) if len(up) > 1 else (up or self.open)[0]
 
     # ------------------------------------------------------------------ processes
 
@@ -132,11 +159,12 @@ class Cluster:
                  or self._cut_until.get(r, 0.0) > now)
         )  # fmt: skip
 
-    # ------------------------------------------------------------------ the lighthouse
+    # ------------------------------------------------------------------ the lighthouses
 
-    def start_lighthouse(self) -> None:
+    def start_lighthouse(self, home: int = 0) -> None:
         """First start, or a restart with whatever the journal kept."""
-        if self.lighthouse is not None:
+        place = self.lighthouses[home]
+        if place.machine is not None:
             return
         profile = self.profile
         config = LighthouseConfig(
@@ -144,77 +172,114 @@ class Cluster:
             expected_replicas=profile.expected_replicas,
             timeouts=profile.timeouts,
         )
-        first_id = first_quorum_id(int((WALL_CLOCK_S + self.clock.now) * 1000))
-        self.lighthouse = self.make_lighthouse(config, first_id, dict(self._journal))
-        self.log("lighthouse starts")
-        self.network.lighthouse_started()
+        place.machine = self.make_lighthouse(config, lambda: next(self._nonces), dict(place.journal))
+        place.wake = None
+        self.log(f"lighthouse {home} starts")
+        self.network.lighthouse_started(home)
 
-    def crash_lighthouse(self) -> None:
-        if self.lighthouse is not None:
-            self.log("lighthouse crashes")
-            self.lighthouse = None
-            self.network.lighthouse_down()
+    def crash_lighthouse(self, home: int = 0) -> None:
+        place = self.lighthouses[home]
+        if place.machine is not None:
+            self.log(f"lighthouse {home} crashes")
+            place.machine, place.missed = None, []
+            self.network.lighthouse_down(home)
+
+    def pause_lighthouse(self, home: int, for_s: float) -> None:
+        """SIGSTOP: it finds all it missed when it goes on, the ends of its connections last."""
+        place = self.lighthouses[home]
+        if place.machine is None or place.paused:
+            return
+        self.log(f"lighthouse {home} stands still")
+        place.paused = True
+        if for_s > self.profile.timeouts.heartbeat_timeout_s:
+            self.network.lighthouse_silent(home)
+        self.clock.after(for_s, self.resume_lighthouse, home)
+
+    def resume_lighthouse(self, home: int) -> None:
+        place = self.lighthouses[home]
+        place.paused = False
+        missed, place.missed = place.missed, []
+        for call, peer, message in missed:
+            call(home, peer, message)
+        if place.machine is not None:
+            self._carry_out(home, [])
 
     def death_notice(self, job: JobKey, replica_id: str) -> None:
-        if self.lighthouse is not None:
-            watcher = f"{replica_id}#watcher".encode()
-            self._request(watcher, DeathNotice(job, replica_id, "watched it die"))
+        """Its watcher tells the lighthouse that its process had reached."""
+        link = next((each for each in self.network.links if each.name == replica_id), None)
+        home = link.home if link is not None else 0
+        watcher = f"{replica_id}#watcher".encode()
+        self._request(home, watcher, DeathNotice(job, replica_id, "watched it die"))
 
     def make_lighthouse(
         self,
         config: LighthouseConfig,
-        first_id: int,
+        nonces: Callable[[], int],
         remembered: dict[JobKey, tuple[int, tuple[str, ...]]],
     ) -> Lighthouse:
-        return Lighthouse(config, first_id, remembered)
+        return Lighthouse(config, nonces, remembered)
 
     def make_replica(self, template: Join, *, resend_s: float, revoke_grace_s: float) -> Replica:
         return Replica(template, resend_s=resend_s, revoke_grace_s=revoke_grace_s)
 
-    def _request(self, peer: bytes, message: Request) -> None:
-        if self.lighthouse is not None:
+    def _request(self, home: int, peer: bytes, message: Request) -> None:
+        place = self.lighthouses[home]
+        if place.paused:
+            place.missed.append((self._request, peer, message))
+        elif place.machine is not None:
             if self.tracing:
-                self.log(f"lighthouse <- {peer.decode()}: {self.short(message)}")
-            self._carry_out(self.lighthouse.handle(peer, message, self.clock.now))
+                self.log(f"lighthouse {home} <- {peer.decode()}: {self.short(message)}")
+            self._carry_out(home, place.machine.handle(peer, message, self._time_at(home)))
 
-    def _lost(self, peer: bytes) -> None:
-        if self.lighthouse is not None:
-            self.log(f"lighthouse loses {peer.decode()}")
-            self._carry_out(self.lighthouse.disconnected(peer, self.clock.now))
+    def _lost(self, home: int, peer: bytes, _: Request | None = None) -> None:
+        place = self.lighthouses[home]
+        if place.paused:
+            place.missed.append((self._lost, peer, None))
+        elif place.machine is not None:
+            self.log(f"lighthouse {home} loses {peer.decode()}")
+            self._carry_out(home, place.machine.disconnected(peer, self._time_at(home)))
 
-    def _expire(self, planned: float) -> None:
-        if self._wake == planned:
-            self._wake = None
-        lighthouse = self.lighthouse
-        if lighthouse is None:
+    def _time_at(self, home: int) -> float:
+        """Clocks of lighthouses differ by anything."""
+        return self.clock.now + self.lighthouses[home].skew_s
+
+    def _expire(self, home: int, planned: float) -> None:
+        place = self.lighthouses[home]
+        if place.wake == planned:
+            place.wake = None
+        machine, now = place.machine, self._time_at(home)
+        if machine is None or place.paused:
             return
-        wanted = lighthouse.deadline()
+        wanted = machine.deadline()
         effects = []
-        if wanted is not None and wanted <= self.clock.now:
-            effects = lighthouse.expire(self.clock.now)
-            again = lighthouse.deadline()
-            assert again is None or again > self.clock.now, "the deadline did not move"
-        self._carry_out(effects)
+        if wanted is not None and wanted <= now + CLOCK_ERROR_S:
+            now = max(now, wanted)
+            effects = machine.expire(now)
+            again = machine.deadline()
+            assert again is None or again > now, "the deadline did not move"
+        self._carry_out(home, effects)
 
-    def _carry_out(self, effects: list[Effect]) -> None:
-        lighthouse = self.lighthouse
-        assert lighthouse is not None
+    def _carry_out(self, home: int, effects: list[Effect]) -> None:
+        place = self.lighthouses[home]
+        machine = place.machine
+        assert machine is not None
         for effect in effects:
             if isinstance(effect, Send):
                 for peer in effect.peers:
                     self.network.send_down(peer, effect.message)
             elif isinstance(effect, Remember):
-                self.checkers[effect.job].announced(effect.quorum_id, effect.members)
+                checker = self.checkers[effect.job]
+                checker.announced(effect.nonce, effect.quorum_id, effect.members)
                 if self.profile.journal:
-                    self._journal[effect.job] = (effect.quorum_id, effect.members)
+                    place.journal[effect.job] = (effect.quorum_id, effect.members)
             else:
                 assert isinstance(effect, Note)
-                self.log(f"lighthouse: {effect.text}")
-        lighthouse.check()
-        wanted = lighthouse.deadline()
-        if wanted is not None and (self._wake is None or wanted < self._wake):
-            self._wake = wanted
-            self.clock.at(wanted, self._expire, wanted)
+                self.log(f"lighthouse {home}: {effect.text}")
+        machine.check()
+        wanted = machine.deadline()
+        if wanted is not None and (place.wake is None or wanted < place.wake):
+            place.wake = wanted
+            self.clock.at(max(self.clock.now, wanted - place.skew_s), self._expire, home, wanted)
 
     # ------------------------------------------------------------------ the trace
 

@@ -10,6 +10,7 @@ their leader over links that keep order and lose nothing while both live.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ class World:
             unreachable=lambda: frozenset(groups.excused | groups.torn()),
             living=lambda: frozenset(self.running),
             cut_since=lambda since: frozenset(groups.excused),
-            life=lambda: groups.network.lighthouse_life,
+            life=lambda: groups.network.lives[0],
         )
         self.checker.group_yes = groups.group_yes
         self.checkers = {JOB: self.checker}
@@ -147,7 +148,8 @@ class Group:
                 if not isinstance(message, ReachReport):
                     self.last_up = message
                 if isinstance(message, Vote) and message.ok:
-                    self.groups.group_yes.add((self.replica_id, message.quorum_id, message.step))
+                    key = self.ranks[0].group_key
+                    self.groups.group_yes.add((self.replica_id, key, message.step))
                 self.groups.network.send_up(self.link, effect.message)
                 continue
             for rank, process in self.ranks.items():
@@ -227,6 +229,7 @@ class Groups:
         self._lives = dict.fromkeys(self.slots, 0)
         self._journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
         self._wake: float | None = None
+        self._nonces = itertools.count(1)
 
     # ------------------------------------------------------------------ groups
 
@@ -265,8 +268,7 @@ class Groups:
     def start_lighthouse(self) -> None:
         if self.lighthouse is None:
             config = LighthouseConfig(min_replicas=1, timeouts=self.profile.timeouts)
-            first_id = int(1_000 + self.clock.now * 1_000)
-            self.lighthouse = Lighthouse(config, first_id, dict(self._journal))
+            self.lighthouse = Lighthouse(config, lambda: next(self._nonces), dict(self._journal))
             self.network.lighthouse_started()
 
     def crash_lighthouse(self) -> None:
@@ -274,11 +276,11 @@ class Groups:
         self.excused |= set(self.living)
         self.network.lighthouse_down()
 
-    def _request(self, peer: bytes, message: Request) -> None:
+    def _request(self, home: int, peer: bytes, message: Request) -> None:
         if self.lighthouse is not None:
             self._carry_out(self.lighthouse.handle(peer, message, self.clock.now))
 
-    def _lost(self, peer: bytes) -> None:
+    def _lost(self, home: int, peer: bytes) -> None:
         if self.lighthouse is not None:
             self._carry_out(self.lighthouse.disconnected(peer, self.clock.now))
 
@@ -298,7 +300,7 @@ class Groups:
             elif isinstance(effect, Remember):
                 self._journal[effect.job] = (effect.quorum_id, effect.members)
                 for world in self.worlds:
-                    world.checker.announced(effect.quorum_id, effect.members)
+                    world.checker.announced(effect.nonce, effect.quorum_id, effect.members)
         assert self.lighthouse is not None
         self.lighthouse.check()
         wanted = self.lighthouse.deadline()

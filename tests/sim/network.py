@@ -1,4 +1,8 @@
-"""The simulated network between processes and the lighthouse.
+"""The simulated network between processes and lighthouses.
+
+All lighthouses share one address. `front` says which of them a new connection reaches, as a load
+balancer or a rolling update does; the connection then stays with it. `cuts` holds the pairs of
+a process and a lighthouse that can't reach each other.
 
 Faithful mode is ZeroMQ over TCP: within one connection messages keep their order and none is lost;
 when a connection breaks, what is on its way is gone; each side notices on its own, at once or after
@@ -18,6 +22,7 @@ from lighthouse.wire.messages import Reply, Request
 from tests.sim.clock import Clock
 
 UP, SILENT, DOWN = "up", "silent", "down"
+RECONNECT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class Link:
         "blocked",
         "connection",
         "down_at",
+        "home",
         "name",
         "outbox",
         "owner",
@@ -58,6 +64,7 @@ class Link:
         self.owner = owner
         self.state = DOWN
         self.connection = 0
+        self.home = 0  # the lighthouse at the other end
         self.peer = b""
         self.outbox: list[Request] = []
         self.blocked = False
@@ -75,18 +82,23 @@ class Endpoint(Protocol):
 
 
 class Network:
-    """All links. `to_lighthouse` and `lighthouse_lost` are the lighthouse's ears."""
+    """All links. `to_lighthouse` and `lighthouse_lost` are the ears of the lighthouse whose number
+    they are given."""
 
-    def __init__(self, clock: Clock, rng: random.Random, profile: NetworkProfile) -> None:
+    def __init__(
+        self, clock: Clock, rng: random.Random, profile: NetworkProfile, lighthouses: int = 1
+    ) -> None:
         self._clock = clock
         self._rng = rng
         self.profile = profile
         self.links: list[Link] = []
         self._peers: dict[bytes, tuple[Link, int]] = {}
-        self.lighthouse_up = False
-        self.lighthouse_life = 0
-        self.to_lighthouse: Callable[[bytes, Request], None] = lambda peer, message: None
-        self.lighthouse_lost: Callable[[bytes], None] = lambda peer: None
+        self.up = [False] * lighthouses
+        self.lives = [0] * lighthouses
+        self.cuts: set[tuple[str, int]] = set()
+        self.front: Callable[[Link], int] = lambda link: 0
+        self.to_lighthouse: Callable[[int, bytes, Request], None] = lambda home, peer, message: None
+        self.lighthouse_lost: Callable[[int, bytes], None] = lambda home, peer: None
 
     # ------------------------------------------------------------------ connections
 
@@ -99,9 +111,14 @@ class Network:
         self._clock.after(self._rng.uniform(0.001, 0.02), self._connected, link)
 
     def _connected(self, link: Link) -> None:
-        if link.state != DOWN or link.blocked or not self.lighthouse_up or not link.owner.alive:
+        if link.state != DOWN or link.blocked or not link.owner.alive:
             return
-        link.state = UP
+        home = self.front(link)
+        if not self.up[home] or (link.name, home) in self.cuts:
+            if any(self.up):  # the next attempt may reach another one
+                self._clock.after(RECONNECT_S, self._connected, link)
+            return
+        link.state, link.home = UP, home
         link.connection += 1
         text = link.name if self.profile.stable_peers else f"{link.name}#{link.connection}"
         link.peer = text.encode()
@@ -117,13 +134,13 @@ class Network:
         if link.state != UP:
             return
         link.state = SILENT
-        connection, peer, life = link.connection, link.peer, self.lighthouse_life
-        self._clock.after(lighthouse_s, self._lighthouse_notices, peer, life)
+        connection, peer, life = link.connection, link.peer, self.lives[link.home]
+        self._clock.after(lighthouse_s, self._lighthouse_notices, link.home, peer, life)
         self._clock.after(process_s, self._process_notices, link, connection)
 
-    def _lighthouse_notices(self, peer: bytes, life: int) -> None:
-        if self.lighthouse_up and self.lighthouse_life == life:
-            self.lighthouse_lost(peer)
+    def _lighthouse_notices(self, home: int, peer: bytes, life: int) -> None:
+        if self.up[home] and self.lives[home] == life:
+            self.lighthouse_lost(home, peer)
 
     def _process_notices(self, link: Link, connection: int) -> None:
         if link.connection != connection or link.state != SILENT:
@@ -143,17 +160,37 @@ class Network:
         link.blocked = False
         self.connect(link)
 
-    def lighthouse_down(self) -> None:
-        """The lighthouse crashed: most processes see it at once, some by heartbeats."""
-        self.lighthouse_up = False
+    def cut(self, link: Link, home: int) -> None:
+        """`link` and one lighthouse can't reach each other."""
+        self.cuts.add((link.name, home))
+        if link.home == home:
+            limit = self.profile.heartbeat_timeout_s
+            self.break_link(link, lighthouse_s=limit, process_s=limit * self._rng.uniform(1.0, 1.5))
+
+    def mend(self) -> None:
+        """No pair is cut any more."""
+        self.cuts.clear()
+
+    def lighthouse_down(self, home: int = 0) -> None:
+        """A lighthouse crashed: most processes see it at once, some by heartbeats."""
+        self.up[home] = False
         limit = self.profile.heartbeat_timeout_s
         for link in self.links:
+            if link.home != home:
+                continue
             late = limit if self._rng.random() < 0.2 else self._rng.uniform(0.0, 0.01)
             self.break_link(link, lighthouse_s=0.0, process_s=late)
 
-    def lighthouse_started(self) -> None:
-        self.lighthouse_up = True
-        self.lighthouse_life += 1
+    def lighthouse_silent(self, home: int) -> None:
+        """A lighthouse stands still: processes notice by heartbeats."""
+        limit = self.profile.heartbeat_timeout_s
+        for link in self.links:
+            if link.home == home:
+                self.break_link(link, lighthouse_s=limit, process_s=limit)
+
+    def lighthouse_started(self, home: int = 0) -> None:
+        self.up[home] = True
+        self.lives[home] += 1
         for link in self.links:
             self.connect(link)
 
@@ -200,8 +237,8 @@ class Network:
         return (delay_s,)
 
     def _arrive_up(self, link: Link, connection: int, message: Request) -> None:
-        if self.lighthouse_up and link.state == UP and link.connection == connection:
-            self.to_lighthouse(link.peer, message)
+        if self.up[link.home] and link.state == UP and link.connection == connection:
+            self.to_lighthouse(link.home, link.peer, message)
 
     def _arrive_down(self, link: Link, connection: int, message: Reply) -> None:
         if link.state == UP and link.connection == connection and link.owner.alive:

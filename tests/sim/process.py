@@ -42,7 +42,7 @@ from ft_core.replica.events import (
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
 from lighthouse.wire.messages import JobKey, Join, Reply, Vote
-from tests.sim.checker import state_after
+from tests.sim.checker import id_of, key_of, state_after
 from tests.sim.network import Link
 from tests.sim.plane import Contribution, Sum
 
@@ -102,6 +102,7 @@ class Process:
         self.snapshot: tuple[Position, int] | None = None
         self.fetched_state: tuple[Position, int] | None = None
         self.results: dict[tuple[int, int], Sum | None] = {}
+        self._keys: dict[int, int] = {}  # of the quorums it was in, by quorum_id
         self.fetches = 0
         self.commits = 0
         self._timer: float | None = None
@@ -175,7 +176,7 @@ class Process:
     def _configured(self, quorum_id: int, error: str, missed: tuple[str, ...] = ()) -> None:
         if self._configuring == quorum_id:
             self._configuring = 0
-        self._tell(Configured(quorum_id, error, missed))
+        self._tell(Configured(id_of(quorum_id), error, missed))
 
     def reduced(self, quorum_id: int, sequence: int, total: Sum | None) -> None:
         self._event(self._reduced, quorum_id, sequence, total)
@@ -217,6 +218,12 @@ class Process:
 
     # ------------------------------------------------------------------ effects
 
+    @property
+    def group_key(self) -> int:
+        """`key_of` the quorum in view; 0: there was none yet."""
+        view = self.replica.view
+        return key_of(view.nonce, view.quorum_id) if view is not None else 0
+
     _groups: tuple[int, ...] = ()
     _configuring = 0  # whose group is being made
 
@@ -228,15 +235,16 @@ class Process:
             if isinstance(effect, Transmit):
                 if isinstance(effect.message, Vote) and not effect.message.ok:
                     vote = effect.message
-                    self.checker.votes_no(self.replica_id, vote.quorum_id, vote.step)
+                    self.checker.votes_no(self.replica_id, self._keys[vote.quorum_id], vote.step)
                 cluster.network.send_up(self.link, effect.message)
             elif isinstance(effect, Configure):
                 self._configure(effect)
             elif isinstance(effect, Abort):
-                if self._configuring == effect.quorum_id:
+                quorum_id = self._keys[effect.quorum_id]
+                if self._configuring == quorum_id:
                     self._configuring = 0
-                self.plane.leave(self.replica_id, effect.quorum_id)
-                self._break_own(effect.quorum_id)
+                self.plane.leave(self.replica_id, quorum_id)
+                self._break_own(quorum_id)
             elif isinstance(effect, TryToReach):
                 members = tuple(m.replica_id for m in effect.members)
                 missed = self.plane.missed(self.replica_id, members)
@@ -251,26 +259,28 @@ class Process:
                 assert isinstance(effect, Remark)
 
     def _configure(self, effect: Configure) -> None:
-        members = tuple(m.replica_id for m in effect.members)
-        self.checker.configured(self.replica_id, effect.quorum_id, effect.members)
+        members, view = tuple(m.replica_id for m in effect.members), self.replica.view
+        assert view is not None and view.quorum_id == effect.quorum_id
+        key = self._keys[effect.quorum_id] = key_of(view.nonce, view.quorum_id)
+        self.checker.configured(self.replica_id, key, effect.members)
         self.checker.require(
             not self._configuring,
             f"{self.replica_id} must wait for the group of quorum {self._configuring}, which may "
             "never be made, to make another",
         )
-        self._configuring = effect.quorum_id
+        self._configuring = key
         for quorum_id in self._groups:
             self.plane.leave(self.replica_id, quorum_id)
             self._break_own(quorum_id)
-        self._groups = (effect.quorum_id,)
+        self._groups = (key,)
         habits = self.habits
         delay_s = habits.configure_s * self.rng.random()
         if self.rng.random() < habits.configure_failures:
-            self.clock.after(delay_s, self.group_made, effect.quorum_id, "simulated failure")
+            self.clock.after(delay_s, self.group_made, key, "simulated failure")
             return
-        self.clock.after(delay_s, self._event, self._join_group, effect.quorum_id, members)
+        self.clock.after(delay_s, self._event, self._join_group, key, members)
         limit_s = self.cluster.profile.timeouts.timeout_s
-        self.clock.after(limit_s, self._configure_times_out, effect.quorum_id)
+        self.clock.after(limit_s, self._configure_times_out, key)
 
     def _join_group(self, quorum_id: int, members: tuple[str, ...]) -> None:
         if quorum_id in self._groups:
@@ -278,7 +288,7 @@ class Process:
 
     def _configure_times_out(self, quorum_id: int) -> None:
         view = self.replica.view
-        if view is not None and view.quorum_id == quorum_id and not self.replica.ready:
+        if view is not None and self.group_key == quorum_id and not self.replica.ready:
             self.group_made(quorum_id, "timeout")
 
     def _break_own(self, quorum_id: int) -> None:
@@ -468,8 +478,9 @@ class Process:
             part = Contribution(self.replica_id, computed_on, self.rng.getrandbits(40))
         total: Sum | None = None
         for bucket in range(self.habits.buckets):
-            sequence = self.plane.enter(self, view.quorum_id, view.step, part)
-            self._bound = key = (view.quorum_id, sequence)
+            quorum_id = self.group_key
+            sequence = self.plane.enter(self, quorum_id, view.step, part)
+            self._bound = key = (quorum_id, sequence)
             clock.after(self._patience_s(), self._event, self._stall, key)
             yield partial(self._collective_over, key)
             total = self.results.pop(key, None)
@@ -504,7 +515,7 @@ class Process:
         replica, clock = self.replica, self.clock
         ok = replica.may_vote and total is not None
         step_before, lineage_before = replica.step, replica.lineage
-        quorum_id = replica.view.quorum_id if replica.view else 0
+        quorum_id = self.group_key
         if ok:
             self.checker.votes_yes(self.replica_id, quorum_id, step_before)
         control = f"{self.replica_id}".encode()

@@ -32,6 +32,7 @@ class Profile:
 
     slots: tuple[str, ...] = ("a", "b", "c")
     jobs: int = 1
+    lighthouses: int = 1
     min_replicas: int = 1
     expected_replicas: int = 0
     timeouts: Timeouts = field(default_factory=lambda: Timeouts.derive(6.0))

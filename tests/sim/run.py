@@ -112,8 +112,8 @@ def _wake_lost_jobs(cluster: Cluster) -> bool:
     long, and evicting the last holders of a state on suspicion would throw the state away.
     """
     found = False
-    assert cluster.lighthouse is not None
-    for job in cluster.lighthouse.status()["jobs"]:  # type: ignore[attr-defined]
+    lighthouses = [place.machine for place in cluster.lighthouses if place.machine is not None]
+    for job in [job for each in lighthouses for job in each.status()["jobs"]]:  # type: ignore[attr-defined]
         living = [m["replica_id"] for m in job["members"] if not m["gone"] and not m["healing"]]
         processes = [cluster.running[r] for r in living if r in cluster.running]
         if processes and all(p.habits.hung for p in processes):

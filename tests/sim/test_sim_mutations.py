@@ -19,10 +19,8 @@ from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Outcome
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.job import JobState
-from lighthouse.machine.jobs import Lighthouse
 from lighthouse.machine.members import History
-from lighthouse.wire.messages import Join, Member, Quorum, Vote, next_lineage
-from tests.sim.cluster import Cluster
+from lighthouse.wire.messages import Member, Quorum, Term, Vote, next_lineage
 from tests.sim.profile import Profile, profile_of
 from tests.sim.run import run
 
@@ -45,17 +43,14 @@ def counts_votes_of_old_quorums(patch: Patch) -> None:
 
 
 def reuses_ids_after_restart(patch: Patch) -> None:
-    original = JobState._on_join
+    """All lives of lighthouses share one nonce, and the epoch stays."""
+    original = JobState.__init__
 
-    def on_join(self: JobState, peer: bytes, join: Join, now: float) -> None:
-        original(self, peer, replace(join, quorum_id=0), now)
+    def init(self: JobState, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.term = Term(0, 1)
 
-    patch.setattr(JobState, "_on_join", on_join)
-    patch.setattr("tests.sim.cluster.first_quorum_id", lambda wall_clock_ms: 1)
-    patch.setattr(
-        Cluster, "make_lighthouse",
-        lambda self, config, first_id, remembered: Lighthouse(config, first_id),
-    )  # fmt: skip
+    patch.setattr(JobState, "__init__", init)
 
 
 def commits_without_the_decision(patch: Patch) -> None:
@@ -135,7 +130,7 @@ def lets_flags_of_healing_travel(patch: Patch) -> None:
 
 def _advance_without_healing(self: Replica, view: replica_module.View) -> None:
     self.step = view.step + 1
-    self.lineage = next_lineage(view.lineage, view.quorum_id, view.step)
+    self.lineage = next_lineage(view.lineage, view.nonce, view.quorum_id, view.step)
     self.view = replace(view, step=self.step, lineage=self.lineage)
 
 
@@ -162,10 +157,9 @@ def shows_everyone_its_own_control(patch: Patch) -> None:
 
 
 def names_a_lineage_by_step_alone(patch: Patch) -> None:
-    def by_step(lineage: str, quorum_id: int, step: int) -> str:
+    def by_step(lineage: str, nonce: int, quorum_id: int, step: int) -> str:
         return f"step-{step}"
 
-    patch.setattr(replica_module, "next_lineage", by_step)
     patch.setattr(status_module, "next_lineage", by_step)
     patch.setattr(history_module, "next_lineage", by_step)
     patch.setattr("tests.sim.checker.next_lineage", by_step)

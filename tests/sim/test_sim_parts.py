@@ -42,8 +42,8 @@ def make(profile: NetworkProfile) -> tuple[Clock, Network, Link, Ear, list[Reque
     network = Network(clock, random.Random(1), profile)
     said: list[Request] = []
     lost: list[bytes] = []
-    network.to_lighthouse = lambda peer, message: said.append(message)
-    network.lighthouse_lost = lost.append
+    network.to_lighthouse = lambda home, peer, message: said.append(message)
+    network.lighthouse_lost = lambda home, peer: lost.append(peer)
     link = Link("a", ear)
     network.lighthouse_started()
     network.attach(link)
@@ -135,7 +135,7 @@ def three_workers() -> tuple[Clock, Plane, list[Any], Checker]:
         now=lambda: clock.now, unreachable=frozenset, living=lambda: everybody,
         cut_since=lambda since: frozenset(), life=lambda: 1,
     )  # fmt: skip
-    checker.announced(1, ("a", "b", "c"))
+    checker.announced(0, 1, ("a", "b", "c"))
     checker.healing[1] = frozenset()
     plane = Plane(clock, random.Random(1), checker)
     return clock, plane, [Worker(name) for name in "abc"], checker
@@ -200,7 +200,7 @@ def test_two_member_lists_of_one_id_are_a_violation() -> None:
     with pytest.raises(Violation, match="S1"):
         checker.same_members(1, ("a", "b"), ("a", "c"))
     with pytest.raises(Violation, match="S1"):
-        checker.announced(1, ("a", "b"))
+        checker.announced(0, 1, ("a", "b"))
 
 
 def test_two_states_at_one_position_are_a_violation() -> None:
@@ -262,9 +262,9 @@ def test_a_job_that_can_not_commit_breaks_the_liveness_promise() -> None:
     profile = Profile(slots=("a", "b"), min_replicas=2, faulty_s=3.0)
 
     class Deaf(Cluster):
-        def _request(self, peer: bytes, message: Request) -> None:
+        def _request(self, home: int, peer: bytes, message: Request) -> None:
             if self.clock.now < 1.0:
-                super()._request(peer, message)
+                super()._request(home, peer, message)
 
     with pytest.raises(Violation, match="L1"):
         run("deaf", profile, cluster_type=Deaf)

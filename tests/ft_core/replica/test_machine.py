@@ -35,6 +35,7 @@ from lighthouse.wire.messages import (
     Refused,
     Reply,
     Revoke,
+    Term,
     Vote,
     Waiting,
     next_lineage,
@@ -60,15 +61,17 @@ def any_reply(rng: random.Random, replica: Replica) -> Reply:
             KEY, quorum_id + rng.randrange(3), step, own, rng.choice([0, 0, quorum_id]),
             tuple(rng.sample("bc", rng.randrange(2))),
             tuple(member(n, rng.random() < 0.3) for n in names), "any", settle,
+            nonce=replica.promised.nonce if rng.random() < 0.95 else 99,
         )  # fmt: skip
     if kind < 8:
         decision = Decision(KEY, quorum_id, step, rng.random() < 0.6)
         if rng.random() < 0.3:
             return replace(decision, waiting=True)
         if rng.random() < 0.4:
-            after = next_lineage(replica.lineage, quorum_id, step)
+            nonce = replica.promised.nonce
+            after = next_lineage(replica.lineage, nonce, quorum_id, step)
             both = (member("a"), member("b"))
-            following = Quorum(KEY, quorum_id + 1, step + 1, after, 0, (), both)
+            following = Quorum(KEY, quorum_id + 1, step + 1, after, 0, (), both, nonce=nonce)
             return replace(decision, next_quorum=following)
         return decision
     if kind == 8:
@@ -116,7 +119,8 @@ def test_nothing_that_is_received_breaks_an_invariant(group_commit: bool) -> Non
     outcomes = 0
     for seed in range(600):
         rng = random.Random(seed)
-        template = Join(KEY, "a", "a", 0, "root", (b"a",), group_commit=group_commit)
+        template = Join(KEY, "a", "a", 0, "root", (b"a",), group_commit=group_commit,
+                        promised=Term(0, 1))  # fmt: skip
         replica = Replica(template, resend_s=1.0, revoke_grace_s=0.5)
         now, last_configured = 0.0, 0
         votes: dict[tuple[int, int], bool] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from ft_core.replica.group_leader import peer_of
 from ft_core.shell.group_server import GroupLink, GroupServer, Leader
 from lighthouse.config import LighthouseConfig, split_address
 from lighthouse.server import LighthouseServer
-from lighthouse.wire.messages import JobKey, Join, Leave, Message, Quorum
+from lighthouse.wire.messages import JobKey, Join, Leave, Quorum, Waiting
 from tests.harness.waiting import PATIENCE_S
 from tests.lighthouse.support import FAST
 from tests.lighthouse.test_strangers import STRAY
@@ -43,20 +44,25 @@ def context() -> Iterator[zmq.Context[Any]]:
     context.destroy(linger=0)
 
 
-def _await_quorum(link: GroupLink) -> Quorum:
+def _await_quorums(links: list[GroupLink]) -> list[Quorum]:
+    """What each rank hears; all follow the lighthouse that offers its term."""
     poller = zmq.Poller()
-    for each in link.sockets:
+    for each in [one for link in links for one in link.sockets]:
         poller.register(each, zmq.POLLIN)
     deadline = time.monotonic() + PATIENCE_S
-    while True:
-        link.events()
-        found: list[Message] = [m for m in link.receive() if isinstance(m, Quorum)]
-        if found:
-            assert isinstance(found[0], Quorum)
-            return found[0]
+    found: dict[int, Quorum] = {}
+    while len(found) < len(links):
         left_ms = (deadline - time.monotonic()) * 1000
         assert left_ms > 0
         poller.poll(left_ms)
+        for rank, link in enumerate(links):
+            link.events()
+            for message in link.receive():
+                if isinstance(message, Quorum):
+                    found[rank] = message
+                elif isinstance(message, Waiting) and message.offer is not None:
+                    link.send(replace(_join(rank), promised=message.offer))
+    return [found[rank] for rank in range(len(links))]
 
 
 def _join(rank: int) -> Join:
@@ -72,7 +78,7 @@ def test_strangers_do_not_end_the_group(
         links = [GroupLink(group.leader, rank, FAST, context) for rank in range(2)]
         for rank, link in enumerate(links):
             link.send(_join(rank))
-        quorums = [_await_quorum(link) for link in links]
+        quorums = _await_quorums(links)
     assert quorums[0] == quorums[1]
     for link in links:
         link.close()
@@ -88,8 +94,8 @@ def test_a_rank_without_the_groups_secret_is_not_heard(
     assert monitor.poll(PATIENCE_S * 1000), "it is turned away"
     for rank, link in enumerate(links):
         link.send(_join(rank))
-    for link in links:
-        assert [m.addresses for m in _await_quorum(link).changed] == [(b"rank 0", b"rank 1")]
+    for quorum in _await_quorums(links):
+        assert [m.addresses for m in quorum.changed] == [(b"rank 0", b"rank 1")]
     for link in (*links, forged):
         link.close()
     assert peer_of(1) == b"rank-1"

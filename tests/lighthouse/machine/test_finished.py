@@ -6,7 +6,7 @@ from typing import Any
 
 from lighthouse.machine.job import Effect, JobState, Send
 from lighthouse.wire.messages import FINISHED, Leave, Quorum, Refused, Waiting, next_lineage
-from tests.lighthouse.machine.test_job import KEY, LIMITS, full_job, join, vote_all
+from tests.lighthouse.machine.test_job import KEY, LIMITS, TERM, full_job, join, vote_all
 
 MOMENT = 10.0
 
@@ -47,7 +47,7 @@ def test_all_members_that_come_start_anew() -> None:
 def test_a_member_that_holds_the_last_step_goes_on() -> None:
     """A second `fit`, or a resumed checkpoint."""
     job = finished_job(FINISHED, FINISHED, FINISHED)
-    lineage = next_lineage("root", 1, 0)
+    lineage = next_lineage("root", TERM.nonce, 1, 0)
     effects = job.handle(b"x", join("x", step=1, lineage=lineage), MOMENT)
     assert not told(effects, Refused)
     assert told(job.expire(MOMENT + LIMITS.join_timeout_s), Quorum)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.forming import MAX_DOUBLINGS, Patience
-from lighthouse.machine.job import Effect, JobState, Send, first_quorum_id
+from lighthouse.machine.job import Effect, JobState, Send
 from lighthouse.machine.jobs import Lighthouse
 from lighthouse.machine.members import REMEMBERED_DECISIONS, History, Members
 from lighthouse.machine.rules import Position
@@ -29,7 +32,9 @@ from lighthouse.wire.messages import (
     Member,
     Quorum,
     Request,
+    Term,
     Vote,
+    Waiting,
     apply_delta,
     member_delta,
     next_lineage,
@@ -37,10 +42,18 @@ from lighthouse.wire.messages import (
 
 KEY = JobKey("job", "room")
 LIMITS = Timeouts.derive(6.0)
+TERM = Term(0, 1)
 
 
 def join(who: str, **given: object) -> Join:
-    return replace(Join(KEY, who, who, 0, "root", (who.encode(),)), **given)  # type: ignore[arg-type]
+    """A join of a process that has promised itself to the first term of its job."""
+    made = Join(KEY, who, who, 0, "root", (who.encode(),), promised=TERM)
+    return replace(made, **given)  # type: ignore[arg-type]
+
+
+def nonces() -> Callable[[], int]:
+    """1, 2, ..."""
+    return partial(next, itertools.count(TERM.nonce))
 
 
 def full_job(count: int) -> tuple[JobState, list[str]]:
@@ -91,12 +104,8 @@ def test_many_deaths_at_once_are_one_revoke() -> None:
     job.check()
 
 
-def test_ids_of_a_later_start_are_higher() -> None:
-    assert first_quorum_id(1_700_000_000_001) > first_quorum_id(1_700_000_000_000) + 900
-
-
 def test_a_full_lighthouse_refuses_but_reuses_jobs_that_all_have_left() -> None:
-    machine = Lighthouse(LighthouseConfig(max_jobs=1, timeouts=LIMITS), 1)
+    machine = Lighthouse(LighthouseConfig(max_jobs=1, timeouts=LIMITS), nonces())
     machine.handle(b"a", join("a"), 0.0)
     other = join("b", job=JobKey("job", "other"))
     assert "full" in str(machine.handle(b"b", other, 0.0))
@@ -160,7 +169,7 @@ def test_history_is_bounded() -> None:
     position = Position(0, "root")
     history.start(position)
     for step in range(2 * REMEMBERED_DECISIONS):
-        position = history.decided(Decision(KEY, 1, step, True), position)
+        position = history.decided(Decision(KEY, 1, step, True), TERM.nonce, position)
     assert history.decision(1, 0) is None
     assert history.decision(1, 2 * REMEMBERED_DECISIONS - 1) is not None
     assert history.commits == 2 * REMEMBERED_DECISIONS
@@ -185,18 +194,21 @@ def test_a_member_keeps_its_place_and_moves_with_its_connection() -> None:
 # ---------------------------------------------------------------- nonsense
 
 
-def any_request(rng: random.Random, ids: list[int], lineages: list[str]) -> Request:
+def any_request(
+    rng: random.Random, ids: list[int], lineages: list[str], terms: list[Term]
+) -> Request:
     """Well-formed, but said at any time by anybody about anything."""
     who, step = rng.choice("abcd"), rng.randrange(4)
     quorum_id, lineage = rng.choice(ids), rng.choice(lineages)
     kind = rng.randrange(10)
     if kind < 3:
-        doubt = InDoubt(quorum_id, step, next_lineage(lineage, quorum_id, step))
+        doubt = InDoubt(quorum_id, step, next_lineage(lineage, TERM.nonce, quorum_id, step))
         return join(
             who, step=step, lineage=lineage, quorum_id=rng.choice([0, *ids]),
             name=rng.choice([who, "a"]), in_doubt=rng.choice([None, doubt]),
             last_members=tuple(rng.sample("abcd", rng.randrange(4))),
             can_heal=rng.random() < 0.8, group_commit=rng.random() < 0.05,
+            promised=rng.choice(terms),
         )  # fmt: skip
     if kind < 8:
         return Vote(
@@ -214,8 +226,8 @@ def test_nothing_that_peers_say_breaks_an_invariant(block: int) -> None:
     for seed in range(block * 250, block * 250 + 250):
         rng = random.Random(seed)
         config = LighthouseConfig(min_replicas=rng.choice([1, 2]), timeouts=LIMITS)
-        machine, now, highest = Lighthouse(config, 1), 0.0, 0
-        ids, lineages = [1], ["root", TORN + "a"]
+        machine, now, highest = Lighthouse(config, nonces()), 0.0, 0
+        ids, lineages, terms = [1], ["root", TORN + "a"], [TERM] * 9
         for _ in range(60):
             now += rng.choice([0.0, 0.01, 0.3, 3.0])
             wanted = machine.deadline()
@@ -226,11 +238,13 @@ def test_nothing_that_peers_say_breaks_an_invariant(block: int) -> None:
                 assert again is None or again > now, "a deadline that does not move"
             if rng.random() < 0.05:
                 effects += machine.disconnected(rng.choice("abcd").encode(), now)
-            request = any_request(rng, ids, lineages)
+            request = any_request(rng, ids, lineages, terms)
             effects += machine.handle(rng.choice("abcd").encode(), request, now)
             machine.check()
             for send in sends(effects):
                 told = send.message
+                if isinstance(told, Waiting) and told.offer is not None:
+                    terms = [*terms[-9:], *[told.offer] * 3]
                 if isinstance(told, Decision) and told.next_quorum is not None:
                     told = told.next_quorum
                 if isinstance(told, Quorum):

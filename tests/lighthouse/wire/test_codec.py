@@ -19,6 +19,12 @@ KINDS: tuple[type, ...] = typing.get_args(messages.Message)
 
 # msgpack carries integers of 64 bits.
 numbers = st.integers(0, 2**63 - 1)
+quorum_ids = st.integers(0, (messages.MAX_EPOCH + 1 << messages.TERM_BITS) - 1)
+steps = st.integers(0, messages.MAX_STEP)
+wishes = st.integers(0, messages.MAX_WISH)
+terms = st.builds(
+    messages.Term, st.integers(0, messages.MAX_EPOCH), st.integers(0, messages.MAX_NONCE)
+)
 ids = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=20)
 words = st.text(st.characters(codec="utf-8"), max_size=40)
 blobs = st.binary(max_size=100)
@@ -34,21 +40,22 @@ def members(draw: st.DrawFn) -> Member:
 quorums = st.builds(
     Quorum, jobs, numbers, numbers, ids, numbers, st.lists(ids, max_size=3).map(tuple),
     st.lists(members(), max_size=4).map(tuple), words, st.sampled_from(["", "commit", "discard"]),
+    blobs, numbers,
 )  # fmt: skip
 
 anything = st.one_of(
     st.builds(
-        messages.Join, jobs, ids, ids, numbers, ids,
-        st.lists(blobs, min_size=1, max_size=3).map(tuple), numbers,
+        messages.Join, jobs, ids, ids, steps, ids,
+        st.lists(blobs, min_size=1, max_size=3).map(tuple), quorum_ids,
         st.lists(ids, max_size=3).map(tuple),
-        st.none() | st.builds(messages.InDoubt, numbers, numbers, ids), numbers, numbers,
-        st.booleans(), st.booleans(), words, words,
+        st.none() | st.builds(messages.InDoubt, quorum_ids, steps, ids), wishes, wishes,
+        st.booleans(), st.booleans(), words, words, terms,
     ),
     st.builds(
-        Vote, jobs, ids, numbers, numbers, ids, st.booleans(), words,
+        Vote, jobs, ids, quorum_ids, steps, ids, st.booleans(), words,
         st.sampled_from(messages.PHASES), st.booleans(), st.booleans(), blobs,
     ),
-    st.builds(messages.Heartbeat, jobs, ids, numbers, numbers),
+    st.builds(messages.Heartbeat, jobs, ids, quorum_ids, steps),
     st.builds(messages.Leave, jobs, ids, words),
     st.builds(messages.DeathNotice, jobs, ids, words),
     st.builds(
@@ -63,7 +70,7 @@ anything = st.one_of(
         st.booleans(), blobs,
     ),
     st.builds(messages.Revoke, jobs, numbers, numbers, words),
-    st.builds(messages.Waiting, jobs, words),
+    st.builds(messages.Waiting, jobs, words, st.none() | terms),
     st.builds(messages.Expelled, jobs, numbers, words),
     st.builds(Refused, jobs, words),
     st.builds(Status, words),
@@ -203,7 +210,7 @@ def test_a_list_that_promises_too_much_is_refused() -> None:
 
 def test_steady_messages_are_small() -> None:
     """The cost of a step must not grow with the number of replica groups."""
-    vote = Vote(JobKey("job", "room"), "replica_12-0123456789abcdef", 2**60, 10**6, "f" * 16, True)
-    decision = Decision(JobKey("job", "room"), 2**60, 10**6, True, "ok")
+    vote = Vote(JobKey("job", "room"), "replica_12-0123456789abcdef", 2**60 - 1, 10**6, "f" * 16, True)
+    decision = Decision(JobKey("job", "room"), 2**60 - 1, 10**6, True, "ok")
     assert len(codec.encode(vote)) < 100
     assert len(codec.encode(decision)) < 50
