@@ -277,7 +277,7 @@ def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = N
     if runtime.reducer.busy:
         runtime.reducer.check_complete()
     original(self, closure)
-    runtime.position.step_taken()
+    runtime.updated()
     return None
 
 

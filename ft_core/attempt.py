@@ -3,7 +3,8 @@
 A committed outcome and its update belong together: a member that has one without the other would
 hold other weights than its peers at an equal version. So a vote whose answer the loop did not wait
 for is settled before the next attempt, and a member that lacks an update goes back to the position
-that it holds, or discards its state, and heals.
+that it holds, or discards its state, and heals. An update is due from the commit on: each vote says
+how many updates there were since, so that a member that has left one out differs from its peers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from datetime import timedelta
 from ft_core.collectives.allreduce import find_weight
 from ft_core.config import JobOptions
 from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
+from ft_core.heal.compared import ComparedState, Digest
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
 from ft_core.replica.status import Attempt, Outcome, ReplicaStatus, Stage
@@ -23,6 +25,7 @@ from ft_core.shell.session import Session
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
+from lighthouse.wire.messages import NOT_COUNTED, Member
 
 log = logging.getLogger("ft_core")
 
@@ -33,6 +36,7 @@ class Attempts:
     Attributes:
         step: the one under way.
         last_outcome: of the last attempt that has ended.
+        compared: what votes tell of the own state.
     """
 
     def __init__(
@@ -47,6 +51,10 @@ class Attempts:
         self._began_at = 0.0
         self._discards_in_a_row = 0
         self._untaken = False  # a vote was cast, and the loop does not know its outcome
+        self._updates = NOT_COUNTED  # since the last commit
+        self.compared = ComparedState(options.compare_steps)
+        self._known_members: tuple[Member, ...] = ()
+        self._some_heal = False
         self._session: Session | None = None
         self.last_outcome: Outcome | None = None
 
@@ -108,6 +116,7 @@ class Attempts:
                 )
             if not (heal and status.healing):
                 break
+            self._updates = NOT_COUNTED
             try:
                 self._state.load(session)
             except BaseException as error:  # some of it is loaded
@@ -170,6 +179,10 @@ class Attempts:
         step.check()
         if not self._state.unchanged():
             step.fail(RuntimeError(CHANGED_WHILE_SERVED))
+        status, digest = session.control.status, None
+        settled = status.attempt is Attempt.BOUND and not status.healing
+        if settled and step.error is None:
+            digest = self._digest(status)  # a device computes it before this thread waits for that
         step.drain()
         status = session.control.status
         if step.error is None and (status.attempt is Attempt.OPEN or status.healing):
@@ -179,7 +192,24 @@ class Attempts:
             return events.CastVote(False, f"{type(step.error).__name__}: {step.error}")
         if part is None or part.groups < needed:
             return events.CastVote(False, f"fewer than min_replica_size={needed} participants")
-        return events.CastVote(True, control=control)
+        if not settled:
+            digest = self._digest(session.control.status)
+        return events.CastVote(
+            True,
+            control=control,
+            updates=self._updates if self.compared.equal else NOT_COUNTED,
+            digest=b"" if digest is None else digest.finish(),
+        )
+
+    def _digest(self, status: ReplicaStatus) -> Digest | None:
+        """Of what members compare at this step; of all of it if a member heals."""
+        view = status.view
+        if view is None:
+            return None
+        if view.members is not self._known_members:
+            self._known_members = view.members
+            self._some_heal = any(member.healing for member in view.members)
+        return self.compared.at(view.step, whole=self._some_heal)
 
     def _await_outcome(
         self, vote: events.CastVote, timeout: timedelta | None
@@ -203,6 +233,7 @@ class Attempts:
         self.last_outcome, part = outcome, self.step.part
         seconds = time.monotonic() - self._began_at
         if outcome.committed:
+            self._updates = 0
             if status.published is not None:
                 # The optimizer is next. All members have voted, the healed ones too, so that none
                 # reads the state any more, except where a group acts on its own vote.
@@ -259,9 +290,14 @@ class Attempts:
         session = self.session
         self.step.drain()
         self.step.part = self.step.bound_at = None
-        self._untaken = False
+        self._untaken, self._updates = False, NOT_COUNTED
         session.control.submit(event)
         self._state.retire(session)
+
+    def updated(self) -> None:
+        """See `Manager.updated`."""
+        if self._updates != NOT_COUNTED:
+            self._updates += 1
 
     def update_failed(self, error: BaseException) -> None:
         """See `Manager.update_failed`."""

@@ -17,6 +17,9 @@ from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.replica.status import CopyIndex, RanksHold, WorldSizeMode
 from lighthouse.config import Timeouts, normalize_address
 
+COMPARE_STEPS = 1_024
+"""Less than a thousandth of a step (benchmarks/compare_states.py)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
@@ -37,6 +40,8 @@ class JobOptions:
         weighted: means are weighted by the samples of each participant's batch.
         world_size_mode: see `WorldSizeMode`.
         max_retries: how many discarded steps in a row are tried again; None: no limit.
+        compare_steps: members compare all of their parameters once in so many committed steps; 0:
+            never. All members choose alike.
         timeout_s: seconds that one step's communication may take; `timeouts` derives from it.
         quorum_timeout_s: how long a step waits for its quorum; None: while the lighthouse answers.
         connect_timeout_s: how long the lighthouse may be unreachable; None: derived.
@@ -67,6 +72,7 @@ class JobOptions:
     weighted: bool = False
     world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
     max_retries: int | None = None
+    compare_steps: int = COMPARE_STEPS
     timeout_s: float = 60.0
     quorum_timeout_s: float | None = None
     connect_timeout_s: float | None = None
@@ -88,6 +94,7 @@ class JobOptions:
             ("min_replicas", 1),
             ("expected_replicas", 0),
             ("max_retries", 0),
+            ("compare_steps", 0),
             ("group_world_size", 1),
         ):
             value = getattr(self, name)
@@ -129,6 +136,7 @@ class JobOptions:
             "job_id": env.job_id,
             "lighthouse": env.lighthouse,
             "expected_replicas": env.num_groups,
+            "compare_steps": COMPARE_STEPS if env.compare_steps is None else env.compare_steps,
             "group_rank": env.group_rank,
             "group_world_size": env.group_world_size,
             "store_addr": env.master_addr,
@@ -163,6 +171,8 @@ class JobOptions:
         """Those options that must be equal in all members."""
         size = self.place.size
         found = {"ranks of a replica group": str(size)} if size > 1 else {}
+        if self.compare_steps != COMPARE_STEPS:
+            found["parameters are compared"] = f"in {self.compare_steps} steps"
         return found | ({"mean": "by samples"} if self.weighted else {})
 
 

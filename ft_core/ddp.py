@@ -112,6 +112,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._shares = bool(self._shared)
         reduction.begin_with(self._trained_values(), self._shared)
         manager.register_vote_check(reduction.before_vote)
+        me = weakref.ref(self)
+
+        def compared() -> list[Tensor]:
+            model = me()
+            return [] if model is None else model._compared_parameters()
+
+        manager.register_compared(key, compared)
         self._reduction = reduction
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -155,6 +162,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         ignored = set(self.parameters_to_ignore)
         parameters = {p for n, p in self.module.named_parameters() if n not in ignored}
         return sum(p.numel() for p in parameters if p.requires_grad)
+
+    def _compared_parameters(self) -> list[Tensor]:
+        """Those that are equal in all members."""
+        ignored = set(self.parameters_to_ignore)
+        return [p for name, p in self.module.named_parameters() if name not in ignored]
 
     def _freeze_buckets(self) -> None:
         """Regroup now and never again. See the module's docstring."""
@@ -406,6 +418,7 @@ class PureDistributedDataParallel(nn.Module):
         key = "module" if number == 0 else f"module.{number}"
         manager.register_schema(key, describe(module))
         self._shared = SharedBuffers(manager, module, key=f"{key}.buffers")
+        manager.register_compared(key, module.parameters)
         ready = weakref.WeakMethod(self._gradient_ready)  # see DistributedDataParallel's hook
 
         def hook(parameter: Tensor) -> None:

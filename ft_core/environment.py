@@ -17,6 +17,7 @@ ENV_NUM_GROUPS = "NUM_REPLICA_GROUPS"
 ENV_JOB = "FT_JOB_ID"
 ENV_INTERFACE = "FT_INTERFACE"
 ENV_EVENTS = "FT_EVENT_LOG"
+ENV_COMPARE = "FT_COMPARE_STEPS"
 
 SHARED_JOB = "default"
 """The job id of all replica groups of a lighthouse that were given none."""
@@ -37,6 +38,8 @@ class ReplicaEnv:
         interface: network interface or IP address to advertise; "": the one that routes to the
             lighthouse.
         event_log: file for telemetry events (JSON lines); "": none.
+        compare_steps: members compare their parameters once in so many steps (0: never); None: not
+            said.
     """
 
     lighthouse: str = ""
@@ -50,6 +53,7 @@ class ReplicaEnv:
     master_port: int = 0
     interface: str = ""
     event_log: str = ""
+    compare_steps: int | None = None
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> ReplicaEnv:
@@ -67,6 +71,7 @@ class ReplicaEnv:
             master_port=_int(env, "MASTER_PORT", 0),
             interface=env.get(ENV_INTERFACE, ""),
             event_log=env.get(ENV_EVENTS, ""),
+            compare_steps=_int(env, ENV_COMPARE, 0) if env.get(ENV_COMPARE) else None,
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -80,6 +80,9 @@ class Manager:
         init_sync: True: members that start with different states all take the first one's.
             False: their states are equal already (same seed); nothing is compared.
         max_retries: raise after this many discarded steps in a row; None: never.
+        compare_steps: members compare all of their parameters once in so many committed steps, and
+            after each heal (`register_compared`; docs/protocol.md); 0: never; None: FT_COMPARE_STEPS,
+            else 1024. All members must agree on this.
         job_id: keeps two jobs on one lighthouse apart; default FT_JOB_ID.
         expected_replicas: the first quorum waits for this many; default NUM_REPLICA_GROUPS.
         commit: "quorum": all members commit a step or none does. "group": each replica group
@@ -129,6 +132,7 @@ class Manager:
         token: str = "",
         watch_process: bool = True,
         ranks_hold: str = "shards",
+        compare_steps: int | None = None,
     ) -> None:
         if min_replica_size < 1:
             raise ValueError(f"min_replica_size must be at least 1, got {min_replica_size}")
@@ -144,6 +148,7 @@ class Manager:
             weighted=weighted,
             world_size_mode=world_size_mode,
             max_retries=max_retries,
+            compare_steps=compare_steps,
             timeout_s=timeout,
             quorum_timeout_s=quorum_timeout,
             connect_timeout_s=connect_timeout,
@@ -213,6 +218,24 @@ class Manager:
         It calls `report_error` if the step must not be committed.
         """
         self.step.before_vote(check)
+
+    def register_compared(
+        self, key: str, tensors: Callable[[], Iterable[Tensor]], *, within: int | None = None
+    ) -> None:
+        """Have members compare these tensors, which must be equal in all of them at each vote.
+
+        `DistributedDataParallel`, LocalSGD and DiLoCo register their parameters. A member whose tensors
+        differ from those of more than half of the members is named, discards its state, and heals.
+        Where no state has such a majority, the run ends with `JoinRefused`. `tensors` is called
+        once, in the loop's thread; it returns the same sizes in the same order in all members.
+        `within`: compare at least once in so many committed steps, where these are long.
+        """
+        self._attempts.compared.register(key, tensors, within)
+
+    def compare_states(self, equal: bool) -> None:
+        """Whether this member's state is to be equal to its peers' now, as it is by default. Between
+        the averages of LocalSGD, say, it is not: then votes tell nothing of it."""
+        self._attempts.compared.equal = equal
 
     def register_step_end(self, hook: Callable[[bool], None]) -> None:
         """Have `hook(committed)` called (weakly held if it is a method) when a step has ended: in
@@ -497,6 +520,14 @@ class Manager:
         """
         self._attempts.rejoin(events.Rejoin(reason, discard_state, join_now))
 
+    def updated(self) -> None:
+        """The state was updated: after each update, for loops without `Optimizer`.
+
+        Members count updates since the last committed step. A member that has made fewer than its
+        peers (its loop has caught an exception, say) discards its state, and heals.
+        """
+        self._attempts.updated()
+
     def update_failed(self, e: BaseException) -> None:
         """The update of a committed step raised `e`, and may be half done: `rejoin` without a state.
 
@@ -524,6 +555,7 @@ class Manager:
         if self._closed:
             return
         self._closed = True
+        self._attempts.compared.clear()
         if self._session is not None:
             self._session.close(FINISHED if finished else "shutdown")
         else:

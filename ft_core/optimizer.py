@@ -117,6 +117,7 @@ class OptimizerWrapper(TorchOptimizer):
         except BaseException as error:  # a loop may catch it and go on
             self.manager.update_failed(error)
             raise
+        self.manager.updated()
 
     def _vote(self) -> bool:
         self._open = False

@@ -292,6 +292,13 @@ class Runtime:
         alike = alike and self._device.type == "cpu"
         self._headerless = self._manager.quorum_id() if alike else NO_QUORUM
 
+    def updated(self) -> None:
+        """An optimizer has stepped. Each member counts this: one that has caught an exception in
+        its place differs from its peers at the next vote, and heals."""
+        self.position.step_taken()
+        if self.manager is not None:
+            self.manager.updated()
+
     # ------------------------------------------------------------------ operations
 
     def operation(
@@ -407,6 +414,7 @@ class Runtime:
     def _vote(self) -> bool:
         if self._sigterm.noted:
             self._manager.leave_after_step()
+        self._manager.compare_states(not self.serve_copies)
         try:
             committed = self._manager.should_commit()
         except GroupBroken as error:

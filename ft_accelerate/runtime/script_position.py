@@ -16,7 +16,8 @@ behind runs through its past quickly, with the work taken out, until it is where
     live     it takes part: from the event on at which its peers stood.
 
 A window begins where a training batch is asked for after an optimizer has stepped, and spans all
-batches over which gradients are accumulated. A place is (number of the loader iteration in order of
+batches over which gradients are accumulated. A script that has caught an exception in place of a step
+is in an older window than its peers, which it learns when it takes their state. A place is (number of the loader iteration in order of
 beginning, batches that it had yielded before).
 """
 
@@ -102,6 +103,9 @@ class ScriptPosition:
     generator_states: dict[int, Any] = field(default_factory=dict)
     """Of passes that peers have under way, at their beginning."""
     _logged_bytes: int = 0
+    _unstepped: tuple[Place, int, int] | None = None
+    """Where the window would have begun if an optimizer had stepped on the gradients that are averaged,
+    and the operations and gradient steps of the window until there."""
 
     # ------------------------------------------------------------------ loaders
 
@@ -121,11 +125,14 @@ class ScriptPosition:
 
     def open_window(self, iteration: Iteration) -> None:
         """A training batch is asked for: a new window begins if an optimizer has stepped."""
+        place = iteration.seq, iteration.yielded
         if self.stepped:
-            self._begin_window((iteration.seq, iteration.yielded))
+            self._begin_window(place)
+        elif self.pending and self._unstepped is None:
+            self._unstepped = place, len(self.ops), self.grads
 
     def _begin_window(self, window: Place) -> None:
-        self.window = window
+        self.window, self._unstepped = window, None
         self.ops, self.grads, self.stepped, self._logged_bytes = [], 0, False, 0
 
     # ------------------------------------------------------------------ events
@@ -163,6 +170,9 @@ class ScriptPosition:
         self.target, self.agreed = target, 0
         self.lengths = {**target.lengths, **self.lengths}
         self.generator_states = {seq: state for seq, _, state in target.active}
+        if self._unstepped is not None and self._unstepped[0] == target.window:
+            self.window, ops, grads = self._unstepped
+            self.ops, self.grads, self._unstepped = self.ops[ops:], self.grads - grads, None
         same = target.window == self.window
         self.phase = Phase.REPLAY if same else Phase.FAST_FORWARD
 

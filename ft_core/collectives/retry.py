@@ -24,7 +24,7 @@ cases kept gradients cannot serve.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -212,6 +212,7 @@ class RetryableReducer:
         self._failure: BaseException | None = None
         self._ends_with = -1
         self._step_end_hooks: list[Callable[[bool], None]] = []
+        self._compared: dict[str, Callable[[], Iterable[Tensor]]] = {}
 
     def attach(self, manager: GradientManager) -> None:
         """From now on this is the manager; before its first `start_quorum`."""
@@ -222,6 +223,8 @@ class RetryableReducer:
             manager.register_state_dict_fn(key, load, save)
         for hook in self._step_end_hooks:
             manager.register_step_end(hook)
+        for key, tensors in self._compared.items():
+            manager.register_compared(key, tensors)
 
     def detach(self) -> None:
         """The manager has shut down: gradients stay local."""
@@ -256,6 +259,11 @@ class RetryableReducer:
         self._step_end_hooks.append(hook)
         if self._manager is not None:
             self._manager.register_step_end(hook)
+
+    def register_compared(self, key: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        self._compared[key] = tensors
+        if self._manager is not None:
+            self._manager.register_compared(key, tensors)
 
     def errored(self) -> Exception | None:
         return None if self._manager is None else self._manager.errored()

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ft_core")
 
 BIND_TRIES = 3
+COMPARED_WITHIN = 32
+"""Outer steps in which members compare all global parameters."""
 RELAUNCHES = 2
 """How often a kept window is sent again at once after its outer step was discarded."""
 
@@ -85,6 +87,9 @@ class OuterLoop:
             f"{describe(self._fragments, outer.model)}, sync_every={schedule.sync_every}, "
             f"delay={schedule.delay}, weighted={unit or False}, "
             f"bucket_bytes={outer.bucket_bytes}, keep_windows={keep_windows}{settings}",
+        )
+        manager.register_compared(
+            self.KEY, self._state.state_dict()["parameters"].values, within=COMPARED_WITHIN
         )
         # A window that is to be kept is measured from the present globals until they are loaded.
         manager.state.register(self.KEY, self._load_healed, self._served, in_place=False)
@@ -301,6 +306,7 @@ class OuterLoop:
         except BaseException as error:
             manager.update_failed(error)
             raise
+        manager.updated()
         self.stats.committed += 1
         return True
 

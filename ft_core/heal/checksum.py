@@ -49,7 +49,7 @@ _PIECE_BYTES = 16 << 20  # unit of work of one thread, and of staging from a dev
 
 
 @cache
-def _weights() -> torch.Tensor:
+def weights() -> torch.Tensor:
     """Odd 64-bit weights by splitmix64: the same on every machine and in every release."""
     with np.errstate(over="ignore"):
         z = np.arange(1, BLOCK_BYTES // _WORD + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -65,7 +65,7 @@ def _dot(data: torch.Tensor, start: int, words: int) -> int:
         return 0
     # Typed at any byte offset: x86-64 and arm64 both load unaligned words.
     typed = torch.frombuffer(data.numpy().data, dtype=torch.int64, count=words, offset=start)
-    return int(torch.dot(typed, _weights()[:words]))
+    return int(torch.dot(typed, weights()[:words]))
 
 
 def checksum(data: torch.Tensor) -> bytes:

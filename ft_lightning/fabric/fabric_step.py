@@ -284,6 +284,8 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._check_update(optimizer)
             self.progress.step += self._window.count_update()
             output = super().optimizer_step(optimizer, **kwargs)
+            assert self._manager is not None
+            self._manager.updated()
             return output if closure is None else result
         forget_unscaling(self.precision, optimizer)
         return result

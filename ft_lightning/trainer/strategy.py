@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -182,6 +183,16 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
         output = super().backward(closure_loss, optimizer, *args, **kwargs)
         if self._sink is not None and driver is not None and not driver.open:
             self._tell_loss(closure_loss)
+        return output
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Called by Lightning (or by the user's `optimizer.step`). Members count their updates: one
+        that has caught an exception in place of an update differs from its peers at the next vote."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._votes_each_step and self._manager is not None:
+            self._manager.updated()
         return output
 
     def _tell_loss(self, loss: torch.Tensor) -> None:

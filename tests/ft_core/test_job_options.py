@@ -340,6 +340,7 @@ EFFECTS = {
     "weighted": MANAGER + "test_means_weighted_by_samples",
     "world_size_mode": MANAGER + "test_spares_are_neutral_under_every_reduction",
     "max_retries": MANAGER + "test_max_retries_ends_a_run_of_discards",
+    "compare_steps": "test_compared_states.py::test_comparing_can_be_switched_off",
     "timeout_s": HERE + "test_timeout_bounds_how_long_a_collective_waits",
     "quorum_timeout_s": HERE + "test_quorum_timeout_bounds_the_wait_for_a_quorum",
     "connect_timeout_s": MANAGER + "test_no_lighthouse_is_one_sentence",

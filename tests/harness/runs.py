@@ -59,14 +59,14 @@ class Run:
         self.processes.append(process)
         return process
 
-    def lines(self, name: int) -> list[Line]:
+    def lines(self, name: int, kind: str = "steps") -> list[Line]:
         """What replica `name` logged so far, in order, over all its lives."""
-        path = self.log / f"{name}.steps"
+        path = self.log / f"{name}.{kind}"
         if not path.exists():
             return []
         with contextlib.suppress(json.JSONDecodeError):
             return [json.loads(text) for text in path.read_text().splitlines()]
-        return self.lines(name)  # a line was half written
+        return self.lines(name, kind)  # a line was half written
 
     def end(self, name: int) -> Line:
         path = self.log / f"{name}.end"

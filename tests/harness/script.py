@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,22 @@ def digest(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> str:
     for name, tensor in sorted(dict(tensors).items()):
         total.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
     return total.hexdigest()
+
+
+def fail_once(optimizer: Any, here: Callable[[], bool], *, half: bool) -> None:
+    """The first update of which `here()` holds raises OutOfMemoryError. `half`: parts of it are done."""
+    import torch
+
+    def before_update(inner: Any, args: Any, kwargs: Any) -> None:
+        if not here():
+            return
+        handle.remove()
+        if half:
+            with torch.no_grad():
+                inner.param_groups[0]["params"][0].add_(77.0)
+        raise torch.OutOfMemoryError("injected")
+
+    handle = optimizer.register_step_pre_hook(before_update)
 
 
 class Log:

@@ -6,7 +6,7 @@ For tests that need a step discarded at a chosen point. Its own tests are in tes
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -75,6 +75,9 @@ class ThreadManager:
     def register_step_end(self, hook: Callable[[bool], None]) -> None:
         self.step_end_hooks.append(hook)
 
+    def register_compared(self, key: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        pass
+
     def preallocate_state(self, *optimizers: torch.optim.Optimizer) -> None:
         pass
 
@@ -110,6 +113,9 @@ class ThreadManager:
 
     def report_error(self, e: Exception) -> None:
         self._error = self._error or e
+
+    def updated(self) -> None:
+        pass
 
     def update_failed(self, e: BaseException) -> None:
         raise AssertionError("an update raised") from e

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.harness.script import Log, digest, options_of
+from tests.harness.script import Log, digest, fail_once, options_of
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -37,6 +37,7 @@ OPTIONS: dict[str, Any] = {
     # through its past
     "holds": [],
     "inject": {},  # {"<step>": index}: this replica group reports an error once
+    "raises": {},  # {"<step>": index}: its optimizer raises once, and the loop goes on
     "gather_loss": False,
     "save": 0,  # save_state each so many steps
     "seedable": False,
@@ -185,6 +186,11 @@ def run(options: dict[str, Any]) -> None:
     model, optimizer, train, test, scheduler = accelerator.prepare(
         model, optimizer, train, test, ticks
     )
+    fail_once(
+        optimizer.optimizer,
+        lambda: options["raises"].get(str(global_step)) == accelerator.process_index and log.live,
+        half=True,
+    )
     average = Average()
     accelerator.register_for_checkpointing(average)
     local = local_training(options, accelerator, model)
@@ -205,12 +211,19 @@ def run(options: dict[str, Any]) -> None:
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), options["clip"])
-                    optimizer.step()
+                    raised = False
+                    try:
+                        optimizer.step()
+                    except torch.OutOfMemoryError:
+                        raised = True
                     scheduler.step()
                     optimizer.zero_grad()
                     inner.step()
                 if accelerator.sync_gradients:
                     global_step += 1
+                    if raised:
+                        log.append("raised", step=global_step)
+                        continue
                     if log.live:
                         average.update(accelerator.unwrap_model(model))
                     log.step(

@@ -108,7 +108,9 @@ def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
     assert compare(*lines) > STEPS
     assert not any(line["skipped"] for replica in lines for line in replica)
     done = {line["step"] for replica in lines for line in replica}
-    assert done == set(range(1, EPOCHS * STEPS + 1))  # no process has skipped a step that no other took
+    assert done == set(
+        range(1, EPOCHS * STEPS + 1)
+    )  # no process has skipped a step that no other took
     for epoch in range(EPOCHS):
         seen = [x for replica in lines for x in samples_of(replica, epoch)]
         assert len(seen) - len(set(seen)) <= 1  # the shards are padded to equal length by one
@@ -130,6 +132,26 @@ def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighth
     assert run.end(0)["step"] == run.end(1)["step"] == 4 * windows
     assert run.end(0)["ticks"] == run.end(1)["ticks"] == 4 * windows * 2
     assert compare(run.lines(0), run.lines(1)) > windows
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 3, "gather_loss": True}], ids=["", "window"]
+)
+def test_an_optimizer_that_raises_and_a_loop_that_goes_on(
+    tmp_path: Path, lighthouse: str, options: dict[str, object]
+) -> None:
+    """Parts of the update are done. At the next vote the process differs from its peers: it takes
+    their state, and its script goes to their place, without a restart."""
+    raises = {"3": 1}
+    with running(tmp_path, lighthouse, raises=raises, epochs=3, **options) as run:
+        run.wait(run.start(0), run.start(1))
+    assert [line["step"] for line in run.lines(1, "raised")] == [4]
+    for key in ("digest", "step", "ticks", "lr", "count"):
+        assert run.end(0)[key] == run.end(1)[key], key
+    lines = run.lines(0), run.lines(1)
+    assert compare(*lines) == len(lines[1]) > len(lines[0]) // 2
+    assert lines[1][-1]["step"] == run.end(0)["step"] == len(lines[0])
+    assert len(run.lives(1)) == 1
 
 
 @pytest.mark.parametrize(

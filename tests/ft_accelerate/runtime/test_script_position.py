@@ -77,6 +77,38 @@ def test_in_the_same_window_what_was_done_here_is_not_replayed() -> None:
     assert position.grad_is_done
 
 
+@pytest.mark.parametrize("later", [0, 1], ids=["in the same batch", "with a batch accumulated"])
+def test_a_step_that_was_left_out_has_ended_the_peers_window(later: int) -> None:
+    """The loop has caught an exception in place of the step, and its peers have begun a window."""
+    position = ScriptPosition()
+    iteration = position.begin(None)
+    position.open_window(iteration)
+    iteration.yielded += 1
+    position.log("before", 0)
+    position.graded()
+    for _ in range(1 + later):
+        position.open_window(iteration)
+        iteration.yielded += 1
+    position.log("a", 0)
+    position.relocate(peers(window=(0, 1), ops=("a",), grads=0, at="grad"))
+    assert position.phase is Phase.REPLAY
+    assert not position.grad_is_done
+    assert not position.op_is_done
+    assert position.settle()
+
+
+def test_a_step_that_all_have_left_out_begins_no_window() -> None:
+    position = ScriptPosition()
+    iteration = position.begin(None)
+    for _ in range(2):
+        position.open_window(iteration)
+        iteration.yielded += 1
+        position.graded()
+    position.relocate(peers(window=(0, 0), grads=2, at="grad"))
+    assert position.phase is Phase.REPLAY
+    assert not position.grad_is_done
+
+
 def test_another_path_is_refused() -> None:
     position = ScriptPosition()
     position.relocate(peers())

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lighthouse import LighthouseServer
 from tests.harness.lighthouses import patient_lighthouse
+from tests.harness.script import fail_once
 from tests.harness.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
@@ -229,3 +230,31 @@ def test_joins_between_two_updates_of_a_batch(two: Groups, server: LighthouseSer
     assert first[1][-10:] == second[1] == [10.0, *[21.0] * 9]
     assert first[2:] == second[2:]
     assert first[2] == 16
+
+
+@pytest.mark.parametrize("half", [True, False], ids=["half an update", "no update"])
+def test_an_optimizer_that_raises_and_a_loop_that_goes_on(two: Groups, half: bool) -> None:
+    """At the next vote the group differs from its peers: it takes their state and place."""
+    raised, steps = [], 24
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        strategy = fabric.strategy
+        fail_once(
+            optimizer.optimizer, lambda: index == 1 and strategy.progress.step == 5, half=half
+        )
+        data = TensorDataset(torch.arange(2.0 * steps).reshape(-1, 1))
+        for (batch,) in fabric.setup_dataloaders(DataLoader(data, 1)):
+            fabric.backward(model(batch / steps).square().mean())
+            try:
+                optimizer.step()
+            except torch.OutOfMemoryError:
+                raised.append(int(batch))
+                continue
+            optimizer.zero_grad()
+        return strategy.progress.step, strategy.current_step, model.weight.item(), model.bias.item()
+
+    first, second = two.run(body)
+    assert first == second
+    assert first[0] == steps
+    assert len(raised) == 1

@@ -72,7 +72,9 @@ def test_training_step_runs_once_a_batch_though_members_die_in_the_step(
     assert [len(each) for each in lines] == [4, 2 * batches, 11]
     assert compare(lines[0], lines[1]) == 4
     assert compare(lines[1], lines[2]) == 11
-    assert [line["participants"] for line in lines[1]] == [3] * 4 + [2] * 7 + [1] * (2 * batches - 11)
+    assert [line["participants"] for line in lines[1]] == [3] * 4 + [2] * 7 + [1] * (
+        2 * batches - 11
+    )
     assert [line["leader"] for line in lines[1]] == [False] * 4 + [True] * (2 * batches - 4)
     assert run.end(1)["runs"] == [[x["epoch"], x["batch_idx"]] for x in lines[1]]
     assert run.end(1)["runs"] == [[e, b] for e in range(2) for b in range(batches)]
@@ -198,3 +200,19 @@ def test_manual_optimization_repeats_a_discarded_step(tmp_path: Path, lighthouse
     assert run.end(0)["digest"] == run.end(1)["digest"]
     assert run.end(0)["step"] == BATCHES
     assert run.end(0)["runs"] == run.end(1)["runs"] == [[0, b] for b in range(BATCHES)]
+
+
+def test_an_optimizer_that_raises_in_a_training_step_that_goes_on(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """Parts of the update are done. At the next vote the group differs from its peers: it takes
+    their state and place, without a restart."""
+    options = {"manual": True, "max_epochs": 2, "raises": {"3": 1}}
+    with running(tmp_path, lighthouse, **options) as run:
+        run.wait(run.start(0), run.start(1))
+    assert [line["step"] for line in run.lines(1, "raised")] == [3]
+    assert compare(run.lines(0), run.lines(1)) >= BATCHES
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(0)["step"] == run.end(1)["step"] == 2 * BATCHES
+    assert run.end(0)["runs"] == [[e, b] for e in range(2) for b in range(BATCHES)]
+    assert len(run.lives(1)) == 1

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ft_lightning
-from tests.harness.script import Log, digest, options_of, process_name
+from tests.harness.script import Log, digest, fail_once, options_of, process_name
 from tests.harness.stock import leave_stock
 
 OPTIONS: dict[str, Any] = {
@@ -42,6 +42,7 @@ OPTIONS: dict[str, Any] = {
     "seed": 7,
     "own_start": False,  # each process begins with other parameters
     "inject": {},  # {"<global step>": replica index}: this replica reports an error once
+    "raises": {},  # {"<global step>": replica index}: its optimizer raises once (manual)
     "dies": {},  # {"<global step>": replica index}: it is killed in that step's backward, once
     "manual": False,
     "gan": False,  # two optimizers, by hand; in every other batch on one loss
@@ -120,7 +121,10 @@ class Model(LightningModule):
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)
-            optimizer.step()
+            try:
+                optimizer.step()
+            except torch.OutOfMemoryError:
+                self.files.append("raised", step=self.trainer.global_step)
         return loss
 
     def perhaps_die(self, loss: Tensor) -> None:
@@ -144,6 +148,12 @@ class Model(LightningModule):
             return [torch.optim.AdamW(part, lr=0.01) for part in parts]
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         if self.options["manual"]:
+            raises = self.options["raises"]
+            fail_once(
+                optimizer,
+                lambda: raises.get(str(self.trainer.global_step)) == self.global_rank,
+                half=True,
+            )
             return optimizer
         step = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
         epoch = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)

@@ -1,0 +1,269 @@
+"""Members compare their states: one that differs is named, discards its state, and heals."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ft_core.ddp import DistributedDataParallel
+from ft_core.optimizer import Optimizer
+from lighthouse.errors import JoinRefused
+from tests.harness import cluster
+from tests.harness.cluster import Replica, lighthouse, replicas
+
+WITHIN = 4
+
+
+class Trainer:
+    """A member that trains a small model. `reasons`: of its discarded steps."""
+
+    def __init__(self, server: Any, name: str, members: int, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.manager = cluster.manager(
+            server.address(), name, expected_replicas=members,
+            load_state_dict=self.load, state_dict=self.save,
+            **{"compare_steps": WITHIN, **options},
+        )  # fmt: skip
+        self.model = DistributedDataParallel(self.manager, self.net)
+        inner = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = Optimizer(self.manager, inner)
+        self.reasons: list[str] = []
+        self.heals = 0
+
+    def save(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: Any) -> None:
+        self.heals += 1
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(4, 3)).square().sum().backward()
+        self.optimizer.step()
+        outcome = self.manager.last_outcome()
+        assert outcome is not None
+        if not outcome.committed:
+            self.reasons.append(outcome.reason)
+
+    def run_to(self, step: int) -> None:
+        while self.manager.current_step() < step:
+            self.step()
+
+    def flip_a_bit(self) -> None:
+        raw = self.net[2].weight.detach().view(torch.int32)
+        raw[1, 3] ^= 1 << 2
+
+    def state(self) -> list[torch.Tensor]:
+        return list(self.net.parameters())
+
+
+def check_equal(*members: Trainer) -> None:
+    first, *others = (member.state() for member in members)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_flipped_bit_is_named_and_healed(
+    asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with lighthouse(all_join=True) as server:
+        a, b, c = members = [
+            Trainer(server, name, 3, use_async_quorum=asynchronous) for name in "abc"
+        ]
+
+        def run(member: Trainer) -> None:
+            member.run_to(5)
+            if member is b:
+                member.flip_a_bit()
+            while not b.heals:
+                member.step()
+            member.run_to(40)
+            member.manager.shutdown()
+
+        replicas(*(lambda m=m: run(m) for m in members))
+        assert [m.heals for m in members] == [0, 1, 0]
+        check_equal(a, b, c)
+        [reason] = [r for r in a.reasons if "b: its parameters at step" in r]
+        assert 5 <= int(reason.partition("at step ")[2].split()[0]) < 5 + WITHIN
+        told = "b: its parameters at step"
+        lines = [r.getMessage() for r in caplog.records if told in r.getMessage()]
+        assert any("discards its state, and heals" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_group_that_commits_by_itself_is_compared_too(asynchronous: bool) -> None:
+    """Its peers have acted on their own votes, and go on."""
+    with lighthouse(all_join=True) as server:
+        a, b, c = members = [
+            Trainer(server, name, 3, use_async_quorum=asynchronous, commit="group")
+            for name in "abc"
+        ]
+        healed = threading.Event()
+
+        def run(member: Trainer) -> None:
+            member.run_to(5)
+            if member is b:
+                member.flip_a_bit()
+                while not b.heals:
+                    b.step()
+                b.run_to(b.manager.current_step() + 2 * WITHIN)
+                healed.set()
+            while not healed.is_set():
+                member.step()
+            member.manager.shutdown()
+
+        replicas(*(lambda m=m: run(m) for m in members))
+        assert [m.heals for m in (a, c)] == [0, 0]
+        assert b.heals >= 1
+
+
+def test_no_state_has_a_majority() -> None:
+    """With two members nothing tells which of them is right."""
+    with lighthouse(all_join=True) as server:
+        a, b = members = [Trainer(server, name, 2) for name in "ab"]
+
+        def run(member: Trainer) -> None:
+            member.run_to(5)
+            if member is b:
+                member.flip_a_bit()
+            with pytest.raises(JoinRefused, match=r"no state is held by more than half .* \(a: "):
+                member.run_to(30)
+            member.manager.shutdown()
+
+        replicas(*(lambda m=m: run(m) for m in members))
+        assert a.heals == b.heals == 0
+
+
+def test_a_heal_that_does_not_restore_all_is_compared_at_once() -> None:
+    """The load function spoils a tensor: that member is told before it trains on, and heals again."""
+    with lighthouse() as server:
+        old, new = (Trainer(server, name, 1, compare_steps=1024) for name in ("old", "new"))
+        over, running = threading.Event(), threading.Event()
+        complete = new.load
+
+        def load(state: Any) -> None:
+            complete(state)
+            if new.heals == 1:
+                new.net[2].weight.data.add_(1.0)
+
+        new.manager.set_state_dict_fns(load, new.save)
+
+        def serve() -> None:
+            old.run_to(3)
+            running.set()
+            while not over.is_set():
+                old.step()
+            old.manager.shutdown()
+
+        def heal() -> None:
+            running.wait()
+            while new.heals < 2:
+                new.step()
+            target = new.manager.current_step() + 1
+            new.run_to(target)
+            new.manager.leave_after_step()
+            over.set()
+            new.step()
+            new.manager.shutdown()
+
+        replicas(serve, heal)
+        assert new.heals == 2
+        assert any("new: its parameters at step" in reason for reason in old.reasons)
+
+
+def test_comparing_can_be_switched_off() -> None:
+    with lighthouse(all_join=True) as server:
+        a, b = members = [Trainer(server, name, 2, compare_steps=0) for name in "ab"]
+
+        def run(member: Trainer) -> None:
+            member.run_to(5)
+            if member is b:
+                member.flip_a_bit()
+            member.run_to(12)
+            member.manager.shutdown()
+
+        replicas(*(lambda m=m: run(m) for m in members))
+        assert not torch.equal(a.net[2].weight, b.net[2].weight)
+        assert a.heals == b.heals == 0
+
+
+def test_members_compare_alike() -> None:
+    with lighthouse() as server:
+        first = Trainer(server, "first", 1, compare_steps=8)
+        first.run_to(1)
+        other = Trainer(server, "other", 1, compare_steps=16)
+        with pytest.raises(JoinRefused, match="parameters are compared: in 16 steps"):
+            other.step()
+        other.manager.shutdown()
+        first.manager.shutdown()
+
+
+class Counting(Replica):
+    """A loop of its own, which says when it has updated its state. Its caught exceptions skip it."""
+
+    skip_at = -1
+
+    def step(self, gradient: float = 1.0) -> bool:
+        self.manager.start_quorum()
+        reduced = torch.full((8,), gradient)
+        self.manager.allreduce(reduced).wait()
+        committed = self.manager.should_commit()
+        if committed and self.manager.current_step() != self.skip_at:
+            self.weights -= reduced
+            self.manager.updated()
+        return committed
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_loop_that_leaves_out_an_update_heals(
+    asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two members are enough: one of them has made fewer updates."""
+    caplog.set_level(logging.INFO)
+    with lighthouse(all_join=True) as server:
+        a, b = members = [
+            Counting(server, name, expected_replicas=2, use_async_quorum=asynchronous)
+            for name in "ab"
+        ]
+        b.skip_at = 3
+
+        def run(member: Counting) -> None:
+            member.run_to(8)
+            member.close()
+
+        replicas(*(lambda m=m: run(m) for m in members))
+        assert a.manager.state_dict() == b.manager.state_dict()
+        assert torch.equal(a.weights, b.weights)
+        assert torch.equal(a.weights, torch.full((8,), -8.0))
+        lines = [r.getMessage() for r in caplog.records]
+        why = "b: it has made no update after step 2, and its peers one update"
+        assert any(why in line and "discards its state, and heals" in line for line in lines)
+
+
+def test_an_update_that_all_leave_out_costs_nothing() -> None:
+    """A loop that skips a step whose gradients are not finite, say."""
+    with lighthouse(all_join=True) as server:
+        a, b = members = [Counting(server, name, expected_replicas=2) for name in "ab"]
+        discards: list[bool] = []
+        for member in members:
+            member.skip_at = 3
+            member.manager.register_step_end(lambda committed: discards.append(not committed))
+
+        def run(member: Counting) -> None:
+            member.run_to(8)
+            member.close()
+
+        replicas(*(lambda m=m: run(m) for m in members))
+        assert torch.equal(a.weights, torch.full((8,), -7.0))
+        assert torch.equal(a.weights, b.weights)
+        assert not any(discards)
