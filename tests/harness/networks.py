@@ -110,6 +110,16 @@ class Networks:
             os.close(home)
 
 
+def enter(name: str) -> None:
+    """From now on the calling thread is in the network of this name, and so are threads that it
+    starts."""
+    there = os.open(f"/var/run/netns/{name}", os.O_RDONLY)
+    try:
+        _enter(there)
+    finally:
+        os.close(there)
+
+
 @contextmanager
 def networks(count: int) -> Iterator[Networks]:
     """`Networks` for a test."""

@@ -21,8 +21,10 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 PHASES = (
@@ -44,7 +46,9 @@ NEVER = 1 << 62
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """What a run needs to know. `elements`: floats of the model; `pause_s`: pretended work a step;
-    `ballast_bytes`: what else travels in a heal; `stop_at`: steps after which the run ends."""
+    `ballast_bytes`: what else travels in a heal; `stop_at`: steps after which the run ends;
+    `network`: of tests.harness.networks, in which it runs; `checkpoints`: where it saves its state
+    after each `checkpoint_every` steps; `resume_at`: the step of the one to begin with."""
 
     lighthouse: str
     name: str
@@ -63,6 +67,10 @@ class RunOptions:
     store_addr: str = ""
     store_port: int = 0
     stop_at: int = 0
+    network: str = ""
+    checkpoints: str = ""
+    checkpoint_every: int = 50
+    resume_at: int = 0
     outer: dict[str, Any] | None = None  # a run of `tests.ft_core.diloco.training` instead
 
 
@@ -126,12 +134,44 @@ class Model:
         return hashlib.blake2b(both, digest_size=8).hexdigest()
 
 
+class Checkpoints:
+    """Files of one rank, `step.rank.name`: whole or not there. The newest two are kept."""
+
+    def __init__(self, options: RunOptions, manager: Any, model: Model) -> None:
+        import torch
+
+        self._options, self._manager, self._model = options, manager, model
+        if options.resume_at:
+            saved = torch.load(self._path(options.resume_at))
+            model.load_state_dict(saved["model"])
+            manager.load_state_dict(saved["manager"])
+
+    def save(self) -> None:
+        """Save if this step is one of those that are saved."""
+        import torch
+
+        options, state = self._options, self._manager.state_dict()
+        step, every = state["step"], options.checkpoint_every
+        if step % every:
+            return
+        path = self._path(step)
+        whole = {"model": self._model.state_dict(), "manager": state}
+        torch.save(whole, f"{path}.new")
+        os.replace(f"{path}.new", path)
+        self._path(step - 2 * every).unlink(missing_ok=True)
+
+    def _path(self, step: int) -> Path:
+        options = self._options
+        return Path(options.checkpoints) / f"{step}.{options.rank}.{options.name}"
+
+
 class Worker:
     """The run, in the main thread."""
 
     def __init__(self, report: Reporter, shared: Shared) -> None:
         self._report, self._shared = report, shared
         self._now = 0  # the step that is worked on
+        self._save: Callable[[], None] = lambda: None
 
     def run(self, options: RunOptions) -> None:
         """One life of a replica group (of one of its ranks)."""
@@ -175,6 +215,8 @@ class Worker:
             lambda event: self._report("event", event=event.kind, t=event.wall_s, **event.data)
         )
         self._report("began", replica_id=manager.replica_id)
+        if options.checkpoints:
+            self._save = Checkpoints(options, manager, model).save
         try:
             self._train(manager, model, options)
         finally:
@@ -215,6 +257,7 @@ class Worker:
         committed = manager.should_commit()
         if committed:
             model.update(gradient)
+            self._save()
         outcome = manager.last_outcome()
         state = manager.state_dict()
         self._report(
@@ -274,7 +317,12 @@ def main(options: str, *holds: str) -> None:
     torch.set_num_threads(1)
     error = ""
     try:
-        Worker(report, shared).run(RunOptions(**json.loads(options)))
+        given = RunOptions(**json.loads(options))
+        if given.network:
+            from tests.harness.networks import enter
+
+            enter(given.network)  # before a thread opens a socket
+        Worker(report, shared).run(given)
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
         traceback.print_exc()

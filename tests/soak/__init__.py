@@ -1,0 +1,1 @@
+"""Long runs of real processes under faults at random, and the checks that hold throughout."""

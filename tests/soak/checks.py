@@ -1,0 +1,91 @@
+"""What must hold in every run, and what is counted. Knows nothing of processes. PURE."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from typing import Any
+
+REMEMBERED = 200_000
+"""Versions whose digests are kept: no rank is so far behind the others."""
+
+Report = dict[str, Any]
+
+
+class Checker:
+    """Takes the reports of all ranks, in any order.
+
+    - S3: equal (step, lineage) means equal bits, over all ranks of one number.
+    - S2: a step has one lineage, until all that know it are dead (`all_are_gone`). Not where each
+      replica group commits on its own.
+    - The longest times without a commit of any replica group, and which faults they followed.
+    """
+
+    def __init__(self, *, one_lineage: bool) -> None:
+        self._one_lineage = one_lineage
+        self._digests: dict[tuple[int, int, str], str] = {}
+        self._lineages: dict[tuple[int, int], str] = {}
+        self._order: deque[tuple[int, int, str]] = deque()
+        self._life = 0
+        self._last_commit: float | None = None
+        self._faults_since: list[tuple[float, str]] = []
+        self.violations: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.gaps: list[tuple[float, list[str]]] = []
+        self.recoveries: dict[str, list[float]] = {}
+        self.highest_step = 0
+        self.state_of: dict[tuple[int, int], tuple[int, str, str]] = {}
+        """By (group, rank): step, lineage and digest that it reported last."""
+
+    def all_are_gone(self) -> None:
+        """No process is left that knows what was committed; others may have a checkpoint."""
+        self._life += 1
+
+    def fault(self, kind: str, now: float) -> None:
+        self.counts[f"fault: {kind}"] += 1
+        self._faults_since.append((now, kind))
+
+    def step(self, group: int, rank: int, report: Report, now: float) -> None:
+        """A rank's report of a step."""
+        step, lineage, digest = report["step"], report["lineage"], report["digest"]
+        key = (rank, step, lineage)
+        known = self._digests.get(key)
+        if known is None:
+            self._digests[key] = digest
+            self._order.append(key)
+            if len(self._order) > REMEMBERED:
+                del self._digests[self._order.popleft()]
+        elif known != digest:
+            self.violations.append(f"S3: step {step}, {lineage}: group {group} has other bits")
+        self.state_of[group, rank] = (step, lineage, digest)
+        if not report["committed"]:
+            self.counts["discards"] += 1
+            return
+        self.counts["commits"] += 1
+        self.highest_step = max(self.highest_step, step)
+        if self._one_lineage:
+            first = self._lineages.setdefault((self._life, step), lineage)
+            if first != lineage:
+                self.violations.append(f"S2: step {step} has two lineages: {first}, {lineage}")
+        self._note_gap(now)
+
+    def _note_gap(self, now: float) -> None:
+        if self._last_commit is not None:
+            kinds = [kind for _, kind in self._faults_since]
+            self.gaps = sorted([*self.gaps, (now - self._last_commit, kinds)], reverse=True)[:20]
+        for at, kind in self._faults_since:
+            self.recoveries.setdefault(kind, []).append(now - at)
+        self._faults_since.clear()
+        self._last_commit = now
+
+    def equal_at_the_end(self, ranks: int) -> bool:
+        """Whether all ranks of one number were last at the same version."""
+        worlds = [{s for (_, r), s in self.state_of.items() if r == rank} for rank in range(ranks)]
+        return all(len(world) == 1 for world in worlds)
+
+    def table(self) -> list[tuple[str, int, float, float]]:
+        """By kind of fault: how many, and seconds until the next commit of any group: median, worst."""
+        return [
+            (kind, len(times), statistics.median(times), max(times))
+            for kind, times in sorted(self.recoveries.items())
+        ]

@@ -1,0 +1,80 @@
+"""The soak's parts, and a short run of it. The long ones: `python -m tests.soak`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.waiting import PATIENCE_S
+from tests.soak.__main__ import problems
+from tests.soak.checks import Checker
+from tests.soak.run import Soak
+from tests.soak.schedule import DILOCO, MODES, RANKS, SYNC, WEIGHTS, Shape, schedule
+
+
+def shape(mode: str, *, networks: bool = True) -> Shape:
+    return Shape(mode=mode, groups=3, ranks=2 if mode == RANKS else 1, networks=networks)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_seed_repeats_the_schedule(mode: str) -> None:
+    faults = schedule(7, 3600.0, shape(mode))
+    assert faults == schedule(7, 3600.0, shape(mode))
+    assert faults != schedule(8, 3600.0, shape(mode))
+    without = {"kill_all", "term"} if mode == DILOCO else set()
+    assert {fault.kind for fault in faults} == set(WEIGHTS) - without
+    assert all(len(set(fault.groups)) == len(fault.groups) for fault in faults)
+    kinds = {fault.kind for fault in schedule(7, 3600.0, shape(mode, networks=False))}
+    assert not kinds & {"cut_pair", "cut_lighthouse"}
+    assert {f.kind for f in schedule(7, 600.0, shape(mode), ["kill", "stray"])} == {"kill", "stray"}
+
+
+def _step(step: int, lineage: str, digest: str = "x", committed: bool = True) -> dict[str, object]:
+    return {"step": step, "lineage": lineage, "digest": digest, "committed": committed}
+
+
+def test_what_the_checker_notices() -> None:
+    checker = Checker(one_lineage=True)
+    checker.step(0, 0, _step(1, "a"), 10.0)
+    checker.step(1, 0, _step(1, "a"), 10.1)
+    checker.step(1, 1, _step(1, "a", "other shard"), 10.2)
+    assert not checker.violations
+    assert checker.equal_at_the_end(2)
+    checker.step(0, 0, _step(2, "b"), 10.2)
+    assert not checker.equal_at_the_end(2)
+    checker.step(1, 0, _step(1, "a", "y"), 10.3)
+    assert "S3" in checker.violations[-1]
+    checker.step(0, 0, _step(1, "b"), 10.4)
+    assert "S2" in checker.violations[-1]
+    checker.all_are_gone()
+    found = len(checker.violations)
+    checker.step(0, 0, _step(1, "c"), 10.5)
+    assert len(checker.violations) == found, "the job went back, as it must"
+    own = Checker(one_lineage=False)
+    for lineage in "ab":
+        own.step(0, 0, _step(1, lineage), 1.0)
+    assert not own.violations, "groups that commit on their own"
+
+
+def test_times_without_a_commit_belong_to_the_faults_before_their_end() -> None:
+    checker = Checker(one_lineage=True)
+    checker.step(0, 0, _step(1, "a"), 10.0)
+    checker.fault("kill", 10.5)
+    checker.fault("stop", 11.0)
+    checker.step(0, 0, _step(1, "a", committed=False), 11.5)
+    checker.step(0, 0, _step(2, "b"), 13.0)
+    checker.step(0, 0, _step(3, "c"), 13.1)
+    assert checker.gaps[0] == (3.0, ["kill", "stop"])
+    assert checker.table() == [("kill", 1, 2.5, 2.5), ("stop", 1, 2.0, 2.0)]
+
+
+@pytest.mark.process
+def test_a_short_run_holds() -> None:
+    """Two groups; which faults strike is known, when they do is not: each is awaited by the checks,
+    which hold whatever the timing."""
+    small = Shape(mode=SYNC, groups=2, ranks=1, networks=False)
+    faults = schedule(3, 20.0, small, ["kill", "term", "kill_all", "lighthouse_kill", "stray"])
+    soak = Soak(small, faults, 20.0)
+    soak.run()
+    assert not problems(soak, PATIENCE_S)
+    assert soak.checker.counts["commits"] > 0
+    assert len(faults) == sum(n for k, n in soak.checker.counts.items() if k.startswith("fault: "))
