@@ -356,7 +356,7 @@ class Supervision:
 
     def tell_joined(self) -> None:
         """Let the launcher, if there is one, know that this process takes part in a quorum."""
-        report_joined(os.environ, self.child)
+        report_joined(self.child)
 
 
 def is_enabled(env: Mapping[str, str] | None = None) -> bool:
@@ -366,8 +366,9 @@ def is_enabled(env: Mapping[str, str] | None = None) -> bool:
     return truth(env.get(ENV_USE, ""), f"environment variable {ENV_USE}")
 
 
-def switched_off(env: Mapping[str, str]) -> bool:
+def switched_off(env: Mapping[str, str] | None = None) -> bool:
     """Whether the switch is there and says no."""
+    env = os.environ if env is None else env
     return bool(env.get(ENV_USE)) and not is_enabled(env)
 
 

@@ -198,8 +198,8 @@ class Launch:
     lighthouse: LighthousePlan
 
 
-def wanted(args: argparse.Namespace, env: Mapping[str, str]) -> bool:
-    """Whether `args` (with the YAML's values in them) or `env` ask for fault tolerance.
+def wanted(args: argparse.Namespace, env: Mapping[str, str] | None = None) -> bool:
+    """Whether `args` (with the YAML's values in them) or the environment ask for fault tolerance.
 
     ACCELERATE_USE_FAULT_TOLERANCE=false switches a section off for one run; a flag beats that.
     """

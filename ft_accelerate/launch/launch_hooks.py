@@ -8,7 +8,6 @@ without fault tolerance, and is refused in a sentence otherwise.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -186,7 +185,7 @@ def _prepare_other(original: Callable[..., Any], args: Any, *rest: Any) -> Any:
 def _refuse_first(args: Any) -> None:
     """End this process with a sentence if fault tolerance is wanted but not possible."""
     try:
-        if wanted(args, os.environ):
+        if wanted(args):
             if problem():
                 raise ValueError(problem())
             refuse(args)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -265,14 +265,14 @@ def _loop(
     return policy.exit_code()
 
 
-def report_joined(env: Mapping[str, str], index: int) -> None:
+def report_joined(index: int) -> None:
     """Tell the supervisor, if there is one, that child `index` takes part in a quorum.
 
-    `env`: of this process. Call it before the first vote.
+    Call it before the first vote.
     """
-    if ENV_JOINED in env:
+    if ENV_JOINED in os.environ:
         try:
-            os.write(int(env[ENV_JOINED]), b"%d\n" % index)
+            os.write(int(os.environ[ENV_JOINED]), b"%d\n" % index)
         except OSError:  # the supervisor is gone, and so will be this process
             pass
 

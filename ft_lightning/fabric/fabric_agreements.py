@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +28,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ft_core.collectives.agreement import agree, exchange_headers
-from ft_core.environment import ENV_REPLICA_GROUP
 from ft_lightning.fabric.loop_position import Where, Window
+from ft_lightning.shared.launch_env import leave_torchrun
 from ft_lightning.shared.step_collectives import gather_in_step, reduce_in_step, refuse_gradients
 from ft_lightning.shared.strategy_base import StrategyBase
-from ft_lightning.shared.topology import ENV_NODE
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import DDPStrategy as _Base
@@ -76,8 +73,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     def _set_world_ranks(self) -> None:
         """Called by Fabric's connector when the Fabric is made."""
         if self._scope is None:
-            if _started_by_cli(os.environ):
-                _leave_torchrun()
+            leave_torchrun()
             self._find_scope(self._num_nodes)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -277,26 +273,3 @@ def _name_of(op: Any) -> str:
 def _number(text: str) -> int:
     """A text as a number of 56 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-_OF_TORCHRUN = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
-    "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
-
-
-def _started_by_cli(env: Mapping[str, str]) -> bool:
-    """Whether `fabric run` has had torchrun start this process, one of several."""
-    several = env.get("WORLD_SIZE", "1") != "1" and "TORCHELASTIC_RUN_ID" in env
-    return env.get("LT_CLI_USED") == "1" and several and ENV_REPLICA_GROUP not in env
-
-
-def _leave_torchrun() -> None:
-    """Of the processes that torchrun has started on this machine, the first becomes the supervisor
-    of the replica groups. The others end, since torchrun would end all of them when one dies."""
-    if os.environ.get("LOCAL_RANK") != "0":
-        raise SystemExit(0)
-    os.environ[ENV_NODE] = os.environ.get("GROUP_RANK", "0")
-    for name in list(os.environ):
-        if name in _OF_TORCHRUN or name.startswith("TORCHELASTIC_"):
-            del os.environ[name]

@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ft_core.config import JobOptions
@@ -20,7 +19,8 @@ from ft_core.environment import new_job_id
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
 from ft_core.launch.supervisor import die_with, supervise
-from ft_lightning.shared.topology import ENV_SUPERVISOR, Scope, child_environment
+from ft_lightning.shared.launch_env import ENV_SUPERVISOR, child_environment
+from ft_lightning.shared.topology import Scope
 
 through_main = False
 """Whether this process was started by `python -m ft_lightning`: then children are, too."""
@@ -48,8 +48,7 @@ class SupervisorLauncher:
         """
         scope = self._scope
         elsewhere = scope.num_groups - scope.supervised
-        if not elsewhere:
-            scope = replace(scope, job_id=new_job_id())
+        job_id = scope.job_id if elsewhere else new_job_id()
         script = script_command(scope.supervised * scope.group_size)
         command = group_command(script, scope.group_size, parent_env=ENV_SUPERVISOR)
         server = None
@@ -60,12 +59,13 @@ class SupervisorLauncher:
 
         def environment(number: int, restarts: int) -> dict[str, str]:
             return child_environment(
-                os.environ,
-                scope,
-                number=number,
+                scope.index + number,
+                scope.num_groups,
+                device=number * scope.group_size,
                 lighthouse=address,
                 supervisor_pid=os.getpid(),
                 restarts=restarts,
+                job_id=job_id,
             )
 
         try:

@@ -6,7 +6,6 @@ it, so that `help()`, LightningCLI and type checkers see every option with its t
 
 from __future__ import annotations
 
-import os
 import uuid
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -24,8 +23,9 @@ from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_core.shell.intra_group import IntraGroup
 from ft_core.telemetry import JsonlSink
+from ft_lightning.shared.launch_env import ENV_DEVICE, LaunchEnv
 from ft_lightning.shared.launcher import SupervisorLauncher, live_with_group
-from ft_lightning.shared.topology import ENV_DEVICE, Role, Scope, processes_of_group, resolve
+from ft_lightning.shared.topology import Role, Scope, resolve
 
 if TYPE_CHECKING:
 
@@ -261,11 +261,12 @@ class StrategyBase(_Base):
     def _find_scope(self, num_nodes: int) -> None:
         """Find this process's place in the environment. Raises ValueError."""
         devices: list[Any] = list(self.parallel_devices or ())
-        size = self._options.group_size
+        launched, size = LaunchEnv.read(num_nodes=num_nodes), self._options.group_size
         if not self._votes_each_step:
-            size = self._one_process(max(size or 1, processes_of_group(os.environ)))
+            started = launched.replica.group_world_size if launched.ranked else 1
+            size = self._one_process(max(size or 1, started))
         scope = resolve(
-            os.environ,
+            launched,
             devices=len(devices),
             num_nodes=num_nodes,
             group_size=size,
@@ -357,7 +358,7 @@ class StrategyBase(_Base):
         except QuorumUnavailable:
             return False  # the attempt has failed already; the next one tells
         act_as_leader(self._leader, self.scope)
-        report_joined(os.environ, self.scope.number)
+        report_joined(self.scope.number)
         return True
 
 

@@ -1,6 +1,6 @@
 """Which process this is among the replica groups, and what it does. PURE.
 
-The environment tells the ways to start apart; the first row that fits counts:
+What the launcher says (`launch_env`) tells the ways to start apart; the first row that fits counts:
 
 | environment | devices, group_size | this process is |
 |---|---|---|
@@ -20,25 +20,12 @@ processes at all times.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ft_core.environment import (
-    ENV_JOB,
-    ENV_NUM_GROUPS,
-    ENV_REPLICA_GROUP,
-    SHARED_JOB,
-    ReplicaEnv,
-    slurm_job_id,
-)
-
-ENV_DEVICE = "FT_LIGHTNING_DEVICE"
-ENV_NODE = "NODE_RANK"
-ENV_RESTARTS = "FT_LIGHTNING_RESTARTS"
-ENV_SUPERVISOR = "FT_LIGHTNING_SUPERVISOR"
+from ft_core.environment import ENV_REPLICA_GROUP, ReplicaEnv
+from ft_lightning.shared.launch_env import ENV_NODE, LaunchEnv, SlurmTask
 
 
 class Role(Enum):
@@ -104,7 +91,7 @@ class Scope:
 
 
 def resolve(
-    env: Mapping[str, str],
+    launched: LaunchEnv,
     *,
     devices: int,
     num_nodes: int = 1,
@@ -114,77 +101,26 @@ def resolve(
     lighthouse: str | None = None,
 ) -> Scope:
     """The scope of a process. Arguments beat the environment. Raises ValueError."""
-    known = ReplicaEnv.read(env)
-    ranked = _is_rank(env, known)
+    known, slurm, ranked = launched.replica, launched.slurm, launched.ranked
     named = replica_name or known.name
-    if not ranked and _is_slurm_task(env) and (not named or (group_size or 1) > 1):
+    if not ranked and slurm is not None and (not named or (group_size or 1) > 1):
         groups = num_replica_groups or known.num_groups
-        return _slurm_task(env, known, devices, group_size or 1, lighthouse, named, groups)
+        size = group_size or 1
+        return _slurm_task(launched, slurm, devices, size, lighthouse, named, groups)
     if not (ranked or named):
         if num_nodes > 1:
-            return _on_node(env, known, devices, num_nodes, group_size, lighthouse)
+            return _on_node(launched, devices, num_nodes, group_size, lighthouse)
         if devices > 1 or (group_size or 1) > 1:
             return _supervisor(known, devices, group_size or 1, num_replica_groups)
     alone = 1 if ranked else max(devices, 1) * num_nodes
     groups = num_replica_groups or known.num_groups or alone
-    return _member(env, known, ranked, groups, replica_name, group_size)
-
-
-def processes_of_group(env: Mapping[str, str]) -> int:
-    """How many processes the launcher has started for this replica group. Raises ValueError."""
-    known = ReplicaEnv.read(env)
-    return known.group_world_size if _is_rank(env, known) else 1
-
-
-def child_environment(
-    env: Mapping[str, str],
-    scope: Scope,
-    *,
-    number: int,
-    lighthouse: str,
-    supervisor_pid: int,
-    restarts: int,
-) -> dict[str, str]:
-    """The environment of a supervised replica group: `env` with its place in it.
-
-    `scope`: the supervisor's; `number`: of the group on this machine, from 0. The launcher of the
-    group's ranks adds RANK and the like for each.
-    """
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    child = {k: v for k, v in env.items() if k not in ranks}
-    child[ENV_REPLICA_GROUP] = str(scope.index + number)
-    child[ENV_NUM_GROUPS] = str(scope.num_groups)
-    child["TORCHFT_LIGHTHOUSE"] = lighthouse
-    child[ENV_DEVICE] = str(number * scope.group_size)
-    child[ENV_RESTARTS] = str(restarts)
-    child[ENV_SUPERVISOR] = str(supervisor_pid)
-    if scope.job_id and child.get(ENV_JOB, "") in ("", SHARED_JOB):
-        child[ENV_JOB] = scope.job_id
-    return child
-
-
-def _is_rank(env: Mapping[str, str], known: ReplicaEnv) -> bool:
-    """Whether this is one of several processes of a replica group."""
-    if known.group_world_size == 1:
-        return False
-    if not env.get("RANK"):
-        if _is_slurm_task(env):  # it is equal for all tasks, and says nothing about a group
-            return False
-        raise ValueError(
-            f"WORLD_SIZE is {known.group_world_size}, but RANK does not say which of the replica "
-            "group's processes this is: start them with torchrun, or leave WORLD_SIZE out"
-        )
-    return True
+    return _member(launched, groups, replica_name, group_size)
 
 
 def _member(
-    env: Mapping[str, str],
-    known: ReplicaEnv,
-    ranked: bool,
-    groups: int,
-    replica_name: str | None,
-    group_size: int | None,
+    launched: LaunchEnv, groups: int, replica_name: str | None, group_size: int | None
 ) -> Scope:
+    known, ranked = launched.replica, launched.ranked
     size = known.group_world_size if ranked else 1
     if group_size not in (None, size):
         raise ValueError(
@@ -204,7 +140,7 @@ def _member(
             f"there are to be {groups} replica groups, but {ENV_REPLICA_GROUP} does not say which "
             f"one this process is in: {start}"
         )
-    local_rank = _number(env, "LOCAL_RANK") if ranked else 0
+    local_rank = launched.local_rank if ranked else 0
     return Scope(
         role=Role.MEMBER,
         name=label or "0",
@@ -213,11 +149,10 @@ def _member(
         group_rank=known.group_rank if ranked else 0,
         group_size=size,
         local_rank=local_rank,
-        node=known.group_rank // (_number(env, "LOCAL_WORLD_SIZE") or size) if ranked else 0,
-        device=_number(env, ENV_DEVICE) + local_rank,
-        restarts=(_number(env, ENV_RESTARTS) or _number(env, "TORCHELASTIC_RESTART_COUNT"))
-        + _number(env, "SLURM_RESTART_COUNT"),
-        supervisor_pid=_number(env, ENV_SUPERVISOR),
+        node=known.group_rank // (launched.local_world_size or size) if ranked else 0,
+        device=launched.device + local_rank,
+        restarts=launched.restarts,
+        supervisor_pid=launched.supervisor_pid,
         store_addr=known.master_addr if ranked else "",
         store_port=known.master_port if ranked else 0,
         event_log=known.event_log,
@@ -250,16 +185,9 @@ def _groups_of(devices: int, group_size: int) -> int:
     return devices // group_size
 
 
-def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several. As in Lightning, jobs with the names
-    "bash" and "interactive" are shells, in which anything may be started."""
-    shell = env.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    return not shell and "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS") > 1
-
-
 def _slurm_task(
-    env: Mapping[str, str],
-    known: ReplicaEnv,
+    launched: LaunchEnv,
+    slurm: SlurmTask,
     devices: int,
     group_size: int,
     lighthouse: str | None,
@@ -267,44 +195,46 @@ def _slurm_task(
     groups: int,
 ) -> Scope:
     """`named`: the whole job step is the group of that name, of `groups`."""
-    if _number(env, "SLURM_NNODES") > 1:
-        _need_lighthouse(known, lighthouse, f"{_number(env, 'SLURM_NNODES')} SLURM nodes")
+    known = launched.replica
+    if slurm.nodes > 1:
+        _need_lighthouse(known, lighthouse, f"{slurm.nodes} SLURM nodes")
+    number = None
     if named:
         groups = groups or 1
-        place = _task_place(env, group_size, _index(known.name or named, groups))
+        number = _index(known.name or named, groups)
     else:
-        groups, place = _number(env, "SLURM_NTASKS") // group_size, _task_place(env, group_size)
+        groups = slurm.tasks // group_size
+    place = _task_place(slurm, group_size, known.master_port, number)
     return Scope(
         role=Role.MEMBER,
         name=named or str(place["index"]),
         num_groups=groups,
         group_size=group_size,
-        device=_number(env, "SLURM_LOCALID") % max(devices, 1),
-        restarts=_number(env, "SLURM_RESTART_COUNT"),
+        device=slurm.local % max(devices, 1),
+        restarts=launched.restarts,
         event_log=known.event_log,
-        job_id="" if named else env.get("SLURM_JOB_ID", ""),
+        job_id="" if named or not slurm.job else str(slurm.job),
         **place,
     )
 
 
 def _on_node(
-    env: Mapping[str, str],
-    known: ReplicaEnv,
+    launched: LaunchEnv,
     devices: int,
     num_nodes: int,
     group_size: int | None,
     lighthouse: str | None,
 ) -> Scope:
-    if not env.get(ENV_NODE):
+    node, count = launched.node, max(devices, 1)
+    if node is None:
         raise ValueError(
             f"num_nodes={num_nodes}, but {ENV_NODE} does not say which of the machines this is: "
             f"start the script once on each, with {ENV_NODE} from 0 to {num_nodes - 1} and "
             "TORCHFT_LIGHTHOUSE set"
         )
-    node, count = _number(env, ENV_NODE), max(devices, 1)
     if node >= num_nodes:
         raise ValueError(f"{ENV_NODE} is {node}, but there are num_nodes={num_nodes} machines")
-    _need_lighthouse(known, lighthouse, f"num_nodes={num_nodes}")
+    _need_lighthouse(launched.replica, lighthouse, f"num_nodes={num_nodes}")
     size = group_size or count
     here, alone = _groups_of(count, size), count == 1
     return Scope(
@@ -314,8 +244,8 @@ def _on_node(
         num_groups=num_nodes * here,
         supervised=0 if alone else here,
         group_size=size,
-        event_log=known.event_log,
-        job_id=slurm_job_id(env, num_nodes),
+        event_log=launched.replica.event_log,
+        job_id=launched.slurm_job,
     )
 
 
@@ -348,13 +278,13 @@ _FIRST_PORT = 15000
 _PORTS = 10_000
 
 
-def _task_place(env: Mapping[str, str], size: int, group: int | None = None) -> dict[str, Any]:
-    """Attributes of the `Scope` of the task with this environment, in groups of `size` tasks.
-    Raises ValueError.
+def _task_place(slurm: SlurmTask, size: int, port: int, group: int | None = None) -> dict[str, Any]:
+    """Attributes of the `Scope` of this task, in groups of `size` tasks. Raises ValueError.
 
-    `group`: the whole job step is the replica group of this number.
+    `port`: as the user has set it, or 0. `group`: the whole job step is the replica group of this
+    number.
     """
-    task, tasks = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
+    task, tasks = slurm.number, slurm.tasks
     if group is not None and tasks != size:
         raise ValueError(
             f"group_size={size}, but the job step of replica group {group} has {tasks} SLURM tasks: "
@@ -369,15 +299,14 @@ def _task_place(env: Mapping[str, str], size: int, group: int | None = None) -> 
     index, group_rank = divmod(task, size)
     if size == 1:
         return {"index": index}
-    per_node, node = _number(env, "SLURM_NTASKS_PER_NODE"), _number(env, "SLURM_NODEID")
-    if not per_node or node * per_node + _number(env, "SLURM_LOCALID") != task:
+    per_node, node = slurm.tasks_per_node, slurm.node
+    if not per_node or node * per_node + slurm.local != task:
         raise ValueError(
             f"group_size={size}: the tasks of a replica group must follow each other on their "
             "machines; start them with `srun --ntasks-per-node=T --distribution=block`"
         )
     first = index * size
     home, last = first // per_node, (first + size - 1) // per_node
-    base = _number(env, "MASTER_PORT") or _FIRST_PORT + _number(env, "SLURM_JOB_ID") % _PORTS
     if group is not None:
         index = group
     return {
@@ -385,44 +314,6 @@ def _task_place(env: Mapping[str, str], size: int, group: int | None = None) -> 
         "group_rank": group_rank,
         "local_rank": task - max(first, node * per_node),
         "node": node - home,
-        "store_addr": "127.0.0.1" if home == last else _machine(env, home),
-        "store_port": base + index,
+        "store_addr": "127.0.0.1" if home == last else slurm.machine(home),
+        "store_port": (port or _FIRST_PORT + slurm.job % _PORTS) + index,
     }
-
-
-def _machine(env: Mapping[str, str], wanted: int) -> str:
-    """The name of the job step's machine of that number."""
-    listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
-    names = machines(listed)
-    if wanted >= len(names):
-        raise ValueError(
-            f"a replica group's tasks are on several machines, but SLURM_STEP_NODELIST={listed!r} "
-            f"does not name machine {wanted}: make group_size a divisor of --ntasks-per-node"
-        )
-    return names[wanted]
-
-
-def machines(listed: str) -> list[str]:
-    """The names in SLURM's notation: "a[1-3,07],b" is a1, a2, a3, a07, b; leading zeros stay."""
-    names: list[str] = []
-    for word in re.findall(r"(?:\[[^]]*\]|[^,\[\s])+", listed):
-        match = re.fullmatch(r"([^\[]*)\[([^]]*)\](.*)", word)
-        if match is None:
-            names.append(word)
-            continue
-        head, ranges, tail = match.groups()
-        for part in ranges.split(","):
-            low, _, high = part.partition("-")
-            if not low.isdecimal() or not (high or low).isdecimal():
-                raise ValueError(f"SLURM's list of machines cannot be read: {listed!r}")
-            numbers = range(int(low), int(high or low) + 1)
-            names += [f"{head}{n:0{len(low)}d}{tail}" for n in numbers]
-    return names
-
-
-def _number(env: Mapping[str, str], name: str) -> int:
-    """An environment variable's number; 0 if it is not set."""
-    text = env.get(name, "") or "0"
-    if not text.isdecimal():
-        raise ValueError(f"environment variable {name} must be a number, got {text!r}")
-    return int(text)

@@ -8,10 +8,27 @@ from typing import Any
 import pytest
 
 from ft_core.launch.rank_group import rank_environment
-from ft_lightning.shared.topology import Role, Scope, child_environment, machines, resolve
+from ft_lightning.shared import launch_env, topology
+from ft_lightning.shared.launch_env import LaunchEnv, machines
+from ft_lightning.shared.topology import Role, Scope
 
 AT = {"TORCHFT_LIGHTHOUSE": "tcp://host:1"}
 SLURM = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_NAME": "train"}
+
+
+def resolve(env: dict[str, str], **options: Any) -> Scope:
+    num_nodes = options.get("num_nodes", 1)
+    return topology.resolve(LaunchEnv.read(env, num_nodes=num_nodes), **options)
+
+
+def child_environment(
+    env: dict[str, str], supervisor: Scope, number: int, restarts: int = 0
+) -> dict[str, str]:
+    """The environment of the supervisor's group of that number here."""
+    return launch_env.child_environment(
+        supervisor.index + number, supervisor.num_groups, device=number * supervisor.group_size,
+        lighthouse="tcp://h:1", supervisor_pid=42, restarts=restarts, job_id=supervisor.job_id, env=env,
+    )  # fmt: skip
 
 
 def test_slurm_tasks_are_replica_groups() -> None:
@@ -35,19 +52,14 @@ def test_several_groups_on_each_node() -> None:
     node = resolve({"NODE_RANK": "1"}, **options, lighthouse="tcp://h:1")
     assert (node.role, node.index, node.num_groups) == (Role.SUPERVISOR, 2, 6)
     assert node.supervised == 2
-    env = child_environment(
-        {"NODE_RANK": "1"}, node, number=1, lighthouse="tcp://h:1", supervisor_pid=42, restarts=0
-    )
+    env = child_environment({"NODE_RANK": "1"}, node, number=1)
     child = resolve(env, **options)
     assert (child.role, child.index, child.num_groups, child.device) == (Role.MEMBER, 3, 6, 1)
 
 
 def child_of(supervisor: Scope, number: int, rank: int) -> dict[str, str]:
     """The environment of a rank of a supervised group."""
-    env = child_environment(
-        {"PATH": "/bin"}, supervisor, number=number, lighthouse="tcp://h:1", supervisor_pid=42,
-        restarts=1,
-    )  # fmt: skip
+    env = child_environment({"PATH": "/bin"}, supervisor, number, restarts=1)
     return rank_environment(env, rank=rank, size=supervisor.group_size, port=4000)
 
 
@@ -152,14 +164,8 @@ def test_several_devices_without_environment_are_supervised() -> None:
 
 
 def test_supervised_child_is_a_member_on_its_own_device() -> None:
-    env = child_environment(
-        {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "PATH": "/bin"},
-        resolve({}, devices=3),
-        number=1,
-        lighthouse="tcp://h:1",
-        supervisor_pid=42,
-        restarts=2,
-    )
+    started = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "PATH": "/bin"}
+    env = child_environment(started, resolve({}, devices=3), number=1, restarts=2)
     assert "WORLD_SIZE" not in env
     assert "LOCAL_RANK" not in env
     assert env["PATH"] == "/bin"
@@ -199,7 +205,7 @@ def test_arguments_beat_the_environment() -> None:
 )
 def test_what_does_not_fit_is_said(env: dict[str, str], options: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        resolve(env, **options)  # type: ignore[arg-type]
+        resolve(env, **options)
 
 
 def test_the_job_has_the_id_of_what_numbers_its_groups() -> None:
@@ -216,7 +222,4 @@ def test_the_job_has_the_id_of_what_numbers_its_groups() -> None:
     assert resolve({**node, "SLURM_NNODES": "1"}, devices=4, num_nodes=3).job_id == ""
     supervisor = replace(resolve({}, devices=2), job_id="run-1")
     for said, told in ({}, "run-1"), ({"FT_JOB_ID": "mine"}, "mine"):
-        env = child_environment(
-            said, supervisor, number=0, lighthouse="tcp://h:1", supervisor_pid=42, restarts=0
-        )
-        assert env["FT_JOB_ID"] == told
+        assert child_environment(said, supervisor, number=0)["FT_JOB_ID"] == told
