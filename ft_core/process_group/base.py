@@ -118,6 +118,11 @@ class ProcessGroup(dist.ProcessGroup):
         """Of the last `configure`; -1 before the first."""
         return -1
 
+    @property
+    def idle(self) -> bool:
+        """Whether the group is configured, has not failed, and no collective of it is under way."""
+        return False
+
     @abstractmethod
     def errored(self) -> Exception | None:
         """The first error since `configure` began (a revocation counts), or None."""

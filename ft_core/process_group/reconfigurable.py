@@ -222,6 +222,10 @@ class ReconfigurableProcessGroup(ProcessGroup):
             communicator.interrupt()
             self._abandon(communicator, list(self._in_flight), error)
 
+    @property
+    def idle(self) -> bool:
+        return self._open and all(work.is_completed() for work in list(self._in_flight))
+
     def errored(self) -> Exception | None:
         return self._error
 
@@ -232,7 +236,17 @@ class ReconfigurableProcessGroup(ProcessGroup):
             self._shut_down = True
         atexit.unregister(self._exit_hook)
         self.unregister()
-        self.revoke(ProcessGroupError("the process group was shut down"))
+        over = ProcessGroupError("the process group was shut down")
+        with self._issue_lock:
+            gently = self.idle
+            with self._lock:
+                gently = gently and self._open
+                if gently:
+                    # Peers may not have read all that they need for collectives which are done here:
+                    # connections end after their last byte, not by a reset that throws it away.
+                    self._open, self._error = False, over
+        if not gently:
+            self.revoke(over)
         with self._configure_lock:
             with self._issue_lock:
                 communicator, self._communicator = self._communicator, None

@@ -50,6 +50,10 @@ class ProcessGroupWrapper(ProcessGroup):
     def quorum_id(self) -> int:
         return self.group.quorum_id
 
+    @property
+    def idle(self) -> bool:
+        return self.group.idle
+
     def errored(self) -> Exception | None:
         return self.group.errored()
 

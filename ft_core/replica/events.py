@@ -82,9 +82,10 @@ class LeaveAfterStep:
 
 @dataclass(frozen=True, slots=True)
 class Depart:
-    """Leave the quorum now, for good."""
+    """Leave the quorum now, for good. `reduced`: the collectives of the step, if any, are done."""
 
     reason: str
+    reduced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,7 +287,8 @@ class GroupLeader:
         """The first leave is the group's, which cannot go on without one of its ranks."""
         self._left.add(rank)
         if self._joined:
-            self._effects.append(SendUp(leave))
+            # The collectives of its other ranks may still need this group.
+            self._effects.append(SendUp(replace(leave, reduced=leave.reduced and self._size == 1)))
             self._joined = False
         if self._member:
             self._start_over()

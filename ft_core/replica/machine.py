@@ -273,16 +273,17 @@ class Replica:
         return []
 
     def _on_depart(self, event: events.Depart, now: float) -> list[Effect]:
-        return self._leave(event.reason)
+        return self._leave(event.reason, event.reduced and self.attempt is Attempt.BOUND)
 
-    def _leave(self, reason: str) -> list[Effect]:
+    def _leave(self, reason: str, reduced: bool = False) -> list[Effect]:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
         was_out, self.stage = self.stage is Stage.OUT, Stage.LEFT
         self._resend_at = self._grace_at = None
         if self.attempt is not Attempt.CLOSED:
             self._close(Outcome(self.step, False, f"left: {reason}"))
-        return [] if was_out else [Transmit(Leave(self._template.job, self.replica_id, reason))]
+        leave = Leave(self._template.job, self.replica_id, reason, reduced)
+        return [] if was_out else [Transmit(leave)]
 
     def _on_rejoin(self, event: events.Rejoin, now: float) -> list[Effect]:
         held = self.healed and not event.discard_state
@@ -379,8 +380,7 @@ class Replica:
         effects: list[Effect] = []
         if self._grace_at is not None and now >= self._grace_at:
             self._grace_at = None
-            if self._revoked:
-                effects += self._fail("quorum revoked", now)
+            effects += self._fail("quorum revoked", now) if self._revoked else []
         if self._resend_at is not None and now >= self._resend_at:
             effects += self._repeat(now)
         self.status = self._status()

@@ -159,10 +159,14 @@ class DataPlane:
         self.process_group.revoke(ProcessGroupError(effect.reason), quorum_id=effect.quorum_id)
 
     def interrupt(self) -> None:
-        """Any thread: end a configure, a heal and all collectives, for good."""
+        """Any thread: end a configure, a heal and all collectives, for good.
+
+        Where none is under way here, peers may still read what this member has sent them.
+        """
         self._aborted = sys.maxsize
         self._stop_heal()
-        self.process_group.revoke(ProcessGroupError("shut down"))
+        if not self.process_group.idle:
+            self.process_group.revoke(ProcessGroupError("shut down"))
 
     def fetch(self, effect: FetchState) -> None:
         """Plane thread. Start to fetch a state, in a thread of its own, so that the process group

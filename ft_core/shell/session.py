@@ -198,7 +198,8 @@ class Session:
             return
         self._closed = True
         if self.control.status.stage is not Stage.LEFT:
-            self.control.submit(Depart(reason))
+            reduced = self.plane.process_group.idle and not self._waited_s(time.monotonic())
+            self.control.submit(Depart(reason, reduced))
         self.plane.interrupt()
         self.control.close()
         if self._watch is not None:

@@ -405,7 +405,8 @@ class JobState:
     def _on_leave(self, leave: Leave, now: float) -> None:
         self._forget(leave.replica_id)
         known = leave.replica_id in self._members.by_id
-        self._remove(leave.replica_id, f"left: {leave.reason or 'shutdown'}", now, may_return=False)
+        cause = f"left: {leave.reason or 'shutdown'}"
+        self._remove(leave.replica_id, cause, now, may_return=False, revoke=not leave.reduced)
         if known:
             self._history.finished = leave.reason == FINISHED
 
@@ -442,8 +443,11 @@ class JobState:
             message = Revoke(self.key, live.quorum_id, live.position.step, reason)
             self._effects.append(Send(peers, message))
 
-    def _remove(self, replica_id: str, cause: str, now: float, *, may_return: bool) -> None:
-        """`replica_id` is no longer a member. `may_return`: it may come back with its state."""
+    def _remove(
+        self, replica_id: str, cause: str, now: float, *, may_return: bool, revoke: bool = True
+    ) -> None:
+        """`replica_id` is no longer a member. `may_return`: it may come back with its state.
+        `revoke`: the others' collectives can't end without it."""
         member = self._members.by_id.get(replica_id)
         if member is None:
             return
@@ -453,7 +457,10 @@ class JobState:
         live = self._live
         if live is not None and replica_id in live.living:
             live.lose(replica_id, cause)
-            self._revoke(replica_id, cause, now)
+            if revoke:
+                self._revoke(replica_id, cause, now)
+            elif live.deadline is None:
+                live.deadline = now + self._timeouts.step_timeout_s
             self._members.take(replica_id)
             if not live.silent:
                 self._decide(live, now)

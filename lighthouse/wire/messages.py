@@ -292,11 +292,16 @@ GAVE_UP = "gave up its state: "
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The replica group stops taking part now, as intended."""
+    """The replica group stops taking part now, as intended.
+
+    `reduced`: all collectives that it has started in this step are done, so the others' are to end
+    by themselves. Their step may still commit.
+    """
 
     job: JobKey
     replica_id: str
     reason: str = ""
+    reduced: bool = False
 
     def __post_init__(self) -> None:
         _check_reason(self.reason)

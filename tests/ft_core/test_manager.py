@@ -15,9 +15,10 @@ from ft_core.errors import QuorumUnavailable, TooManyDiscards
 from ft_core.manager import Manager, WorldSizeMode
 from ft_core.process_group import ProcessGroupGloo
 from ft_core.shell.control import SPIN_S
+from ft_core.telemetry import REVOKED
 from lighthouse.errors import JoinRefused, LighthouseUnavailable
 from tests.harness.cluster import Replica, lighthouse, replicas
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until
 
 
 def pair(server, **kw):
@@ -43,6 +44,34 @@ def test_steps_are_counted_and_averaged():
         assert both(a, b, script) == [(3, 6, 2, 0, True), (3, 6, 2, 1, True)]
         assert torch.equal(a.weights, b.weights)
         assert torch.equal(a.weights, torch.full((8,), -1.5))
+
+
+def test_leaving_without_a_vote_after_the_last_all_reduce_costs_the_other_nothing():
+    """The other's collectives have all that they need: they are not stopped, and its step commits."""
+    with lighthouse() as server:
+        a, b = pair(server)
+        revoked = []
+        a.manager.telemetry.add_sink(lambda event: revoked.append(event.kind == REVOKED))
+
+        def reduce(replica):
+            replica.manager.start_quorum()
+            total = torch.full((1_000_000,), 1.0)
+            replica.manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
+            return total
+
+        def script(replica, index):
+            total = reduce(replica)
+            if replica is b:
+                replica.close()
+                return True
+            until(lambda: [m for m in server.status()["jobs"][0]["members"] if m["gone"]])
+            assert bool((total == 2.0).all())
+            committed = replica.manager.should_commit()
+            replica.close()
+            return committed
+
+        assert both(a, b, script) == [True, True]
+        assert not any(revoked)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from ft_core.replica.events import (
     Rejoin,
     ReplicaEvent,
     Transmit,
+    Tried,
 )
 from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
@@ -56,6 +57,7 @@ from lighthouse.wire.messages import (
     Leave,
     Member,
     Quorum,
+    ReachQuery,
     ReachReport,
     Refused,
     Revoke,
@@ -266,7 +268,7 @@ class JobStage:
         return ReachReport(JOB, who, missed, reached)
 
     def _leave(self, who: str, words: Words) -> Leave:
-        return Leave(JOB, who, words.given.get("reason", ""))
+        return Leave(JOB, who, words.given.get("reason", ""), words.flag("reduced"))
 
 
 PLAIN_EVENTS: dict[str, ReplicaEvent] = {
@@ -274,7 +276,6 @@ PLAIN_EVENTS: dict[str, ReplicaEvent] = {
     "bind": Bind(),
     "loaded": Loaded(),
     "leave_after_step": LeaveAfterStep(),
-    "leave": Depart("shutdown"),
     "connected": Connected(),
     "disconnected": Disconnected(),
 }
@@ -307,6 +308,8 @@ class ReplicaStage:
 
     def _event(self, words: Words) -> ReplicaEvent:
         name, plain, error = words.name, words.plain, words.given.get("error", "")
+        if name == "leave":
+            return Depart("shutdown", words.flag("reduced"))
         if name in PLAIN_EVENTS:
             return PLAIN_EVENTS[name]
         if name == "begin":
@@ -322,7 +325,10 @@ class ReplicaStage:
                 digest=words.given.get("digest", "").encode(),
             )  # fmt: skip
         if name == "configured":
-            return Configured(id_from(plain[0]), error)
+            return Configured(id_from(plain[0]), error, tuple(words.given.get("missed", "").split()))
+        if name == "tried":
+            missed, reached = (words.given.get(k, "").split() for k in ("missed", "reached"))
+            return Tried(tuple(missed), tuple(reached))
         if name == "fetched":
             fetch = self.fetches[int(plain[0]), self.names.resolve(plain[1])]
             return Fetched(fetch, error, denied=words.flag("denied"))
@@ -372,6 +378,9 @@ class ReplicaStage:
     def _revoke(self, words: Words) -> Revoke:
         quorum_id, step = ids_from(words.plain[0])
         return Revoke(JOB, quorum_id, step, "a peer died")
+
+    def _query(self, words: Words) -> ReachQuery:
+        return ReachQuery(JOB, tuple(Member(name, 1, (name.encode(),)) for name in words.plain))
 
     def _expelled(self, words: Words) -> Expelled:
         hung, differs = words.flag("hung"), words.flag("differs")

@@ -307,6 +307,24 @@ def test_shutdown_with_works_pending(four: list[ProcessGroupGloo]) -> None:
         four[0].address()
 
 
+def test_a_member_that_shuts_down_when_it_is_done_cuts_no_peer(native: bool) -> None:
+    """A reset of its connections threw away what the peer had not read yet: two times in twenty, the
+    peer then waited for its timeout."""
+    for _ in range(10):
+        with gloo_groups(2, native=native, timeout_s=PATIENCE_S) as groups:
+            configure(groups, 1)
+
+            def reduce(rank: int, groups: list[ProcessGroupGloo] = groups) -> bool:
+                tensor = torch.full((1_000_000,), rank + 1.0)
+                groups[rank].allreduce([tensor]).wait()
+                if rank == 1:
+                    assert groups[rank].idle
+                    groups[rank].shutdown()
+                return bool((tensor == 3.0).all())
+
+            assert Calls(reduce, range(2)).values() == {0: True, 1: True}
+
+
 def test_every_collective(four: list[ProcessGroupGloo]) -> None:
     configure(four[:2], 1)
 
