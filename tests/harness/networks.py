@@ -39,15 +39,19 @@ def _ip(*words: str) -> None:
 
 
 class Networks:
-    """`count` networks with one host each, on one bridge; and a host for the lighthouse (the last)."""
+    """`count` networks with one host each, on one bridge; and a host for the lighthouse (the last).
 
-    def __init__(self, count: int) -> None:
+    `ipv6`: no host has an IPv4 address, but for 127.0.0.1.
+    """
+
+    def __init__(self, count: int, *, ipv6: bool = False) -> None:
+        self._ipv6 = ipv6
         self.prefix = f"ft{os.getpid()}x{next(_numbers)}x"
         self.count = count
 
     def host(self, index: int) -> str:
         """The address of a network's host."""
-        return f"10.77.0.{index + 1}"
+        return f"fd77::{index + 1:x}" if self._ipv6 else f"10.77.0.{index + 1}"
 
     def name(self, index: int) -> str:
         return f"{self.prefix}{index}"
@@ -58,7 +62,7 @@ class Networks:
         _ip("-n", hub, "link", "set", "lo", "up")
         _ip("-n", hub, "link", "add", "bridge0", "type", "bridge")
         _ip("-n", hub, "link", "set", "bridge0", "up")
-        _ip("-n", hub, "addr", "add", f"{self.host(self.count)}/24", "dev", "bridge0")
+        self._name_host(self.count, "bridge0")
         for index in range(self.count):
             name, port = self.name(index), f"port{index}"
             _ip("netns", "add", name)
@@ -78,8 +82,18 @@ class Networks:
             )
             _ip("-n", hub, "link", "set", port, "master", "bridge0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "addr", "add", f"{self.host(index)}/24", "dev", "eth0")
+            self._name_host(index, "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
+
+    def _name_host(self, index: int, device: str) -> None:
+        # nodad: the address is there at once, not when no other host was found to have it.
+        how = ("/64", "nodad") if self._ipv6 else ("/24",)
+        address = [self.host(index) + how[0], "dev", device, *how[1:]]
+        _ip("-n", self.name(index), "addr", "add", *address)
+
+    def _route(self, what: str, source: int, target: int) -> None:
+        bits = 128 if self._ipv6 else 32
+        _ip("-n", self.name(source), "route", what, "blackhole", f"{self.host(target)}/{bits}")
 
     def remove(self) -> None:
         for index in range(self.count + 1):
@@ -89,11 +103,11 @@ class Networks:
 
     def cut(self, source: int, target: int) -> None:
         """From now on no packet of `source` gets to `target`. The other way is as it was."""
-        _ip("-n", self.name(source), "route", "add", "blackhole", f"{self.host(target)}/32")
+        self._route("add", source, target)
 
     def mend(self, source: int, target: int) -> None:
         """Undo `cut`."""
-        _ip("-n", self.name(source), "route", "del", "blackhole", f"{self.host(target)}/32")
+        self._route("del", source, target)
 
     @contextmanager
     def inside(self, index: int) -> Iterator[str]:
@@ -121,9 +135,9 @@ def enter(name: str) -> None:
 
 
 @contextmanager
-def networks(count: int) -> Iterator[Networks]:
+def networks(count: int, *, ipv6: bool = False) -> Iterator[Networks]:
     """`Networks` for a test."""
-    made = Networks(count)
+    made = Networks(count, ipv6=ipv6)
     try:
         made.build()
         yield made
