@@ -28,7 +28,7 @@ from ft_core.heal.protocol import (
     HealStats,
 )
 from ft_core.heal.receive import Receiver, as_memory
-from ft_core.heal.transfer_plan import TransferPlan
+from ft_core.heal.transfer_plan import PACE_AFTER_S, TransferPlan
 from ft_core.heal.transport import (
     Interrupt,
     host_identity,
@@ -220,9 +220,10 @@ class _Fetch:
             for link in self._links
             if not link.up and not link.failure
         ]
-        due = self._plan.next_deadline() if self._plan is not None else None
-        if due is not None:
-            times.append(due)
+        if self._plan is not None:
+            times.append(now + PACE_AFTER_S)
+            due = self._plan.next_deadline()
+            times += [] if due is None else [due]
         return max(0, int((min(times) - now) * 1000) + 1)
 
     def _check_alive(self, now: float) -> None:
@@ -233,6 +234,10 @@ class _Fetch:
             raise self._error("no source is left")
         if now >= self._deadline:
             raise self._error("the deadline passed")
+        rest_s = self._plan.hopeless_s(now, self._deadline) if self._plan is not None else 0.0
+        if rest_s:
+            left_s = self._deadline - now
+            raise self._error(f"too slow, the rest would take {rest_s:.0f} s of {left_s:.0f} s left")
         if self._interrupt is not None and self._interrupt.is_set:
             raise self._error("it was interrupted")
 

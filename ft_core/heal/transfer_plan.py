@@ -19,6 +19,9 @@ at doubling intervals, since a request may have been lost.
 
 A chunk that fails its checksum is requested again, from another source if there is one. The second
 failure of one chunk ends the heal.
+
+A transfer that can't end in time is given up early: members wait for it, and what it has cost them is
+lost. Its pace so far says so, with a margin, as links get faster, too.
 """
 
 from __future__ import annotations
@@ -35,6 +38,10 @@ STALL_FACTOR = 10.0
 HEDGE_FACTOR = 4.0
 HEDGE_FLOOR_S = 0.02
 MAX_PROBE_S = 4.0
+PACE_AFTER_S = 1.0
+"""How long a transfer runs before its pace is judged; one that may take less than eight times as long
+is never judged."""
+PACE_MARGIN = 1.5
 _SMOOTHING = 0.2
 
 
@@ -69,6 +76,7 @@ class TransferPlan:
         self._orphans: list[tuple[int, int]] = [(0, count)] if count else []
         self._returned: deque[int] = deque()
         self._bad: dict[int, list[str]] = {}  # chunk -> sources that sent it corrupted
+        self._began: float | None = None
         self.retries = 0
 
     @property
@@ -81,6 +89,18 @@ class TransferPlan:
         """How many chunks are not done."""
         return self._left
 
+    def hopeless_s(self, now: float, deadline: float) -> float:
+        """How long the rest will take at the pace so far, if that is past `deadline` by a margin; else
+        0. A chunk that each source may be sending counts as received."""
+        if self._began is None or deadline - self._began < 8 * PACE_AFTER_S:
+            return 0.0
+        took_s = now - self._began
+        if took_s < max(PACE_AFTER_S, (deadline - self._began) / 30):
+            return 0.0
+        chunks = self._count - self._left + max(1, len(self._sources))
+        rest_s = self._left * took_s / chunks
+        return rest_s if rest_s > PACE_MARGIN * (deadline - now) else 0.0
+
     def is_done(self, chunk: int) -> bool:
         """Whether this chunk was received and checked."""
         return bool(self._done[chunk])
@@ -92,6 +112,7 @@ class TransferPlan:
     def add_source(self, name: str, now: float) -> None:
         """A source is ready to serve chunks."""
         assert name not in self._sources
+        self._began = now if self._began is None else self._began
         self._sources[name] = _Source(last_progress=now)
 
     def drop_source(self, name: str) -> None:

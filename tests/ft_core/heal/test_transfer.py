@@ -158,7 +158,9 @@ def test_a_retired_version_is_gone(make_server: MakeServer) -> None:
 def test_a_version_that_the_source_has_passed_is_gone_at_once(make_server: MakeServer) -> None:
     server = make_server()
     server.publish(HealKey(KEY.step + 1, "next"), {"epoch": 1})
-    with pytest.raises(HealError, match=r"is gone: the source is at \(step 8, lineage next\)") as caught:
+    with pytest.raises(
+        HealError, match=r"is gone: the source is at \(step 8, lineage next\)"
+    ) as caught:
         fetch([server.address], KEY, deadline=soon())
     assert "the deadline passed" not in str(caught.value)
 
@@ -226,7 +228,9 @@ def test_token(make_server: MakeServer) -> None:
     server.publish(KEY, {"epoch": 1})
     for token in ("", "wrong"):
         with pytest.raises(HealDenied, match="refused: wrong token; set the same heal token"):
-            fetch([server.address], KEY, deadline=soon(), options=JobOptions(name="r0", token=token))
+            fetch(
+                [server.address], KEY, deadline=soon(), options=JobOptions(name="r0", token=token)
+            )
     right = JobOptions(name="r0", token="right")
     assert fetch([server.address], KEY, deadline=soon(), options=right)[0] == {"epoch": 1}
     assert server.stats().refused == 2
@@ -336,6 +340,24 @@ def _then_publish(server: HealServer, tree: Any) -> Callable[[HealProgress], Non
             server.publish(KEY, tree)
 
     return progress
+
+
+def test_a_transfer_that_can_not_end_in_time_is_given_up_long_before(
+    make_server: MakeServer,
+) -> None:
+    """Peers wait for it in their collectives."""
+    server = make_server()
+    server.publish(KEY, state(64))
+    over = threading.Event()
+
+    def throttle(_: int, data: bytearray) -> bytearray:
+        over.wait(len(data) / 1e4)  # 10 kB/s: it would take two hours
+        return data
+
+    with FaultyLink(server.address, throttle) as link:
+        with pytest.raises(HealError, match=r"too slow, the rest would take \d+ s"):
+            fetch([link.address], KEY, deadline=soon(90), same_host=False, chunk_bytes=1 << 16)
+        over.set()
 
 
 class TestFaults:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ft_core.heal.transfer_plan import FIRST_STALL_S, WINDOW, TransferPlan
+from ft_core.heal.transfer_plan import FIRST_STALL_S, PACE_AFTER_S, WINDOW, TransferPlan
 
 
 @dataclass
@@ -172,3 +172,30 @@ def test_random_worlds_finish(seed: int) -> None:
         plan.check()
     world.run(until=world.now + 1000)
     assert plan.finished
+
+
+def pace(chunks: int, done: int, *, now: float, deadline: float = 30.0) -> float:
+    """What is said of a transfer of one source that has received so much."""
+    plan = TransferPlan(chunks)
+    plan.add_source("a", 0.0)
+    plan.next_requests(0.0)
+    for chunk in range(done):
+        plan.received("a", chunk, now)
+    return plan.hopeless_s(now, deadline)
+
+
+def test_a_transfer_that_can_not_end_in_time_is_known_early() -> None:
+    assert pace(1_000, 9, now=PACE_AFTER_S) == pytest.approx(991 / 10)
+    assert pace(1_000, 0, now=PACE_AFTER_S) == pytest.approx(1_000)
+    assert not pace(1_000, 9, now=PACE_AFTER_S - 0.01)  # too early to say
+    assert not pace(1_000, 39, now=PACE_AFTER_S)  # 24 s
+    assert not pace(1_000, 24, now=PACE_AFTER_S)  # 39 s: it may get faster
+    assert pace(1_000, 400, now=20.0) == pytest.approx(600 * 20 / 401)
+    assert not pace(1_000, 0, now=PACE_AFTER_S, deadline=7.9)  # the deadline is near anyway
+    assert pace(1_000, 9, now=PACE_AFTER_S, deadline=600.0) == 0.0  # judged after 20 s
+    assert pace(100_000, 9, now=20.0, deadline=600.0)
+    assert not pace(3, 0, now=2.0)  # of few chunks one may take long
+
+
+def test_a_plan_without_sources_has_no_pace() -> None:
+    assert TransferPlan(9).hopeless_s(99.0, 100.0) == 0.0
