@@ -82,14 +82,42 @@ assert type(Fabric(accelerator="cpu", devices=1).strategy).__module__ == "{fabri
 def test_every_way_without_code(tmp_path: Path, names: tuple[str, str, str, str]) -> None:
     namespace, home, fabric, fabric_home = names
     script = WAYS.format(namespace=namespace, home=home, fabric=fabric, fabric_home=fabric_home)
+    run_cold(tmp_path, "-c", script)
+
+
+STEP = """
+import torch
+import ft_lightning
+from lightning.fabric import Fabric
+
+fabric = Fabric()
+net = torch.nn.Linear(2, 1)
+net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+fabric.backward(net(torch.ones(1, 2)).sum())
+optimizer.step()
+print("committed", fabric.strategy.last_step_committed, fabric.strategy.num_participants)
+"""
+
+
+def test_fabrics_command(tmp_path: Path) -> None:
+    """`fabric run` and the script that it starts, which no process has warmed up for them."""
+    (tmp_path / "train.py").write_text(STEP)
+    command = "import ft_lightning; from lightning.fabric.cli import _main; _main()"
+    options = ["--strategy", "ft_ddp", "--accelerator", "cpu", "--devices", "1"]
+    assert "committed True 1" in run_cold(tmp_path, "-c", command, "run", *options, "train.py")
+
+
+def run_cold(folder: Path, *words: str) -> str:
+    """What Python writes, started in `folder` as by a user."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FT_JOB_ID": str(tmp_path)},
-        cwd=tmp_path,
+        [sys.executable, *words],
+        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FT_JOB_ID": str(folder)},
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
