@@ -28,7 +28,8 @@ from ft_lightning.fabric.fabric_strategy import FTFabricMixin
 
 
 class Outer:  # no dataclass: Fabric takes those for collections, and copies them
-    """What a checkpoint needs beside the global parameters; give it to `fabric.save` and `load`."""
+    """What a checkpoint needs beside the global parameters; give it to `fabric.save` and `load`. The
+    loop's thread."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = weakref.ref(strategy)
@@ -43,7 +44,7 @@ class Outer:  # no dataclass: Fabric takes those for collections, and copies the
         return {"step": strategy.outer_step, "outer_optimizer": state["outer_optimizer"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Before the first batch."""
+        """Take what `state_dict` gave. Has an effect before the first batch only."""
         self.loaded = dict(state)
 
 
@@ -75,18 +76,20 @@ class FabricPeriodicMixin(FTFabricMixin):
 
     @property
     def num_participants(self) -> int:
-        """How many replica groups were in the last outer step; 0 before the first."""
+        """How many replica groups were in the last outer step; 0 before the first. Any thread."""
         outcome = self._manager.last_outcome() if self._manager is not None else None
         return outcome.participants if outcome is not None else 0
 
     @property
     def outer_step(self) -> int:
-        """Committed outer steps. (`current_step`: inner steps.)"""
+        """Committed outer steps. (`current_step`: inner steps.) Any thread."""
         return self._manager.current_step() if self._manager is not None else 0
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Within, the models hold the global parameters: for validation and checkpoints."""
+        """Within, the models hold the global parameters: for validation and checkpoints.
+
+        Between two batches, in the loop's thread; do not train within."""
         if not self._entered:
             yield
             return
@@ -104,7 +107,8 @@ class FabricPeriodicMixin(FTFabricMixin):
     def finish(self) -> None:
         """The training is over: agree on the inner steps since the last outer step. Idempotent.
 
-        The models hold the global parameters afterwards.
+        The models hold the global parameters afterwards. Raises what the last outer step raises (see
+        `ft_core.Manager.should_commit`). The loop's thread.
         """
         if self._entered:
             self._count()
@@ -119,7 +123,8 @@ class FabricPeriodicMixin(FTFabricMixin):
     # ------------------------------------------------------------------ set-up
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Called by `fabric.setup` and `setup_module`: nothing happens in its backward."""
+        """Called by `fabric.setup` and `setup_module`: nothing happens in its backward. Raises
+        RuntimeError after the first batch."""
         if self._started:
             raise RuntimeError("set up all models before the first batch: peers heal them as one")
         self._models.append(module)

@@ -253,7 +253,8 @@ class PeriodicMixin(FTDDPMixin):
 
     @property
     def algorithm(self) -> Any:
-        """ft_core's LocalSGD or DiLoCo of the fit under way, or of the last one; None before."""
+        """ft_core's LocalSGD or DiLoCo of the fit under way, or of the last one; None before. To be
+        asked only; any thread."""
         return None if self._driver is None else self._driver.algorithm
 
     # ------------------------------------------------------------------ set-up

@@ -37,7 +37,7 @@ class FabricStepMixin(FabricAgreementsMixin):
     """The part of the strategy that begins and ends steps. The loop's thread."""
 
     last_step_committed: bool | None = None
-    """Whether the last optimizer step was committed; None before the first one's end."""
+    """Whether the last optimizer step was committed; None before the first one's end. Any thread."""
     _part: Participation | None = None
     """In the quorum that this process has seen last."""
 
@@ -276,6 +276,8 @@ class FabricStepMixin(FabricAgreementsMixin):
 
         Does nothing in a pass that is void, and where the peers have made the update already;
         `last_step_committed` tells. Several optimizers may step on the gradients of one backward.
+        Raises RuntimeError if no backward pass was committed before, or if optimizers take turns on
+        data that Fabric does not know. The loop's thread.
         """
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
         result = None if closure is None else closure()

@@ -37,7 +37,8 @@ class FTFabricMixin(FabricStepMixin):
     others train on. One that (re)starts takes models, optimizers, the scheduler, what was given to
     :meth:`register`, and its place in the data from its peers, and joins them at their step.
 
-    Its options are those of `__init__`.
+    Its options are those of `__init__`. Thread: one, which runs the loop, for all that users call;
+    properties may be read in any.
     """
 
     strategy_name = NAME
@@ -58,7 +59,7 @@ class FTFabricMixin(FabricStepMixin):
 
     @property
     def current_step(self) -> int:
-        """Committed optimizer steps: equal in all groups."""
+        """Committed optimizer steps: equal in all groups. Any thread."""
         return self.progress.step
 
     def register(self, name: str, state: Any) -> None:
@@ -66,7 +67,8 @@ class FTFabricMixin(FabricStepMixin):
         `load_state_dict`.
 
         Call it before the first batch. The state may change between `optimizer.step()` and the next
-        batch. Raises ValueError for a name that is taken, or after the first batch.
+        batch. Another process gets a copy of plain values and tensors; anything else needs
+        ``heal_allow_objects``. Raises ValueError for a name that is taken, or after the first batch.
         """
         if self._started or name in self._registered:
             why = "the first batch was fetched already" if self._started else "the name is taken"
@@ -75,7 +77,9 @@ class FTFabricMixin(FabricStepMixin):
 
     def epochs(self, total: int) -> Iterator[int]:
         """`for epoch in fabric.strategy.epochs(10)`: like `range`, but it follows heals and
-        resumptions (a process that joined its peers in epoch 3 continues with 4)."""
+        resumptions (a process that joined its peers in epoch 3 continues with 4). Raises nothing
+        itself. When it is exhausted, the training is finished: a process that comes back later does
+        not start it over."""
         while self.progress.epoch < total:
             yield self.progress.epoch
             self.progress.epoch += 1
@@ -83,7 +87,7 @@ class FTFabricMixin(FabricStepMixin):
 
     def leave(self) -> None:
         """Leave the quorum for good. The end of the process does it, too; call it if long work
-        without training follows. Idempotent."""
+        without training follows. Not within a step: between two batches. Idempotent."""
         self._open = False
         self._sigterm.unwatch()
         if self._manager is not None:
@@ -105,7 +109,9 @@ class FTFabricMixin(FabricStepMixin):
         self._set_world_ranks()
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Called by `fabric.setup` and `setup_module`. A frozen module is left as it is."""
+        """Called by `fabric.setup` and `setup_module`. A frozen module is left as it is.
+
+        Raises RuntimeError after the first batch, and what `ft_core.ddp` raises for options of DDP."""
         if self._started:
             raise RuntimeError("set up all models before the first batch: peers heal them as one")
         self._models.append(module)
@@ -119,7 +125,7 @@ class FTFabricMixin(FabricStepMixin):
         return wrapped
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Called by `fabric.setup` and `setup_optimizers`."""
+        """Called by `fabric.setup` and `setup_optimizers`. Raises ValueError for LBFGS."""
         refuse_lbfgs([optimizer])
         self._optimizers.append(optimizer)
         return optimizer

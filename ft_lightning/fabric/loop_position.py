@@ -68,6 +68,7 @@ class LoaderPlace:
 class Progress:  # no dataclass: Fabric takes those for collections, and copies them
     """How far a Fabric loop is; heals with the model. Save it with every checkpoint:
     `fabric.save(path, {"model": model, "optimizer": optimizer, "progress": strategy.progress})`.
+    Thread: the loop's writes, between two batches; any may read.
 
     Attributes:
         epoch: epochs that `strategy.epochs` has completed.

@@ -222,7 +222,8 @@ class StrategyBase(_Base):
 
     @property
     def scope(self) -> Scope:
-        """This process's place. Known once the Trainer or the Fabric has been created."""
+        """This process's place. Known once the Trainer or the Fabric has been created, which raises
+        ValueError if the environment does not say it. Any thread."""
         assert self._scope is not None, "the strategy is not attached to a Trainer or a Fabric yet"
         return self._scope
 
@@ -249,7 +250,8 @@ class StrategyBase(_Base):
     def is_global_zero(self) -> bool:
         """Whether this process is the leader, which saves: the first that takes part in the step.
 
-        Before the first quorum of a fit none is; outside of a fit, rank 0 of a fresh start.
+        Before the first quorum of a fit none is; outside of a fit, rank 0 of a fresh start. Any
+        thread; it may change with each step.
         """
         return self._leader
 
@@ -326,13 +328,15 @@ class StrategyBase(_Base):
 
     @property
     def manager(self) -> Manager | None:
-        """The manager of the training under way or, shut down, of the last one; None before."""
+        """The manager of the training under way or, shut down, of the last one; None before.
+
+        Its questions may be asked in any thread; steps are the strategy's. Any thread."""
         return self._manager
 
     @property
     def num_participants(self) -> int:
         """How many processes contribute to the current (or last) step; 0 before the first one.
-        Never waits."""
+        Never waits; any thread."""
         return self.participants
 
     def _make_manager(self) -> Manager:

@@ -259,7 +259,9 @@ class CheckpointMixin(_Base):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Called on all; the leader writes. A failure is logged, and the training goes on."""
+        """Called on all; the leader writes. A failure to write is logged, and the training goes on.
+
+        The thread that calls `Trainer.save_checkpoint`, which must be the loop's."""
         if not self.is_global_zero:
             return
         if self._manager is not None:

@@ -125,6 +125,8 @@ class MetricsMixin(_Base):
 
     Args:
         every_n_steps: how often, in optimizer steps. Default: the Trainer's ``log_every_n_steps``.
+
+    Raises ValueError if `every_n_steps` is below 1. Lightning calls its hooks in the loop's thread.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -159,6 +161,9 @@ class TimelineMixin(_Base):
             machines: a shared one). Empty it between runs. Default: ``ft_timeline`` in the
             Trainer's ``default_root_dir``.
         filename: of the picture.
+
+    Raises ValueError if `filename` does not end in .png. Whatever goes wrong with the picture is
+    logged. Lightning calls its hooks in the loop's thread.
     """
 
     def __init__(self, dirpath: str | None = None, filename: str = "timeline.png") -> None:

@@ -30,12 +30,13 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
     others train on. One that (re)starts takes model, optimizers, schedulers, callbacks and the
     place in the data from its peers and joins them at their step.
 
-    Its options are those of `__init__`.
+    Its options are those of `__init__`. Lightning calls its methods in the loop's thread; what users
+    ask may be read in any.
     """
 
     strategy_name = NAME
     counts: Counts | None = None
-    """Steps, discards and heals of the fit under way, or of the last one."""
+    """Steps, discards and heals of the fit under way, or of the last one; None before. Any thread."""
     _driver: StepDriver | None = None
     _batches: Batches | None = None
     _decisions: Decisions | None = None
@@ -52,7 +53,9 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
 
     @property
     def last_step_committed(self) -> bool | None:
-        """Whether the last optimizer step was committed; None before the first one's end."""
+        """Whether the last optimizer step was committed; None before the first one's end.
+
+        Any thread."""
         return None if self._driver is None else self._driver.last_committed
 
     # ------------------------------------------------------------------ set-up

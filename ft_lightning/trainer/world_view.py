@@ -68,14 +68,20 @@ class ScopedMixin(StrategyBase, _Base):
         return {"num_replicas": 1, "rank": 0}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the participants of the step, inside `training_step`; else as it is."""
+        """Over the participants of the step, inside `training_step`; else as it is. In place.
+
+        Raises ValueError for an operation that there is not. What peers cost (a death, say) is no
+        error here: it is tried again before this returns. The loop's thread."""
         if not isinstance(tensor, torch.Tensor) or not self._reaches_peers():
             return tensor
         reduced: torch.Tensor = self._driver.reduce(tensor, reduce_op)
         return reduced
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Inside `training_step`: a row for each participant of the step; else this process's."""
+        """Inside `training_step`: a row for each participant of the step, shape
+        ``(participants, *shape)``, and all must bring one shape; else ``(1, *shape)``.
+
+        Raises ValueError for a tensor through which gradients are to flow. The loop's thread."""
         if not self._reaches_peers():
             return tensor.unsqueeze(0)
         if sync_grads:
@@ -88,19 +94,21 @@ class ScopedMixin(StrategyBase, _Base):
         return getattr(self._driver, "computing", False)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Of the replica group."""
+        """Of the replica group. Raises GroupBroken if another rank of it is gone. The loop's thread."""
         with self._where_ranks_meet():
             return self._in_group.decide(decision, all_of_them=all)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Within the replica group: from its rank number `src`."""
+        """Within the replica group: from its rank number `src`. Raises GroupBroken if a rank is gone.
+        The loop's thread."""
         if self._scope is None:
             return obj
         with self._where_ranks_meet():
             return self._in_group.broadcast(obj, src)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Of the replica group. The first one after `prepare_data` lets the next process in."""
+        """Of the replica group. The first one after `prepare_data` lets the next process in. Raises
+        GroupBroken if another rank is gone. The loop's thread."""
         first, self._prepared = not self._prepared, True
         self.release_machine()
         if self._scope is not None:
