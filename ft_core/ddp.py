@@ -198,7 +198,7 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
         kwargs["gradient_as_bucket_view"] = True
         super().__init__(reducer, module, **kwargs)
         self._retry = reducer
-        self._optional: OptionalParameters | None = None
+        self.optional: OptionalParameters | None = None
         reducer.add_model(self)
         if self._shared:
             reducer.is_refilled(self._shared.wire)
@@ -211,32 +211,13 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
             self._shared.before_send = before_send
         if self.find_unused_parameters:
             parameters, _ = self._build_params_for_reducer()
-            self._optional = OptionalParameters(parameters)
-            optional = weakref.ref(self._optional)
+            self.optional = OptionalParameters(parameters)
+            optional = weakref.ref(self.optional)
             self._reduction.reduce_used = lambda counts: reducer.reduce_used(optional(), counts)
-        self._keep_gradients()
-
-    def _keep_gradients(self) -> None:
-        """Show the reducer of steps each gradient when it is complete, before torch's sees it."""
-        me = weakref.ref(self)
-
-        def ready(parameter: Tensor) -> None:
-            model = me()
-            if model is not None:
-                model._gradient_ready(parameter)
-
-        ignored = set(self.parameters_to_ignore)
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and name not in ignored:
-                parameter.register_post_accumulate_grad_hook(ready)
-                if parameter.grad is not None:
-                    self._retry.is_bucket(parameter.grad)
-
-    def _gradient_ready(self, parameter: Tensor) -> None:
-        if self.require_backward_grad_sync:
-            if self._optional is not None:
-                self._retry.keep_accumulated(self._optional)
-            self._retry.keep(parameter)
+        named, ignored = self.module.named_parameters(), set(self.parameters_to_ignore)
+        reducer.keep_gradients_of(
+            self, [p for name, p in named if p.requires_grad and name not in ignored]
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. If the last backward raised, its step is discarded first."""

@@ -80,7 +80,15 @@ class RetryHooks:
 
 
 class RetryableModel(Protocol):
-    """A model whose gradients are kept: `ft_core.ddp.RetryableDistributedDataParallel`."""
+    """A model whose gradients are kept: `ft_core.ddp.RetryableDistributedDataParallel`.
+
+    Attributes:
+        require_backward_grad_sync: whether the backward pass under way synchronizes.
+        optional: its parameters, if a forward may leave out some.
+    """
+
+    require_backward_grad_sync: bool
+    optional: OptionalParameters | None
 
     def unfinished(self) -> bool:
         """Whether a backward pass has not reached all parameters (yet)."""
@@ -341,13 +349,29 @@ class RetryableReducer:
         self._failure = None
         self._over()
 
-    def keep(self, parameter: Tensor) -> None:
-        """The gradient of `parameter` is complete, and about to be copied to its bucket."""
-        self._gradients.keep(parameter)
-        if self._reducing is not None:
-            self._end_with_backward()
+    def keep_gradients_of(self, model: RetryableModel, parameters: list[Tensor]) -> None:
+        """Keep each gradient when it is complete, before torch's reducer copies it to its bucket.
 
-    def keep_accumulated(self, model: OptionalParameters) -> None:
+        `parameters`: of `model`, which they do not keep alive.
+        """
+        its, mine = weakref.ref(model), weakref.ref(self)
+
+        def ready(parameter: Tensor) -> None:
+            model, me = its(), mine()
+            if model is None or me is None or not model.require_backward_grad_sync:
+                return
+            if model.optional is not None:
+                me._keep_accumulated(model.optional)
+            me._gradients.keep(parameter)
+            if me._reducing is not None:
+                me._end_with_backward()
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(ready)
+            if parameter.grad is not None:
+                self._gradients.is_bucket(parameter.grad)
+
+    def _keep_accumulated(self, model: OptionalParameters) -> None:
         """Before the first gradient of a backward pass: the others may not come, and what earlier
         passes have accumulated there is reduced nevertheless."""
         if any(known is model for known in self._optional):
@@ -365,10 +389,6 @@ class RetryableReducer:
             model.reduced = self.allreduce(model.counts, reduce_op=ReduceOp.SUM)
             counts.fill_(1)
         return completed(counts)
-
-    def is_bucket(self, gradient: Tensor) -> None:
-        """`gradient` shares memory with a bucket from the beginning."""
-        self._gradients.is_bucket(gradient)
 
     def is_refilled(self, tensor: Tensor) -> None:
         """`tensor` is filled anew by its owner for each attempt: it needs no copy."""
