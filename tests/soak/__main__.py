@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -30,7 +31,9 @@ from tests.soak.schedule import MODES, RANKS, WEIGHTS, Shape, schedule
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.split("\n\n")[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak", description=__doc__.split("\n\n")[1]
+    )
     parser.add_argument("--mode", choices=MODES, default=MODES[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -57,6 +60,7 @@ def main(argv: list[str]) -> int:
     if not shape.networks:
         say("no network namespaces: members are not cut off from each other")
     soak = Soak(shape, faults, seconds, say=say)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed
     try:
         soak.run()
     finally:
@@ -85,9 +89,9 @@ def problems(soak: Soak, longest_gap_s: float) -> list[str]:
 def show(soak: Soak, wrong: list[str]) -> None:
     """Print the table."""
     checker = soak.checker
-    print(f"\n{'fault':18}{'times':>7}{'next commit, median':>21}{'worst':>10}")
+    print(f"\n{'fault':18}{'times':>7}{'no commit for, median':>23}{'worst':>10}")
     for kind, count, median_s, worst_s in checker.table():
-        print(f"{kind:18}{count:7}{median_s:19.2f} s{worst_s:8.2f} s")
+        print(f"{kind:18}{count:7}{median_s:21.2f} s{worst_s:8.2f} s")
     print("\nlongest times without a commit:")
     for gap_s, kinds in checker.gaps[:5]:
         print(f"{gap_s:8.2f} s  {', '.join(kinds)}")

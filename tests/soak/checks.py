@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
+from dataclasses import dataclass
 from typing import Any
 
+AFTERMATH_S = 3.0
+"""How long after its end a fault may still cost commits."""
 REMEMBERED = 200_000
 """Versions whose digests are kept: no rank is so far behind the others."""
 
 Report = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Felt:
+    """A fault, until when it may cost commits, and the longest time without one so far."""
+
+    kind: str
+    until: float
+    longest_s: float = 0.0
 
 
 class Checker:
@@ -28,11 +40,11 @@ class Checker:
         self._order: deque[tuple[int, int, str]] = deque()
         self._life = 0
         self._last_commit: float | None = None
-        self._faults_since: list[tuple[float, str]] = []
+        self._felt: list[Felt] = []
+        self._all_felt: list[Felt] = []
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
         self.gaps: list[tuple[float, list[str]]] = []
-        self.recoveries: dict[str, list[float]] = {}
         self.highest_step = 0
         self.state_of: dict[tuple[int, int], tuple[int, str, str]] = {}
         """By (group, rank): step, lineage and digest that it reported last."""
@@ -41,9 +53,12 @@ class Checker:
         """No process is left that knows what was committed; others may have a checkpoint."""
         self._life += 1
 
-    def fault(self, kind: str, now: float) -> None:
+    def fault(self, kind: str, now: float, for_s: float = 0.0) -> None:
+        """A fault begins, and lasts `for_s`."""
         self.counts[f"fault: {kind}"] += 1
-        self._faults_since.append((now, kind))
+        felt = Felt(kind, now + for_s + AFTERMATH_S)
+        self._felt.append(felt)
+        self._all_felt.append(felt)
 
     def step(self, group: int, rank: int, report: Report, now: float) -> None:
         """A rank's report of a step."""
@@ -70,13 +85,14 @@ class Checker:
         self._note_gap(now)
 
     def _note_gap(self, now: float) -> None:
-        if self._last_commit is not None:
-            kinds = [kind for _, kind in self._faults_since]
-            self.gaps = sorted([*self.gaps, (now - self._last_commit, kinds)], reverse=True)[:20]
-        for at, kind in self._faults_since:
-            self.recoveries.setdefault(kind, []).append(now - at)
-        self._faults_since.clear()
-        self._last_commit = now
+        last, self._last_commit = self._last_commit, now
+        if last is None:
+            return
+        self._felt = [felt for felt in self._felt if felt.until >= last]
+        for felt in self._felt:
+            felt.longest_s = max(felt.longest_s, now - last)
+        kinds = [felt.kind for felt in self._felt]
+        self.gaps = sorted([*self.gaps, (now - last, kinds)], reverse=True)[:20]
 
     def equal_at_the_end(self, ranks: int) -> bool:
         """Whether all ranks of one number were last at the same version."""
@@ -84,8 +100,9 @@ class Checker:
         return all(len(world) == 1 for world in worlds)
 
     def table(self) -> list[tuple[str, int, float, float]]:
-        """By kind of fault: how many, and seconds until the next commit of any group: median, worst."""
-        return [
-            (kind, len(times), statistics.median(times), max(times))
-            for kind, times in sorted(self.recoveries.items())
-        ]
+        """By kind of fault: how many, and the longest time without a commit of any group that began
+        while it lasted or `AFTERMATH_S` later: the median and the worst of them, in seconds."""
+        times: dict[str, list[float]] = {}
+        for felt in self._all_felt:
+            times.setdefault(felt.kind, []).append(felt.longest_s)
+        return [(k, len(t), statistics.median(t), max(t)) for k, t in sorted(times.items())]

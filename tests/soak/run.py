@@ -79,6 +79,7 @@ class Soak:
         faults: in the order of time.
         seconds: how long, before they settle.
         pause_s: pretended work of each step.
+        timeout_s: of the members and the lighthouse; most other durations derive from it.
         say: called with each line for a person.
     """
 
@@ -89,10 +90,11 @@ class Soak:
         seconds: float,
         *,
         pause_s: float = 0.02,
+        timeout_s: float = TIMEOUT_S,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.shape, self.faults, self.seconds = shape, faults, seconds
-        self._pause_s, self._say = pause_s, say
+        self._pause_s, self._timeout_s, self._say = pause_s, timeout_s, say
         self.checker = Checker(one_lineage=shape.mode != GROUP)
         self.endings: dict[str, int] = {}
         """Ends that no fault explains, by what was said."""
@@ -201,7 +203,7 @@ class Soak:
             "name": str(index),
             "seed": index + 1,
             "pause_s": self._pause_s,
-            "timeout_s": TIMEOUT_S,
+            "timeout_s": self._timeout_s,
             "heartbeat_s": HEARTBEAT_TIMEOUT_S / 3,
             "expected_replicas": shape.groups,
             "use_async_quorum": shape.mode == ASYNC,
@@ -257,7 +259,7 @@ class Soak:
         self._lighthouse = subprocess.Popen(
             [
                 *inside, sys.executable, "-m", "lighthouse", "--bind", f"tcp://{host}:{port}",
-                "--timeout", str(TIMEOUT_S), "--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S),
+                "--timeout", str(self._timeout_s), "--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S),
                 "--join-timeout", str(JOIN_TIMEOUT_S),
             ],
             stdout=subprocess.PIPE, stderr=self._log, cwd=ROOT,
@@ -284,7 +286,7 @@ class Soak:
 
     def _strike(self, fault: Fault) -> None:
         self._say(f"{fault.at_s:8.1f} s  {fault.kind} {fault.groups} {fault.for_s:.1f} s")
-        self.checker.fault(fault.kind, time.monotonic())
+        self.checker.fault(fault.kind, time.monotonic(), fault.for_s)
         getattr(self, f"_do_{fault.kind}")(fault)
 
     def _signal(
@@ -305,7 +307,9 @@ class Soak:
         processes = [r.process for r in self._groups[index].ranks if r.number == fault.rank]
         long = self.shape.ranks > 1 and fault.for_s > IN_GROUP_SILENCE_S / 2
         self._signal(index, signal.SIGSTOP, fault.rank, ends=long)
-        self._after(fault.for_s, lambda: [p.send_signal(signal.SIGCONT) for p in processes] and None)
+        self._after(
+            fault.for_s, lambda: [p.send_signal(signal.SIGCONT) for p in processes] and None
+        )
 
     def _do_term(self, fault: Fault) -> None:
         self._signal(fault.groups[0], signal.SIGTERM, fault.rank)
@@ -383,11 +387,8 @@ class Soak:
     def _settle(self) -> None:
         """No more faults: all groups commit together, then all are told to stop."""
         self._say("settling")
-        self._after(0.0, lambda: None)
         if not self._turn_until(lambda: not self._due, PATIENCE_S):
             return
-        for group in self._groups:
-            group.ready = False
         counted = dict.fromkeys(range(self.shape.groups), 0)
         hear = self._hear
 
