@@ -100,6 +100,11 @@ class Checker:
     expelled: set[str] = field(default_factory=set)
     evicted: set[str] = field(default_factory=set)  # slower than the timeouts allow
 
+    @property
+    def newest(self) -> Birth:
+        """The quorum that was formed last."""
+        return self.births[next(reversed(self.births))]
+
     def require(self, ok: bool, what: str) -> None:
         if not ok:
             raise Violation(f"at {self.now():.3f} s: {what}")

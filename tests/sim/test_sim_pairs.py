@@ -52,7 +52,7 @@ class Cut:
         clock.run_until(SETTLED_S)
         quorums = len(checker.births)
         clock.run_until(CUT_UNTIL_S)
-        members = checker.births[checker.last_id].members
+        members = checker.newest.members
         slots = {member.partition(":")[0] for member in members}
         if any({one, other} <= slots for one, other in self.cuts):
             return f"{sorted(slots)} can't connect: {sorted(self.cuts)}"
@@ -66,7 +66,7 @@ class Cut:
         return "" if together else "not all came back"
 
     def _all_in(self, checker: Any) -> bool:
-        birth = checker.births[checker.last_id]
+        birth = checker.newest
         return len(birth.members) == len(self.slots) and all(
             checker.commit_times.get(member, [0.0])[-1] > CUT_UNTIL_S for member in birth.members
         )
