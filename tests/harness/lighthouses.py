@@ -22,4 +22,6 @@ def patient_lighthouse(
         join_timeout_s=join_timeout_s,
     )
     config = LighthouseConfig(timeouts=timeouts, min_replicas=min_replicas)
-    return LighthouseServer(config=config)
+    server = LighthouseServer(config=config)
+    server.status()  # its thread for statuses begins now: a fixture's, not a test's that asks first
+    return server
