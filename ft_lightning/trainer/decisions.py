@@ -80,7 +80,7 @@ class Decisions:
         )
         if self.timed:
             self.wait_with_validation()
-        # Epochs of a length that is known are as long everywhere (`world_view.schema`).
+        # Epochs of a length that is known are as long everywhere (`strategy.schema`).
         self._aligned = trainer.num_training_batches != float("inf")
         self._monitors = tuple(
             str(c.monitor)

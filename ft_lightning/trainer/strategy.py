@@ -1,18 +1,36 @@
 """The strategy for Lightning's Trainer, written once for both of its namespaces.
 
 `ft_lightning.pytorch` and `ft_lightning.pl` put `FTDDPMixin` in front of their own `DDPStrategy`.
+
+Barriers, broadcasts and boolean decisions stay inside the replica group
+(`ft_core.shell.intra_group`), which lives and dies as a whole: none of them waits for a group that
+died. The quorum carries gradients, what is reduced or gathered inside `training_step`
+(`driver.py`), the votes (`decisions.py`), and agreements at the ends of validations and epochs
+(`agreements.py`).
+
+`trainer.world_size` counts the processes of all configured groups, and `trainer.global_rank` is
+this one's number among them; `trainer.strategy.num_participants` is how many contribute right now.
+Training data is sharded over all configured processes. Validation, test and prediction data is not
+sharded: each group computes the same metrics, so that early stopping and plateau schedulers decide
+alike everywhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ft_core.launch.sigterm import Sigterm
 from ft_lightning.shared.registration import DESCRIPTION, NAME
-from ft_lightning.shared.strategy_base import refuse_lbfgs
+from ft_lightning.shared.step_collectives import refuse_gradients
+from ft_lightning.shared.strategy_base import StrategyBase, refuse_lbfgs
 from ft_lightning.trainer import healing, leader
 from ft_lightning.trainer.agreements import Rounds, make_callbacks
 from ft_lightning.trainer.batches import Batches, check_counters
@@ -20,10 +38,23 @@ from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
 from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
 from ft_lightning.trainer.validation import Validation
-from ft_lightning.trainer.world_view import ScopedMixin, lock_machine, schema
+from lighthouse.files import machine_lock
 
 
-class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
+class _Ending(Sigterm):
+    """Ends the fit instead of the process."""
+
+    def __init__(self, strategy: FTDDPMixin) -> None:
+        super().__init__(strategy._awaits_quorum)
+        self._strategy = weakref.ref(strategy)
+
+    def end(self) -> None:
+        strategy = self._strategy()
+        if strategy is not None:  # else nothing of ours waits
+            strategy._leave()
+
+
+class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     """Strategy for data-parallel training that survives the loss of processes.
 
     Each replica group (one process, or several) holds the whole model and may die at any time; the
@@ -42,7 +73,9 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
     _decisions: Decisions | None = None
     _rounds: Rounds | None = None
     _callbacks: tuple[Any, ...] = ()
-    _writes = _met = _shows_bar = False
+    _sigterm: Sigterm | None = None
+    _prepare_lock: int | None = None
+    _writes = _met = _shows_bar = _prepared = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -58,6 +91,81 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
         Any thread."""
         return None if self._driver is None else self._driver.last_committed
 
+    # ------------------------------------------------------------------ ranks and collectives
+
+    @property
+    def local_rank(self) -> int:
+        """Among the processes of this replica group on this machine."""
+        return self._scope.local_rank if self._scope else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is not None and trainer.training:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": 1, "rank": 0}
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over the participants of the step, inside `training_step`; else as it is. In place.
+
+        Raises ValueError for an operation that there is not. What peers cost (a death, say) is no
+        error here: it is tried again before this returns. The loop's thread."""
+        driver = self._driver_of_step()
+        if driver is None or not isinstance(tensor, torch.Tensor):
+            return tensor
+        return driver.reduce(tensor, reduce_op)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Inside `training_step`: a row for each participant of the step, shape
+        ``(participants, *shape)``, and all must bring one shape; else ``(1, *shape)``.
+
+        Raises ValueError for a tensor through which gradients are to flow. The loop's thread."""
+        driver = self._driver_of_step()
+        if driver is None:
+            return tensor.unsqueeze(0)
+        if sync_grads:
+            refuse_gradients(tensor)
+        return driver.gather(tensor)
+
+    def _driver_of_step(self) -> StepDriver | None:
+        """If this call belongs to an open step, which all try again if it fails: what reduces in it."""
+        return self._driver if getattr(self._driver, "computing", False) else None
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Of the replica group. Raises GroupBroken if another rank of it is gone. The loop's thread."""
+        with self._where_ranks_meet():
+            return self._in_group.decide(decision, all_of_them=all)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Within the replica group: from its rank number `src`. Raises GroupBroken if a rank is gone.
+        The loop's thread."""
+        if self._scope is None:
+            return obj
+        with self._where_ranks_meet():
+            return self._in_group.broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Of the replica group. The first one after `prepare_data` lets the next process in. Raises
+        GroupBroken if another rank is gone. The loop's thread."""
+        first, self._prepared = not self._prepared, True
+        self.release_machine()
+        if self._scope is not None:
+            with self._where_ranks_meet():
+                self._in_group.barrier(limited=not first)
+
+    def _where_ranks_meet(self) -> Any:
+        """A rank that ends with an error does not wait for the others."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.interrupted:
+            return self._in_group.local_only()
+        return contextlib.nullcontext()
+
+    def set_world_ranks(self) -> None:
+        """Called by Lightning when the Trainer is made, and before a run."""
+        if self._scope is None:
+            self._find_scope(self.num_nodes)
+
     # ------------------------------------------------------------------ set-up
 
     def setup_environment(self) -> None:
@@ -65,7 +173,9 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
             # Before callbacks are set up, which disables bars where rank zero is not.
             self._shows_bar = getattr(self._trainer.progress_bar_callback, "is_enabled", False)
             if self.scope.local_rank == 0:
-                self._prepare_lock = lock_machine(self._job.job_id)
+                # One process of this script and user at a time prepares data on this machine.
+                script = os.path.abspath(sys.argv[0])
+                self._prepare_lock = machine_lock("ft_lightning", f"{script} {self._job.job_id}")
         super().setup_environment()
         if self._trainer.state.fn == "fit":
             dummy = self._from("fabric.loggers.logger")._DummyExperiment
@@ -147,6 +257,8 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
     def on_train_start(self) -> None:
         """The state is complete: tell the manager where this group starts, and adopt the data."""
         super().on_train_start()
+        self._sigterm = _Ending(self)
+        self._sigterm.watch()  # calls Lightning's, which is there by now, first
         assert self._manager is not None and self._decisions is not None
         if not self._met:  # else the learning rate finder has trained already
             self._manager.load_state_dict(self._start())
@@ -230,7 +342,13 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
         call._call_callback_hooks(self._trainer, name)
         call._call_lightning_module_hook(self._trainer, name)
 
+    def _awaits_quorum(self) -> bool:
+        """Whether the loop waits for peers. In a signal handler of its thread: takes no lock."""
+        asks = getattr(self._driver, "waits", False)
+        return asks and self._manager is not None and not self._manager.in_quorum()
+
     def _leave(self) -> None:
+        """Raise what ends a fit on SIGTERM."""
         raise self._from("utilities.exceptions").SIGTERMException
 
     # ------------------------------------------------------------------ the end
@@ -248,7 +366,16 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
             self._leader = leader.without_quorum(self._trainer, self.scope)
         # Unwrapped here: DDP's own teardown would recommend options that are refused.
         self.model = self.lightning_module
+        if self._sigterm is not None:
+            self._sigterm.unwatch()
+            self._sigterm = None
         super().teardown()
+
+    def release_machine(self) -> None:
+        """Let the next process of this machine prepare its data."""
+        if self._prepare_lock is not None:
+            os.close(self._prepare_lock)
+            self._prepare_lock = None
 
     def _shut_down(self, *, finished: bool = False) -> None:
         """Leave the quorum, and release what was adopted of Lightning. Idempotent."""
@@ -284,3 +411,20 @@ class FTDDPMixin(leader.CheckpointMixin, ScopedMixin):
             namespace = "lightning.fabric" if "." in namespace else "lightning_fabric"
             module = module.removeprefix("fabric.")
         return importlib.import_module(f"{namespace}.{module}")
+
+
+def schema(trainer: Any) -> dict[str, str]:
+    """What replica groups must have in common; one that differs is refused when it joins."""
+    module = trainer.lightning_module
+    return {
+        "batches an epoch": str(trainer.num_training_batches),
+        "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
+        "precision": str(trainer.precision),
+        "gradient clipping": f"{trainer.gradient_clip_val} {trainer.gradient_clip_algorithm}",
+        "optimizers": ", ".join(type(o).__name__ for o in trainer.optimizers),
+        "schedulers": ", ".join(
+            f"{type(c.scheduler).__name__} each {c.frequency} {c.interval}"
+            for c in trainer.lr_scheduler_configs
+        ),
+        "optimization": "automatic" if module.automatic_optimization else "manual",
+    }
