@@ -183,6 +183,7 @@ class Manager:
         self.state = State()
         self._schema = dict(options.schema)
         self._start = (0, "")
+        self._origin = (0, 0)  # (genesis, held) of that state; see `lighthouse.wire.messages.Join`
         self._session: Session | None = None
         self._closed = False
         self.telemetry = Telemetry()
@@ -250,8 +251,14 @@ class Manager:
     def state_dict(self) -> dict[str, Any]:
         """The manager's own state: save and restore it with every checkpoint."""
         step, lineage = self._position()
-        batches = self.state.batches_committed
-        return {"step": step, "batches_committed": batches, "lineage": lineage}
+        genesis, held = self._session.control.status.origin if self._session else self._origin
+        return {
+            "step": step,
+            "batches_committed": self.state.batches_committed,
+            "lineage": lineage,
+            "genesis": genesis,
+            "held": held,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore from a checkpoint; before the first `start_quorum`.
@@ -262,6 +269,7 @@ class Manager:
             raise RuntimeError("load_state_dict must be called before the first start_quorum")
         batches = int(state_dict["batches_committed"])
         self._start = (int(state_dict["step"]), str(state_dict.get("lineage", "")))
+        self._origin = (int(state_dict.get("genesis", 0)), int(state_dict.get("held", 0)))
         self.state.batches_committed = batches
 
     def allow_state_dict_read(self) -> None:
@@ -582,6 +590,7 @@ class Manager:
             can_heal=allow_heal,
             step=step,
             lineage=lineage,
+            origin=self._origin,
             schema="; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items())),
             telemetry=self.telemetry,
             into=lambda: self.state.room_to_receive(

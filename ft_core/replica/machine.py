@@ -104,6 +104,7 @@ class Replica:
         self.stage = Stage.OUT
         self.attempt = Attempt.CLOSED
         self.step, self.lineage = template.step, template.lineage
+        self.origin = template.genesis, template.held
         self.view: View | None = None
         self.healed = True  # own state is the quorum's
         self.outcome: Outcome | None = None
@@ -146,7 +147,7 @@ class Replica:
             self.stage, self.attempt, self.step, self.lineage, self.view, relations.part,
             self.attempt is Attempt.OPEN and not self._loop_waits, self.ready, self.healing,
             self.state_fetched, self._overwriting, relations.targets, self.published,
-            self.outcome, self.reason, self.failure, self.wants_group, self.deadline(),
+            self.outcome, self.reason, self.failure, self.wants_group, self.deadline(), self.origin,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ what the status tells
@@ -183,8 +184,7 @@ class Replica:
     @property
     def state_fetched(self) -> bool:
         """The state that this rank must load has arrived."""
-        view = self.view
-        return view is not None and self._fetched == (view.step, view.lineage)
+        return self.view is not None and self._fetched == self.view.position
 
     @property
     def targets(self) -> tuple[Member, ...]:
@@ -359,6 +359,7 @@ class Replica:
         assert view is not None and self.state_fetched
         self.step, self.lineage = view.step, view.lineage
         self.healed, self._overwriting = True, False
+        self.origin = view.origin
         return []
 
     def _on_published(self, event: events.Published, now: float) -> list[Effect]:
@@ -497,6 +498,7 @@ class Replica:
         self._revoked, self._grace_at = False, None
         self._resend_at = now + self._resend_s
         self.healed = (self.step, self.lineage) == (message.step, message.lineage)
+        self.origin = self.view.origin if self.healed else self.origin
         self._fail_if_bound(message)
         effects.append(Configure(message.quorum_id, members, self.view.rank_of(self.replica_id)))
         if not self.healed and not mine.healing:
@@ -606,7 +608,7 @@ class Replica:
             quorum_id=view.quorum_id if view else NO_QUORUM,
             last_members=tuple(m.replica_id for m in view.members) if view else (),
             in_doubt=view.doubt() if view and self.attempt is Attempt.VOTED else None,
-            promised=self.promised,
+            promised=self.promised, genesis=self.origin[0], held=self.origin[1],
         )
         self._resend_at = now + self._resend_s
         return [Transmit(join)]
@@ -664,14 +666,14 @@ class Replica:
         after = view.position_after()
         committed = quorum.settle == "commit" or (quorum.step, quorum.lineage) == after
         if committed:
-            self.step, self.lineage = after
+            (self.step, self.lineage), self.origin = after, (view.genesis, view.quorum_id)
         control = quorum.control if committed else b""
         self._close(Outcome(view.step, committed, "settled on return", self._contributing, control))
 
     def _advance(self, view: View) -> None:
         """The step of `view` is committed: move on under the same quorum."""
         self.view = view.after_commit()
-        self.step, self.lineage = self.view.step, self.view.lineage
+        (self.step, self.lineage), self.origin = self.view.position, self.view.origin
 
     def _commit_locally(self, view: View) -> None:
         """Per-group commit: act on the own yes; the decision follows."""
@@ -680,18 +682,15 @@ class Replica:
         self._vote = None
 
     def _close(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-        self.attempt = Attempt.CLOSED
-        self._unattended, self._unread = False, None
-        self._loop_waits = False
+        self.outcome, self.attempt = outcome, Attempt.CLOSED
+        self._unattended, self._unread, self._loop_waits = False, None, False
 
     def check(self) -> None:
         """Assert every invariant."""
         if self.stage is Stage.MEMBER:
             assert self.view is not None
             assert any(m.replica_id == self.replica_id for m in self.view.members)
-            if self.healed:
-                assert (self.step, self.lineage) == (self.view.step, self.view.lineage)
+            assert not self.healed or (self.step, self.lineage) == self.view.position
         assert self.attempt is not Attempt.VOTED or (self._vote is not None and self._vote.ok)
         assert self.attempt is not Attempt.BOUND or self.stage is Stage.MEMBER
         assert (self.outcome is None) or self.attempt is Attempt.CLOSED

@@ -56,12 +56,16 @@ class View:
     members: tuple[Member, ...]
     reason: str = ""
     nonce: int = 0
+    genesis: int = 0
+    held: int = 0
 
     @classmethod
     def of(cls, quorum: Quorum, members: tuple[Member, ...]) -> View:
         """`quorum` with its full member list."""
         q = quorum
-        return cls(q.quorum_id, q.step, q.lineage, members, q.reason, q.nonce)
+        return cls(
+            q.quorum_id, q.step, q.lineage, members, q.reason, q.nonce, q.genesis, q.held
+        )
 
     def doubt(self) -> InDoubt:
         """Its step, to which this rank has said yes, and has heard no answer."""
@@ -69,6 +73,16 @@ class View:
 
     def rank_of(self, replica_id: str) -> int:
         return next(i for i, m in enumerate(self.members) if m.replica_id == replica_id)
+
+    @property
+    def position(self) -> tuple[int, str]:
+        """(step, lineage), where its step starts."""
+        return self.step, self.lineage
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        """(genesis, held) of the state at `position`; see `Join`."""
+        return (self.genesis, self.held) if self.held else (0, 0)
 
     def position_after(self) -> tuple[int, str]:
         """What a commit of its step makes of (step, lineage)."""
@@ -78,8 +92,10 @@ class View:
     def after_commit(self) -> View:
         """Its step is committed: the same quorum at the next one, and no member is behind."""
         step, lineage = self.position_after()
-        members = healed(self.members)
-        return View(self.quorum_id, step, lineage, members, self.reason, self.nonce)
+        own = self.quorum_id
+        return View(
+            own, step, lineage, healed(self.members), self.reason, self.nonce, self.genesis, own
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +141,7 @@ class ReplicaStatus:
         failure: why the attempt has failed.
         wants_group: quorum_id for which the process group is (to be) configured; 0: for none now.
         deadline: when `Replica.expire` wants to be called, or None.
+        origin: (genesis, held) of the own state; see `Join`.
     """
 
     stage: Stage
@@ -145,6 +162,7 @@ class ReplicaStatus:
     failure: str
     wants_group: int
     deadline: float | None
+    origin: tuple[int, int]
 
     def may_enter(self, *, heal: bool) -> bool:
         """Whether a loop that waits at its step's boundary, also to `heal`, may go on (or must look

@@ -54,6 +54,7 @@ class Session:
         can_heal: bool,
         step: int,
         lineage: str,
+        origin: tuple[int, int],
         schema: str,
         telemetry: Telemetry,
         into: Callable[[], Any],
@@ -92,6 +93,8 @@ class Session:
             group_commit=options.group_commit,
             schema=hashlib.blake2b(schema.encode(), digest_size=8).hexdigest(),
             schema_text=schema[:1500],
+            genesis=origin[0],
+            held=origin[1],
         )
         rule = ParticipationRule(options.world_size_mode, options.min_replicas, options.place)
         replica = Replica(

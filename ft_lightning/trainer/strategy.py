@@ -273,6 +273,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             "step": known.get("step", self._trainer.global_step),
             "batches_committed": known.get("batches_committed", 0),
             "lineage": healing.begin(self._trainer, self._in_group, self._job),
+            "genesis": known.get("genesis", 0),
+            "held": known.get("held", 0),
         }
 
     def process_dataloader(self, dataloader: object) -> object:

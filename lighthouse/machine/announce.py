@@ -185,6 +185,8 @@ class Announcer:
             settle,
             control,
             live.nonce,
+            live.genesis,
+            live.held,
         )
 
 

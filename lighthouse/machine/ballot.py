@@ -41,6 +41,7 @@ class Ballot:
         revoked: why this step's collectives were stopped; empty: they were not.
         revoker: the first member that voted no or was lost; empty: none.
         stalled: a member's collective waited longer than its timeout.
+        genesis, held: see `Quorum`; of `position`.
         deadline: when silent members are to be evicted.
     """
 
@@ -60,6 +61,8 @@ class Ballot:
     revoker: str = ""
     stalled: bool = False
     deadline: float | None = None
+    genesis: int = 0
+    held: int = 0
 
     @classmethod
     def open(
@@ -111,6 +114,7 @@ class Ballot:
         """The step is committed, and the quorum goes on with the next one from `after`."""
         assert not self.revoked and not self.gone and not self.silent
         self.position, self.votes, self.deadline, self.since = after, {}, None, now
+        self.held = self.quorum_id
         self.silent = set(self.living)
         if self.healing:
             self.members, self.healing = healed(self.members), frozenset()

@@ -7,6 +7,7 @@ waiting, how many members it wants, and which ones are better left out for a whi
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lighthouse.config import LighthouseConfig
@@ -67,13 +68,20 @@ class Forming:
         left_out: by replica_id, which of them the last verdict left out, and why.
     """
 
-    def __init__(self, config: LighthouseConfig, members: Members, history: History) -> None:
+    def __init__(
+        self,
+        config: LighthouseConfig,
+        members: Members,
+        history: History,
+        offered: Mapping[str, object],
+    ) -> None:
         limits = config.timeouts
         self.since = 0.0
         self.pairs = Pairs(members.by_id)
         self.left_out: dict[str, str] = {}
         self._apart: dict[str, list[str]] = {}  # those left out, and whom each can't reach
         self._members, self._history = members, history
+        self._offered = offered  # processes that are about to join
         self._join_timeout_s = limits.join_timeout_s
         self._torn_timeout_s = limits.timeout_s  # a source's replacement needs time to start
         self._config = config
@@ -207,6 +215,9 @@ class Forming:
         )
         if early is not None:
             return early
+        if self._offered and head is None and now < expires:
+            reason = f"waiting for {len(self._offered)} that are here to follow this lighthouse"
+            return rules.Verdict(None, reason, expires)
         situation = rules.Situation(
             candidates=self._reachable(self._candidates(now), now),
             min_replicas=self._min_replicas,
@@ -276,5 +287,12 @@ class Forming:
 
 def _candidate(member: MemberState) -> rules.Candidate:
     return rules.Candidate(
-        member.replica_id, member.name, member.position, member.join.can_heal, member.arrival
+        member.replica_id,
+        member.name,
+        member.position,
+        member.join.can_heal,
+        member.arrival,
+        member.genesis,
+        member.held,
+        member.peers,
     )

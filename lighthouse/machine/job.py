@@ -111,13 +111,14 @@ class JobState:
         self.term = Term(0, nonce)
         """What members must have promised themselves to. Read only."""
         self._formed = 0  # quorums of this term
+        self._genesis = 0  # of the state with which it goes on; 0: there was no quorum yet
         self._least_epoch = 0  # of the next term; it starts as soon as no quorum is live
         self._offered: dict[str, Peer] = {}  # processes that were offered the term, and must join
         self._members = Members()
         self._conflicts: dict[str, NameConflict] = {}
         self._live: Ballot | None = None
         self._history = History(remembered)
-        self._forming = Forming(config, self._members, self._history)
+        self._forming = Forming(config, self._members, self._history, self._offered)
         self._announcer = Announcer(key)
         self._effects: list[Effect] = []
         self._wake_at: float | None = None  # when to check again whether a quorum may form
@@ -149,7 +150,7 @@ class JobState:
         if not self._speaks_for(peer, notice.replica_id):
             return []
         replica_id = notice.replica_id
-        self._forget(replica_id)
+        self._forget(replica_id, now)
         self._remove(replica_id, notice.cause or "process died", now, may_return=False)
         # Its connection may have ended before: its state is gone with its memory, so no member waits.
         if replica_id in self._history.missed:
@@ -164,14 +165,15 @@ class JobState:
         spoke = known.peer if known is not None else self._offered.get(replica_id)
         return spoke is None or spoke == peer or same_process(spoke, peer)
 
-    def _forget(self, replica_id: str) -> None:
+    def _forget(self, replica_id: str, now: float) -> None:
         """`replica_id`, if it was held back or was offered the term, waits no longer."""
         self._conflicts.pop(replica_id, None)
-        self._offered.pop(replica_id, None)
+        if self._offered.pop(replica_id, None) is not None and self._live is None:
+            self._wake_at = now  # the others may have waited for it
 
     def lost(self, replica_id: str, cause: str, now: float) -> list[Effect]:
         """`replica_id` can't be reached; it may come back."""
-        self._forget(replica_id)
+        self._forget(replica_id, now)
         self._remove(replica_id, cause, now, may_return=True)
         return self._take_effects()
 
@@ -403,7 +405,7 @@ class JobState:
             self._send(peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked))
 
     def _on_leave(self, leave: Leave, now: float) -> None:
-        self._forget(leave.replica_id)
+        self._forget(leave.replica_id, now)
         known = leave.replica_id in self._members.by_id
         cause = f"left: {leave.reason or 'shutdown'}"
         self._remove(leave.replica_id, cause, now, may_return=False, revoke=not leave.reduced)
@@ -628,9 +630,15 @@ class JobState:
             self._members.mark_was_member(member)
             members.append(member.entry(healing=replica_id in choice.healing))
             names[replica_id] = member.name
-        self._live = Ballot.open(
+        self._live = live = Ballot.open(
             quorum_id, self.term.nonce, choice.position, tuple(members), names, now
         )
+        for replica_id in choice.members:
+            self._members.by_id[replica_id].peers = len(members)
+        holders = [self._members.by_id[r] for r in choice.members if r not in choice.healing]
+        best = max(holders, key=lambda member: member.held)
+        live.held = best.held
+        self._genesis = live.genesis = best.genesis or self._genesis or self.term.nonce
         self._history.start(choice.position)
         self._announcer.reason = reason
         text = f"quorum {quorum_id}: {short_list(list(names.values()))} at step "

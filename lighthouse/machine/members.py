@@ -53,6 +53,8 @@ class MemberState:
         base_id: the newest quorum whose member list it certainly holds.
         last_reason: why it waits, as it was told last; empty: it was not told.
         was_member: it has been in a quorum of this job.
+        genesis, held: see `Join`; of the state that it holds now.
+        peers: how many members its last quorum had.
     """
 
     join: Join
@@ -65,6 +67,9 @@ class MemberState:
     base_id: int = NO_QUORUM
     last_reason: str = ""
     was_member: bool = False
+    genesis: int = 0
+    held: int = NO_QUORUM
+    peers: int = 0
 
     @property
     def replica_id(self) -> str:
@@ -114,6 +119,8 @@ class Members:
             self._arrivals += 1
         arrival = self._arrivals if old is None else old.arrival
         member = MemberState(join, peer, Position(join.step, join.lineage), arrival, join.in_doubt)
+        member.genesis, member.held = join.genesis, join.held
+        member.peers = len(join.last_members)
         assert join.name not in self._by_name, "two members of one name"
         self.by_id[join.replica_id] = member
         self._by_name[join.name] = join.replica_id
@@ -184,10 +191,11 @@ def update_positions(
     live: Ballot, voters: Mapping[str, MemberState], committed: bool, after: Position
 ) -> None:
     """The step of `live` is decided, and `after` is the quorum's position from now on."""
+    held = live.quorum_id if committed else live.held
     for replica_id, member in voters.items():
         vote = live.votes[replica_id]
         if vote.ok or not (committed or live.is_behind(replica_id)):
-            member.position = after
+            member.position, member.held, member.genesis = after, held, live.genesis
         elif vote.lineage.startswith(TORN):
             member.position = Position(0, vote.lineage)
         # else it is behind: still, or (per-group commit) from now on

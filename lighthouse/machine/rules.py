@@ -6,8 +6,11 @@ and from which state they go on:
 
 R1  Fewer than `min_replicas` candidates: wait.
 R2  They go on from the job's own head as long as one of them holds it: however many steps a
-    newcomer brings along, they are not this job's. Else from the newest position: the highest step;
-    at equal step the one that most candidates hold, else that of the first by order. All others are
+    newcomer brings along, they are not this job's. Else from the newest position: the one that was
+    held in the newest quorum, and the highest step of those; one that no quorum has held comes last,
+    whatever its step. Where two branches meet (jobs of different genesis), the one whose last
+    quorum had most members wins. At equal rank it is the one that most candidates hold, else
+    that of the first by order. All others are
     behind and heal (R3). A torn state (partly overwritten) is no position: its holder heals. If
     all candidates are torn they wait up to `torn_timeout_s` for one that is whole; then they are
     refused and must start again.
@@ -16,7 +19,8 @@ R4  If a candidate holds the job's head, no member of the last quorum holds a ne
     once.
 R5  Members of an earlier quorum may hold a newer state than any candidate (the lighthouse was
     restarted, or all of them are away). While one of them is missing, wait, but no longer than the
-    join timeout: a state that does not come back is lost, and the rest goes on.
+    join timeout: a state that does not come back is lost, and the rest goes on. The first quorum of
+    a term waits in the same way for processes that are connected and about to join (`forming.py`).
 R6  If no candidate has been in a quorum of the job yet, or if the job would go back behind its head
     since all its holders are dead, the next quorum waits for
     `expected_replicas`, or, if that is not known, for stragglers; in both cases no longer than the
@@ -48,13 +52,16 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica group that waits for a quorum."""
+    """A replica group that waits for a quorum. `genesis`, `held`, `peers`: see `MemberState`."""
 
     replica_id: str
     name: str
     position: Position
     can_heal: bool = True
     arrival: int = 0
+    genesis: int = 0
+    held: int = 0
+    peers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +199,19 @@ def newest(candidates: Iterable[Candidate], head: Position | None) -> Position |
         return None
     if head is not None and any(c.position == head for c in whole):
         return head
-    top_step = max(c.position.step for c in whole)
-    top = [c for c in whole if c.position.step == top_step]
-    counts = Counter(c.position for c in top)
-    most = max(counts.values())
-    best = min(
-        (c for c in top if counts[c.position] == most), key=lambda c: (natural(c.name), c.arrival)
-    )
-    return best.position
+    peers: Counter[int] = Counter()
+    for c in whole:
+        peers[c.genesis] = max(peers[c.genesis], c.peers if c.held else 0)
+
+    def rank(c: Candidate) -> tuple[int, int, int]:
+        return (peers[c.genesis] if c.held else 0, c.held, c.position.step)
+
+    top = max(map(rank, whole))
+    counts = Counter(c.position for c in whole)
+    best = [c for c in whole if rank(c) == top]
+    most = max(counts[c.position] for c in best)
+    best = [c for c in best if counts[c.position] == most]
+    return min(best, key=lambda c: (natural(c.name), c.arrival)).position
 
 
 def rank_order(candidates: Sequence[Candidate], previous: Sequence[str]) -> tuple[str, ...]:

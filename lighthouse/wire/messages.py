@@ -187,7 +187,9 @@ class Join:
     `name` is the replica group's name for people, stable over restarts; `replica_id` is new at
     every start. `quorum_id` and `last_members`: the last quorum this process was in, if any.
     `promised`: the term whose quorums and decisions its sender obeys. A lighthouse counts the `Join`
-    if that is its own term, and else offers it (`Waiting.offer`).
+    if that is its own term, and else offers it (`Waiting.offer`). `held`: the quorum that has
+    committed the step which led to (step, lineage); `genesis`: of its job. Both are 0 for a state
+    that no quorum has committed.
     `schema` is what must be equal in all members (parameter names, shapes, settings);
     `schema_text` is shown to a person if it is not. `min_replicas`, `expected_replicas`: the job
     takes the largest number asked for (0: no wish). `can_heal` False: leave the sender out if it is
@@ -210,6 +212,8 @@ class Join:
     schema: str = ""
     schema_text: str = ""
     promised: Term = NO_TERM
+    genesis: int = 0
+    held: int = NO_QUORUM
 
     def __post_init__(self) -> None:
         _check_id(self.name, "name")
@@ -219,6 +223,8 @@ class Join:
         _check(1 <= len(self.addresses) <= MAX_GROUP_WORLD_SIZE, "addresses: one a group rank")
         for address in self.addresses:
             _check(len(address) <= MAX_ADDRESS_BYTES, f"address over {MAX_ADDRESS_BYTES} bytes")
+        _check_place(self.held, self.step)
+        _check(0 <= self.genesis <= MAX_NONCE, "genesis out of range")
         _check(0 <= self.min_replicas <= MAX_WISH, "min_replicas out of range")
         _check(0 <= self.expected_replicas <= MAX_WISH, "expected_replicas out of range")
         _check(len(self.schema_text) <= MAX_REASON_CHARS, "schema_text is too long")
@@ -354,6 +360,8 @@ class Quorum:
     `base_id` only the difference travels: drop `removed`, replace those in `changed` by
     replica_id, append the rest of `changed` in order. Members that are kept are not healing, even
     if they were before. `base_id` 0: `changed` is the full list.
+    `nonce`: of the term, whose epoch is in the `quorum_id`. `genesis`: a random number, which the
+    first quorum of the job has made. `held`: see `Join`, for (step, lineage).
     `settle`: what became of the receiver's step in doubt ("commit", "discard" or ""); `control`:
     that of the step's `Decision`, where it is still known.
     """
@@ -369,6 +377,8 @@ class Quorum:
     settle: str = ""
     control: bytes = b""
     nonce: int = 0
+    genesis: int = 0
+    held: int = NO_QUORUM
 
     @property
     def term(self) -> Term:

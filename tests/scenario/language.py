@@ -67,7 +67,8 @@ from lighthouse.wire.messages import (
 )
 
 JOB = JobKey("job", "room")
-HIDDEN = ("job", "addresses", "schema_text", "name", "group_world_size", "nonce", "promised")
+HIDDEN = ("job", "addresses", "schema_text", "name", "group_world_size", "nonce", "promised",
+          "genesis", "held")  # fmt: skip
 FIRST_TERM = Term(0, 1)
 
 
@@ -228,6 +229,7 @@ class JobStage:
             can_heal=not words.flag("no_heal"),
             group_commit=words.flag("group_commit"), schema=given.get("schema", ""),
             schema_text=given.get("schema", ""),
+            genesis=words.number("genesis"), held=words.quorum("held"),
             promised=term_from(given["promised"]) if "promised" in given
             else self.promised.get(who.encode(), NO_TERM),
         )  # fmt: skip

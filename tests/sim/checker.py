@@ -76,6 +76,7 @@ class Checker:
     cut_since: Callable[[float], frozenset[str]]
     life: Callable[[], int]
     group_commit: bool = False
+    branches: bool = False  # several lighthouses decide, so S2 and S6 are not asked for
     lossy: bool = False  # a lost Join may make a process late, so S2 and S6 excuse it
     births: dict[int, Birth] = field(default_factory=dict)
     lists: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -254,7 +255,7 @@ class Checker:
             older, newer = sorted(
                 ((other_id, other), (quorum_id, after)), key=lambda child: self.births[child[0]].number
             )
-            if self.group_commit or self.lossy:
+            if self.group_commit or self.lossy or self.branches:
                 continue
             birth = self.births[newer[0]]
             ignored = self._descendants(older[1]) & self.living() & birth.reachable
@@ -266,7 +267,7 @@ class Checker:
 
     def _unanimous(self, quorum_id: int, step: int) -> None:
         """S6: no step is committed against a member's no, unless that had been removed."""
-        if self.group_commit or self.lossy:
+        if self.group_commit or self.lossy or self.branches:
             return
         for replica_id, voted_at in self.noes.get((quorum_id, step), {}).items():
             removed = replica_id in self.expelled or replica_id in self.cut_since(voted_at)
@@ -286,7 +287,7 @@ class Checker:
         """S6: all that voted yes on one (quorum_id, step) hear the same."""
         told = self.told.setdefault((quorum_id, step), {})
         told[replica_id] = committed
-        if self.group_commit or self.lossy or len(set(told.values())) == 1:
+        if self.group_commit or self.lossy or self.branches or len(set(told.values())) == 1:
             return
         voted_at, life = self.ballots[(quorum_id, step)]
         # A lighthouse that lost its memory meanwhile settles by the members that it can reach.

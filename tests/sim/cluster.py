@@ -22,7 +22,8 @@ from tests.sim.plane import Plane
 from tests.sim.process import Habits, Position, Process
 from tests.sim.profile import Profile
 
-START: tuple[Position, int] = ((0, "root"), 0)
+Start = tuple[Position, int, tuple[int, int]]
+START: Start = ((0, "root"), 0, (0, 0))
 CLOCK_ERROR_S = 1e-6
 """What a float loses when a lighthouse's clock is far ahead."""
 
@@ -58,7 +59,7 @@ class Cluster:
             job: Plane(self.clock, self.work_rng, self.checkers[job]) for job in self.jobs
         }
         self.running: dict[str, Process] = {}
-        self.checkpoints: dict[str, tuple[Position, int]] = {}
+        self.checkpoints: dict[str, Start] = {}
         self.trace: list[str] = []
         skews = random.Random(f"clocks {seed}")
         self.lighthouses = [

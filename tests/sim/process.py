@@ -80,18 +80,19 @@ class Process:
         job: JobKey,
         life: int,
         habits: Habits,
-        start: tuple[Position, int],
+        start: tuple[Position, int, tuple[int, int]],
     ) -> None:
         self.cluster, self.clock, self.plane = cluster, cluster.clock, cluster.planes[job]
         self.rng: random.Random = cluster.work_rng
         self.checker = cluster.checkers[job]
         self.slot, self.job, self.habits = slot, job, habits
         self.replica_id = f"{slot}:{life}"
-        (step, lineage), self.state = start
+        (step, lineage), self.state, (genesis, held) = start
         options = cluster.profile
         template = Join(
             job, slot, self.replica_id, step, lineage, (self.replica_id.encode(),),
             group_commit=options.group_commit, min_replicas=options.min_replicas,
+            genesis=genesis, held=held,
         )  # fmt: skip
         limits = options.timeouts
         self.replica: Replica = cluster.make_replica(
@@ -540,4 +541,4 @@ class Process:
         self.commits += 1
         every = self.habits.checkpoint_every
         if every and self.commits % every == 0:
-            self.cluster.checkpoints[self.slot] = (position, self.state)
+            self.cluster.checkpoints[self.slot] = (position, self.state, replica.origin)

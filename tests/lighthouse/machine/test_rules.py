@@ -31,10 +31,14 @@ def situations(draw: st.DrawFn) -> tuple[Situation, float]:
     names = draw(st.permutations(NAMES))[: draw(st.integers(0, 5))]
     ids = {name: f"id-{name}" for name in NAMES}
     arrivals = draw(st.permutations(range(len(names))))
+    origins = st.sampled_from([(0, 0, 0)] * 3 + [(g, h, p) for g in (1, 2) for h in (1, 2) for p in (0, 3)])
     candidates = tuple(
-        Candidate(ids[name], name, draw(positions), draw(st.sampled_from([True] * 3 + [False])), at)
+        Candidate(
+            ids[name], name, draw(positions), draw(st.sampled_from([True] * 3 + [False])), at,
+            *draw(origins),
+        )
         for name, at in zip(names, arrivals, strict=True)
-    )
+    )  # fmt: skip
     here = {c.replica_id for c in candidates}
     others = [i for i in ids.values() if i not in here]
     return (
@@ -62,18 +66,26 @@ def twin_order(name: str) -> list[tuple[str, int | str]]:
 
 
 def twin_position(s: Situation) -> Position | None:
-    """R2: the head; then the highest step of a whole state; then what most hold; then the first."""
-    pool = [c.position for c in s.candidates if TORN not in c.position.lineage]
+    """R2: the head; then what a quorum has held, of the branch with most members, in the newest
+    quorum; then the highest step of a whole state; then what most hold; then the first."""
+    pool = [c for c in s.candidates if TORN not in c.position.lineage]
+    everywhere = [c.position for c in pool]
     if not pool:
         return None
-    if s.head in pool:
+    if s.head in everywhere:
         return s.head
-    top = max(p.step for p in pool)
-    held = [p for p in pool if p.step == top]
-    most = max(held.count(p) for p in held)
-    by_order = sorted(s.candidates, key=lambda c: (twin_order(c.name), c.arrival))
-    for c in by_order:
-        if c.position in held and held.count(c.position) == most:
+    if any(c.held for c in pool):
+        pool = [c for c in pool if c.held]
+        size = max(c.peers for c in pool)
+        branches = {c.genesis for c in pool if c.peers == size}
+        pool = [c for c in pool if c.genesis in branches]
+        newest = max(c.held for c in pool)
+        pool = [c for c in pool if c.held == newest]
+    top = max(c.position.step for c in pool)
+    pool = [c for c in pool if c.position.step == top]
+    most = max(everywhere.count(c.position) for c in pool)
+    for c in sorted(pool, key=lambda c: (twin_order(c.name), c.arrival)):
+        if everywhere.count(c.position) == most:
             return c.position
     raise AssertionError("unreachable")
 

@@ -40,7 +40,7 @@ def members(draw: st.DrawFn) -> Member:
 quorums = st.builds(
     Quorum, jobs, numbers, numbers, ids, numbers, st.lists(ids, max_size=3).map(tuple),
     st.lists(members(), max_size=4).map(tuple), words, st.sampled_from(["", "commit", "discard"]),
-    blobs, numbers,
+    blobs, numbers, numbers, numbers,
 )  # fmt: skip
 
 anything = st.one_of(
@@ -49,7 +49,8 @@ anything = st.one_of(
         st.lists(blobs, min_size=1, max_size=3).map(tuple), quorum_ids,
         st.lists(ids, max_size=3).map(tuple),
         st.none() | st.builds(messages.InDoubt, quorum_ids, steps, ids), wishes, wishes,
-        st.booleans(), st.booleans(), words, words, terms,
+        st.booleans(), st.booleans(), words, words, terms, st.integers(0, messages.MAX_NONCE),
+        quorum_ids,
     ),
     st.builds(
         Vote, jobs, ids, quorum_ids, steps, ids, st.booleans(), words,

@@ -1,0 +1,121 @@
+"""Two lighthouses behind one address, which leads to one of them, the other, or both in turn.
+
+What terms promise must hold: ids and lineages name one thing (S1, S3), sums and updates belong to one
+quorum (S4, S5), and when one lighthouse is left all go on (L1). Both may commit steps for disjoint
+parts of a job meanwhile: S2 and S6 are not asked for here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from ft_core.replica.machine import Replica
+from lighthouse.machine.job import JobState
+from lighthouse.wire.messages import Quorum, Term
+from tests.sim.cluster import Cluster
+from tests.sim.profile import Profile, profile_of
+from tests.sim.run import Result, run
+
+Patch = pytest.MonkeyPatch
+
+
+def two_lighthouses(seed: int) -> Result:
+    """The faults of `seed`, and an address that leads elsewhere now and then."""
+    profile = replace(profile_of(seed), lighthouses=2, group_commit=False)
+    return run(seed, profile, prepare=lambda cluster: _prepare(cluster, profile, seed))
+
+
+def _prepare(cluster: Cluster, profile: Profile, seed: int) -> None:
+    rng, clock = random.Random(f"front {seed}"), cluster.clock
+    clock.at(0.0, cluster.start_lighthouse, 1)
+    for _ in range(rng.choice((1, 2, 5))):
+        when = rng.uniform(0.0, profile.faulty_s - 0.1)
+        clock.at(when, _lead, cluster, rng.choice(((0,), (1,), (0, 1))))
+        if rng.random() < 0.3:
+            limit = profile.timeouts.heartbeat_timeout_s
+            clock.at(when, cluster.pause_lighthouse, 1, rng.choice((0.5, 3.0)) * limit)
+        if rng.random() < 0.3:
+            clock.at(when, _cut, cluster, rng.choice(profile.slots), rng.randrange(2))
+    clock.at(profile.faulty_s - 0.02, cluster.network.mend)
+    clock.at(profile.faulty_s - 0.02, _lead, cluster, (0,))
+    clock.at(profile.faulty_s - 0.01, cluster.crash_lighthouse, 1)
+    for checker in cluster.checkers.values():
+        checker.branches = True
+
+
+def _lead(cluster: Cluster, where: tuple[int, ...]) -> None:
+    cluster.open = list(where)
+
+
+def _cut(cluster: Cluster, slot: str, home: int) -> None:
+    process = cluster.process_in(slot)
+    if process is not None:
+        cluster.network.cut(process.link, home)
+
+
+def first_complaint(seeds: int) -> str:
+    for seed in range(seeds):
+        try:
+            two_lighthouses(seed)
+        except Exception as error:
+            return f"seed {seed}: {type(error).__name__} {error}"
+    return ""
+
+
+def test_two_lighthouses_never_share_an_id_or_a_lineage() -> None:
+    commits = forks = 0
+    for seed in range(200):
+        try:
+            result = two_lighthouses(seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        commits, forks = commits + result.commits, forks + result.forks
+    assert commits > 5_000
+    assert forks > 20, "both lighthouses have to be in use"
+
+
+def listens_to_all(patch: Patch) -> None:
+    """A process that has left a lighthouse still takes its quorums."""
+    original = Replica._on_quorum
+
+    def on_quorum(self: Replica, message: Quorum, now: float) -> object:
+        self.promised = message.term
+        return original(self, message, now)
+
+    patch.setattr(Replica, "_on_quorum", on_quorum)
+
+
+def shares_the_nonce(patch: Patch) -> None:
+    original = JobState.__init__
+
+    def init(self: JobState, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)  # type: ignore[arg-type]
+        self.term = Term(0, 1)
+
+    patch.setattr(JobState, "__init__", init)
+
+
+def counts_all(patch: Patch) -> None:
+    """A lighthouse counts processes that have promised themselves to another one."""
+    original = JobState._on_join
+
+    def on_join(self: JobState, peer: bytes, join: object, now: float) -> None:
+        original(self, peer, replace(join, promised=self.term), now)  # type: ignore[type-var]
+
+    patch.setattr(JobState, "_on_join", on_join)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "wanted"), [(shares_the_nonce, "S1|S3"), (counts_all, "S1|L1")]
+)
+def test_a_broken_term_is_caught(
+    mutate: Callable[[Patch], None], wanted: str, monkeypatch: Patch
+) -> None:
+    mutate(monkeypatch)
+    complaint = first_complaint(200)
+    assert complaint, "no seed found it"
+    assert any(word in complaint for word in wanted.split("|")), complaint
