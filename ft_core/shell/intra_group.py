@@ -28,7 +28,7 @@ from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.heal import HealKey, HealServer, fetch
 from ft_core.shell.group_server import group_store
-from lighthouse.own_address import advertised_host
+from lighthouse.own_address import advertised_host, bracketed
 
 OPEN_TIMEOUT_S = 7 * 86_400.0
 """The first call waits for ranks that start late; the launcher ends a group that lost a rank."""
@@ -224,8 +224,10 @@ class IntraGroup:
     def _wait_for_ranks(self, key: str) -> None:
         cookie = secrets.token_bytes(_COOKIE_BYTES)
         arrived: dict[int, socket.socket] = {}
-        with socket.create_server((self._host, 0)) as server:
-            self._store.set(key, pickle.dumps((self._host, server.getsockname()[1], cookie)))
+        host = self._host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as server:
+            self._store.set(key, pickle.dumps((host, server.getsockname()[1], cookie)))
             while len(arrived) < self._size - 1:
                 peer, _ = server.accept()
                 peer.settimeout(_HANDSHAKE_TIMEOUT_S)
@@ -247,7 +249,7 @@ class IntraGroup:
         addr, port = self._where
         if addr == "127.0.0.1":
             return addr
-        return advertised_host(f"tcp://{addr}:{port}", self._options.interface)
+        return advertised_host(f"tcp://{bracketed(addr)}:{port}", self._options.interface)
 
 
 _meetings: defaultdict[tuple[str, int, int], itertools.count[int]] = defaultdict(itertools.count)

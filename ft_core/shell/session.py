@@ -30,7 +30,7 @@ from lighthouse.wire.messages import JobKey, Join
 
 log = logging.getLogger("ft_core")
 
-RESOLVE_AGAIN_S = 0.2
+REACH_AGAIN_S = 0.2
 LOCAL_PATIENCE_S = 3.0
 """For a lighthouse on this machine that was there a moment ago, before another is started."""
 
@@ -65,8 +65,7 @@ class Session:
         self.lighthouse = options.lighthouse or _local_lighthouse()
         self._closed = False
         limits = options.timeouts
-        self._reached = _resolved(self.lighthouse, limits.connect_timeout_s)
-        host = advertised_host(self._reached, options.interface)
+        self._reached, host = _reach(self.lighthouse, options.interface, limits.connect_timeout_s)
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
         self._context = zmq.Context()
         self._group: GroupServer | None = None
@@ -218,20 +217,24 @@ class Session:
         self._telemetry.emit(WAITING, reason=text)
 
 
-def _resolved(address: str, limit_s: float) -> str:
-    """`address` of a lighthouse, as one that can be connected to; waits until its name resolves.
+def _reach(address: str, interface: str, limit_s: float) -> tuple[str, str]:
+    """(`address` of a lighthouse, as one that can be connected to; this host's, as it is told to the
+    other members). Waits until the lighthouse's name resolves, and there is a route to it.
 
-    Raises ValueError if it is malformed, LighthouseUnavailable after `limit_s`.
+    Raises ValueError if `address` is malformed or there is no such interface, LighthouseUnavailable
+    after `limit_s`.
     """
     normal = normalize_address(address)
+    named = advertised_host(normal, interface) if interface else ""
     deadline = time.monotonic() + limit_s
     while True:
         try:
-            return address_that_answers(normal)
+            reached = address_that_answers(normal)
+            return reached, named or advertised_host(reached)
         except ValueError as error:
             if time.monotonic() >= deadline:
                 raise LighthouseUnavailable(f"{error}; it is the lighthouse's") from error
-            time.sleep(RESOLVE_AGAIN_S)
+            time.sleep(REACH_AGAIN_S)
 
 
 def _local_lighthouse() -> str:

@@ -1,0 +1,96 @@
+"""Hosts without an IPv4 address but the loopback's, and hosts that have no route yet."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+
+import pytest
+import torch
+
+from ft_core.config import JobOptions
+from ft_core.shell import session
+from ft_core.shell.intra_group import IntraGroup
+from ft_core.telemetry import HEAL_DONE, Event
+from lighthouse import LighthouseServer, own_address
+from lighthouse.config import LighthouseConfig, Timeouts
+from tests.harness import networks
+from tests.harness.cluster import Replica, replicas
+from tests.harness.waiting import PATIENCE_S
+
+
+def test_members_train_and_heal_in_networks_that_have_ipv6_only() -> None:
+    if not networks.available():
+        pytest.skip("network namespaces need root and `ip`")
+    config = LighthouseConfig(
+        timeouts=Timeouts.derive(PATIENCE_S, join_timeout_s=PATIENCE_S), expected_replicas=2
+    )
+    with networks.networks(2, ipv6=True) as made:
+        with made.inside(2) as host:
+            server = LighthouseServer(f"tcp://[{host}]:0", config=config)
+        all_made = threading.Barrier(2, timeout=PATIENCE_S)
+        healed = threading.Event()
+
+        def note(event: Event) -> None:
+            if event.kind == HEAL_DONE:
+                healed.set()
+
+        def member(index: int) -> torch.Tensor:
+            with made.inside(index):
+                replica = Replica(server, "ab"[index], value=float(index))
+                replica.manager.telemetry.add_sink(note)
+                all_made.wait()
+                replica.run_to(3)
+                replica.close()
+                return replica.weights
+
+        with server:
+            first, second = replicas(lambda: member(0), lambda: member(1))
+        assert torch.equal(first, second)
+        assert healed.is_set(), "they began with other weights"
+
+
+def test_a_member_that_starts_before_its_host_has_a_route_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not networks.available():
+        pytest.skip("network namespaces need root and `ip`")
+    with networks.networks(1) as made, made.inside(1) as host:
+        made.cut(0, 1)
+
+        def advertised(*address: str) -> str:
+            try:
+                return own_address.advertised_host(*address)
+            except ValueError:
+                made.mend(0, 1)
+                raise
+
+        monkeypatch.setattr(session, "advertised_host", advertised)
+        with LighthouseServer(f"tcp://{host}:0") as server, made.inside(0):
+            replica = Replica(server, "a")
+            replica.run_to(1)
+            replica.close()
+
+
+def test_ranks_of_one_group_find_each_other_where_there_is_ipv6_only() -> None:
+    if not networks.available():
+        pytest.skip("network namespaces need root and `ip`")
+    with networks.networks(1, ipv6=True) as made, made.inside(1) as host:
+        with LighthouseServer(f"tcp://[{host}]:0") as server:
+
+            def rank(number: int) -> bool:
+                with made.inside(0) as here:
+                    options = JobOptions(
+                        name="a", group_rank=number, group_world_size=2, store_addr=here,
+                        store_port=29_600,
+                    )  # fmt: skip
+                    with closing(IntraGroup(options, timeout_s=PATIENCE_S)) as in_group:
+                        agreed = in_group.decide(True, all_of_them=True)
+                    replica = Replica(
+                        server, "a", rank=number, world_size=2, store_addr=here, store_port=29_601
+                    )
+                    replica.run_to(2)
+                    replica.close()
+                    return agreed
+
+            assert replicas(lambda: rank(0), lambda: rank(1)) == [True, True]
