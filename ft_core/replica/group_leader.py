@@ -9,11 +9,13 @@ which speaks for all of them:
 - *Vote*: all ranks yes is the group's yes. The first no is the group's no, at once; the other
   ranks are told to stop. A group that was healing stays behind unless all its ranks have healed:
   its no waits until that is known.
-- What the lighthouse says goes to all ranks, unchanged.
 - *Reach* (`ReachQuery`): all ranks are asked. What one rank misses, the group misses;
   it reaches a member if all its ranks do.
-- *Leave*: the first leave is the group's. If that rank then joins again (it has discarded its
-  state), the group goes on: the other ranks are told to join again, too, and all heal.
+- *Attempts*: all ranks make the same ones (see `machine.py`). After a no they hear of the next quorum
+  when each of them has said what has become of its attempt.
+- What the lighthouse says goes to all ranks. Its quorums also say how many attempts are spent.
+- *Leave*: the first leave is the group's. If that rank is to join again (it has given up its state, or
+  its place), the group goes on: the other ranks do the same.
 - *Leaving*: a rank that is told to end says so in a vote. The whole group leaves with it: the other
   ranks are refused with `LEFT`, and end too.
 - A rank that is gone breaks the group: the others end with an error and the launcher starts the
@@ -30,7 +32,10 @@ from dataclasses import dataclass, replace
 
 from lighthouse.machine.job import Send
 from lighthouse.wire.messages import (
+    GAVE_UP,
+    GAVE_UP_PLACE,
     MAX_DIGEST_BYTES,
+    MAX_REASON_CHARS,
     NO_QUORUM,
     PHASE_HEALING,
     TORN,
@@ -81,9 +86,15 @@ def rank_of(peer: Peer) -> int | None:
 
 
 class GroupLeader:
-    """See the module's docstring. Not thread-safe: one owner."""
+    """See the module's docstring. Not thread-safe: one owner.
+
+    Attributes:
+        unanswered: the last join, vote or leave, which may have been lost with a connection; None: a
+            decision or a quorum came after it.
+    """
 
     def __init__(self, group_world_size: int) -> None:
+        self.unanswered: Request | None = None
         self._size = group_world_size
         self._joins: dict[int, Join] = {}
         self._last_join: Join | None = None
@@ -98,6 +109,9 @@ class GroupLeader:
         self._left: set[int] = set()
         self._gone: set[int] = set()  # and have closed their connections
         self._reached: dict[str, set[int]] = {}  # ranks that reach a member, by its replica_id
+        self._spent = 0  # attempts, of the rank that has spent most
+        self._late: set[int] = set()  # after the group's no: ranks that have not voted
+        self._held: list[Decision | Quorum] = []  # until they have
         self._effects: list[GroupEffect] = []
 
     # ------------------------------------------------------------------ events
@@ -108,6 +122,7 @@ class GroupLeader:
         if rank is None or rank >= self._size:
             return []
         if self._broken:
+            self._left.discard(rank)  # it wants to go on
             self._send([rank], Refused(_job(message), self._broken))
         elif isinstance(message, Join):
             self._on_join(rank, message)
@@ -116,6 +131,8 @@ class GroupLeader:
         elif isinstance(message, Heartbeat):
             if rank == 0:
                 self._effects.append(SendUp(message))
+            if self._said_no is not None and message.quorum_id != self._said_no[0]:
+                self._accounted_for(rank)  # it is not in that quorum, and will not vote
         elif isinstance(message, Leave):
             self._on_leave(rank, message)
         elif isinstance(message, ReachReport):
@@ -124,26 +141,42 @@ class GroupLeader:
 
     def from_lighthouse(self, message: Reply, now: float) -> list[GroupEffect]:
         """What the lighthouse says to the group."""
-        if isinstance(message, Status):
-            return []
-        if isinstance(message, Quorum):
-            self._on_quorum(message)
-        elif isinstance(message, Decision):
-            if self._last_vote == (message.quorum_id, message.step):
+        if isinstance(message, Decision | Quorum):
+            self.unanswered = None
+            self._held.append(message)
+            self._hear_held()
+        elif isinstance(message, Expelled):
+            if self._held:  # from a quorum that the ranks have not heard of
+                message = replace(message, quorum_id=NO_QUORUM)
+            self._start_over()
+            self._send(range(self._size), message)
+        elif not isinstance(message, Status):
+            if isinstance(message, ReachQuery):
+                self._reached = {member.replica_id: set() for member in message.members}
+            self._send(range(self._size), message)
+        return self._drain()
+
+    def _hear_held(self) -> None:
+        """Decisions and quorums, in order, once it is known what has become of each rank's attempt."""
+        while self._held and not self._late:
+            message = self._held.pop(0)
+            if isinstance(message, Quorum):
+                message = self._on_quorum(message)
+            elif self._last_vote == (message.quorum_id, message.step):
                 self._send(range(self._size), message)
                 self._dismiss(message.job)
-                return self._drain()
-            self._votes.clear()
-            if message.committed:
-                self._healing = False
-            if message.next_quorum is not None:
-                self._on_quorum(message.next_quorum)
-        elif isinstance(message, Expelled):
-            self._start_over()
-        elif isinstance(message, ReachQuery):
-            self._reached = {member.replica_id: set() for member in message.members}
-        self._send(range(self._size), message)
-        return self._drain()
+                return
+            else:
+                self._votes.clear()
+                if message.committed:
+                    self._healing = False
+                if message.next_quorum is not None:
+                    message = replace(message, next_quorum=self._on_quorum(message.next_quorum))
+            self._send(range(self._size), message)
+
+    def _accounted_for(self, rank: int) -> None:
+        self._late.discard(rank)
+        self._hear_held()
 
     def disconnected(self, peer: Peer, now: float) -> list[GroupEffect]:
         """The connection of a rank is gone."""
@@ -202,14 +235,12 @@ class GroupLeader:
 
     def _on_join(self, rank: int, join: Join) -> None:
         self._joins[rank] = self._last_join = join
+        self._spent = max(self._spent, join.attempt)
         if self._gone:
             self._left.discard(rank)
             self._break(min(self._gone))
             return
-        if rank in self._left:
-            self._left.discard(rank)
-            others = [r for r in range(self._size) if r not in self._joins]
-            self._send(others, Expelled(join.job, NO_QUORUM, f"rank {rank} has given up its state"))
+        self._left.discard(rank)
         if len(self._joins) < self._size:
             return
         joins = [self._joins[r] for r in range(self._size)]
@@ -233,6 +264,7 @@ class GroupLeader:
                     in_doubt=first.in_doubt if len(doubts) == 1 else None,
                     can_heal=all(j.can_heal for j in joins),
                     schema=first.schema if len(schemas) == 1 else "|".join(sorted(schemas))[:200],
+                    attempt=0,
                 )
             )
         )
@@ -244,6 +276,7 @@ class GroupLeader:
                 return  # of a step that is long decided
             self._votes.clear()
         self._votes[rank] = vote
+        self._spent = max(self._spent, vote.attempt)
         if vote.leaving:
             self._leavers.add(rank)
         against = [v for v in self._votes.values() if not v.ok]
@@ -253,6 +286,7 @@ class GroupLeader:
             leaving = any(v.leaving for v in self._votes.values())
             self._last_vote = key if leaving else None
             self._effects.append(SendUp(_common([self._votes[r] for r in range(self._size)])))
+        self._accounted_for(rank)
 
     def _say_no(self, vote: Vote) -> None:
         """The first no is the group's; its repetition is passed on as a repetition.
@@ -265,6 +299,7 @@ class GroupLeader:
         if self._said_no != key:
             self._said_no = key
             others = [r for r in range(self._size) if r not in self._votes]
+            self._late = set(others) - self._left  # until then no quorum is passed on
             self._send(others, Revoke(vote.job, vote.quorum_id, vote.step, vote.reason or "no"))
         if self._healing:
             if any(v.phase == PHASE_HEALING for v in self._votes.values()):
@@ -290,26 +325,38 @@ class GroupLeader:
             # The collectives of its other ranks may still need this group.
             self._effects.append(SendUp(replace(leave, reduced=leave.reduced and self._size == 1)))
             self._joined = False
+            gave_up = leave.reason.startswith(GAVE_UP)
+            if gave_up or leave.reason.startswith(GAVE_UP_PLACE):
+                why = f"rank {rank} {leave.reason}"[:MAX_REASON_CHARS]
+                told = Expelled(leave.job, NO_QUORUM, why, differs=gave_up)
+                self._send(range(self._size), told)
         if self._member:
             self._start_over()
         # Else the others still wait for their first quorum, and need not join again.
         self._joins.pop(rank, None)
+        self._accounted_for(rank)
 
     def _start_over(self) -> None:
         """The group is no member any more: its ranks must join again."""
         self._joins.clear()
         self._votes.clear()
+        self._late.clear()
+        self._held.clear()
         self._joined = self._member = self._healing = False
 
-    def _on_quorum(self, quorum: Quorum) -> None:
+    def _on_quorum(self, quorum: Quorum) -> Quorum:
+        """What the ranks hear of it."""
         self._votes.clear()
         self._member = self._joined
         group = self._last_join
         if group is None:
-            return
+            return quorum
         for member in quorum.changed:  # a difference that leaves this group out leaves it as it is
             if member.replica_id == group.replica_id:
                 self._healing = member.healing
+        if group.group_commit:  # each rank acts on its own yes: they have no common attempts
+            return quorum
+        return replace(quorum, attempt=self._spent)
 
     # ------------------------------------------------------------------ small things
 
@@ -320,6 +367,9 @@ class GroupLeader:
 
     def _drain(self) -> list[GroupEffect]:
         effects, self._effects = self._effects, []
+        for effect in effects:
+            if isinstance(effect, SendUp) and isinstance(effect.message, Join | Vote | Leave):
+                self.unanswered = effect.message
         return effects
 
 

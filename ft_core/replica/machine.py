@@ -18,6 +18,11 @@ An outcome is *taken* by the loop, or the position does not move: a commit witho
 leave this rank with other weights than its peers at an equal position. While the loop does not wait
 for the answer to its vote, what the lighthouse says is not read, as if the network was slow.
 
+The ranks of a replica group run one loop: they must make the same attempts, each under the same
+quorum and with the same end, or one would reduce a batch while another repeats it. A rank says with
+its joins and votes how many attempts it has *spent* (bound, failed or ended). The leader tells all of
+them the largest number with each quorum, and an attempt that one rank has spent fails on the others.
+
 A shell (`ft_core.shell.control`) submits events under one lock, carries out the effects, and shows
 the status to the training loop. The machine knows no clock, socket or thread.
 """
@@ -37,29 +42,24 @@ from ft_core.replica.events import (
     Transmit,
     TryToReach,
 )
+from ft_core.replica.standing import Standing
 from ft_core.replica.status import (
     Attempt,
     Outcome,
-    ParticipationRule,
-    Relations,
-    ReplicaStatus,
     Stage,
     View,
 )
 from lighthouse.wire.messages import (
     GAVE_UP,
+    GAVE_UP_PLACE,
     NO_QUORUM,
+    ONE_RANK,
     PHASE_HEALING,
-    PHASE_IDLE,
-    PHASE_OPEN,
-    PHASE_REDUCING,
     TORN,
     Decision,
     Expelled,
     Heartbeat,
-    Join,
     Leave,
-    Member,
     Quorum,
     ReachQuery,
     ReachReport,
@@ -72,7 +72,7 @@ from lighthouse.wire.messages import (
 )
 
 
-class Replica:
+class Replica(Standing):
     """See the module's docstring.
 
     Args:
@@ -81,53 +81,7 @@ class Replica:
         revoke_grace_s: a bound attempt whose quorum is revoked may still vote yes within this if
             its collectives are all done.
         rule: how this rank's participation follows from a quorum.
-
-    Attributes:
-        status: after the last event. Replaced, never changed.
     """
-
-    def __init__(
-        self,
-        template: Join,
-        *,
-        resend_s: float,
-        revoke_grace_s: float,
-        rule: ParticipationRule | None = None,
-    ) -> None:
-        self._template = template
-        self.promised = template.promised  # the term that this rank obeys, until a higher one
-        self._resend_s = resend_s
-        self._revoke_grace_s = revoke_grace_s
-        self._rule = rule or ParticipationRule()
-        self._relations: Relations | None = None
-        self.replica_id = template.replica_id
-        self.stage = Stage.OUT
-        self.attempt = Attempt.CLOSED
-        self.step, self.lineage = template.step, template.lineage
-        self.origin = template.genesis, template.held
-        self.view: View | None = None
-        self.healed = True  # own state is the quorum's
-        self.outcome: Outcome | None = None
-        self.reason = "not joined yet"
-        self.failure = ""
-        self.published: tuple[int, str] | None = None
-        self.leaving = False  # the next vote says that it is the last one
-        self._configured = NO_QUORUM
-        self._revoked = False
-        self._vote: Vote | None = None
-        self._before = (template.step, template.lineage)  # position before the last vote
-        self._unattended = False  # voted, and the loop does not wait for the answer
-        self._unread: Reply | None = None  # the first message since
-        self._unanswered: Vote | None = None  # per-group commit: decision still to come
-        self._loop_waits = False  # at its step's boundary: it uses neither the state nor the group
-        self._heal_in_step = False
-        self._fetching: FetchState | None = None
-        self._fetched: tuple[int, str] | None = None
-        self._overwriting = False
-        self._connected = True
-        self._resend_at: float | None = None
-        self._grace_at: float | None = None
-        self.status = self._status()
 
     def handle(self, event: ReplicaEvent, now: float) -> list[Effect]:
         """Take an event; return what the shell must do. Replies to something older are ignored."""
@@ -141,70 +95,6 @@ class Replica:
         self.status = self._status()
         return effects
 
-    def _status(self) -> ReplicaStatus:
-        relations = self._related()
-        return ReplicaStatus(
-            self.stage, self.attempt, self.step, self.lineage, self.view, relations.part,
-            self.attempt is Attempt.OPEN and not self._loop_waits, self.ready, self.healing,
-            self.state_fetched, self._overwriting, relations.targets, self.published,
-            self.outcome, self.reason, self.failure, self.wants_group, self.deadline(), self.origin,
-        )  # fmt: skip
-
-    # ------------------------------------------------------------------ what the status tells
-
-    @property
-    def ready(self) -> bool:
-        """Collectives of this attempt may start."""
-        view = self.view
-        return (
-            self.stage is Stage.MEMBER
-            and view is not None
-            and self._configured == view.quorum_id
-            and not self._revoked
-        )
-
-    @property
-    def may_vote(self) -> bool:
-        """A yes counts. Not the same as `ready`: the collectives of a bound attempt may all be done
-        when its quorum is revoked. Then its yes still counts, and the step may still commit."""
-        if self.stage is not Stage.MEMBER or not self.healed or self._vote is not None:
-            return False
-        return self.attempt is Attempt.BOUND or (self.attempt is Attempt.OPEN and self.ready)
-
-    @property
-    def healing(self) -> bool:
-        """A member whose state is not the quorum's yet."""
-        return self.stage is Stage.MEMBER and not self.healed
-
-    @property
-    def wants_group(self) -> int:
-        """quorum_id for which the process group is (to be) configured; 0: for none now."""
-        return NO_QUORUM if self.view is None or self._revoked else self.view.quorum_id
-
-    @property
-    def state_fetched(self) -> bool:
-        """The state that this rank must load has arrived."""
-        return self.view is not None and self._fetched == self.view.position
-
-    @property
-    def targets(self) -> tuple[Member, ...]:
-        """Members that heal from this rank's state."""
-        return self._related().targets
-
-    def _related(self) -> Relations:
-        view, member, known = self.view, self.stage is Stage.MEMBER, self._relations
-        key = view and view.members, view and view.quorum_id, member, self.healed
-        if known is None or known.key != key:
-            known = Relations(self._rule, self.replica_id, view, member, self.healed)
-            self._relations = known
-        return known
-
-    @property
-    def _contributing(self) -> int:
-        """How many replica groups contribute to the step that is under way."""
-        known = self._relations  # as before this event
-        return known.part.groups if known is not None and known.part is not None else 0
-
     # ------------------------------------------------------------------ the training loop
 
     def _on_begin(self, event: events.Begin, now: float) -> list[Effect]:
@@ -213,10 +103,17 @@ class Replica:
             self.attempt = Attempt.OPEN
             self.outcome = None
             self.failure = ""
+            self._begun += 1
+            self._fail_if_spent()
         self._heal_in_step = event.heal_in_step
         # In the steady state there is nothing to wait for, to serve or to heal.
         self._loop_waits = not self.ready or not self.healed or bool(self.targets or self.published)
         return self._join(now) if self.stage is Stage.OUT else []
+
+    def _fail_if_spent(self) -> None:
+        """Another rank of this group has spent the attempt that is open here."""
+        if self.attempt is Attempt.OPEN and self._begun <= self._spent_in_group:
+            self.attempt, self.failure = Attempt.FAILED, "another rank of this group has lost it"
 
     def _on_entered(self, event: events.Entered, now: float) -> list[Effect]:
         self._loop_waits = False
@@ -251,6 +148,8 @@ class Replica:
             return effects + (self._repeat(now) if self.attempt is Attempt.VOTED else [])
         if self.attempt in (Attempt.VOTED, Attempt.CLOSED):
             return []
+        if self.attempt is Attempt.OPEN and self._loop_waits:
+            self._begun -= 1  # the loop has waited in vain, and will begin this one once more
         if not event.ok:
             effects = self._fail(event.reason or "the loop voted no", now)
         elif not self.may_vote:
@@ -264,6 +163,7 @@ class Replica:
         self._vote = Vote(
             self._template.job, self.replica_id, view.quorum_id, view.step, view.lineage, True,
             control=event.control, leaving=self.leaving, updates=event.updates, digest=event.digest,
+            attempt=self._begun,
         )  # fmt: skip
         # Per-group commit keeps one vote in flight: the next one waits for its decision.
         return [] if self._unanswered is not None else self._cast(view, now)
@@ -287,17 +187,20 @@ class Replica:
 
     def _on_rejoin(self, event: events.Rejoin, now: float) -> list[Effect]:
         held = self.healed and not event.discard_state
-        effects = self._rejoin(event.reason, (self.step, self.lineage) if held else None)
+        kept = (self.step, self.lineage) if held else None
+        effects = self._rejoin(event.reason, kept, GAVE_UP_PLACE if held else GAVE_UP)
         return effects + self._join(now) if event.join_now and self.stage is Stage.OUT else effects
 
     def _on_unapplied(self, event: events.Unapplied, now: float) -> list[Effect]:
         return self._rejoin(event.reason, self._before)
 
-    def _rejoin(self, reason: str, position: tuple[int, str] | None) -> list[Effect]:
+    def _rejoin(
+        self, reason: str, position: tuple[int, str] | None, leaves: str = GAVE_UP
+    ) -> list[Effect]:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
         effects: list[Effect] = [Abort(self.view.quorum_id, reason)] if self.view else []
-        effects += self._leave(f"{GAVE_UP}{reason}"[:500])
+        effects += self._leave(f"{leaves}{reason}"[:500])
         self.step, self.lineage = position or (0, f"{TORN}{self.replica_id}")
         self.stage, self.healed, self._revoked = Stage.OUT, False, True
         self._vote = self._unanswered = self._fetching = self._fetched = self.published = None
@@ -356,10 +259,11 @@ class Replica:
 
     def _on_loaded(self, event: events.Loaded, now: float) -> list[Effect]:
         view = self.view
-        assert view is not None and self.state_fetched
-        self.step, self.lineage = view.step, view.lineage
-        self.healed, self._overwriting = True, False
-        self.origin = view.origin
+        assert view is not None
+        if self.state_fetched and not self.healed:  # else it has been told meanwhile to discard it
+            self.step, self.lineage = view.step, view.lineage
+            self.healed, self._overwriting, self._fetched = True, False, None
+            self.origin = view.origin
         return []
 
     def _on_published(self, event: events.Published, now: float) -> list[Effect]:
@@ -386,11 +290,6 @@ class Replica:
             effects += self._repeat(now)
         self.status = self._status()
         return effects
-
-    def deadline(self) -> float | None:
-        """When `expire` wants to be called, or None."""
-        resend, grace = self._resend_at, self._grace_at
-        return resend if grace is None else grace if resend is None else min(resend, grace)
 
     def _on_refused(self, message: Refused, now: float) -> list[Effect]:
         """For good. A step that has begun is over, too: its vote will not be answered."""
@@ -497,15 +396,22 @@ class Replica:
         self._vote = self._unanswered = None
         self._revoked, self._grace_at = False, None
         self._resend_at = now + self._resend_s
-        self.healed = (self.step, self.lineage) == (message.step, message.lineage)
-        self.origin = self.view.origin if self.healed else self.origin
+        # Ranks of one group heal together, also those that have healed already.
+        in_group = message.attempt != ONE_RANK
+        held = (self.step, self.lineage) == (message.step, message.lineage)
+        self.healed = held and not (in_group and mine.healing)
+        self.origin = self.view.origin if held else self.origin
         self._fail_if_bound(message)
+        self._spent_in_group = max(self._spent_in_group, message.attempt)
+        self._fail_if_spent()
         effects.append(Configure(message.quorum_id, members, self.view.rank_of(self.replica_id)))
         if not self.healed and not mine.healing:
             # The lighthouse takes this state for another one: a no says which it is.
             return effects + self._vote_no("its state is another one", now, phase=PHASE_HEALING)
         if not self.healed:
             effects += self._fetch(self.view)
+        if in_group and self._spent > message.attempt:  # the other ranks must hear of it
+            effects += self._vote_no("lost its step before", now, phase=self._phase())
         return effects
 
     def _superseded(self) -> list[Effect]:
@@ -562,7 +468,7 @@ class Replica:
         if view is not None and message.quorum_id not in (view.quorum_id, NO_QUORUM):
             return []
         if message.differs and not self.lineage.startswith(TORN):
-            return self._discard_state(message.reason)
+            return self._discard_state(message.reason, now)
         if self.stage not in (Stage.WAITING, Stage.MEMBER):
             return []  # joining: the answer to something older
         self.reason = message.reason
@@ -582,22 +488,19 @@ class Replica:
         # else: a hung loop must not come back; the next begin joins
         return effects
 
-    def _discard_state(self, reason: str) -> list[Effect]:
-        """The own state is not the peers', although its version is."""
-        in_step = self.attempt not in (Attempt.CLOSED, Attempt.VOTED)
+    def _discard_state(self, reason: str, now: float) -> list[Effect]:
+        """The own state is not the peers', although its version is, or a rank of this group has
+        discarded its own."""
+        attempt, waits = self.attempt, self._loop_waits
         effects = self._rejoin(reason, None)
-        if in_step:  # the loop does not know yet
+        if attempt is Attempt.OPEN and waits:  # for a state to begin with: it may be another one
+            self.attempt, self.outcome, self._loop_waits = Attempt.OPEN, None, True
+            effects += self._join(now)
+        elif attempt not in (Attempt.CLOSED, Attempt.VOTED):  # the loop does not know yet
             self.attempt, self.failure, self.outcome = Attempt.FAILED, reason, None
         return [Remark(f"{reason}: this replica group discards its state, and heals"), *effects]
 
     # ------------------------------------------------------------------ pieces
-
-    def _phase(self) -> str:
-        if self.attempt is Attempt.BOUND or self.attempt is Attempt.VOTED:
-            return PHASE_REDUCING
-        if self.healing:
-            return PHASE_HEALING
-        return PHASE_OPEN if self.attempt is Attempt.OPEN and not self._loop_waits else PHASE_IDLE
 
     def _join(self, now: float) -> list[Effect]:
         self.stage, view = Stage.JOINING, self.view
@@ -609,6 +512,7 @@ class Replica:
             last_members=tuple(m.replica_id for m in view.members) if view else (),
             in_doubt=view.doubt() if view and self.attempt is Attempt.VOTED else None,
             promised=self.promised, genesis=self.origin[0], held=self.origin[1],
+            attempt=self._spent,
         )
         self._resend_at = now + self._resend_s
         return [Transmit(join)]
@@ -636,6 +540,7 @@ class Replica:
         self._vote = Vote(
             self._template.job, self.replica_id, view.quorum_id, view.step, self.lineage, False,
             reason[:500], phase, stalled, self.leaving and self.attempt is Attempt.FAILED,
+            attempt=self._spent,
         )  # fmt: skip
         effects: list[Effect] = []
         if not self._revoked:

@@ -42,7 +42,6 @@ from lighthouse.wire.messages import (
     Join,
     Message,
     Peer,
-    ReachReport,
     Refused,
     Request,
 )
@@ -112,7 +111,6 @@ class GroupServer:
             context=self._context,
         )
         self._ranks: dict[Peer, Peer] = {}  # the machine's name of a rank: its connection
-        self._last_up: Request | None = None
         self._job = JobKey()
         self._away_since: float | None = time.monotonic()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -183,8 +181,8 @@ class GroupServer:
         for event in self._upstream.events():
             if event == "connected":
                 self._away_since = None
-                if self._last_up is not None:
-                    self._upstream.send(self._last_up)  # it may have been lost with the link
+                if self._machine.unanswered is not None:
+                    self._upstream.send(self._machine.unanswered)
             else:
                 self._away_since = now
         for message in self._upstream.receive():
@@ -200,8 +198,6 @@ class GroupServer:
     def _apply(self, effects: Sequence[GroupEffect]) -> None:
         for effect in effects:
             if isinstance(effect, SendUp):
-                if not isinstance(effect.message, ReachReport):  # it would be out of date
-                    self._last_up = effect.message
                 self._upstream.send(effect.message)
             else:
                 self._send(effect.peers, effect.message)

@@ -27,6 +27,8 @@ MAX_NAMED = 64
 MAX_DIGEST_BYTES = 16
 NOT_COUNTED = -1
 """`Vote.updates` of a member that has healed since the last commit, or has seen none yet."""
+ONE_RANK = -1
+"""`Quorum.attempt` where no leader speaks for several ranks."""
 
 Peer = bytes
 """One connection: the identity that its process has presented, "#", and a number."""
@@ -193,7 +195,7 @@ class Join:
     `schema` is what must be equal in all members (parameter names, shapes, settings);
     `schema_text` is shown to a person if it is not. `min_replicas`, `expected_replicas`: the job
     takes the largest number asked for (0: no wish). `can_heal` False: leave the sender out if it is
-    behind. `group_commit`: see docs/protocol.md, "Per-group commit".
+    behind. `group_commit`: see docs/protocol.md, "Per-group commit". `attempt`: see `Vote`.
     """
 
     job: JobKey
@@ -214,6 +216,7 @@ class Join:
     promised: Term = NO_TERM
     genesis: int = 0
     held: int = NO_QUORUM
+    attempt: int = 0
 
     def __post_init__(self) -> None:
         _check_id(self.name, "name")
@@ -251,6 +254,8 @@ class Vote:
     often the sender has updated its state since the last committed step. `digest`: of that part of
     its state which members compare at this step; empty: none. Members that say something else than
     their peers hold another state (`lighthouse.machine.comparison`).
+    `attempt`: how many attempts at steps a rank has spent, this one included; for the leader of its
+    replica group, which keeps the ranks' attempts in step.
     """
 
     job: JobKey
@@ -266,6 +271,7 @@ class Vote:
     control: bytes = b""
     updates: int = NOT_COUNTED
     digest: bytes = b""
+    attempt: int = 0
 
     def __post_init__(self) -> None:
         _check_id(self.replica_id, "replica_id")
@@ -294,6 +300,8 @@ FINISHED = "finished"
 """Reason of a `Leave` that says that the training is complete."""
 GAVE_UP = "gave up its state: "
 """A `Leave` whose reason starts so is followed by a `Join`: its sender leaves in order to heal."""
+GAVE_UP_PLACE = "gave up its place: "
+"""The same of a sender that holds the state with which it leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +371,8 @@ class Quorum:
     `nonce`: of the term, whose epoch is in the `quorum_id`. `genesis`: a random number, which the
     first quorum of the job has made. `held`: see `Join`, for (step, lineage).
     `settle`: what became of the receiver's step in doubt ("commit", "discard" or ""); `control`:
-    that of the step's `Decision`, where it is still known.
+    that of the step's `Decision`, where it is still known. `attempt`: from the leader of a replica
+    group of several ranks, how many attempts its ranks have spent; the lighthouse leaves it out.
     """
 
     job: JobKey
@@ -379,6 +388,7 @@ class Quorum:
     nonce: int = 0
     genesis: int = 0
     held: int = NO_QUORUM
+    attempt: int = ONE_RANK
 
     @property
     def term(self) -> Term:

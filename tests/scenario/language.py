@@ -46,6 +46,7 @@ from lighthouse.machine.jobs import Lighthouse
 from lighthouse.wire.messages import (
     NO_TERM,
     NOT_COUNTED,
+    ONE_RANK,
     TERM_BITS,
     DeathNotice,
     Decision,
@@ -68,7 +69,7 @@ from lighthouse.wire.messages import (
 
 JOB = JobKey("job", "room")
 HIDDEN = ("job", "addresses", "schema_text", "name", "group_world_size", "nonce", "promised",
-          "genesis", "held")  # fmt: skip
+          "genesis", "held", "attempt")  # fmt: skip
 FIRST_TERM = Term(0, 1)
 
 
@@ -363,6 +364,7 @@ class ReplicaStage:
             self.names.resolve(given.get("lineage", "root")), words.quorum("base"),
             tuple(given.get("removed", "").split()), changed, "test", given.get("settle", ""),
             given.get("control", "").encode(), words.number("nonce", FIRST_TERM.nonce),
+            int(given.get("attempt", ONE_RANK)),
         )  # fmt: skip
 
     def _decision(self, words: Words) -> Decision:

@@ -21,7 +21,7 @@ from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Effect, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
-from lighthouse.wire.messages import JobKey, Join, ReachReport, Refused, Reply, Request, Vote
+from lighthouse.wire.messages import JobKey, Join, Refused, Reply, Request, Vote
 from tests.sim.checker import Checker, Position, Violation
 from tests.sim.clock import Clock
 from tests.sim.cluster import START, Cluster
@@ -108,7 +108,6 @@ class Group:
         self.leader = GroupLeader(len(groups.worlds))
         self.alive = True
         self.link = Link(self.replica_id, self)
-        self.last_up: Request | None = None
         self.away_s = [groups.rng.uniform(*LOCAL_S) for _ in groups.worlds]
         self.ranks = {
             world.rank: Process(
@@ -135,8 +134,8 @@ class Group:
             self._apply(self.leader.from_lighthouse(message, self.groups.clock.now))
 
     def link_up(self) -> None:
-        if self.last_up is not None:
-            self.groups.network.send_up(self.link, self.last_up)
+        if self.leader.unanswered is not None:
+            self.groups.network.send_up(self.link, self.leader.unanswered)
 
     def link_down(self) -> None:
         pass
@@ -145,8 +144,6 @@ class Group:
         for effect in effects:
             if isinstance(effect, SendUp):
                 message = effect.message
-                if not isinstance(message, ReachReport):
-                    self.last_up = message
                 if isinstance(message, Vote) and message.ok:
                     key = self.ranks[0].group_key
                     self.groups.group_yes.add((self.replica_id, key, message.step))
@@ -206,6 +203,7 @@ class Groups:
     faulty_s: float = 6.0
     clock: Clock = field(default_factory=Clock)
     living: dict[str, Group] = field(default_factory=dict)
+    lives: list[Group] = field(default_factory=list)
     group_yes: set[tuple[str, int, int]] = field(default_factory=set)
     excused: set[str] = field(default_factory=set)
     struck: list[str] = field(default_factory=list)
@@ -237,6 +235,7 @@ class Groups:
         self._lives[slot] += 1
         group = Group(self, slot, self._lives[slot])
         self.living[group.replica_id] = group
+        self.lives.append(group)
         group.start()
 
     def restart_if_ended(self, group: Group) -> None:
@@ -381,3 +380,10 @@ class Groups:
                 }
                 if len(heard) > 1:
                     raise Violation(f"ranks of {replica_id} heard {heard} of {key}")
+        for group in self.lives:
+            attempts = zip(*(process.attempts for process in group.ranks.values()), strict=False)
+            for number, made in enumerate(attempts, 1):
+                under = {quorum_id for quorum_id, _ in made if quorum_id is not None}
+                ends = {committed for _, committed in made if committed is not None}
+                if len(under) > 1 or len(ends) > 1:
+                    raise Violation(f"attempt {number} of {group.replica_id} is {made}")

@@ -41,7 +41,7 @@ from ft_core.replica.events import (
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
-from lighthouse.wire.messages import JobKey, Join, Reply, Vote
+from lighthouse.wire.messages import TORN, JobKey, Join, Reply, Vote
 from tests.sim.checker import id_of, key_of, state_after
 from tests.sim.network import Link
 from tests.sim.plane import Contribution, Sum
@@ -106,6 +106,7 @@ class Process:
         self._keys: dict[int, int] = {}  # of the quorums it was in, by quorum_id
         self.fetches = 0
         self.commits = 0
+        self.attempts: list[tuple[int | None, bool | None]] = []  # bound under; committed
         self._timer: float | None = None
         self._bound_at: float | None = None
         self._loop: Generator[Wait, None, None] = self._train()
@@ -163,7 +164,10 @@ class Process:
         if cluster.tracing:
             cluster.log(f"{self.replica_id} <- {cluster.short(message)}")
         self.checker.heard(self.replica_id, message)
+        held = not self.replica.lineage.startswith(TORN)
         self.carry_out(self.replica.handle(message, self.clock.now))
+        if held and self.replica.lineage.startswith(TORN):
+            self._state_is_gone()
 
     def link_up(self) -> None:
         self._event(lambda: self.carry_out(self.replica.handle(Connected(), self.clock.now)))
@@ -434,6 +438,9 @@ class Process:
     def _give_up(self) -> None:
         """Its state is not what the quorum takes it for: join anew, and heal."""
         self._tell(Rejoin("simulated", join_now=self.replica.step % 2 == 1))
+        self._state_is_gone()
+
+    def _state_is_gone(self) -> None:
         self.snapshot, self.fetched_state, self.fetches = None, None, self.fetches + 1
         self.state = -self.rng.getrandbits(40)
         position = (self.replica.step, self.replica.lineage)
@@ -444,6 +451,7 @@ class Process:
         in_step = habits.asynchronous
         self.lent = in_step and (replica.stage is not Stage.MEMBER or replica.healing)
         self._tell(Begin(heal_in_step=in_step))
+        self.attempts.append((None, None))
         if not in_step or replica.stage is Stage.MEMBER:
             yield from self._enter(heal=not in_step)
         if self._over():
@@ -473,6 +481,7 @@ class Process:
         self._tell(Bind())
         view = replica.view
         assert view is not None
+        self.attempts[-1] = (view.quorum_id, None)
         mine = next(m for m in view.members if m.replica_id == self.replica_id)
         part = None
         if not (mine.healing and self._stays_out()):
@@ -527,10 +536,13 @@ class Process:
         if outcome is None:
             return
         position = (replica.step, replica.lineage)
+        self.attempts[-1] = (self.attempts[-1][0], outcome.committed)
         if not outcome.committed:
             heard = ok and not self.left  # one that leaves does not wait for the answer
             self.checker.discarded(self.replica_id, quorum_id, step_before, heard, position)
             return
+        if position[1].startswith(TORN):
+            return  # the state was given up, by another rank of the group, before the loop went on
         self.checker.require(total is not None, f"{self.replica_id} committed without a sum")
         assert total is not None
         self.state = state_after(self.state, total)

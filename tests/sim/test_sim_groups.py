@@ -4,6 +4,7 @@ ranks of a group hear the same."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,8 +61,7 @@ def test_a_leader_that_lets_the_others_stay_is_caught(monkeypatch: pytest.Monkey
     """One rank gives up its state, and the others are not told to join again."""
 
     def on_leave(self: Any, rank: int, leave: Leave) -> None:
-        original(self, rank, leave)
-        self._left.discard(rank)
+        original(self, rank, replace(leave, reason="shutdown"))
 
     original = GroupLeader._on_leave
     monkeypatch.setattr(GroupLeader, "_on_leave", on_leave)
@@ -75,3 +75,10 @@ def test_a_rank_that_goes_on_making_a_group_that_is_outrun_is_caught(
     again, and in the newer one the others wait for it."""
     monkeypatch.setattr(Replica, "_superseded", lambda self: [])
     assert "must wait for the group of quorum" in complaint(("all give up",))
+
+
+def test_ranks_that_make_attempts_of_their_own_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has reduced under a quorum that is lost, the other has not: it would go on with its
+    attempt under the next quorum, and be an attempt behind for good."""
+    monkeypatch.setattr(Replica, "_fail_if_spent", lambda self: None)
+    assert "attempt" in complaint()

@@ -8,11 +8,17 @@ from ft_core.replica.group_leader import BROKEN, LEFT, GroupLeader, SendUp, peer
 from lighthouse.machine.job import Send
 from lighthouse.wire.messages import (
     FINISHED,
+    GAVE_UP,
+    GAVE_UP_PLACE,
+    NO_QUORUM,
+    ONE_RANK,
     PHASE_HEALING,
+    PHASE_IDLE,
     PHASE_REDUCING,
     TORN,
     Decision,
     Expelled,
+    Heartbeat,
     JobKey,
     Join,
     Leave,
@@ -22,6 +28,7 @@ from lighthouse.wire.messages import (
     Refused,
     Revoke,
     Vote,
+    Waiting,
 )
 
 JOB = JobKey("job", "default")
@@ -113,8 +120,76 @@ def test_the_first_no_is_the_groups_and_stops_the_others() -> None:
     (revoke,) = group.down[0]
     assert isinstance(revoke, Revoke)
     assert revoke.reason == "broken link"
+    group.says(0, Vote(JOB, GROUP, 1, 3, "a", False, "broken link"))
     group.hears(Decision(JOB, 1, 3, False, "no"))
     assert len(group.down[1]) == 1
+
+
+def quorum(number: int, *, healing: bool = False) -> Quorum:
+    member = Member(GROUP, 2, (b"at-0", b"at-1"), healing)
+    return Quorum(JOB, number, 3, "a", 0, (), (member,))
+
+
+def attempts_told(group: Group, rank: int) -> list[tuple[int, int]]:
+    """(quorum_id, attempts spent) of the quorums that `rank` was told."""
+    heard = [m.next_quorum if isinstance(m, Decision) else m for m in group.down[rank]]
+    return [(m.quorum_id, m.attempt) for m in heard if isinstance(m, Quorum)]
+
+
+def test_after_a_no_ranks_hear_of_the_next_quorum_when_all_have_voted() -> None:
+    """Rank 0 has lost its second attempt. Rank 1 had not begun it: it must lose it, too."""
+    group = Group().in_quorum()
+    group.says(0, Vote(JOB, GROUP, 1, 3, "a", False, "broken link", attempt=2))
+    group.hears(Decision(JOB, 1, 3, False, "no", quorum(2)))
+    group.hears(quorum(3))
+    assert attempts_told(group, 0) == attempts_told(group, 1) == []
+    group.says(1, Vote(JOB, GROUP, 1, 3, "a", False, "revoked", PHASE_IDLE, attempt=1))
+    assert attempts_told(group, 0) == attempts_told(group, 1) == [(2, 2), (3, 2)]
+
+
+def test_a_rank_that_is_in_another_quorum_is_not_waited_for() -> None:
+    group = Group().in_quorum()
+    group.says(0, Vote(JOB, GROUP, 1, 3, "a", False, "broken link", attempt=2))
+    group.hears(Decision(JOB, 1, 3, False, "no", quorum(2)))
+    group.says(1, Heartbeat(JOB, GROUP, 1, 3))  # it is, and will vote
+    assert attempts_told(group, 0) == []
+    group.says(1, Heartbeat(JOB, GROUP, 0, 3))
+    assert attempts_told(group, 0) == [(2, 2)]
+
+
+def test_what_is_held_back_is_void_when_the_group_must_join_again() -> None:
+    group = Group().in_quorum()
+    group.says(0, Vote(JOB, GROUP, 1, 3, "a", False, "broken link"))
+    group.hears(Decision(JOB, 1, 3, False, "no", quorum(2)))
+    group.hears(Expelled(JOB, 2, "evicted"))
+    assert attempts_told(group, 0) == []
+    for rank in (0, 1):
+        expelled = group.down[rank][-1]
+        assert isinstance(expelled, Expelled)
+        assert expelled.quorum_id == NO_QUORUM  # they are not in quorum 2, and must obey
+        group.join(rank)
+    group.hears(quorum(3))
+    assert attempts_told(group, 0) == [(3, 0)]
+
+
+def test_ranks_that_act_on_their_own_yes_have_no_common_attempts() -> None:
+    group = Group()
+    for rank in (0, 1):
+        group.says(rank, Join(JOB, "g", GROUP, 3, "a", (b"at",), group_commit=True, attempt=rank))
+    group.hears(quorum(1))
+    assert attempts_told(group, 0) == [(1, ONE_RANK)]
+
+
+def test_a_request_is_repeated_only_until_its_answer_is_there() -> None:
+    group = Group()
+    group.join(0)
+    assert group.leader.unanswered is None
+    group.join(1)
+    assert isinstance(group.leader.unanswered, Join)
+    group.hears(Waiting(JOB, "one more"))
+    assert isinstance(group.leader.unanswered, Join)
+    group.hears(quorum(1))
+    assert group.leader.unanswered is None
 
 
 def healing() -> Group:
@@ -167,12 +242,14 @@ def test_leaving_is_said_once() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_gives_up_its_state_takes_the_group_with_it(rank: int) -> None:
     group, other = Group().in_quorum(), 1 - rank
-    group.says(rank, Leave(JOB, GROUP, "another learning rate"))
-    assert group.up == [Leave(JOB, GROUP, "another learning rate")]
-    group.join(rank, 0, f"{TORN}{GROUP}")
+    leave = Leave(JOB, GROUP, f"{GAVE_UP}another learning rate")
+    group.says(rank, leave)
+    assert group.up == [leave]
     (expelled,) = group.down[other]
     assert isinstance(expelled, Expelled)
+    assert expelled.differs  # it heals, too
     assert not expelled.hung
+    group.join(rank, 0, f"{TORN}{GROUP}")
     assert len(group.up) == 1  # not without the other
     group.join(other)
     join = group.up[-1]
@@ -184,12 +261,12 @@ def test_a_rank_that_gives_up_its_state_takes_the_group_with_it(rank: int) -> No
 def test_all_ranks_that_give_up_at_once_rejoin_once(order: str) -> None:
     group = Group().in_quorum()
     torn = f"{TORN}{GROUP}"
-    group.says(0, Leave(JOB, GROUP, "visited"))
+    group.says(0, Leave(JOB, GROUP, f"{GAVE_UP}visited"))
     if order == "one by one":
         group.join(0, 0, torn)
-        group.says(1, Leave(JOB, GROUP, "visited"))
+        group.says(1, Leave(JOB, GROUP, f"{GAVE_UP}visited"))
     else:
-        group.says(1, Leave(JOB, GROUP, "visited"))
+        group.says(1, Leave(JOB, GROUP, f"{GAVE_UP}visited"))
         group.join(0, 0, torn)
     group.join(1, 0, torn)
     assert [type(message) for message in group.up] == [Leave, Join]
@@ -200,13 +277,21 @@ def test_a_rank_that_gives_up_twice_does_not_unseat_one_that_waits() -> None:
     whose join is on its way, would take being told to join for something older."""
     group = Group().in_quorum()
     torn = f"{TORN}{GROUP}"
-    group.says(0, Leave(JOB, GROUP, "visited"))
+    group.says(0, Leave(JOB, GROUP, f"{GAVE_UP}visited"))
     group.join(0, 0, torn)
     group.join(1)
-    group.says(1, Leave(JOB, GROUP, "visited"))
+    group.says(1, Leave(JOB, GROUP, f"{GAVE_UP}visited"))
     group.join(1, 0, torn)
     assert [type(message) for message in group.up] == [Leave, Join, Leave, Join]
-    assert group.down[0] == []
+    assert [type(message) for message in group.down[0]] == [Expelled]  # whose state is gone already
+
+
+def test_a_rank_that_leaves_its_place_lets_the_others_keep_their_state() -> None:
+    group = Group().in_quorum()
+    group.says(0, Leave(JOB, GROUP, f"{GAVE_UP_PLACE}far behind"))
+    (expelled,) = group.down[1]
+    assert isinstance(expelled, Expelled)
+    assert not expelled.differs
 
 
 def test_a_lost_rank_breaks_the_group() -> None:
@@ -264,7 +349,7 @@ def test_who_wants_to_go_on_without_a_rank_that_has_left_is_told(when: str) -> N
     group.says(1, Leave(JOB, GROUP, FINISHED))
     if when == "before":
         group.loses(1)
-    group.says(0, Leave(JOB, GROUP, "another learning rate"))
+    group.says(0, Leave(JOB, GROUP, f"{GAVE_UP}another learning rate"))
     group.join(0, 0, f"{TORN}{GROUP}")
     if when == "after":
         group.loses(1)
