@@ -64,7 +64,8 @@ class StatusDesk:
         self._next_at = 0.0
         self._work: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Answer | None, float]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="lighthouse-status", daemon=True)
+        self._thread.start()
 
     def ask(self, asker: Asker) -> None:
         """A peer, or a thread that waits for a future, asks. A peer that asks again asks once."""
@@ -85,9 +86,6 @@ class StatusDesk:
         else:
             self._parts, self._busy, self.wake_at = None, True, math.inf
             self._work.put((self._collected, self._server(), list(self._asking)))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lighthouse-status")
-                self._thread.start()
         self._cost_s += time.monotonic() - begin
 
     def take(self) -> Answer | None:
@@ -104,8 +102,7 @@ class StatusDesk:
     def close(self) -> None:
         """End the thread. Those that still wait are refused, or get no answer."""
         self._work.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         refuse(*self._asking, *self._asked)
 
     # ---------------------------------------------------------------- the desk's thread
