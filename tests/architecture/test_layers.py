@@ -44,6 +44,7 @@ PURE = [
     "ft_core.heal.protocol",
     "ft_core.heal.transfer_plan",
     "ft_core.replica.machine",
+    "ft_core.replica.standing",
     "ft_lightning.shared.topology",
     "lighthouse.wire.codec",
     "lighthouse.config",
@@ -58,8 +59,8 @@ PURE = [
     "lighthouse.machine.forming",
     "lighthouse.machine.members",
 ]
-# Reads the environment when asked to; pure modules take no more than its constants and types.
-CONSTANTS_OF = {"ft_core.environment"}
+# Read the environment when asked to; pure modules take no more than its constants and types.
+CONSTANTS_OF = {"ft_core.environment", "ft_lightning.shared.launch_env"}
 IMPURE_IMPORTS = {
     "asyncio", "concurrent", "datetime", "io", "logging", "mmap", "multiprocessing", "os",
     "pathlib", "queue", "random", "secrets", "select", "selectors", "shutil", "signal", "socket",

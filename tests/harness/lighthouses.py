@@ -22,6 +22,4 @@ def patient_lighthouse(
         join_timeout_s=join_timeout_s,
     )
     config = LighthouseConfig(timeouts=timeouts, min_replicas=min_replicas)
-    server = LighthouseServer(config=config)
-    server.status()  # its thread for statuses begins now: a fixture's, not a test's that asks first
-    return server
+    return LighthouseServer(config=config)

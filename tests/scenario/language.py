@@ -364,7 +364,7 @@ class ReplicaStage:
             self.names.resolve(given.get("lineage", "root")), words.quorum("base"),
             tuple(given.get("removed", "").split()), changed, "test", given.get("settle", ""),
             given.get("control", "").encode(), words.number("nonce", FIRST_TERM.nonce),
-            int(given.get("attempt", ONE_RANK)),
+            attempt=int(given.get("attempt", ONE_RANK)),
         )  # fmt: skip
 
     def _decision(self, words: Words) -> Decision:

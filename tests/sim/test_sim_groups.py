@@ -68,15 +68,6 @@ def test_a_leader_that_lets_the_others_stay_is_caught(monkeypatch: pytest.Monkey
     assert "L1" in complaint(("give up", "hang a rank"))
 
 
-def test_a_rank_that_goes_on_making_a_group_that_is_outrun_is_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A quorum that was announced before its member gave up arrives after that member has joined
-    again, and in the newer one the others wait for it."""
-    monkeypatch.setattr(Replica, "_superseded", lambda self: [])
-    assert "must wait for the group of quorum" in complaint(("all give up",))
-
-
 def test_ranks_that_make_attempts_of_their_own_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank has reduced under a quorum that is lost, the other has not: it would go on with its
     attempt under the next quorum, and be an attempt behind for good."""
