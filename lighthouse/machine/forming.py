@@ -211,7 +211,7 @@ class Forming:
             self._members.were_members == 0,
             expires,
             now,
-            0 if holds_head else len(missed),
+            () if holds_head else missed,
         )
         if early is not None:
             return early

@@ -36,10 +36,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lighthouse.wire.messages import TORN
+
+MOST_NAMED = 8
+"""Members that a reason to wait names; of more it gives the number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +125,13 @@ def too_early(
     first: bool,
     expires: float,
     now: float,
-    missed: int = 0,
+    missed: Collection[str] = (),
 ) -> Verdict | None:
     """R1, R5 and R6 by numbers alone, in constant time; None: ask `decide`.
 
     Without it, a job that fills up with N replica groups would examine all of them N times.
     `first`: no candidate has been in a quorum yet. `expires`: when the join timeout ends.
-    `missed`: members of an earlier quorum to wait for (R5), 0 if R4 applies.
+    `missed`: members of an earlier quorum to wait for (R5); empty if R4 applies.
     """
     if count < min_replicas:
         return Verdict(None, f"waiting for {min_replicas - count} of min_replicas={min_replicas}")
@@ -238,7 +241,7 @@ def _stragglers(situation: Situation, able: Sequence[Candidate], position: Posit
     if any(c.position == situation.head for c in able):
         return ""  # R4
     if situation.missed:
-        return _missing(len(situation.missed))
+        return _missing(situation.missed)
     goes_back = situation.head is not None and position.step < situation.head.step
     if situation.has_past and not goes_back:
         return ""  # every member of the last quorum is a candidate, or has left for good
@@ -256,5 +259,6 @@ _TORN = (
 )
 
 
-def _missing(count: int) -> str:
-    return f"waiting for {count} members of the last quorum to come back"
+def _missing(missed: Collection[str]) -> str:
+    named = f" ({', '.join(sorted(missed))})" if len(missed) <= MOST_NAMED else ""
+    return f"waiting for {len(missed)} members of the last quorum to come back{named}"

@@ -181,7 +181,7 @@ def test_the_short_cut_never_contradicts_the_rules(case: tuple[Situation, float]
     if first:  # as in a job: no candidate holds what a quorum made
         situation = replace(situation, head=None)
     held = any(c.position == situation.head for c in healthy)
-    missed = 0 if held else len(situation.missed)
+    missed = frozenset() if held else situation.missed
     expires = situation.since + situation.join_timeout_s
     early = too_early(
         len(healthy), situation.min_replicas, situation.expected_replicas, first, expires, now,
