@@ -263,9 +263,15 @@ class JobState:
     def _offer(self, peer: Peer, join: Join, now: float) -> None:
         """The sender has promised itself to another term, or to none: it must join again.
 
-        If it has promised a higher one, the job needs a new term. All members then join again.
+        If it has promised a higher one, or brings a state of a later one, the job needs a new term.
+        All members then join again.
         """
         replica_id, epoch = join.replica_id, join.promised.epoch
+        least = 0 if self.term.outranks(join.promised) else epoch + 1
+        if join.held and self._genesis in (0, join.genesis):
+            seen = epoch_of(join.held)  # what is committed here must be newer
+            if seen > self.term.epoch or not self._genesis:
+                epoch, least = max(epoch, seen), max(least, seen + 1)
         count = len(self._members.by_id) + len(self._conflicts) + len(self._offered)
         most = MAX_EPOCH // 2 if self.empty else self.term.epoch + MAX_JUMP
         if epoch > most:
@@ -276,8 +282,7 @@ class JobState:
             self._conflicts.pop(replica_id, None)
             self._remove(replica_id, "followed another lighthouse", now, may_return=True)
             self._offered[replica_id] = peer
-            if not self.term.outranks(join.promised):
-                self._least_epoch = max(self._least_epoch, epoch + 1)
+            self._least_epoch = max(self._least_epoch, least)
             if self._live is None and self._least_epoch > self.term.epoch:
                 self._new_term(now)
             else:
