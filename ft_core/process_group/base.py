@@ -22,7 +22,7 @@ one rank with it: sizes in those tables are fixed, ours are not.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -63,6 +63,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._group_name = ""
         self._group_desc = ""
         self._registered: tuple[str, str] | None = None  # group name, backend name
+        self.missed_listener: Callable[[Sequence[int]], object] = lambda missed: None
 
     # --- membership
 
@@ -86,6 +87,12 @@ class ProcessGroup(dist.ProcessGroup):
         group stays revoked then. The error names the members that could not be connected to
         (`missed`); it should come within about a second where that is so.
         """
+
+    def when_missed(self, listener: Callable[[Sequence[int]], object]) -> None:
+        """Have `listener` called with the members that a `configure` could not connect to, before the
+        others notice that this one gives up: the cause is then known before its consequences. In
+        the thread of `configure`."""
+        self.missed_listener = listener
 
     def unreachable(self, addresses: Sequence[bytes], timeout_s: float) -> set[int]:
         """Indices of those `addresses` (of other groups) that can't be connected to from here.
@@ -117,6 +124,11 @@ class ProcessGroup(dist.ProcessGroup):
     def quorum_id(self) -> int:
         """Of the last `configure`; -1 before the first."""
         return -1
+
+    def unanswered(self) -> bool:
+        """Whether a collective waits in vain: a member's machine confirms nothing of what is sent to
+        it, so there is no way to it any more. The default does not know. Any thread; quick."""
+        return False
 
     @property
     def idle(self) -> bool:

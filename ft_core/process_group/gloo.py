@@ -120,6 +120,10 @@ class _GlooCommunicator(Communicator):
     def quiescent(self) -> bool:
         return workers_asleep()
 
+    def unanswered(self) -> bool:
+        with self._lock:
+            return self._sockets is not None and self._sockets.unanswered()
+
     def operation_orphaned(self, until: float) -> None:
         super().operation_orphaned(until)
         orphaned_operations.add(until)

@@ -44,6 +44,9 @@ _log = logging.getLogger(__name__)
 _TARGET = re.compile(rb"^tfd:\s*(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
 _SEQUENCE_BYTES = 8
 _KNOCK_TIMEOUT_S = 0.2
+_REPEATS = 3
+"""Repetitions come after 0.2 s or a round trip, then after twice as long each: 1.4 s at least."""
+_TCP_INFO_BYTES, _RETRANSMITS = 8, 2  # struct tcp_info begins: state, ca_state, retransmits
 _NOWHERE = struct.pack("=H14x", socket.AF_UNSPEC)
 _libc = ctypes.PyDLL(None)  # PyDLL: calls keep the GIL
 _WORKER_NAME = b"pt_gloo_runloop"
@@ -112,6 +115,20 @@ class DeviceSockets:
         for copy in copies:
             os.close(copy)
         return len(copies)
+
+    def unanswered(self) -> bool:
+        """Whether another machine confirms nothing of what was sent to it, for more than a second.
+
+        A peer that is slow or stopped is none: its kernel confirms. Any thread.
+        """
+        targets = list(_targets(self._epoll))
+        if all(inode != self._listener_inode for _, inode in targets):
+            return False
+        return any(
+            _repeats(descriptor, inode) >= _REPEATS
+            for descriptor, inode in targets
+            if inode != self._listener_inode
+        )
 
     def knock(self, sequences: Sequence[int]) -> None:
         """Release pairs that wait for a peer to dial in: dial in for the peer and close.
@@ -198,6 +215,19 @@ def _copy_if_same(descriptor: int, inode: int) -> int:
         return copy
     os.close(copy)
     return -1
+
+
+def _repeats(descriptor: int, inode: int) -> int:
+    """How often the kernel has sent the same bytes again without an answer; 0: it is no connection."""
+    copy = _copy_if_same(descriptor, inode)
+    if copy < 0:
+        return 0
+    with socket.socket(fileno=copy) as connection:
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:  # not TCP
+            return 0
+    return info[_RETRANSMITS]
 
 
 class OrphanedOperations:

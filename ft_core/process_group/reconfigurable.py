@@ -75,6 +75,10 @@ class Communicator(ABC):
         """After an interrupt: whether operations that remain are asleep and leave their tensors
         alone. Any thread."""
 
+    def unanswered(self) -> bool:
+        """Whether another machine confirms nothing of what was sent to it. Any thread."""
+        return False
+
     def operation_orphaned(self, until: float) -> None:
         """An operation remains in the backend, which ends it at `until` (`time.monotonic()`). Any
         thread."""
@@ -221,6 +225,10 @@ class ReconfigurableProcessGroup(ProcessGroup):
         if communicator is not None:
             communicator.interrupt()
             self._abandon(communicator, list(self._in_flight), error)
+
+    def unanswered(self) -> bool:
+        communicator = self._communicator
+        return self._open and communicator is not None and communicator.unanswered()
 
     @property
     def idle(self) -> bool:
@@ -439,6 +447,8 @@ class ReconfigurableProcessGroup(ProcessGroup):
             if not connected:
                 lasted_s = timeout_s - (deadline - time.monotonic())
                 self._missed = rendezvous.missed(lasted_s, timeout_s)
+                if self._missed:
+                    self.missed_listener(sorted(self._missed))
             rendezvous.close()
             self._stop_builder(builder)
             if connected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -37,6 +37,9 @@ class ProcessGroupWrapper(ProcessGroup):
     ) -> None:
         self.group.configure(quorum_id, rank, addresses, timeout_s)
 
+    def when_missed(self, listener: Callable[[Sequence[int]], object]) -> None:
+        self.group.when_missed(listener)
+
     def unreachable(self, addresses: Sequence[bytes], timeout_s: float) -> set[int]:
         return self.group.unreachable(addresses, timeout_s)
 
@@ -49,6 +52,9 @@ class ProcessGroupWrapper(ProcessGroup):
     @property
     def quorum_id(self) -> int:
         return self.group.quorum_id
+
+    def unanswered(self) -> bool:
+        return self.group.unanswered()
 
     @property
     def idle(self) -> bool:

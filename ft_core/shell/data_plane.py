@@ -103,6 +103,9 @@ class DataPlane:
         owners, mesh = self._mesh(effect.members)
         rank = owners.index(effect.members[effect.replica_rank].replica_id)
         rank += 0 if self._options.ranks_hold is RanksHold.SHARDS else self._options.group_rank
+        self.process_group.when_missed(
+            lambda ranks: self.report(Tried(_named(owners[each] for each in ranks), ()))
+        )
         try:
             timeout_s = self._options.timeouts.timeout_s
             self.process_group.configure(effect.quorum_id, rank, mesh, timeout_s)

@@ -190,6 +190,8 @@ class Session:
         healing = view is not None and any(m.healing for m in view.members)
         patience_s = limits.heal_timeout_s if healing else limits.timeout_s
         waited_s = self._waited_s(now)
+        if waited_s > limits.resend_s and self.plane.process_group.unanswered():
+            return Fail("a member's machine does not confirm what is sent to it")
         if waited_s < patience_s:
             return None
         return Fail(f"a collective waited {waited_s:.1f} s", stalled=True)

@@ -22,7 +22,7 @@ from tests.harness.proxy import Proxy
 from tests.harness.waiting import PATIENCE_S
 
 NAMES = "abc"
-COMMITS = 30
+COMMITS, CUT_AT = 30, 10
 TIMEOUT_S = 10 * PATIENCE_S  # no wait for it ends in this test
 
 namespaces_work = functools.cache(networks.available)
@@ -49,7 +49,8 @@ class Member:
 
 
 class Training:
-    """Three members. c can't be in a quorum at first; `mend` lets it in; then all take some steps."""
+    """Three members. c can't be in a quorum at first (or from `cut` on); `mend` lets it in; then all
+    take some steps."""
 
     def __init__(self, server: LighthouseServer, where: Callable[[int], Any] | None = None) -> None:
         self.server, self.where = server, where or (lambda index: nullcontext())
@@ -57,7 +58,9 @@ class Training:
         self.made = threading.Barrier(len(NAMES))
         self.mended, self.back = threading.Event(), threading.Event()
         self.final = 0
-        self.quorums_until_mended = 0
+        self.networks: Any = None
+        self.quorums_at_first = self.quorums_until_mended = 0  # of those that are kept alone
+        self.cut: Callable[[], None] | None = None  # None: they are apart from the start
         self.mend: Callable[[], None] = lambda: None
         self.prepare: Callable[[Member], None] = lambda member: None
 
@@ -84,11 +87,16 @@ class Training:
 
     def _go_on(self, member: Member) -> None:
         manager = member.replica.manager
-        apart = self.members[self.left_out]
+        apart, cut = self.members[self.left_out], [self.cut] if self.cut else []
         while not self.back.is_set():
             member.replica.step()
+            if member.name == self.kept[0] and manager.current_step() == CUT_AT and cut:
+                assert sorted(member.quorums[-1]) == sorted(NAMES)
+                cut.pop()()
             if member.name != self.kept[0] or self.mended.is_set():
                 continue
+            if not self.quorums_at_first and sorted(member.quorums[-1]) == sorted(self.kept):
+                self.quorums_at_first = len(member.quorums)
             if manager.current_step() >= COMMITS and apart.left_out.is_set():
                 self.quorums_until_mended = len(member.quorums)
                 assert sorted(member.quorums[-1]) == sorted(self.kept)
@@ -97,9 +105,8 @@ class Training:
         member.replica.run_to(self.final)
 
     def _come_back(self, member: Member) -> None:
-        while not member.replica.step():
-            pass
-        assert self.mended.is_set()
+        while not member.replica.step() or not self.mended.is_set():
+            assert self.mended.is_set() or self.cut or not member.replica.manager.current_step()
         self.final = member.replica.manager.current_step() + 3
         self.back.set()
         member.replica.run_to(self.final)
@@ -143,6 +150,7 @@ def apart(*ways: tuple[int, int]) -> Iterator[Training]:
             server = LighthouseServer(f"tcp://{host}:0", config=_patient())
         try:
             training = Training(server, made.inside)
+            training.networks = made
             training.mend = lambda: [made.mend(*way) for way in ways]
             yield training
         finally:
@@ -160,7 +168,17 @@ def _patient() -> Any:
 def test_no_packet_gets_through(ways: tuple[tuple[int, int], ...]) -> None:
     with apart(*ways) as training:
         training.run(kept="ab", left_out="c")
-        assert training.quorums_until_mended <= 2  # the trials cost none
+        assert training.quorums_until_mended == training.quorums_at_first  # the trials cost none
+
+
+@pytest.mark.parametrize("ways", [((1, 2), (2, 1)), ((2, 1),)], ids=["both", "from"])
+def test_no_packet_gets_through_from_some_step_on(ways: tuple[tuple[int, int], ...]) -> None:
+    """Collectives are under way when the cut begins. No process has died, and no timeout passes."""
+    with apart() as training:
+        networks_of = training.networks
+        training.cut = lambda: [networks_of.cut(*way) for way in ways]
+        training.mend = lambda: [networks_of.mend(*way) for way in ways]
+        training.run(kept="ab", left_out="c")
 
 
 def test_an_address_that_leads_nowhere() -> None:
