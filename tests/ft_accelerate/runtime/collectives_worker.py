@@ -5,15 +5,12 @@
 Processes 0 and 1 stay. The others, from 2 on, are in the last replica group (`group`, its number).
 They leave before the first time, and ask to come back when the others have done it without waiting
 for them; those do the second time when they ask. So they are away in both, heal in the third, and
-are there in the fourth. `<log>/<index>.json` gets what each call returned.
+are there in the fourth. `<log>/<index>.end` gets what each call returned.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,9 +20,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.harness.script import Log, options_of
 from tests.harness.waiting import until
 
 VICTIM = 2
+OPTIONS: dict[str, Any] = {
+    "log": "",
+    "operations": [],  # names of `operations`, one after the other
+    "group": 2,  # the number of the last replica group, which leaves
+    "stay_together": False,  # else the scripts part at the end
+}
 
 
 def make_tracker(folder: Path, index: int) -> Any:
@@ -139,6 +143,8 @@ def run(options: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.randn(24, 3)), batch_size=2, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    log = Log(folder, str(accelerator.process_index))
+    log.ready()
     results: dict[str, list[Any]] = {}
 
     def train(batches: int) -> None:
@@ -170,7 +176,7 @@ def run(options: dict[str, Any]) -> None:
 
     end = {"results": results, "weight": weight(), "main": accelerator.is_main_process}
     # Now the scripts part, where gradients have gone without a header for two steps.
-    if options.get("stay_together"):
+    if options["stay_together"]:
         pass
     elif accelerator.process_index == VICTIM:
         try:
@@ -180,13 +186,13 @@ def run(options: dict[str, Any]) -> None:
     else:
         train(1)
         end["parted"] = weight()
-    (folder / f"{accelerator.process_index}.json").write_text(json.dumps(end))
+    log.end(**end)
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    given = options_of(OPTIONS)
     from ft_accelerate.install import install
 
     install()
-    run(json.loads(sys.argv[1]))
+    run(given)

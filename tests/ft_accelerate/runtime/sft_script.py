@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -13,6 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trainer_script import Kill, Watch, report
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
+
+from tests.harness.stock import leave_stock
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -72,7 +73,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
-        sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-        from tests.harness.stock import leave_stock
-
         leave_stock()

@@ -6,7 +6,6 @@ first two calls of each operation, heals in the third, and takes part in the fou
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,8 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with patient_lighthouse() as server:
         with running(folder, server.address(), worker, operations=names, group=2) as run:
             run.wait(*[run.start(index, 3) for index in range(3)])
-    texts = [(folder / f"{index}.json").read_text() for index in range(3)]
     tracked = [len(p.read_text().splitlines()) for p in sorted(folder.glob("tracked.*"))]
-    return [{**json.loads(text), "tracked": tracked, "folder": folder} for text in texts]
+    return [{**run.end(index), "tracked": tracked, "folder": folder} for index in range(3)]
 
 
 @pytest.mark.parametrize("name", list(EXPECTED))

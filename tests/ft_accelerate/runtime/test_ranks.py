@@ -85,7 +85,7 @@ def test_operations_reach_all_processes_while_a_group_is_away(
     options = {"operations": list(REACHES), "group": 1, "stay_together": True}
     with running(tmp_path, lighthouse, worker, **options) as run:
         run.wait(*[run.start(index, 2, 2) for index in (0, 1)])
-    ends = [json.loads((tmp_path / f"{index}.json").read_text()) for index in EVERYBODY]
+        ends = [run.end(index) for index in EVERYBODY]
     for name, (away, there) in REACHES.items():
         for index, end in enumerate(ends):
             assert end["results"][name] == [away, away, away, there], f"{name}, process {index}"

@@ -36,7 +36,8 @@ pytestmark = pytest.mark.process
 
 
 def reports(out: Path, processes: int = 2) -> list[Report]:
-    return [json.loads((out / f"report-{i}.json").read_text()) for i in range(processes)]
+    ends = [json.loads((out / f"{index}.end").read_text()) for index in range(processes)]
+    return [{name: value for name, value in end.items() if name != "pid"} for end in ends]
 
 
 def run(command: list[str], env: dict[str, str], out: Path) -> str:

@@ -9,11 +9,8 @@ the event "writing" comes when a checkpoint's first files are there.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +26,9 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+
+from tests.harness.script import Log, digest
+from tests.harness.stock import leave_stock
 
 
 class Sources(Dataset[Any]):
@@ -194,19 +194,15 @@ def main() -> None:
 
 
 def report(trainer: Trainer, training_loss: float, torn: set[str], out: Path) -> None:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(
-        trainer.accelerator.unwrap_model(trainer.model).state_dict().items()
-    ):
-        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-    moments = hashlib.sha256()
-    for group in trainer.optimizer.state_dict()["state"].values():
-        for tensor in group.values():
-            moments.update(torch.as_tensor(tensor).cpu().contiguous().numpy().tobytes())
+    moments = {
+        f"{number}.{name}": torch.as_tensor(value)
+        for number, values in trainer.optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    }
     timing = ("runtime", "_per_second", "total_flos")
     found = {
-        "weights": digest.hexdigest()[:16],
-        "optimizer": moments.hexdigest()[:16],
+        "weights": digest(trainer.accelerator.unwrap_model(trainer.model).state_dict()),
+        "optimizer": digest(moments),
         "global_step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
         "max_steps": trainer.state.max_steps,
@@ -223,14 +219,10 @@ def report(trainer: Trainer, training_loss: float, torn: set[str], out: Path) ->
         "checkpoints": sorted(p.name for p in (out / "checkpoints").glob("checkpoint-*")),
         "world": [trainer.args.world_size, trainer.args.process_index],
     }
-    index = trainer.args.process_index
-    (out / f"report-{index}.json").write_text(json.dumps(found))
+    Log(out, str(trainer.args.process_index)).end(**found)
 
 
 if __name__ == "__main__":
     main()
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
-        sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-        from tests.harness.stock import leave_stock
-
         leave_stock()
