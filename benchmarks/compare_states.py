@@ -29,7 +29,9 @@ CASES = {
     "4.35 M": (1024, 1024, 5),
     "50 M": (2048, 2048, 13),
 }
-STEPS, BLOCKS, BATCH = 40, 5, 32
+BLOCKS, BATCH = 5, 32
+BLOCK_S = 0.5
+"""About how long a block of steps takes."""
 
 
 def network(width: int, hidden: int, layers: int, device: str) -> nn.Module:
@@ -56,13 +58,14 @@ def step_s(net: nn.Module, width: int, device: str) -> float:
     blocks = []
     for _ in range(BLOCKS):
         wait(device)
-        start = time.perf_counter()
-        for _ in range(STEPS):
+        start, steps = time.perf_counter(), 0
+        while time.perf_counter() < start + BLOCK_S:
             optimizer.zero_grad()
             net(batch).square().mean().backward()
             optimizer.step()
+            steps += 1
         wait(device)
-        blocks.append((time.perf_counter() - start) / STEPS)
+        blocks.append((time.perf_counter() - start) / steps)
     return min(blocks)
 
 

@@ -204,7 +204,7 @@ class Attempts:
     def _digest(self, status: ReplicaStatus) -> Digest | None:
         """Of what members compare at this step; of all of it if a member heals."""
         view = status.view
-        if view is None:
+        if view is None or len(view.members) == 1:
             return None
         if view.members is not self._known_members:
             self._known_members = view.members

@@ -294,9 +294,9 @@ class _Operation:
 
 
 def enter(runtime: Runtime, original: Callable[..., Any], local: Any) -> Any:
-    """Steps change what a peer may be reading from here on: serve copies."""
+    """Steps change what a peer may be reading from here on."""
     if local.enabled:
-        runtime.serve_copies = True
+        runtime.drift(True)
         if runtime.manager is None:  # a group with other settings is refused when it joins
             runtime.reducer.register_schema("outer steps", settings_of(local))
     return original(local)
@@ -314,7 +314,7 @@ def leave(
     elif isinstance(local, DiLoCo):
         local.drop()
     local.model_sync_obj.__exit__(kind, *error)
-    runtime.serve_copies = False
+    runtime.drift(False)
 
 
 def average(runtime: Runtime, original: Callable[..., Any], local: Any) -> None:

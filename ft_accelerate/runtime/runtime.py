@@ -91,7 +91,7 @@ class Runtime:
         self.contributes = True
         """Whether this process's values count in the current step: it is not only healing."""
         self.serve_copies = False
-        """Whether the state changes between the steps that are voted on (LocalSGD)."""
+        """See `drift`."""
         self.on_live: list[Callable[[], None]] = []
         """Called when the script stands where its peers' stood when they sent their state."""
         self.unfinished: Callable[[], None] | None = None
@@ -292,6 +292,13 @@ class Runtime:
         alike = alike and self._device.type == "cpu"
         self._headerless = self._manager.quorum_id() if alike else NO_QUORUM
 
+    def drift(self, drifts: bool) -> None:
+        """Whether the state changes between the steps that are voted on, in each process in its own
+        way, as in LocalSGD: peers are served copies then, and nothing is compared."""
+        self.serve_copies = drifts
+        if self.manager is not None:
+            self.manager.compare_states(not drifts)
+
     def updated(self) -> None:
         """An optimizer has stepped. Each member counts this: one that has caught an exception in
         its place differs from its peers at the next vote, and heals."""
@@ -414,7 +421,6 @@ class Runtime:
     def _vote(self) -> bool:
         if self._sigterm.noted:
             self._manager.leave_after_step()
-        self._manager.compare_states(not self.serve_copies)
         try:
             committed = self._manager.should_commit()
         except GroupBroken as error:
@@ -488,6 +494,7 @@ class Runtime:
             into=lambda: states.places(self.accelerator),
         )
         manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
+        manager.compare_states(not self.serve_copies)
         self.manager = manager
 
     def _take_start(self, state: dict[str, Any]) -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from ft_core.config import JobOptions
 from ft_core.ddp import DistributedDataParallel
 from ft_core.optimizer import Optimizer
 from lighthouse.errors import JoinRefused
+from tests.ft_core.test_copies import rendezvous
 from tests.harness import cluster
 from tests.harness.cluster import Replica, lighthouse, replicas
 
@@ -267,3 +269,58 @@ def test_an_update_that_all_leave_out_costs_nothing() -> None:
         assert torch.equal(a.weights, torch.full((8,), -7.0))
         assert torch.equal(a.weights, b.weights)
         assert not any(discards)
+
+
+class Shard(Replica):
+    """One of two ranks of a group, with a shard of its own, or with a copy."""
+
+    def __init__(self, server: Any, name: str, rank: int, store: Any, hold: str) -> None:
+        super().__init__(
+            server, name, float(rank) if hold == "shards" else 0.0,
+            rank=rank, world_size=2, store_addr="127.0.0.1", store_port=store.port,
+            ranks_hold=hold, expected_replicas=3, compare_steps=WITHIN, init_sync=False,
+        )  # fmt: skip
+        self.manager.register_compared("weights", lambda: [self.weights])
+        self.manager.set_state_dict_fns(self.load, lambda: {"weights": self.weights})
+        self.heals = 0
+
+    def load(self, state: Any) -> None:
+        self.heals += 1
+        self.weights.copy_(state["weights"])
+
+
+@pytest.mark.parametrize("hold", ["shards", "copies"])
+def test_each_rank_is_compared_with_its_like(hold: str) -> None:
+    """A group is told if one of its ranks differs, and all of its ranks heal."""
+    with lighthouse(all_join=True) as server, rendezvous(3) as stores:
+        groups = [
+            [Shard(server, name, rank, store, hold) for rank in (0, 1)]
+            for name, store in zip("abc", stores, strict=True)
+        ]
+        spoilt, ends = groups[1][1], [0]
+
+        def run(member: Shard) -> None:
+            member.run_to(5)
+            if member is spoilt:
+                member.weights[3] += 2.0
+                while not member.heals:
+                    member.step()
+                ends[0] = member.manager.current_step() + 2 * WITHIN  # which no other is past yet
+            while not ends[0] or member.manager.current_step() < ends[0]:
+                member.step()
+
+        members = [member for group in groups for member in group]
+        replicas(*(lambda m=m: run(m) for m in members))
+        replicas(*(member.close for member in members))
+        assert [[member.heals for member in group] for group in groups] == [[0, 0], [1, 1], [0, 0]]
+        for rank in (0, 1):
+            start = float(rank) if hold == "shards" else 0.0
+            for group in groups:
+                assert torch.equal(group[rank].weights, torch.full((8,), start - ends[0]))
+
+
+def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert JobOptions.resolve().compare_steps == 1024
+    monkeypatch.setenv("FT_COMPARE_STEPS", "0")
+    assert JobOptions.resolve().compare_steps == 0
+    assert JobOptions.resolve(compare_steps=7).compare_steps == 7

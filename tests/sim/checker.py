@@ -22,7 +22,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lighthouse.wire.messages import TORN, Decision, Expelled, Member, Quorum, Reply, next_lineage
+from lighthouse.wire.messages import (
+    TORN,
+    Decision,
+    Expelled,
+    Member,
+    Quorum,
+    Refused,
+    Reply,
+    next_lineage,
+)
 
 if TYPE_CHECKING:
     from ft_core.replica.status import Outcome
@@ -122,7 +131,14 @@ class Checker:
 
     def heard(self, replica_id: str, message: Reply) -> None:
         """A process received `message`."""
+        if isinstance(message, Refused):
+            held = "no state is held by" not in message.reason
+            self.require(held, f"S3: {replica_id} is refused: {message.reason}")
         if isinstance(message, Expelled):
+            # Memory does not fail here, and each process has updated its state. A group's leader says
+            # `differs`, too, where a rank has given up its state.
+            accused = message.differs and "its peers" in message.reason
+            self.require(not accused, f"S3: {replica_id} is expelled: {message.reason}")
             self.expelled.add(replica_id)
             if message.hung:
                 self.evicted.add(replica_id)

@@ -41,7 +41,7 @@ from ft_core.replica.events import (
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
-from lighthouse.wire.messages import TORN, JobKey, Join, Reply, Vote
+from lighthouse.wire.messages import NOT_COUNTED, TORN, JobKey, Join, Reply, Vote
 from tests.sim.checker import id_of, key_of, state_after
 from tests.sim.network import Link
 from tests.sim.plane import Contribution, Sum
@@ -107,6 +107,7 @@ class Process:
         self.fetches = 0
         self.commits = 0
         self.attempts: list[tuple[int | None, bool | None]] = []  # bound under; committed
+        self.updates = NOT_COUNTED  # since the last commit
         self._timer: float | None = None
         self._bound_at: float | None = None
         self._loop: Generator[Wait, None, None] = self._train()
@@ -407,6 +408,7 @@ class Process:
                 break
             assert self.fetched_state is not None
             key, self.state = self.fetched_state
+            self.updates = NOT_COUNTED
             self._tell(Loaded())
             assert (replica.step, replica.lineage) == key, "loaded another state than fetched"
             self.checker.healed(self.replica_id, key, self.state)
@@ -530,7 +532,10 @@ class Process:
             self.checker.votes_yes(self.replica_id, quorum_id, step_before)
         control = f"{self.replica_id}".encode()
         reason = "" if ok else "lost the quorum"
-        self._tell(CastVote(ok, reason, control))
+        updates, digest = NOT_COUNTED, b""
+        if self.cluster.profile.compares:
+            updates, digest = self.updates, (self.state % (1 << 64)).to_bytes(8, "little")
+        self._tell(CastVote(ok, reason, control, updates, digest))
         yield lambda: replica.outcome is not None or replica.stage is Stage.REFUSED
         outcome = replica.outcome
         if outcome is None:
@@ -545,7 +550,7 @@ class Process:
             return  # the state was given up, by another rank of the group, before the loop went on
         self.checker.require(total is not None, f"{self.replica_id} committed without a sum")
         assert total is not None
-        self.state = state_after(self.state, total)
+        self.state, self.updates = state_after(self.state, total), 1
         self.checker.committed(
             self.replica_id, (step_before, lineage_before), position, self.state, total, outcome,
             clock.now,

@@ -50,6 +50,7 @@ class Profile:
     start_spread_s: float = 0.2
     heal_in_place: bool = False
     healing_stays_out: bool = True
+    compares: bool = True  # votes tell what the state is
 
     @property
     def recovery_s(self) -> float:

@@ -11,6 +11,7 @@ from lighthouse.wire.messages import (
     GAVE_UP,
     GAVE_UP_PLACE,
     NO_QUORUM,
+    NOT_COUNTED,
     ONE_RANK,
     PHASE_HEALING,
     PHASE_IDLE,
@@ -109,6 +110,30 @@ def test_all_yes_is_the_groups_yes_with_the_first_ranks_control() -> None:
     assert isinstance(vote, Vote)
     assert vote.ok
     assert vote.control == b"0"
+
+
+def vote_of_states(*told: tuple[int, bytes]) -> Vote:
+    """The yes of a group whose ranks say this of their states: (updates, digest)."""
+    group = Group(len(told)).in_quorum()
+    for rank, (updates, digest) in reversed(list(enumerate(told))):
+        group.says(rank, Vote(JOB, GROUP, 1, 3, "a", True, updates=updates, digest=digest))
+    (vote,) = group.up
+    assert isinstance(vote, Vote)
+    return vote
+
+
+def test_what_a_group_says_of_its_state_covers_its_ranks_in_their_order() -> None:
+    vote = vote_of_states((1, b"first"), (1, b"second"))
+    assert vote.updates == 1
+    assert vote == vote_of_states((1, b"first"), (1, b"second"))
+    assert vote.digest != vote_of_states((1, b"second"), (1, b"first")).digest
+    assert vote.digest != vote_of_states((1, b"first"), (1, b"other")).digest
+    assert vote_of_states((1, b""), (1, b"")).digest == b""
+
+
+def test_a_group_has_updated_its_state_as_often_as_each_of_its_ranks() -> None:
+    assert vote_of_states((1, b""), (0, b"")).updates == 0
+    assert vote_of_states((1, b""), (NOT_COUNTED, b"")).updates == NOT_COUNTED
 
 
 def test_the_first_no_is_the_groups_and_stops_the_others() -> None:
