@@ -56,13 +56,13 @@ def test_a_member_that_starts_before_its_host_has_a_route_waits_for_it(
     if not networks.available():
         pytest.skip("network namespaces need root and `ip`")
     with networks.networks(1) as made, made.inside(1) as host:
-        made.cut(0, 1)
+        made.lose_route(0, 1)
 
         def advertised(*address: str) -> str:
             try:
                 return own_address.advertised_host(*address)
             except ValueError:
-                made.mend(0, 1)
+                made.find_route(0, 1)
                 raise
 
         monkeypatch.setattr(session, "advertised_host", advertised)

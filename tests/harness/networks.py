@@ -48,6 +48,7 @@ class Networks:
         self._ipv6 = ipv6
         self.prefix = f"ft{os.getpid()}x{next(_numbers)}x"
         self.count = count
+        self._cuts: set[tuple[int, int]] = set()
 
     def host(self, index: int) -> str:
         """The address of a network's host."""
@@ -91,7 +92,15 @@ class Networks:
         address = [self.host(index) + how[0], "dev", device, *how[1:]]
         _ip("-n", self.name(index), "addr", "add", *address)
 
-    def _route(self, what: str, source: int, target: int) -> None:
+    def lose_route(self, source: int, target: int) -> None:
+        """From now on `source` has no route to `target`: it is told so when it connects."""
+        self._refuse("add", source, target)
+
+    def find_route(self, source: int, target: int) -> None:
+        """Undo `lose_route`."""
+        self._refuse("del", source, target)
+
+    def _refuse(self, what: str, source: int, target: int) -> None:
         bits = 128 if self._ipv6 else 32
         _ip("-n", self.name(source), "route", what, "blackhole", f"{self.host(target)}/{bits}")
 
@@ -106,10 +115,13 @@ class Networks:
         # They leave for an address on the bridge that no host has, as if they were lost on the way.
         nowhere = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
         _ip("-n", self.name(source), "neigh", "replace", self.host(target), *nowhere)
+        self._cuts.add((source, target))
 
     def mend(self, source: int, target: int) -> None:
-        """Undo `cut`."""
-        _ip("-n", self.name(source), "neigh", "del", self.host(target), "dev", "eth0")
+        """Undo `cut`. Idempotent."""
+        if (source, target) in self._cuts:
+            self._cuts.discard((source, target))
+            _ip("-n", self.name(source), "neigh", "del", self.host(target), "dev", "eth0")
 
     @contextmanager
     def inside(self, index: int) -> Iterator[str]:

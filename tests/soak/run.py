@@ -360,9 +360,8 @@ class Soak:
         assert net is not None
         ways = [(one, other), (other, one)] if fault.both_ways else [(one, other)]
         for way in ways:
-            with suppress(OSError):  # it is cut already
-                net.cut(*way)
-                self._after(fault.for_s, lambda way=way: net.mend(*way))
+            net.cut(*way)
+            self._after(fault.for_s, lambda way=way: net.mend(*way))
 
     def _do_stray(self, fault: Fault) -> None:
         """Traffic that is not meant: at the lighthouse, and at all ports of one group."""
