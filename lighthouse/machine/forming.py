@@ -117,7 +117,9 @@ class Forming:
                 self._patience.succeeded(live.names[replica_id])
         if live.revoked:
             for replica_id in live.costly():
-                self._patience.failed(live.names[replica_id], now - live.since, now)
+                # One that can't connect to another member has not failed to heal: its pair rests.
+                if not self.pairs.apart(replica_id, live.names):
+                    self._patience.failed(live.names[replica_id], now - live.since, now)
 
     def new_term(self, now: float) -> None:
         """All members must join again."""
