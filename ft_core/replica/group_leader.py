@@ -299,7 +299,8 @@ class GroupLeader:
         if self._said_no != key:
             self._said_no = key
             others = [r for r in range(self._size) if r not in self._votes]
-            self._late = set(others) - self._left  # until then no quorum is passed on
+            # One that comes when the group has left its quorum is not answered by the others.
+            self._late = set(others) - self._left if self._member else set()
             self._send(others, Revoke(vote.job, vote.quorum_id, vote.step, vote.reason or "no"))
         if self._healing:
             if any(v.phase == PHASE_HEALING for v in self._votes.values()):

@@ -182,6 +182,18 @@ def test_a_rank_that_is_in_another_quorum_is_not_waited_for() -> None:
     assert attempts_told(group, 0) == [(2, 2)]
 
 
+def test_a_no_that_is_late_holds_nothing_back() -> None:
+    """Rank 1 has given up its state, and joined again, when rank 0's no on the old quorum comes."""
+    group, torn = Group().in_quorum(), f"{TORN}{GROUP}"
+    group.says(1, Leave(JOB, GROUP, f"{GAVE_UP}spoilt"))
+    group.join(1, 0, torn)
+    group.says(0, Vote(JOB, GROUP, 1, 3, "a", False, "broken link"))
+    group.says(0, Leave(JOB, GROUP, f"{GAVE_UP}told to"))
+    group.join(0, 0, torn)
+    group.hears(quorum(2, healing=True))
+    assert attempts_told(group, 0) == attempts_told(group, 1) == [(2, 0)]
+
+
 def test_what_is_held_back_is_void_when_the_group_must_join_again() -> None:
     group = Group().in_quorum()
     group.says(0, Vote(JOB, GROUP, 1, 3, "a", False, "broken link"))
