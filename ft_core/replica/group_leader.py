@@ -236,6 +236,7 @@ class GroupLeader:
     def _on_join(self, rank: int, join: Join) -> None:
         self._joins[rank] = self._last_join = join
         self._spent = max(self._spent, join.attempt)
+        self._accounted_for(rank)
         if self._gone:
             self._left.discard(rank)
             self._break(min(self._gone))
