@@ -101,6 +101,7 @@ class GroupLeader:
         self._joined = False  # the group's join was sent, and it has not left since
         self._member = False  # and has led to a quorum
         self._votes: dict[int, Vote] = {}
+        self._newest = NO_QUORUM  # the last quorum that the lighthouse has announced
         self._said_no: tuple[int, int] | None = None
         self._healing = False  # the group is a healing member of its quorum
         self._broken = ""  # why this group is over
@@ -143,13 +144,13 @@ class GroupLeader:
         """What the lighthouse says to the group."""
         if isinstance(message, Decision | Quorum):
             self.unanswered = None
+            quorum = message if isinstance(message, Quorum) else message.next_quorum
+            if quorum is not None:
+                self._newest = quorum.quorum_id
             self._held.append(message)
             self._hear_held()
         elif isinstance(message, Expelled):
-            if self._held:  # from a quorum that the ranks have not heard of
-                message = replace(message, quorum_id=NO_QUORUM)
-            self._start_over()
-            self._send(range(self._size), message)
+            self._on_expelled(message)
         elif not isinstance(message, Status):
             if isinstance(message, ReachQuery):
                 self._reached = {member.replica_id: set() for member in message.members}
@@ -161,6 +162,8 @@ class GroupLeader:
         while self._held and not self._late:
             message = self._held.pop(0)
             if isinstance(message, Quorum):
+                if not self._joined:
+                    continue  # made before the lighthouse heard that this group has left
                 message = self._on_quorum(message)
             elif self._last_vote == (message.quorum_id, message.step):
                 self._send(range(self._size), message)
@@ -171,8 +174,20 @@ class GroupLeader:
                 if message.committed:
                     self._healing = False
                 if message.next_quorum is not None:
-                    message = replace(message, next_quorum=self._on_quorum(message.next_quorum))
+                    quorum = self._on_quorum(message.next_quorum) if self._joined else None
+                    message = replace(message, next_quorum=quorum, waiting=quorum is None)
             self._send(range(self._size), message)
+
+    def _on_expelled(self, message: Expelled) -> None:
+        """It concerns a group that is a member: one that has left may have joined again since what
+        this answers, and its ranks, which repeat their joins, need not be told to."""
+        if message.quorum_id not in (self._newest, NO_QUORUM):
+            return
+        if self._held:  # from a quorum that the ranks have not heard of
+            message = replace(message, quorum_id=NO_QUORUM)
+        if self._member:
+            self._start_over()
+        self._send(range(self._size), message)
 
     def _accounted_for(self, rank: int) -> None:
         self._late.discard(rank)
@@ -281,7 +296,9 @@ class GroupLeader:
         if vote.leaving:
             self._leavers.add(rank)
         against = [v for v in self._votes.values() if not v.ok]
-        if against:
+        if not self._member:
+            pass  # the group has left this quorum, which counts its vote no more
+        elif against:
             self._say_no(against[0] if vote.ok else vote)
         elif len(self._votes) == self._size:
             leaving = any(v.leaving for v in self._votes.values())
@@ -300,8 +317,7 @@ class GroupLeader:
         if self._said_no != key:
             self._said_no = key
             others = [r for r in range(self._size) if r not in self._votes]
-            # One that comes when the group has left its quorum is not answered by the others.
-            self._late = set(others) - self._left if self._member else set()
+            self._late = set(others) - self._left
             self._send(others, Revoke(vote.job, vote.quorum_id, vote.step, vote.reason or "no"))
         if self._healing:
             if any(v.phase == PHASE_HEALING for v in self._votes.values()):
@@ -349,7 +365,7 @@ class GroupLeader:
     def _on_quorum(self, quorum: Quorum) -> Quorum:
         """What the ranks hear of it."""
         self._votes.clear()
-        self._member = self._joined
+        self._member = True
         group = self._last_join
         if group is None:
             return quorum

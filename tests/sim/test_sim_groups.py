@@ -33,6 +33,12 @@ def test_promises_hold_for_every_rank(size: int, seeds: range) -> None:
     assert heals > len(seeds)
 
 
+def test_ranks_that_give_up_and_vote_no_at_once_strand_no_group() -> None:
+    """Many of few kinds of faults: what a group says when it leaves crosses what it hears."""
+    for seed in range(SEEDS):
+        Groups(seed, kinds=("give up", "no"), faults=40).run()
+
+
 def complaint(kinds: tuple[str, ...] = FAULTS) -> str:
     """What the first failing seed says; empty if none fails."""
     for seed in range(SEEDS):

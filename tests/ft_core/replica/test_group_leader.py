@@ -323,6 +323,59 @@ def test_a_rank_that_gives_up_twice_does_not_unseat_one_that_waits() -> None:
     assert [type(message) for message in group.down[0]] == [Expelled]  # whose state is gone already
 
 
+def left_and_joined_again() -> Group:
+    """Rank 1 has given up its state, and both ranks have joined again."""
+    group = Group().in_quorum()
+    torn = f"{TORN}{GROUP}"
+    group.says(1, Leave(JOB, GROUP, f"{GAVE_UP}spoilt"))
+    for rank in (1, 0):
+        group.join(rank, 0, torn)
+    return group
+
+
+def test_a_group_that_has_left_a_quorum_does_not_vote_in_it() -> None:
+    group = Group().in_quorum()
+    group.says(1, Leave(JOB, GROUP, f"{GAVE_UP}spoilt"))
+    group.says(0, Vote(JOB, GROUP, 1, 3, "a", False, "allreduce failed"))
+    assert [type(message) for message in group.up] == [Leave]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_group_that_has_joined_again_stays_so_when_it_is_expelled_from_what_it_left(
+    known: bool,
+) -> None:
+    """The answer to something that crossed the leave. Joined again, the group may give up again,
+    and its other ranks must hear of it."""
+    group = left_and_joined_again()
+    if known:
+        group.hears(Expelled(JOB, 1, "left"))
+    group.hears(Quorum(JOB, 2, 3, "a", 0, (), (Member(GROUP, 2, (b"at-0", b"at-1")),)))
+    if not known:
+        group.hears(Expelled(JOB, 1, "left"))
+    group.up.clear()
+    group.down[0].clear()
+    group.says(1, Leave(JOB, GROUP, f"{GAVE_UP}spoilt"))
+    assert [type(message) for message in group.up] == [Leave]
+    assert [type(message) for message in group.down[0]] == [Expelled]
+
+
+@pytest.mark.parametrize("decision", [True, False])
+def test_a_group_that_has_left_is_in_no_quorum_made_before_that_was_known(decision: bool) -> None:
+    group = Group().in_quorum()
+    for rank in (0, 1):
+        group.says(rank, Vote(JOB, GROUP, 1, 3, "a", True))
+    group.says(1, Leave(JOB, GROUP, f"{GAVE_UP}spoilt"))
+    group.down[0].clear()
+    quorum = Quorum(JOB, 2, 4, "b", 1, (), ())
+    group.hears(Decision(JOB, 1, 3, True, "ok", quorum) if decision else quorum)
+    if decision:  # rank 0 may still be in doubt of its step
+        (heard,) = group.down[0]
+        assert isinstance(heard, Decision)
+        assert (heard.next_quorum, heard.waiting) == (None, True)
+    else:
+        assert group.down[0] == []
+
+
 def test_a_rank_that_leaves_its_place_lets_the_others_keep_their_state() -> None:
     group = Group().in_quorum()
     group.says(0, Leave(JOB, GROUP, f"{GAVE_UP_PLACE}far behind"))
