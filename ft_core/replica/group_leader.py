@@ -144,11 +144,13 @@ class GroupLeader:
         """What the lighthouse says to the group."""
         if isinstance(message, Decision | Quorum):
             self.unanswered = None
-            quorum = message if isinstance(message, Quorum) else message.next_quorum
+            heard = message if self._member else self._as_newcomer(message)
+            quorum = heard.next_quorum if isinstance(heard, Decision) else heard
             if quorum is not None:
                 self._newest = quorum.quorum_id
-            self._held.append(message)
-            self._hear_held()
+            if heard is not None:
+                self._held.append(heard)
+                self._hear_held()
         elif isinstance(message, Expelled):
             self._on_expelled(message)
         elif not isinstance(message, Status):
@@ -157,13 +159,18 @@ class GroupLeader:
             self._send(range(self._size), message)
         return self._drain()
 
+    def _as_newcomer(self, message: Decision | Quorum) -> Decision | Quorum | None:
+        """What of it concerns a group that is in no quorum. An answer to a join is complete and comes
+        alone; all else was made before the lighthouse heard that this group has left."""
+        if isinstance(message, Decision):  # a rank may be in doubt of its step
+            return replace(message, next_quorum=None, waiting=True)
+        return message if self._joined and message.base_id == NO_QUORUM else None
+
     def _hear_held(self) -> None:
         """Decisions and quorums, in order, once it is known what has become of each rank's attempt."""
         while self._held and not self._late:
             message = self._held.pop(0)
             if isinstance(message, Quorum):
-                if not self._joined:
-                    continue  # made before the lighthouse heard that this group has left
                 message = self._on_quorum(message)
             elif self._last_vote == (message.quorum_id, message.step):
                 self._send(range(self._size), message)
@@ -174,8 +181,7 @@ class GroupLeader:
                 if message.committed:
                     self._healing = False
                 if message.next_quorum is not None:
-                    quorum = self._on_quorum(message.next_quorum) if self._joined else None
-                    message = replace(message, next_quorum=quorum, waiting=quorum is None)
+                    message = replace(message, next_quorum=self._on_quorum(message.next_quorum))
             self._send(range(self._size), message)
 
     def _on_expelled(self, message: Expelled) -> None:

@@ -33,10 +33,11 @@ def test_promises_hold_for_every_rank(size: int, seeds: range) -> None:
     assert heals > len(seeds)
 
 
-def test_ranks_that_give_up_and_vote_no_at_once_strand_no_group() -> None:
-    """Many of few kinds of faults: what a group says when it leaves crosses what it hears."""
+@pytest.mark.parametrize("kinds", [("give up", "no"), FAULTS])
+def test_many_faults_in_a_short_time_strand_no_group(kinds: tuple[str, ...]) -> None:
+    """What a group says when it leaves crosses what it hears."""
     for seed in range(SEEDS):
-        Groups(seed, kinds=("give up", "no"), faults=40).run()
+        Groups(seed, kinds=kinds, faults=40).run()
 
 
 def complaint(kinds: tuple[str, ...] = FAULTS) -> str:

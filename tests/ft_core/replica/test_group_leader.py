@@ -359,12 +359,14 @@ def test_a_group_that_has_joined_again_stays_so_when_it_is_expelled_from_what_it
     assert [type(message) for message in group.down[0]] == [Expelled]
 
 
+@pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("decision", [True, False])
-def test_a_group_that_has_left_is_in_no_quorum_made_before_that_was_known(decision: bool) -> None:
-    group = Group().in_quorum()
-    for rank in (0, 1):
-        group.says(rank, Vote(JOB, GROUP, 1, 3, "a", True))
-    group.says(1, Leave(JOB, GROUP, f"{GAVE_UP}spoilt"))
+def test_a_group_that_has_left_is_in_no_quorum_made_before_that_was_known(
+    decision: bool, joined: bool
+) -> None:
+    group = left_and_joined_again()
+    if not joined:
+        group.says(1, Leave(JOB, GROUP, f"{GAVE_UP}spoilt"))
     group.down[0].clear()
     quorum = Quorum(JOB, 2, 4, "b", 1, (), ())
     group.hears(Decision(JOB, 1, 3, True, "ok", quorum) if decision else quorum)
@@ -374,6 +376,8 @@ def test_a_group_that_has_left_is_in_no_quorum_made_before_that_was_known(decisi
         assert (heard.next_quorum, heard.waiting) == (None, True)
     else:
         assert group.down[0] == []
+    group.hears(Expelled(JOB, 1, "not known here"))  # of the quorum that the ranks know
+    assert isinstance(group.down[0][-1], Expelled)
 
 
 def test_a_rank_that_leaves_its_place_lets_the_others_keep_their_state() -> None:
