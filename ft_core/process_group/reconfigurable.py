@@ -445,8 +445,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
             with self._lock:
                 self._rendezvous = self._connecting = None
             if not connected:
-                lasted_s = timeout_s - (deadline - time.monotonic())
-                self._missed = rendezvous.missed(lasted_s, timeout_s)
+                self._missed = rendezvous.missed(timeout_s)
                 if self._missed:
                     self.missed_listener(sorted(self._missed))
             rendezvous.close()

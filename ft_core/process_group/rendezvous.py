@@ -10,8 +10,8 @@ No connection is accepted outside a rendezvous: a member that comes early waits 
 backlog. A hello of an older quorum is rejected; one of a newer quorum is kept for the next
 rendezvous.
 
-A member that can't be connected to is *missed* (`dialing` says why that is not the same as a slow one),
-as is one whose address leads to something else. If the backends do not connect in time although all
+A member that can't be connected to is *missed*, as is one whose address leads to something else. One
+that is slow, or does not come, is not (`dialing` says how the two are told apart). If the backends do not connect in time although all
 members have met, the others' listeners are tried from here, too: an address may be good in one
 direction only.
 
@@ -247,6 +247,7 @@ class Rendezvous:
         self._closed = False
         self._missed: set[int] = set()
         self._limit_s = limit_s
+        self._met_at = float("inf")  # when all had said hello
         self._test_at = float("inf")  # when to try the others' listeners, too
         self._selector = selectors.DefaultSelector()
         self._dialer = Dialer(self._selector, limit_s)
@@ -269,7 +270,8 @@ class Rendezvous:
         for peer in range(self.rank + 1, len(self._peers)):
             self._dialer.dial(peer, self._peers[peer])
         self.pump(lambda: all(handle is not None for handle in self.handles), deadline)
-        self._test_at = time.monotonic() + self._limit_s
+        self._met_at = time.monotonic()
+        self._test_at = self._met_at + self._limit_s
 
     def pump(self, finished: Callable[[], bool], deadline: float) -> None:
         """Serve the connections until `finished()`, which is called after every event.
@@ -294,16 +296,17 @@ class Rendezvous:
             self._look(now)
         self._check()
 
-    def missed(self, lasted_s: float, timeout_s: float) -> set[int]:
+    def missed(self, timeout_s: float) -> set[int]:
         """After a failure: the members that could not be connected to, as far as is known.
 
-        `lasted_s`: how long it took until then; after half of `timeout_s`, members that have not
-        said hello count, too: the process may be there, but something in between swallows its words.
+        One that has not said hello is none of them: it may be late, or have left the quorum, and its
+        kernel accepts connections meanwhile. Once all have met, the backends take milliseconds to
+        connect: after half of `timeout_s` the members that have not done so count.
         """
-        missed = self._missed.union(self._dialer.failed, self._dialer.late(time.monotonic()))
-        if lasted_s >= timeout_s / 2:
-            silent = {rank for rank, handle in enumerate(self.handles) if handle is None}
-            missed |= silent or {r for r, one in self._connections.items() if not one.done}
+        now = time.monotonic()
+        missed = self._missed.union(self._dialer.failed, self._dialer.late(now))
+        if now - self._met_at >= timeout_s / 2:
+            missed.update(rank for rank, one in self._connections.items() if not one.done)
         return missed
 
     def finish(self) -> None:

@@ -5,8 +5,9 @@ between them is cut, or one advertises an address that does not lead to it. A qu
 *bad pair* can't make its process group, however often it is formed.
 
 D1  A member whose process group can't be made names the members that it could not connect to. The
-    word of one end makes the pair bad. A member that can't make a group whatever the others do
-    names itself: it is a bad pair of its own.
+    word of one end makes the pair bad. One that does not come, since it is slow or has left, is not
+    named: its kernel accepts connections. A member that can't make a group whatever the others do
+    (its ranks can't connect to each other, say) names itself: it is a bad pair of its own.
 D2  No quorum holds a bad pair. Left out is the member with the most bad pairs; of several with
     equally many one that is behind; then the last in rank order; and so on until no bad pair is
     left. The last member that holds the newest state stays.

@@ -86,6 +86,15 @@ def test_a_pair_is_missed_where_a_third_member_reaches_both(native: bool) -> Non
         configure([groups[0], groups[1]], 3)
 
 
+def test_a_member_that_does_not_come_is_not_missed(native: bool) -> None:
+    """Its kernel accepts connections all the same: nothing keeps it apart from the others."""
+    with gloo_groups(3, native=native) as groups:
+        addresses = [group.address() for group in groups]
+        calls = Calls(lambda rank: groups[rank].configure(1, rank, addresses, 1.0), [0, 2])
+        assert [error.missed for error in calls.finish().values()] == [(), ()]
+        configure(groups, 2)
+
+
 def test_an_address_of_another_service_is_missed(native: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as web, gloo_groups(1, native=native) as groups:
 
