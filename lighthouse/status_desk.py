@@ -10,16 +10,19 @@ wait: each answer says what was the case after the question.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 from lighthouse.wire import codec
 from lighthouse.wire.messages import Peer, Status
+
+log = logging.getLogger("lighthouse")
 
 SHARE = 0.02
 """Of a processor's time that goes into statuses."""
@@ -114,10 +117,11 @@ class StatusDesk:
             answer = None
             try:
                 answer = self._answer(jobs, server, asking)
-            finally:
-                refuse(*asking)
-                self._done.put((answer, time.thread_time() - begin))
-                self._wake()
+            except Exception as error:  # those that ask later are answered all the same
+                log.exception("a status could not be written")
+                _fail(asking, error)
+            self._done.put((answer, time.thread_time() - begin))
+            self._wake()
 
     def _answer(
         self, jobs: list[dict[str, Any]], server: dict[str, Any], asking: list[Asker]
@@ -137,9 +141,13 @@ class StatusDesk:
 
 def refuse(*askers: Asker) -> None:
     """Tell threads that still wait for a status that there is no lighthouse any more."""
+    _fail(askers, RuntimeError("this lighthouse has been shut down"))
+
+
+def _fail(askers: Iterable[Asker], error: Exception) -> None:
     for each in askers:
         if isinstance(each, Future) and not each.done():
-            each.set_exception(RuntimeError("this lighthouse has been shut down"))
+            each.set_exception(error)
 
 
 def _text_of(jobs: list[dict[str, Any]], server: dict[str, Any]) -> Iterator[str]:

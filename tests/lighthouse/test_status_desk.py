@@ -99,3 +99,23 @@ def test_threads_that_wait_when_it_ends_are_refused() -> None:
     for each in (first, second):
         with pytest.raises(RuntimeError, match="shut down"):
             each.result(0)
+
+
+def test_a_status_that_can_not_be_written_does_not_end_the_desk(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    jobs: list[Job] = [{"step": object()}]
+    desk = Desk(jobs)
+    failed: Future[str] = Future()
+    desk.ask(failed)
+    desk.turn()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        failed.result(PATIENCE_S)
+    assert desk.ready.acquire(timeout=PATIENCE_S)
+    assert desk.take() is None
+    assert "a status could not be written" in caplog.text
+    jobs[:] = [{"step": 1}]
+    desk.ask(b"a")
+    desk.wake_at = 0.0
+    assert desk.made()[0] == [b"a"]
+    desk.close()
