@@ -69,7 +69,7 @@ def step_s(net: nn.Module, width: int, device: str) -> float:
     return min(blocks)
 
 
-def digests_s(net: nn.Module, device: str) -> tuple[float, float, float]:
+def digests_s(net: nn.Module) -> tuple[float, float, float]:
     """Seconds that digests add to a step on average; of the longest one; of the whole."""
     compared = ComparedState(COMPARE_STEPS)
     compared.register("net", net.parameters)
@@ -101,10 +101,8 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for name, (width, hidden, layers) in CASES.items():
         net = network(width, hidden, layers, options.device)
-        step, (mean, longest, whole) = (
-            step_s(net, width, options.device),
-            digests_s(net, options.device),
-        )
+        step = step_s(net, width, options.device)
+        mean, longest, whole = digests_s(net)
         ratio = mean / step
         figures[name] = {
             "step": step,

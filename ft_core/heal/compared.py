@@ -19,6 +19,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -156,9 +157,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _device_sums(data: Tensor) -> list[Tensor]:
     """Weighted sums of the words of `data` modulo 2**64, on its device; see `ft_core.heal.checksum`."""
     device = data.device
-    known = weights().to(device) if device not in _WEIGHTS else _WEIGHTS[device]
-    _WEIGHTS[device] = known
-    sums = []
+    known, sums = _weights_on(device), []
     for piece in data.split(_PIECE_BYTES):
         if piece.storage_offset() % _WORD:
             piece = piece.clone()  # words must be aligned
@@ -178,4 +177,6 @@ def _device_sums(data: Tensor) -> list[Tensor]:
     return sums
 
 
-_WEIGHTS: dict[torch.device, Tensor] = {}
+@cache
+def _weights_on(device: torch.device) -> Tensor:
+    return weights().to(device)

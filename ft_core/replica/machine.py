@@ -43,12 +43,7 @@ from ft_core.replica.events import (
     TryToReach,
 )
 from ft_core.replica.standing import Standing
-from ft_core.replica.status import (
-    Attempt,
-    Outcome,
-    Stage,
-    View,
-)
+from ft_core.replica.status import Attempt, Outcome, Stage, View
 from lighthouse.wire.messages import (
     GAVE_UP,
     GAVE_UP_PLACE,

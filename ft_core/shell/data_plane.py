@@ -49,11 +49,10 @@ addresses = MessageCodec(1, {"rank": RankAddress})
 
 
 class DataPlane:
-    """Carries out Configure, FetchState and Abort. See `control.Plane` for threads.
+    """Carries out Configure, TryToReach, FetchState and Abort. See `control.Plane` for threads.
 
     `report` is called with an event when the work is over. `into` gives the tree to receive in
-    place (or None); the fetched tree waits in `take_state` for the training loop. `spans_ranks`: the
-    process group spans all ranks of all members, rather than the ranks of this one's number.
+    place (or None); the fetched tree waits in `take_state` for the training loop.
     """
 
     def __init__(

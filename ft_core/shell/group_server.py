@@ -37,14 +37,7 @@ from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError
 from lighthouse.own_address import bracketed
 from lighthouse.wire import codec
-from lighthouse.wire.messages import (
-    JobKey,
-    Join,
-    Message,
-    Peer,
-    Refused,
-    Request,
-)
+from lighthouse.wire.messages import JobKey, Join, Message, Peer, Refused, Request
 
 log = logging.getLogger("ft_core")
 

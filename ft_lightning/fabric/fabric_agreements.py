@@ -231,8 +231,10 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         assert manager is not None
         self._exchange(call, empty)
         manager.compare_states(False)  # what it was given is no state
-        manager.should_commit(no_update=True)
-        manager.compare_states(True)
+        try:
+            manager.should_commit(no_update=True)
+        finally:
+            manager.compare_states(True)
         self._visit = None  # again, if the quorum has changed meanwhile
         manager.rejoin("joined while its peers were between steps", join_now=True)
 

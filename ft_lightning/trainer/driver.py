@@ -209,15 +209,17 @@ class StepDriver:
     def _sit_in(self, doing: str) -> None:
         """Peers cannot be joined where they are: contribute nothing, and join again."""
         self._visit = None
-        self._manager.compare_states(False)  # what it was given is no state
         if doing != Place.STEP.value:
             if doing == "gather":
                 gather_bytes(self._manager, b"")
-            self._manager.should_commit(no_update=True)
+            self._manager.compare_states(False)  # what it was given is no state
+            try:
+                self._manager.should_commit(no_update=True)
+            finally:
+                self._manager.compare_states(True)
             self._visit = None  # again, if the quorum changed meanwhile
         # Joined before they commit the step: so it is admitted where that step ends.
         self._manager.rejoin(f"joined while its peers were {doing}", join_now=True)
-        self._manager.compare_states(True)
 
     # ------------------------------------------------------------------ a batch
 

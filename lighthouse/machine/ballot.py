@@ -13,14 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from lighthouse.machine.rules import Position
-from lighthouse.wire.messages import (
-    GAVE_UP,
-    PHASE_HEALING,
-    PHASE_REDUCING,
-    Member,
-    Vote,
-    healed,
-)
+from lighthouse.wire.messages import GAVE_UP, PHASE_HEALING, PHASE_REDUCING, Member, Vote, healed
 
 
 @dataclass(slots=True)

@@ -104,7 +104,7 @@ class Pairs:
     # ------------------------------------------------------------------ events
 
     def reported(
-        self, replica_id: str, missed: Iterable[str], reached: Iterable[str], now: float
+        self, replica_id: str, missed: Collection[str], reached: Iterable[str], now: float
     ) -> None:
         """D1, D3: `replica_id` could not connect to `missed`, and could connect to `reached`."""
         for other in missed:
@@ -118,6 +118,9 @@ class Pairs:
             if found is not None and replica_id in found.asked:
                 found.asked.discard(replica_id)
                 found.good = not found.asked
+        if missed:  # each question looks at all pairs: those of members that are gone make way
+            for pair in [pair for pair in self._pairs if not pair <= self._here.keys()]:
+                del self._pairs[pair]
         while len(self._pairs) > MOST_PAIRS:
             del self._pairs[next(iter(self._pairs))]
 

@@ -22,12 +22,16 @@ from lighthouse.wire.messages import JobKey, Join
 NAMES = "abcdef"
 
 
-def pairs_of(*names: str) -> Pairs:
+def members_of(*names: str) -> Members:
     members = Members()
     for name in names:
         join = Join(JobKey(), name, name, 0, "root", (name.encode(),))
         members.put(join, name.encode())
-    return Pairs(members.by_id)
+    return members
+
+
+def pairs_of(*names: str) -> Pairs:
+    return Pairs(members_of(*names).by_id)
 
 
 def every_graph(count: int) -> list[frozenset[Pair]]:
@@ -126,6 +130,16 @@ def test_commits_together_forget() -> None:
         pairs.committed("abc")
         assert not pairs.bad()
     assert not pairs
+
+
+def test_the_pairs_of_members_that_are_gone_are_forgotten_with_the_next_report() -> None:
+    """They would slow down each question about the pairs for as long as the job lives."""
+    members = members_of("a", "b", "c")
+    pairs = Pairs(members.by_id)
+    pairs.reported("a", ["b"], (), 0.0)
+    members.take("b")
+    pairs.reported("a", ["c"], (), 0.0)
+    assert pairs.bad() == {frozenset("ac")}
 
 
 def test_the_pairs_remembered_have_a_bound() -> None:
