@@ -33,7 +33,11 @@ def first_sentence(text: str | None) -> str:
 def message_table() -> str:
     """Every message with its direction, meaning and fields."""
     lines = ["| message | sent by | what it says | fields |", "|---|---|---|---|"]
-    others = {messages.DeathNotice: "watcher", messages.StatusRequest: "tool"}
+    others = {
+        messages.DeathNotice: "watcher",
+        messages.DeclareDead: "tool",
+        messages.StatusRequest: "tool",
+    }
     for default, union in (("replica group", messages.Request), ("lighthouse", messages.Reply)):
         for kind in get_args(union):
             sender = others.get(kind, default)

@@ -1,4 +1,4 @@
-"""The command `lighthouse`: start one, or show the status of one that runs."""
+"""The command `lighthouse`: start one, or ask or tell one that runs."""
 
 from __future__ import annotations
 
@@ -224,6 +224,36 @@ def status(address: str, timeout_s: float, as_json: bool) -> None:
         click.echo(json.dumps(answer, indent=2))
     else:
         show(answer)
+
+
+@main.command(name="declare-dead")
+@click.argument("member")
+@click.option("--job", default=_DEFAULT_JOB.job_id, metavar="ID", help="The job's id (FT_JOB_ID).")
+@click.option("--address", default=DEFAULT_ADDRESS, help="Where the lighthouse listens.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    default=5.0,
+    type=float,
+    metavar="SECONDS",
+    help="How long to wait for its answer.",
+)
+def declare_dead(member: str, job: str, address: str, timeout_s: float) -> None:
+    """Tell a running lighthouse that a replica group is dead, or will not come.
+
+    MEMBER is its name, or the replica_id of one of its processes: a job waits for it no longer. Make
+    sure first that no process of it runs; one that the lighthouse can see is not accepted.
+    """
+    try:
+        with LighthouseClient(address, timeout_s=timeout_s) as client:
+            accepted, text = client.declare_dead(member, job_id=job)
+    except ValueError as error:
+        _fail(str(error))
+    except LighthouseError as error:
+        _fail(str(error), code=1)
+    if not accepted:
+        _fail(text, code=1)
+    click.echo(text)
 
 
 def show(answer: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import secrets
 import time
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import zmq
 
@@ -16,8 +16,17 @@ from lighthouse.endpoint import HELLO
 from lighthouse.errors import LighthouseUnavailable, ProtocolError, VersionMismatch
 from lighthouse.own_address import address_that_answers, resolve
 from lighthouse.wire import codec
-from lighthouse.wire.messages import Message, Request, Status, StatusRequest
+from lighthouse.wire.messages import (
+    Declared,
+    DeclareDead,
+    JobKey,
+    Message,
+    Request,
+    Status,
+    StatusRequest,
+)
 
+A = TypeVar("A", Status, Declared)
 ConnectionEvent = Literal["connected", "disconnected"]
 SERVICE = "lighthouse"
 """What connections to a lighthouse ask for."""
@@ -145,7 +154,7 @@ def _choose(address: str) -> str:
 
 
 class LighthouseClient:
-    """Asks a lighthouse for its status; blocking. One thread at a time; a context manager.
+    """Asks a lighthouse for its status, and tells it of deaths; blocking. One thread at a time; a context manager.
 
     Args:
         address: "tcp://host:port", "host:port" or "http://host:port". ValueError otherwise.
@@ -176,19 +185,32 @@ class LighthouseClient:
 
         Raises LighthouseUnavailable after `timeout_s`, VersionMismatch for another release.
         """
+        status = self._ask(StatusRequest(), Status, timeout_s)
+        answer: dict[str, Any] = json.loads(status.text)
+        return answer
+
+    def declare_dead(self, member: str, *, job_id: str = JobKey().job_id) -> tuple[bool, str]:
+        """Say that the replica group `member` (a name or a replica_id) is dead, or will not come.
+
+        Returns whether that was accepted, and a sentence. Raises as `status` does, and ValueError.
+        """
+        answer = self._ask(DeclareDead(job_id, member), Declared)
+        return answer.accepted, answer.text
+
+    def _ask(self, request: Request, kind: type[A], timeout_s: float | None = None) -> A:
+        """The answer to `request`."""
         wait_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + wait_s
         self._connection.receive()  # an answer to an earlier call that came too late
-        self._connection.send(StatusRequest())
+        self._connection.send(request)
         while (left_s := deadline - time.monotonic()) > 0:
             self._poller.poll(max(1, round(left_s * 1000)))
             # What was sent before a break may be lost; asking twice does no harm.
             if "connected" in self._connection.events():
-                self._connection.send(StatusRequest())
+                self._connection.send(request)
             for message in self._connection.receive():
-                if isinstance(message, Status):
-                    answer: dict[str, Any] = json.loads(message.text)
-                    return answer
+                if isinstance(message, kind):
+                    return message
         try:
             resolve(*split_address(self.address))
         except ValueError as error:

@@ -29,7 +29,7 @@ from ft_core.replica.events import (
 from ft_core.replica.status import RanksHold
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
 from lighthouse.wire.codec import MessageCodec
-from lighthouse.wire.messages import MAX_NAMED, Member
+from lighthouse.wire.messages import MAX_NAMED, Member, name_of
 
 log = logging.getLogger("ft_core")
 
@@ -128,7 +128,7 @@ class DataPlane:
         log.warning(
             "this job has no id, so it is shared by all replica groups at this lighthouse that have "
             "none; they are %s%s. If they are not one training, set FT_JOB_ID for each",
-            ", ".join(each.rpartition(":")[0] or each for each in members),
+            ", ".join(map(name_of, members)),
             why,
         )
 

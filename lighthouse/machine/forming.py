@@ -99,13 +99,14 @@ class Forming:
 
     def joined(self, member: MemberState) -> None:
         """`member` has joined."""
-        join, missed = member.join, self._history.missed
-        if join.replica_id in missed:
-            missed.discard(join.replica_id)
+        join, history, here = member.join, self._history, self._members.by_id
+        if join.replica_id in history.missed:
             self._members.mark_was_member(member)
+        history.joined(join.replica_id, join.name)
         if not self._previous and join.quorum_id not in self._heard_of:
             self._heard_of.add(join.quorum_id)  # its other members bring the same list
-            missed.update(r for r in join.last_members if r not in self._members.by_id)
+            away = (r for r in join.last_members if r not in here and not history.is_dead(r))
+            history.missed.update(away)
 
     def decided(self, live: Ballot, committed: bool, now: float) -> None:
         """The step of `live` is decided: members that cost the others the step must pause."""

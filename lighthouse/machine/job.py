@@ -80,6 +80,7 @@ from lighthouse.wire.messages import (
     Vote,
     Waiting,
     epoch_of,
+    name_of,
     same_process,
 )
 
@@ -147,15 +148,22 @@ class JobState:
 
     def death_notice(self, peer: Peer, notice: DeathNotice, now: float) -> list[Effect]:
         """A watcher says that the process of a replica group is dead."""
-        if not self._speaks_for(peer, notice.replica_id):
-            return []
-        replica_id = notice.replica_id
-        self._forget(replica_id, now)
-        self._remove(replica_id, notice.cause or "process died", now, may_return=False)
-        # Its connection may have ended before: its state is gone with its memory, so no member waits.
-        if replica_id in self._history.missed:
-            self._history.missed.discard(replica_id)
-            self._wake_at = now
+        if self._speaks_for(peer, notice.replica_id):
+            self._forget(notice.replica_id, now, dead=True)
+            self._remove(notice.replica_id, notice.cause or "process died", now, may_return=False)
+        return self._take_effects()
+
+    def alive(self, group: str) -> str:
+        """The process of the replica group (or the process) `group` that is here; empty: none is."""
+        here = {r: m.name for r, m in self._members.by_id.items()}
+        here |= {r: name_of(r) for r in (*self._conflicts, *self._offered)}
+        return next((r for r, name in here.items() if group in (r, name)), "")
+
+    def declare_dead(self, group: str, now: float) -> list[Effect]:
+        """A replica group (by name), or a process, is dead or will not come; it is not `alive`."""
+        self._history.declare_dead(self._members, group)
+        self._wake_at = now
+        self._effects.append(Note(self.key, f"{group} was declared dead"))
         return self._take_effects()
 
     def _speaks_for(self, peer: Peer, replica_id: str) -> bool:
@@ -165,11 +173,14 @@ class JobState:
         spoke = known.peer if known is not None else self._offered.get(replica_id)
         return spoke is None or spoke == peer or same_process(spoke, peer)
 
-    def _forget(self, replica_id: str, now: float) -> None:
+    def _forget(self, replica_id: str, now: float, *, dead: bool = False) -> None:
         """`replica_id`, if it was held back or was offered the term, waits no longer."""
         self._conflicts.pop(replica_id, None)
-        if self._offered.pop(replica_id, None) is not None and self._live is None:
-            self._wake_at = now  # the others may have waited for it
+        waited_for = self._offered.pop(replica_id, None) is not None
+        if dead:
+            self._history.died(self._members, replica_id)
+        if (dead or waited_for) and self._live is None:
+            self._wake_at = now
 
     def lost(self, replica_id: str, cause: str, now: float) -> list[Effect]:
         """`replica_id` can't be reached; it may come back."""
@@ -410,7 +421,7 @@ class JobState:
             self._send(peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked))
 
     def _on_leave(self, leave: Leave, now: float) -> None:
-        self._forget(leave.replica_id, now)
+        self._forget(leave.replica_id, now, dead=True)
         known = leave.replica_id in self._members.by_id
         cause = f"left: {leave.reason or 'shutdown'}"
         self._remove(leave.replica_id, cause, now, may_return=False, revoke=not leave.reduced)
@@ -573,6 +584,8 @@ class JobState:
                     self._history.missed.add(replica_id)
             else:
                 answered.append(member)
+            if live.votes[replica_id].leaving:
+                self._history.died(self._members, replica_id)
             if replica_id in blamed or live.votes[replica_id].leaving:
                 self._members.take(replica_id)
         if self._least_epoch > self.term.epoch:
@@ -658,16 +671,6 @@ class JobState:
         self._effects.append(Remember(self.key, quorum_id, choice.members, self.term.nonce))
 
     # ------------------------------------------------------------------ inspection
-
-    @property
-    def commits(self) -> int:
-        """How many steps this lighthouse has seen committed."""
-        return self._history.commits
-
-    @property
-    def discards(self) -> int:
-        """How many steps this lighthouse has seen discarded after a collective had started."""
-        return self._history.discards
 
     def check(self) -> None:
         """Assert every invariant. O(members)."""

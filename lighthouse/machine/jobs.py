@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine.announce import Effect, Send
 from lighthouse.machine.job import JobState
+from lighthouse.machine.members import REMEMBERED_DEAD
 from lighthouse.wire.messages import (
     DeathNotice,
+    Declared,
+    DeclareDead,
     JobKey,
     Join,
     Peer,
@@ -49,6 +53,7 @@ class Lighthouse:
         self._nonces = nonces
         self._on_failure = on_failure
         self._jobs: dict[JobKey, JobState] = {}
+        self._declared: OrderedDict[tuple[str, str], None] = OrderedDict()  # (job_id, member)
         for key, (_, members) in (remembered or {}).items():
             self._jobs[key] = JobState(key, config, nonces(), remembered=members)
 
@@ -56,7 +61,12 @@ class Lighthouse:
         """A decoded request from `peer`."""
         if isinstance(message, StatusRequest):
             return [Send((peer,), Status(json.dumps(self.status())))]
+        if isinstance(message, DeclareDead):
+            return self._declare_dead(peer, message, now)
         job = self._jobs.get(message.job)
+        if isinstance(message, Join) and self._declared:
+            self._declared.pop((message.job.job_id, message.name), None)
+            self._declared.pop((message.job.job_id, message.replica_id), None)
         if isinstance(message, DeathNotice):
             if job is None:
                 return []
@@ -71,6 +81,9 @@ class Lighthouse:
             job = JobState(message.job, self.config, self._nonces())
             if isinstance(message, Join):  # others are answered, but leave nothing behind
                 self._jobs[message.job] = job
+                for job_id, member in self._declared:
+                    if job_id == message.job.job_id:
+                        job.declare_dead(member, now)
         try:
             effects = job.handle(peer, message, now)
         except Exception as error:
@@ -78,6 +91,28 @@ class Lighthouse:
         if not isinstance(message, Vote) and job.blank:
             self._jobs.pop(job.key, None)
         return effects
+
+    def _declare_dead(self, peer: Peer, message: DeclareDead, now: float) -> list[Effect]:
+        """For all rooms of a job, those that have no member yet included."""
+        job_id, member = message.job_id, message.member
+        rooms = [job for key, job in self._jobs.items() if key.job_id == job_id]
+        alive = next(filter(None, (room.alive(member) for room in rooms)), "")
+        if alive:
+            text = f"{alive} is connected, so it lives: end its process first"
+            return [Send((peer,), Declared(job_id, member, False, text))]
+        effects: list[Effect] = []
+        for room in rooms:
+            try:
+                effects += room.declare_dead(member, now)
+            except Exception as error:
+                effects += self._start_over(room, error)
+        self._declared[job_id, member] = None
+        if len(self._declared) > REMEMBERED_DEAD:
+            self._declared.popitem(last=False)
+        text = f"job {job_id!r} does not wait for {member}, until it joins"
+        if not rooms:
+            text += "; no replica group of it is here yet"
+        return [*effects, Send((peer,), Declared(job_id, member, True, text))]
 
     def _start_over(self, job: JobState, error: Exception) -> list[Effect]:
         """The rules of `job` have failed; see `on_failure`."""

@@ -25,6 +25,7 @@ from lighthouse.wire.messages import (
     Member,
     Peer,
     Vote,
+    name_of,
     next_lineage,
 )
 
@@ -214,6 +215,7 @@ def is_plausible(vote: Vote, live: Ballot, member: MemberState) -> bool:
 
 
 REMEMBERED_DECISIONS = 1_024
+REMEMBERED_DEAD = 16_384
 
 
 class History:
@@ -224,6 +226,8 @@ class History:
         finished: the last members that left said that the training is complete, and no quorum
             has formed since.
         missed: replica_ids that may hold a newer state than any member (R5).
+        dead: replica groups, by name, of which no process is here since the last one has died or
+            left; True: one was declared dead. Read only: `died` and `joined` change it.
         different: why the state of members was not their peers', by replica_id, until they have
             joined without a state. Read only: `is_different` changes it.
         commits, discards: how many steps were committed, and how many discarded after work.
@@ -233,6 +237,8 @@ class History:
         self.head: Position | None = None
         self.finished = False
         self.missed = set(missed)
+        self.dead: OrderedDict[str, bool] = OrderedDict()
+        self._dead_ids: OrderedDict[str, None] = OrderedDict()
         self.different: OrderedDict[str, str] = OrderedDict()
         self.commits = 0
         self.discards = 0
@@ -264,6 +270,36 @@ class History:
         else:
             self.head = before
         return self.head
+
+    def died(self, members: Members, replica_id: str, declared: bool = False) -> None:
+        """The process `replica_id` is dead, or has left: its state is gone with it.
+
+        `declared`: that was said of all processes of its replica group.
+        """
+        self.missed.discard(replica_id)
+        self._dead_ids[replica_id] = None
+        member = members.by_id.get(replica_id)
+        name = member.name if member is not None else name_of(replica_id)
+        if not members.other_holder(name, replica_id):
+            self.dead[name] = declared or self.dead.get(name, False)
+        for known in (self._dead_ids, self.dead):
+            if len(known) > REMEMBERED_DEAD:
+                known.popitem(last=False)
+
+    def declare_dead(self, members: Members, group: str) -> None:
+        """A replica group (by name), or one of its processes, is dead or will not come."""
+        for replica_id in (group, *(r for r in self.missed if name_of(r) == group)):
+            self.died(members, replica_id, declared=name_of(group) == group)
+
+    def joined(self, replica_id: str, name: str) -> None:
+        """The process `replica_id` of `name` lives."""
+        self.missed.discard(replica_id)
+        self._dead_ids.pop(replica_id, None)
+        self.dead.pop(name, None)
+
+    def is_dead(self, replica_id: str) -> bool:
+        """Whether the state of `replica_id` is gone."""
+        return replica_id in self._dead_ids or self.dead.get(name_of(replica_id), False)
 
     def is_different(self, replica_id: str, why: str) -> None:
         """The state of `replica_id` is not its peers'."""

@@ -38,6 +38,7 @@ _TAGS: dict[str, type] = {
     "leave": messages.Leave,
     "reach": messages.ReachReport,
     "death": messages.DeathNotice,
+    "dead": messages.DeclareDead,
     "stat?": messages.StatusRequest,
     "quorum": messages.Quorum,
     "decide": messages.Decision,
@@ -46,6 +47,7 @@ _TAGS: dict[str, type] = {
     "expel": messages.Expelled,
     "reach?": messages.ReachQuery,
     "refuse": messages.Refused,
+    "declared": messages.Declared,
     "stat": messages.Status,
 }
 _LARGE = {"join": MAX_REQUEST_BYTES, "quorum": MAX_FRAME_BYTES, "decide": MAX_FRAME_BYTES,

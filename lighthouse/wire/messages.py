@@ -1,9 +1,9 @@
 """Wire types of the step protocol: frozen, slotted, validated when built, never subclassed.
 
 Two directions. A replica group (its leader rank) sends `Join`, `Vote`, `Heartbeat` and `Leave`; a
-watcher process sends `DeathNotice`; tools send `StatusRequest`. The lighthouse answers with
-`Waiting`, `Decision` (which carries the next `Quorum` when the quorum changes), `Quorum`,
-`Revoke`, `Expelled`, `Refused` and `Status`. Members that can't connect to each other say so in a
+watcher process sends `DeathNotice`; tools send `DeclareDead` and `StatusRequest`. The lighthouse
+answers with `Waiting`, `Decision` (which carries the next `Quorum` when the quorum changes),
+`Quorum`, `Revoke`, `Expelled`, `Refused`, `Declared` and `Status`. Members that can't connect to each other say so in a
 `ReachReport`, and are asked again by a `ReachQuery`.
 
 Every request is idempotent: a sender that gets no answer sends the same message again.
@@ -53,6 +53,11 @@ MAX_STEP = 2**47
 MAX_NONCE = 2**63 - 1
 MAX_WISH = 2**20
 """Most replica groups that a `Join` may ask its job to wait for."""
+
+
+def name_of(replica_id: str) -> str:
+    """The name of the replica group of which `replica_id` ("name:random") is a process."""
+    return replica_id.rpartition(":")[0] or replica_id
 
 
 def epoch_of(quorum_id: int) -> int:
@@ -353,6 +358,21 @@ class DeathNotice:
 
 
 @dataclass(frozen=True, slots=True)
+class DeclareDead:
+    """An operator or a supervisor says that a replica group is dead, or will not come.
+
+    `member`: its name, or the replica_id of a process. It holds for all rooms of the job.
+    """
+
+    job_id: str
+    member: str
+
+    def __post_init__(self) -> None:
+        _check_id(self.job_id, "job_id")
+        _check_id(self.member, "member")
+
+
+@dataclass(frozen=True, slots=True)
 class StatusRequest:
     """Asks for a `Status`."""
 
@@ -473,14 +493,24 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Declared:
+    """The answer to `DeclareDead`: a sentence for a person. `accepted` False: nothing has changed."""
+
+    job_id: str
+    member: str
+    accepted: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """All jobs as JSON text, for people and dashboards."""
 
     text: str
 
 
-Request = Join | Vote | Heartbeat | Leave | ReachReport | DeathNotice | StatusRequest
-Reply = Quorum | Decision | Revoke | Waiting | Expelled | ReachQuery | Refused | Status
+Request = Join | Vote | Heartbeat | Leave | ReachReport | DeathNotice | DeclareDead | StatusRequest
+Reply = Quorum | Decision | Revoke | Waiting | Expelled | ReachQuery | Refused | Declared | Status
 Message = Request | Reply
 
 

@@ -116,6 +116,23 @@ def test_status_for_people_and_for_tools(context: zmq.Context[Any]) -> None:
     assert json.loads(answer.stdout)["jobs"][0]["members"][0]["name"] == "replica_0"
 
 
+def test_a_job_does_not_wait_for_a_group_that_is_declared_dead(context: zmq.Context[Any]) -> None:
+    """A member of its last quorum is away without a word, and the join timeout is far."""
+    with lighthouse("--join-timeout", "1000") as (_, address):
+        player = Player(address, "a", context)
+        player.join(quorum_id=1, last_members=(player.replica_id, "b:4711"))
+        tell = ("--address", address, "--job", player.job.job_id)
+        refused = run("declare-dead", "a", *tell)
+        done = run("declare-dead", "b", *tell)
+        quorum = player.await_quorum()
+        player.close()
+    assert refused.returncode == 1
+    assert "is connected" in refused.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "does not wait for b" in done.stdout
+    assert [member.replica_id for member in quorum.changed] == [player.replica_id]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -50,6 +50,7 @@ from lighthouse.wire.messages import (
     TERM_BITS,
     DeathNotice,
     Decision,
+    DeclareDead,
     Expelled,
     Heartbeat,
     InDoubt,
@@ -194,6 +195,8 @@ class JobStage:
             effects = machine.disconnected(peer, self.now)
         elif words.name == "death_notice":
             effects = machine.handle(peer + b"#watcher", DeathNotice(JOB, who, "killed"), self.now)
+        elif words.name == "declare_dead":
+            effects = machine.handle(b"tool", DeclareDead(JOB.job_id, who), self.now)
         elif words.name == "deadline":
             return [f"deadline {machine.deadline()}"]
         else:

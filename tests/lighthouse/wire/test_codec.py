@@ -64,6 +64,7 @@ anything = st.one_of(
         st.lists(ids, max_size=3).map(tuple), st.lists(ids, max_size=3).map(tuple),
     ),
     st.builds(messages.ReachQuery, jobs, st.lists(members(), max_size=3).map(tuple)),
+    st.builds(messages.DeclareDead, ids, ids),
     st.just(messages.StatusRequest()),
     quorums,
     st.builds(
@@ -74,6 +75,7 @@ anything = st.one_of(
     st.builds(messages.Waiting, jobs, words, st.none() | terms),
     st.builds(messages.Expelled, jobs, numbers, words),
     st.builds(Refused, jobs, words),
+    st.builds(messages.Declared, ids, ids, st.booleans(), words),
     st.builds(Status, words),
 )  # fmt: skip
 
