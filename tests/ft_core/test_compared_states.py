@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,6 +21,15 @@ from tests.harness import cluster
 from tests.harness.cluster import Replica, lighthouse, replicas
 
 WITHIN = 4
+T = TypeVar("T")
+either_quorum = pytest.mark.parametrize(
+    "asynchronous", [False, True], ids=["synchronous", "asynchronous"]
+)
+
+
+def in_threads(run: Callable[[T], None], members: Iterable[T]) -> None:
+    """`run(member)` for each, in a thread of its own."""
+    replicas(*(partial(run, member) for member in members))
 
 
 class Trainer:
@@ -67,21 +78,29 @@ class Trainer:
         return list(self.net.parameters())
 
 
+def trainers(server: Any, names: str, **options: Any) -> list[Trainer]:
+    return [Trainer(server, name, len(names), **options) for name in names]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
+    """The lines of the log that have a text in them."""
+    caplog.set_level(logging.INFO)
+    return lambda text: [line for line in caplog.messages if text in line]
+
+
 def check_equal(*members: Trainer) -> None:
     first, *others = (member.state() for member in members)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@either_quorum
 def test_a_flipped_bit_is_named_and_healed(
-    asynchronous: bool, caplog: pytest.LogCaptureFixture
+    asynchronous: bool, said: Callable[[str], list[str]]
 ) -> None:
-    caplog.set_level(logging.INFO)
     with lighthouse(all_join=True) as server:
-        a, b, c = members = [
-            Trainer(server, name, 3, use_async_quorum=asynchronous) for name in "abc"
-        ]
+        a, b, c = members = trainers(server, "abc", use_async_quorum=asynchronous)
 
         def run(member: Trainer) -> None:
             member.run_to(5)
@@ -92,24 +111,20 @@ def test_a_flipped_bit_is_named_and_healed(
             member.run_to(40)
             member.manager.shutdown()
 
-        replicas(*(lambda m=m: run(m) for m in members))
+        in_threads(run, members)
         assert [m.heals for m in members] == [0, 1, 0]
         check_equal(a, b, c)
         [reason] = [r for r in a.reasons if "b: its parameters at step" in r]
         assert 5 <= int(reason.partition("at step ")[2].split()[0]) < 5 + WITHIN
-        told = "b: its parameters at step"
-        lines = [r.getMessage() for r in caplog.records if told in r.getMessage()]
+        lines = said("b: its parameters at step")
         assert any("discards its state, and heals" in line for line in lines), lines
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@either_quorum
 def test_a_group_that_commits_by_itself_is_compared_too(asynchronous: bool) -> None:
     """Its peers have acted on their own votes, and go on."""
     with lighthouse(all_join=True) as server:
-        a, b, c = members = [
-            Trainer(server, name, 3, use_async_quorum=asynchronous, commit="group")
-            for name in "abc"
-        ]
+        a, b, c = members = trainers(server, "abc", use_async_quorum=asynchronous, commit="group")
         healed = threading.Event()
 
         def run(member: Trainer) -> None:
@@ -124,7 +139,7 @@ def test_a_group_that_commits_by_itself_is_compared_too(asynchronous: bool) -> N
                 member.step()
             member.manager.shutdown()
 
-        replicas(*(lambda m=m: run(m) for m in members))
+        in_threads(run, members)
         assert [m.heals for m in (a, c)] == [0, 0]
         assert b.heals >= 1
 
@@ -132,7 +147,7 @@ def test_a_group_that_commits_by_itself_is_compared_too(asynchronous: bool) -> N
 def test_no_state_has_a_majority() -> None:
     """With two members nothing tells which of them is right."""
     with lighthouse(all_join=True) as server:
-        a, b = members = [Trainer(server, name, 2) for name in "ab"]
+        a, b = members = trainers(server, "ab")
 
         def run(member: Trainer) -> None:
             member.run_to(5)
@@ -142,7 +157,7 @@ def test_no_state_has_a_majority() -> None:
                 member.run_to(30)
             member.manager.shutdown()
 
-        replicas(*(lambda m=m: run(m) for m in members))
+        in_threads(run, members)
         assert a.heals == b.heals == 0
 
 
@@ -194,7 +209,7 @@ def test_comparing_can_be_switched_off() -> None:
             member.run_to(12)
             member.manager.shutdown()
 
-        replicas(*(lambda m=m: run(m) for m in members))
+        in_threads(run, members)
         assert not torch.equal(a.net[2].weight, b.net[2].weight)
         assert a.heals == b.heals == 0
 
@@ -226,12 +241,11 @@ class Counting(Replica):
         return committed
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@either_quorum
 def test_a_loop_that_leaves_out_an_update_heals(
-    asynchronous: bool, caplog: pytest.LogCaptureFixture
+    asynchronous: bool, said: Callable[[str], list[str]]
 ) -> None:
     """Two members are enough: one of them has made fewer updates."""
-    caplog.set_level(logging.INFO)
     with lighthouse(all_join=True) as server:
         a, b = members = [
             Counting(server, name, expected_replicas=2, use_async_quorum=asynchronous)
@@ -243,13 +257,12 @@ def test_a_loop_that_leaves_out_an_update_heals(
             member.run_to(8)
             member.close()
 
-        replicas(*(lambda m=m: run(m) for m in members))
+        in_threads(run, members)
         assert a.manager.state_dict() == b.manager.state_dict()
         assert torch.equal(a.weights, b.weights)
         assert torch.equal(a.weights, torch.full((8,), -8.0))
-        lines = [r.getMessage() for r in caplog.records]
-        why = "b: it has made no update after step 2, and its peers one update"
-        assert any(why in line and "discards its state, and heals" in line for line in lines)
+        lines = said("b: it has made no update after step 2, and its peers one update")
+        assert any("discards its state, and heals" in line for line in lines), lines
 
 
 def test_an_update_that_all_leave_out_costs_nothing() -> None:
@@ -265,7 +278,7 @@ def test_an_update_that_all_leave_out_costs_nothing() -> None:
             member.run_to(8)
             member.close()
 
-        replicas(*(lambda m=m: run(m) for m in members))
+        in_threads(run, members)
         assert torch.equal(a.weights, torch.full((8,), -7.0))
         assert torch.equal(a.weights, b.weights)
         assert not any(discards)
@@ -310,7 +323,7 @@ def test_each_rank_is_compared_with_its_like(hold: str) -> None:
                 member.step()
 
         members = [member for group in groups for member in group]
-        replicas(*(lambda m=m: run(m) for m in members))
+        in_threads(run, members)
         replicas(*(member.close for member in members))
         assert [[member.heals for member in group] for group in groups] == [[0, 0], [1, 1], [0, 0]]
         for rank in (0, 1):

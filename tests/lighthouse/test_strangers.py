@@ -64,6 +64,13 @@ def _answers(server: LighthouseServer, context: zmq.Context[Any]) -> None:
         assert asking.poll(PATIENCE_S * 1000)
 
 
+def _member_of_a_quorum(player: PlayerFactory) -> Player:
+    a = player("a")
+    a.join(expected_replicas=1)
+    a.await_quorum()
+    return a
+
+
 def _connect(server: LighthouseServer) -> socket.socket:
     return socket.create_connection(split_address(server.address()), PATIENCE_S)
 
@@ -83,9 +90,7 @@ def test_strangers_leave_the_members_alone(
     data: bytes,
     ending: str,
 ) -> None:
-    a = player("a")
-    a.join(expected_replicas=1)
-    a.await_quorum()
+    a = _member_of_a_quorum(player)
     stranger = _connect(server)
     stranger.sendall(data)
     stranger.close() if ending == "closes" else _reset(stranger)
@@ -220,9 +225,7 @@ def test_a_routing_id_that_is_in_use_buys_no_memory(
     server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory
 ) -> None:
     """ZeroMQ keeps what the second of two connections sends, and never hands it over."""
-    a = player("a")
-    a.join(expected_replicas=1)
-    a.await_quorum()
+    a = _member_of_a_quorum(player)
     with dealer(context) as first:
         first.setsockopt(zmq.IDENTITY, b"chosen")
         first.connect(server.address())
@@ -250,9 +253,7 @@ def _outlive_heartbeats(address: str, context: zmq.Context[Any]) -> None:
 def test_a_peer_that_sends_too_much_is_disconnected(
     server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory
 ) -> None:
-    a = player("a")
-    a.join(expected_replicas=1)
-    a.await_quorum()
+    a = _member_of_a_quorum(player)
     with dealer(context) as flood:
         flood.setsockopt(zmq.LINGER, 0)
         monitor = flood.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -404,10 +405,14 @@ def test_a_frame_too_large_for_its_kind_is_not_decoded(
 
 
 def test_a_status_has_a_bound() -> None:
-    machine = Lighthouse(LighthouseConfig(timeouts=FAST, expected_replicas=STATUS_MEMBERS + 9), lambda: 1)
+    machine = Lighthouse(
+        LighthouseConfig(timeouts=FAST, expected_replicas=STATUS_MEMBERS + 9), lambda: 1
+    )
     for n in range(STATUS_MEMBERS + 9):
         job = JobKey("large", "x")
-        machine.handle(b"p%d" % n, Join(job, f"n{n}", f"r{n}", 0, "init", (b"a",), promised=Term(0, 1)), 0.0)
+        machine.handle(
+            b"p%d" % n, Join(job, f"n{n}", f"r{n}", 0, "init", (b"a",), promised=Term(0, 1)), 0.0
+        )
     (job_status,) = machine.status()["jobs"]  # type: ignore[misc]
     assert len(job_status["members"]) == STATUS_MEMBERS
     assert job_status["left_off"] == 9

@@ -8,6 +8,7 @@ parts of a job meanwhile: S2 and S6 are not asked for here.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -109,13 +110,10 @@ def counts_all(patch: Patch) -> None:
     patch.setattr(JobState, "_on_join", on_join)
 
 
-@pytest.mark.parametrize(
-    ("mutate", "wanted"), [(shares_the_nonce, "S1|S3"), (counts_all, "S1|L1")]
-)
+@pytest.mark.parametrize(("mutate", "wanted"), [(shares_the_nonce, "S1|S3"), (counts_all, "S1|L1")])
 def test_a_broken_term_is_caught(
     mutate: Callable[[Patch], None], wanted: str, monkeypatch: Patch
 ) -> None:
     mutate(monkeypatch)
     complaint = first_complaint(200)
-    assert complaint, "no seed found it"
-    assert any(word in complaint for word in wanted.split("|")), complaint
+    assert re.search(wanted, complaint), complaint or "no seed found it"

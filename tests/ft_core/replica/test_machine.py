@@ -7,48 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from ft_core.replica.events import (
-    Begin,
-    Bind,
-    CastVote,
-    Configure,
-    Configured,
-    Connected,
-    Disconnected,
-    Entered,
-    Fail,
-    Fetched,
-    FetchState,
-    Loaded,
-    ReplicaEvent,
-    Transmit,
-)
+from ft_core.replica import events
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
-from lighthouse.wire.messages import (
-    Decision,
-    Expelled,
-    JobKey,
-    Join,
-    Member,
-    Quorum,
-    Refused,
-    Reply,
-    Revoke,
-    Term,
-    Vote,
-    Waiting,
-    next_lineage,
-)
+from lighthouse.wire import messages
 
-KEY = JobKey("job", "room")
+KEY = messages.JobKey("job", "room")
 
 
-def member(name: str, healing: bool = False) -> Member:
-    return Member(name, 1, (name.encode(),), healing)
+def member(name: str, healing: bool = False) -> messages.Member:
+    return messages.Member(name, 1, (name.encode(),), healing)
 
 
-def any_reply(rng: random.Random, replica: Replica) -> Reply:
+def any_reply(rng: random.Random, replica: Replica) -> messages.Reply:
     quorum_id, step = rng.randrange(1, 12), rng.randrange(4)
     if replica.view is not None and rng.random() < 0.7:
         quorum_id, step = replica.view.quorum_id, replica.view.step
@@ -57,60 +28,68 @@ def any_reply(rng: random.Random, replica: Replica) -> Reply:
         names = rng.sample("abc", rng.randrange(1, 4))
         own = replica.lineage if rng.random() < 0.7 else "x"
         settle = rng.choice(["", "", "commit", "discard"])
-        return Quorum(
+        return messages.Quorum(
             KEY, quorum_id + rng.randrange(3), step, own, rng.choice([0, 0, quorum_id]),
             tuple(rng.sample("bc", rng.randrange(2))),
             tuple(member(n, rng.random() < 0.3) for n in names), "any", settle,
             nonce=replica.promised.nonce if rng.random() < 0.95 else 99,
         )  # fmt: skip
     if kind < 8:
-        decision = Decision(KEY, quorum_id, step, rng.random() < 0.6)
+        decision = messages.Decision(KEY, quorum_id, step, rng.random() < 0.6)
         if rng.random() < 0.3:
             return replace(decision, waiting=True)
         if rng.random() < 0.4:
             nonce = replica.promised.nonce
-            after = next_lineage(replica.lineage, nonce, quorum_id, step)
+            after = messages.next_lineage(replica.lineage, nonce, quorum_id, step)
             both = (member("a"), member("b"))
-            following = Quorum(KEY, quorum_id + 1, step + 1, after, 0, (), both, nonce=nonce)
+            following = messages.Quorum(
+                KEY, quorum_id + 1, step + 1, after, 0, (), both, nonce=nonce
+            )
             return replace(decision, next_quorum=following)
         return decision
     if kind == 8:
-        return Revoke(KEY, quorum_id, step, "any")
+        return messages.Revoke(KEY, quorum_id, step, "any")
     if kind == 9:
-        return Expelled(KEY, quorum_id, "any", rng.random() < 0.3)
-    return Refused(KEY, "any") if rng.random() < 0.05 else Waiting(KEY, f"reason {step}")
+        return messages.Expelled(KEY, quorum_id, "any", rng.random() < 0.3)
+    return (
+        messages.Refused(KEY, "any")
+        if rng.random() < 0.05
+        else messages.Waiting(KEY, f"reason {step}")
+    )
 
 
 def act(
-    rng: random.Random, replica: Replica, fetches: list[FetchState]
-) -> ReplicaEvent | None:
+    rng: random.Random, replica: Replica, fetches: list[events.FetchState]
+) -> events.ReplicaEvent | None:
     """One thing that a shell may do in this state."""
     attempt = replica.attempt
     if rng.random() < 0.3:  # what a loop would do next
         if attempt is Attempt.CLOSED:
-            return Begin()
+            return events.Begin()
         if replica.may_vote or attempt is Attempt.FAILED:
-            return CastVote(replica.may_vote)
+            return events.CastVote(replica.may_vote)
     kind = rng.randrange(9)
     if attempt in (Attempt.CLOSED, Attempt.OPEN) and kind == 0:
-        return Begin(heal_in_step=rng.random() < 0.3)
+        return events.Begin(heal_in_step=rng.random() < 0.3)
     if attempt is Attempt.OPEN and kind == 1:
-        return Entered()
+        return events.Entered()
     elif attempt is Attempt.OPEN and replica.ready and kind == 2:
-        return Bind()
+        return events.Bind()
     elif attempt is not Attempt.CLOSED and kind == 3:
-        return CastVote(replica.may_vote and rng.random() < 0.8)
+        return events.CastVote(replica.may_vote and rng.random() < 0.8)
     elif kind == 4:
-        return Fail("any", stalled=rng.random() < 0.2)
+        return events.Fail("any", stalled=rng.random() < 0.2)
     elif kind == 5 and replica.view is not None:
-        return Configured(replica.view.quorum_id, rng.choice(["", "", "broken"]))
+        return events.Configured(replica.view.quorum_id, rng.choice(["", "", "broken"]))
     elif kind == 6 and fetches:
         error = rng.choice(["", "", "gone"])
-        return Fetched(rng.choice(fetches[-3:]), error, denied=bool(error) and rng.random() < 0.2)
+        return events.Fetched(
+            rng.choice(fetches[-3:]), error, denied=bool(error) and rng.random() < 0.2
+        )
     elif kind == 7 and replica.healing and replica.state_fetched:
-        return Loaded()
+        return events.Loaded()
     elif kind == 8:
-        return Connected() if rng.random() < 0.5 else Disconnected()
+        return events.Connected() if rng.random() < 0.5 else events.Disconnected()
     return None
 
 
@@ -119,12 +98,12 @@ def test_nothing_that_is_received_breaks_an_invariant(group_commit: bool) -> Non
     outcomes = 0
     for seed in range(600):
         rng = random.Random(seed)
-        template = Join(KEY, "a", "a", 0, "root", (b"a",), group_commit=group_commit,
-                        promised=Term(0, 1))  # fmt: skip
+        template = messages.Join(KEY, "a", "a", 0, "root", (b"a",), group_commit=group_commit,
+                        promised=messages.Term(0, 1))  # fmt: skip
         replica = Replica(template, resend_s=1.0, revoke_grace_s=0.5)
         now, last_configured = 0.0, 0
         votes: dict[tuple[int, int], bool] = {}
-        fetches: list[FetchState] = []
+        fetches: list[events.FetchState] = []
         for _ in range(80):
             now += rng.choice([0.0, 0.1, 1.0])
             before = replica.outcome
@@ -142,12 +121,14 @@ def test_nothing_that_is_received_breaks_an_invariant(group_commit: bool) -> Non
             assert status.targets == replica.targets and status.deadline == replica.deadline()
             outcomes += replica.outcome is not None and replica.outcome is not before
             for effect in effects:
-                if isinstance(effect, FetchState):
+                if isinstance(effect, events.FetchState):
                     fetches.append(effect)
-                if isinstance(effect, Configure):
+                if isinstance(effect, events.Configure):
                     assert effect.quorum_id > last_configured, "quorum ids only grow"
                     last_configured = effect.quorum_id
-                if isinstance(effect, Transmit) and isinstance(effect.message, Vote):
+                if isinstance(effect, events.Transmit) and isinstance(
+                    effect.message, messages.Vote
+                ):
                     vote = effect.message
                     key = (vote.quorum_id, vote.step)
                     assert votes.setdefault(key, vote.ok) == vote.ok, "voted both ways"
