@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -200,9 +200,8 @@ class _Lines:
         self.say(f"{where}{printable(note.text)}")
 
 
-@main.command()
-@click.option("--address", default=DEFAULT_ADDRESS, help="Where the lighthouse listens.")
-@click.option(
+_address = click.option("--address", default=DEFAULT_ADDRESS, help="Where the lighthouse listens.")
+_timeout = click.option(
     "--timeout",
     "timeout_s",
     default=5.0,
@@ -210,16 +209,28 @@ class _Lines:
     metavar="SECONDS",
     help="How long to wait for its answer.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def status(address: str, timeout_s: float, as_json: bool) -> None:
-    """Show the jobs of a running lighthouse: members, waiting replica groups, and why."""
+
+
+@contextlib.contextmanager
+def _asking(address: str, timeout_s: float) -> Iterator[LighthouseClient]:
+    """A client; what fails within ends the command with a sentence."""
     try:
         with LighthouseClient(address, timeout_s=timeout_s) as client:
-            answer = client.status()
+            yield client
     except ValueError as error:
         _fail(str(error))
     except LighthouseError as error:
         _fail(str(error), code=1)
+
+
+@main.command()
+@_address
+@_timeout
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def status(address: str, timeout_s: float, as_json: bool) -> None:
+    """Show the jobs of a running lighthouse: members, waiting replica groups, and why."""
+    with _asking(address, timeout_s) as client:
+        answer = client.status()
     if as_json:
         click.echo(json.dumps(answer, indent=2))
     else:
@@ -229,28 +240,16 @@ def status(address: str, timeout_s: float, as_json: bool) -> None:
 @main.command(name="declare-dead")
 @click.argument("member")
 @click.option("--job", default=_DEFAULT_JOB.job_id, metavar="ID", help="The job's id (FT_JOB_ID).")
-@click.option("--address", default=DEFAULT_ADDRESS, help="Where the lighthouse listens.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    default=5.0,
-    type=float,
-    metavar="SECONDS",
-    help="How long to wait for its answer.",
-)
+@_address
+@_timeout
 def declare_dead(member: str, job: str, address: str, timeout_s: float) -> None:
     """Tell a running lighthouse that a replica group is dead, or will not come.
 
     MEMBER is its name, or the replica_id of one of its processes: a job waits for it no longer. Make
     sure first that no process of it runs; one that the lighthouse can see is not accepted.
     """
-    try:
-        with LighthouseClient(address, timeout_s=timeout_s) as client:
-            accepted, text = client.declare_dead(member, job_id=job)
-    except ValueError as error:
-        _fail(str(error))
-    except LighthouseError as error:
-        _fail(str(error), code=1)
+    with _asking(address, timeout_s) as client:
+        accepted, text = client.declare_dead(member, job_id=job)
     if not accepted:
         _fail(text, code=1)
     click.echo(text)

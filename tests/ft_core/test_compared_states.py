@@ -70,9 +70,12 @@ class Trainer:
         while self.manager.current_step() < step:
             self.step()
 
-    def flip_a_bit(self) -> None:
-        raw = self.net[2].weight.detach().view(torch.int32)
-        raw[1, 3] ^= 1 << 2
+    def begin(self, *, flip: bool) -> None:
+        """Take five steps; then, if it is asked for, a bit flips."""
+        self.run_to(5)
+        if flip:
+            raw = self.net[2].weight.detach().view(torch.int32)
+            raw[1, 3] ^= 1 << 2
 
     def state(self) -> list[torch.Tensor]:
         return list(self.net.parameters())
@@ -103,9 +106,7 @@ def test_a_flipped_bit_is_named_and_healed(
         a, b, c = members = trainers(server, "abc", use_async_quorum=asynchronous)
 
         def run(member: Trainer) -> None:
-            member.run_to(5)
-            if member is b:
-                member.flip_a_bit()
+            member.begin(flip=member is b)
             while not b.heals:
                 member.step()
             member.run_to(40)
@@ -128,9 +129,8 @@ def test_a_group_that_commits_by_itself_is_compared_too(asynchronous: bool) -> N
         healed = threading.Event()
 
         def run(member: Trainer) -> None:
-            member.run_to(5)
+            member.begin(flip=member is b)
             if member is b:
-                member.flip_a_bit()
                 while not b.heals:
                     b.step()
                 b.run_to(b.manager.current_step() + 2 * WITHIN)
@@ -150,9 +150,7 @@ def test_no_state_has_a_majority() -> None:
         a, b = members = trainers(server, "ab")
 
         def run(member: Trainer) -> None:
-            member.run_to(5)
-            if member is b:
-                member.flip_a_bit()
+            member.begin(flip=member is b)
             with pytest.raises(JoinRefused, match=r"no state is held by more than half .* \(a: "):
                 member.run_to(30)
             member.manager.shutdown()
@@ -203,9 +201,7 @@ def test_comparing_can_be_switched_off() -> None:
         a, b = members = [Trainer(server, name, 2, compare_steps=0) for name in "ab"]
 
         def run(member: Trainer) -> None:
-            member.run_to(5)
-            if member is b:
-                member.flip_a_bit()
+            member.begin(flip=member is b)
             member.run_to(12)
             member.manager.shutdown()
 
