@@ -6,7 +6,9 @@ import argparse
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
+from tests.sim.profile import Profile, dense_profile_of, profile_of
 from tests.sim.run import run
 
 
@@ -16,33 +18,37 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:2000", help="FIRST:END, run all of them")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at a failure")
+    parser.add_argument("--dense", action="store_true", help="many faults of few kinds, soon")
     options = parser.parse_args()
+    profile = dense_profile_of if options.dense else profile_of
     if options.seed is not None:
-        return _one(options.seed, options.trace)
+        return _one(options.seed, profile(options.seed), options.trace)
     first, end = (int(part) for part in options.seeds.split(":"))
-    return _many(first, end, options.keep_going)
+    return _many(first, end, profile, options.keep_going)
 
 
-def _one(seed: int, trace: bool) -> int:
+def _one(seed: int, profile: Profile, trace: bool) -> int:
     def show(lines: list[str]) -> None:
         if trace:
             print("\n".join(lines))
 
     try:
-        print(run(seed, tracing=trace, on_trace=show))
+        print(run(seed, profile, tracing=trace, on_trace=show))
     except AssertionError:
         traceback.print_exc()
         return 1
     return 0
 
 
-def _many(first: int, end: int, keep_going: bool) -> int:
+def _many(
+    first: int, end: int, profile: Callable[[int], Profile], keep_going: bool
+) -> int:
     began, failed = time.perf_counter(), 0
     commits = events = 0
     worst = (0.0, first)
     for seed in range(first, end):
         try:
-            result = run(seed)
+            result = run(seed, profile(seed))
         except Exception as error:  # a broken machine may fail in any way
             failed += 1
             where = traceback.extract_tb(error.__traceback__)[-1]

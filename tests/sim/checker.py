@@ -3,8 +3,9 @@
 Promises (numbers of docs/protocol.md, "What is promised"):
 S1  All that configure a quorum see one member list; a process's and a term's ids only grow.
 S2  At most one quorum of a job is live: a step is decided before the next quorum forms, and no
-    later decision is made under an earlier id. Of one parent state one child is committed: a second one (a fork) only by a quorum at whose
-    birth every living process that holds the first child was out of the lighthouse's reach.
+    later decision is made under an earlier id. Of one parent state one child is committed: a second one
+    (a fork) only by a quorum at whose birth every living process that holds the first child was out of
+    the lighthouse's reach, or evicted.
     So no two disjoint quorums commit a step side by side: every process that could hold the newer state was
     lost, not ignored.
 S3  Equal (step, lineage) is equal state.
@@ -12,7 +13,11 @@ S4  A sum holds exactly the contributions of the members that the quorum does no
     each computed on the quorum's own state.
 S5  What is applied was reduced under the quorum_id and step that its lineage names.
 S6  A process that applied a step keeps it until it heals; a process told "discard" after a yes has no living
-    peer that was told "commit", but where the lighthouse could not reach that peer.
+    peer that was told "commit", but where the lighthouse was started again, and could not reach that peer.
+    No step is committed against a no, but of a process that was cut off or expelled.
+
+What is excused rests on that page, too: what "committed" means ("S2 in full"), "A step in doubt" for a
+lighthouse that has lost its memory, and "Per-group commit", which promises neither S2 nor S6.
 """
 
 from __future__ import annotations
@@ -74,9 +79,9 @@ class Birth:
 @dataclass(slots=True)
 class Checker:
     """One job's watcher. `unreachable()` names the living processes that the lighthouse cannot
-    have heard of in time (partitioned, paused, disconnected lately); `living()` all that live;
-    `cut_since(t)` those that were cut off at some time after t; `life()` counts the lighthouse's
-    starts.
+    have heard of in time (partitioned, paused, disconnected within the join timeout); `living()` all that
+    live; `cut_since(t)` those whose messages may have been lost with a connection after t; `life()` counts
+    the lighthouse's starts.
     """
 
     now: Callable[[], float]
@@ -86,7 +91,6 @@ class Checker:
     life: Callable[[], int]
     group_commit: bool = False
     branches: bool = False  # several lighthouses decide, so S2 and S6 are not asked for
-    lossy: bool = False  # a lost Join may make a process late, so S2 and S6 excuse it
     births: dict[int, Birth] = field(default_factory=dict)
     lists: dict[int, tuple[str, ...]] = field(default_factory=dict)
     healing: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -129,6 +133,10 @@ class Checker:
         reachable = self.living() - self.unreachable() - self.evicted
         self.births[key_of(nonce, quorum_id)] = Birth(members, reachable, len(self.births))
 
+    def evicts(self, replica_id: str) -> None:
+        """The lighthouse parts with a member that did not vote in time: it waits for it no more."""
+        self.evicted.add(replica_id)
+
     def heard(self, replica_id: str, message: Reply) -> None:
         """A process received `message`."""
         if isinstance(message, Refused):
@@ -140,8 +148,6 @@ class Checker:
             accused = message.differs and "its peers" in message.reason
             self.require(not accused, f"S3: {replica_id} is expelled: {message.reason}")
             self.expelled.add(replica_id)
-            if message.hung:
-                self.evicted.add(replica_id)
         if isinstance(message, Decision) and message.next_quorum is not None:
             message = message.next_quorum
         if isinstance(message, Quorum):
@@ -271,11 +277,10 @@ class Checker:
             older, newer = sorted(
                 ((other_id, other), (quorum_id, after)), key=lambda child: self.births[child[0]].number
             )
-            if self.group_commit or self.lossy or self.branches:
+            if self.group_commit or self.branches:
                 continue
             birth = self.births[newer[0]]
             ignored = self._descendants(older[1]) & self.living() & birth.reachable
-            ignored -= self.evicted
             self.require(not ignored,
                          f"S2: {before} has children of quorums {older[0]} and {newer[0]}, "
                          f"though {sorted(ignored)} held the former")  # fmt: skip
@@ -283,7 +288,7 @@ class Checker:
 
     def _unanimous(self, quorum_id: int, step: int) -> None:
         """S6: no step is committed against a member's no, unless that had been removed."""
-        if self.group_commit or self.lossy or self.branches:
+        if self.group_commit or self.branches:
             return
         for replica_id, voted_at in self.noes.get((quorum_id, step), {}).items():
             removed = replica_id in self.expelled or replica_id in self.cut_since(voted_at)
@@ -303,7 +308,7 @@ class Checker:
         """S6: all that voted yes on one (quorum_id, step) hear the same."""
         told = self.told.setdefault((quorum_id, step), {})
         told[replica_id] = committed
-        if self.group_commit or self.lossy or self.branches or len(set(told.values())) == 1:
+        if self.group_commit or self.branches or len(set(told.values())) == 1:
             return
         voted_at, life = self.ballots[(quorum_id, step)]
         # A lighthouse that lost its memory meanwhile settles by the members that it can reach.

@@ -14,10 +14,10 @@ from ft_core.replica.status import Stage
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine.job import Effect, Note, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
-from lighthouse.wire.messages import DeathNotice, JobKey, Join, Request
+from lighthouse.wire.messages import DeathNotice, Expelled, JobKey, Join, Request
 from tests.sim.checker import Checker
 from tests.sim.clock import Clock
-from tests.sim.network import UP, Link, Network
+from tests.sim.network import UP, Link, Network, owner_of
 from tests.sim.plane import Plane
 from tests.sim.process import Habits, Position, Process
 from tests.sim.profile import Profile
@@ -84,7 +84,6 @@ class Cluster:
             ),
             life=lambda: sum(self.network.lives),
             group_commit=profile.group_commit,
-            lossy=profile.network.harsh,
         )
 
     def _front(self, link: Link) -> int:
@@ -146,18 +145,20 @@ class Cluster:
         self.checkers[process.job].ended(process.replica_id)
 
     def cut(self, process: Process, until: float) -> None:
-        """For the checker: the lighthouse can't rely on `process` before `until`."""
-        grace = self.profile.timeouts.join_timeout_s + self.profile.timeouts.heartbeat_timeout_s
+        """For the checker: what `process` and the lighthouse say to each other may be lost until both
+        have noticed that `until` is over."""
+        noticed = until + self.profile.timeouts.heartbeat_timeout_s
         known = self._cut_until.get(process.replica_id, 0.0)
-        self._cut_until[process.replica_id] = max(known, until + grace)
+        self._cut_until[process.replica_id] = max(known, noticed)
 
     def _unreachable(self, job: JobKey) -> frozenset[str]:
-        now = self.clock.now
+        """Those that the lighthouse need not wait for: they may be back later than the join timeout."""
+        since = self.clock.now - self.profile.timeouts.join_timeout_s
         return frozenset(
             r for r, p in self.running.items()
             if p.job == job
             and (p.paused or p.habits.hung or p.link.blocked or p.left
-                 or self._cut_until.get(r, 0.0) > now)
+                 or self._cut_until.get(r, 0.0) > since)
         )  # fmt: skip
 
     # ------------------------------------------------------------------ the lighthouses
@@ -267,6 +268,8 @@ class Cluster:
         for effect in effects:
             if isinstance(effect, Send):
                 for peer in effect.peers:
+                    if isinstance(effect.message, Expelled) and effect.message.hung:
+                        self.checkers[effect.message.job].evicts(owner_of(peer))
                     self.network.send_down(peer, effect.message)
             elif isinstance(effect, Remember):
                 checker = self.checkers[effect.job]

@@ -21,11 +21,11 @@ from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Effect, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
-from lighthouse.wire.messages import JobKey, Join, Refused, Reply, Request, Vote
+from lighthouse.wire.messages import Expelled, JobKey, Join, Refused, Reply, Request, Vote
 from tests.sim.checker import Checker, Position, Violation
 from tests.sim.clock import Clock
 from tests.sim.cluster import START, Cluster
-from tests.sim.network import Link, Network, NetworkProfile
+from tests.sim.network import Link, Network, NetworkProfile, owner_of
 from tests.sim.plane import Plane
 from tests.sim.process import Habits, Process
 from tests.sim.profile import Profile
@@ -295,6 +295,9 @@ class Groups:
         for effect in effects:
             if isinstance(effect, Send):
                 for peer in effect.peers:
+                    if isinstance(effect.message, Expelled) and effect.message.hung:
+                        for world in self.worlds:
+                            world.checker.evicts(owner_of(peer))
                     self.network.send_down(peer, effect.message)
             elif isinstance(effect, Remember):
                 self._journal[effect.job] = (effect.quorum_id, effect.members)

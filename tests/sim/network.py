@@ -25,6 +25,11 @@ UP, SILENT, DOWN = "up", "silent", "down"
 RECONNECT_S = 0.1
 
 
+def owner_of(peer: bytes) -> str:
+    """The process behind a connection."""
+    return peer.decode().partition("#")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class NetworkProfile:
     """Durations in seconds, rates per message."""

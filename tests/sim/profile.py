@@ -101,6 +101,30 @@ def profile_of(seed: int) -> Profile:
     return replace(profile, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
+def dense_profile_of(seed: int) -> Profile:
+    """The run that `seed` names, with other faults: many of few kinds in a short time. So what a process
+    says about one of them crosses what it hears about another.
+
+    A pair of hosts that were cut off rests for longer with each answer that is lost, so no bound would
+    hold where cuts meet a network that loses messages.
+    """
+    rng = random.Random(f"dense {seed}")
+    profile = replace(profile_of(seed), faulty_s=rng.uniform(2.0, 5.0))
+    some = (*FAULTS, "give_up") if profile.network.harsh else (*FAULTS, "give_up", "cut")
+    kinds = rng.sample(some, rng.choice((1, 2, 2, 3)))
+    limit = profile.timeouts.heartbeat_timeout_s
+    faults = [
+        Fault(
+            rng.uniform(0.0, profile.faulty_s),
+            rng.choice(kinds),
+            rng.choice(profile.slots),
+            rng.choice((0.1 * limit, 0.5 * limit, 2 * limit, 1.0)),
+        )
+        for _ in range(rng.choice((20, 40, 80)))
+    ]
+    return replace(profile, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
 def _given_up(seed: int, profile: Profile) -> tuple[Fault, ...]:
     """In every fifth run some processes give up their state. Drawn apart: a seed keeps its other
     faults."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.sim.profile import dense_profile_of
 from tests.sim.run import run
 
 BLOCK = 250
@@ -26,6 +27,16 @@ def test_promises_hold(first: int) -> None:
     assert commits > 20 * BLOCK
     assert heals > BLOCK / 2
     assert discards > BLOCK / 2
+
+
+def test_promises_hold_under_many_faults_in_a_short_time() -> None:
+    for seed in range(BLOCK):
+        try:
+            run(seed, dense_profile_of(seed))
+        except Exception as error:
+            raise AssertionError(
+                f"seed {seed} (python -m tests.sim --dense --seed {seed} --trace): {error}"
+            ) from error
 
 
 @pytest.mark.parametrize("seed", [3, 11, 42])
