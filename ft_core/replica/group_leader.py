@@ -106,7 +106,7 @@ class GroupLeader:
         self._healing = False  # the group is a healing member of its quorum
         self._broken = ""  # why this group is over
         self._leavers: set[int] = set()  # ranks whose vote was their last
-        self._last_vote: tuple[int, int] | None = None  # of the group, if it was its last
+        self._last_vote: tuple[int, int] | None = None  # with which a rank leaves
         self._left: set[int] = set()
         self._gone: set[int] = set()  # and have closed their connections
         self._reached: dict[str, set[int]] = {}  # ranks that reach a member, by its replica_id
@@ -307,8 +307,8 @@ class GroupLeader:
         elif against:
             self._say_no(against[0] if vote.ok else vote)
         elif len(self._votes) == self._size:
-            leaving = any(v.leaving for v in self._votes.values())
-            self._last_vote = key if leaving else None
+            if any(v.leaving for v in self._votes.values()):
+                self._last_vote = key
             self._effects.append(SendUp(_common([self._votes[r] for r in range(self._size)])))
         self._accounted_for(rank)
 
@@ -323,14 +323,15 @@ class GroupLeader:
         if self._said_no != key:
             self._said_no = key
             others = [r for r in range(self._size) if r not in self._votes]
-            self._late = set(others) - self._left
+            self._late = set(others)
             self._send(others, Revoke(vote.job, vote.quorum_id, vote.step, vote.reason or "no"))
         if self._healing:
             if any(v.phase == PHASE_HEALING for v in self._votes.values()):
                 vote = replace(vote, phase=PHASE_HEALING)
             elif len(self._votes) < self._size:
                 return
-        self._last_vote = key if vote.leaving else None
+        if vote.leaving:
+            self._last_vote = key
         self._effects.append(SendUp(vote))
 
     def _on_reach_report(self, rank: int, report: ReachReport) -> None:
@@ -358,19 +359,16 @@ class GroupLeader:
             self._start_over()
         # Else the others still wait for their first quorum, and need not join again.
         self._joins.pop(rank, None)
-        self._accounted_for(rank)
 
     def _start_over(self) -> None:
         """The group is no member any more: its ranks must join again."""
         self._joins.clear()
-        self._votes.clear()
         self._late.clear()
         self._held.clear()
-        self._joined = self._member = self._healing = False
+        self._joined = self._member = False
 
     def _on_quorum(self, quorum: Quorum) -> Quorum:
         """What the ranks hear of it."""
-        self._votes.clear()
         self._member = True
         group = self._last_join
         if group is None:

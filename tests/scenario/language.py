@@ -1,8 +1,9 @@
 """Text scenarios: a file of commands, each followed by everything the machine answers.
 
 Lines of a file: `# comment`, empty, `command words key=value flag`, and (indented by four spaces)
-the expected answers. The first command is `job ...` or `replica ...`. Lineages are shown as the
-name given to them first, else as L1, L2, ... in order of appearance, so that files stay readable;
+the expected answers. The first command is `job ...`, `replica ...` or `group ...` (the leader of one of
+several ranks); there `show="held attempt"` shows fields that are left out elsewhere. Lineages are shown
+as the name given to them first, else as L1, L2, ... in order of appearance, so that files stay readable;
 `lineage=L1` means the same, `lineage=head` the job's newest (the default of votes). A quorum_id of a
 later term than the first is written as epoch.number, a term as epoch:nonce. One that joins follows the
 lighthouse that offers it a term, and this is left out; with `promised=` it sends just one Join, and all
@@ -36,14 +37,19 @@ from ft_core.replica.events import (
     Published,
     Rejoin,
     ReplicaEvent,
+    StopWaiting,
     Transmit,
     Tried,
+    Unapplied,
 )
+from ft_core.replica.group_leader import GroupEffect, GroupLeader, SendUp, peer_of
 from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Note, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
 from lighthouse.wire.messages import (
+    GAVE_UP,
+    GAVE_UP_PLACE,
     NO_TERM,
     NOT_COUNTED,
     ONE_RANK,
@@ -141,28 +147,37 @@ class Names:
         return next((long for long, short in self.by_hash.items() if short == text), text)
 
 
-def show(value: Any) -> str:
-    """A message, effect or field on one line; what is empty is left out."""
+def show(value: Any, hidden: tuple[str, ...] = HIDDEN) -> str:
+    """A message, effect or field on one line; what is empty or `hidden` is left out."""
     if isinstance(value, Transmit):
-        return show(value.message)
+        return show(value.message, hidden)
     if isinstance(value, Term):
         return f"{value.epoch}:{value.nonce}"
     if isinstance(value, Member):
         return value.replica_id + "*" * value.healing
     if isinstance(value, tuple):
-        return "[" + " ".join(show(item) for item in value) + "]"
+        return "[" + " ".join(show(item, hidden) for item in value) + "]"
     if isinstance(value, bytes):
-        return value.decode()
+        text = value.decode(errors="replace")
+        return text if text.isprintable() and "\ufffd" not in text else value.hex()
     if not hasattr(value, "__dataclass_fields__"):
         return repr(value) if isinstance(value, str) and " " in value else str(value)
     parts = []
     for spec in fields(value):
         inner = getattr(value, spec.name)
-        if spec.name in HIDDEN or inner in ("", (), b"", None, False) or spec.default == inner:
+        if spec.name in hidden or spec.default == inner:
             continue
-        text = id_text(inner) if spec.name in ("quorum_id", "base_id") else show(inner)
+        if inner in ("", (), b"", None, False) and spec.default is not True:
+            continue
+        text = id_text(inner) if spec.name in ("quorum_id", "base_id") else show(inner, hidden)
         parts.append(spec.name if inner is True else f"{spec.name}={text}")
     return f"{type(value).__name__}({', '.join(parts)})"
+
+
+def hidden_by(words: Words) -> tuple[str, ...]:
+    """The fields that a file's first command does not ask for."""
+    wanted = words.given.get("show", "").split()
+    return tuple(name for name in HIDDEN if name not in wanted)
 
 
 class JobStage:
@@ -175,6 +190,7 @@ class JobStage:
             expected_replicas=words.number("expected"),
             timeouts=Timeouts.derive(float(words.given.get("timeout_s", "6"))),
         )
+        self.hidden = hidden_by(words)
         self.journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
         self.promised: dict[bytes, Term] = {}
         self.nonces = itertools.count(1)
@@ -183,7 +199,7 @@ class JobStage:
     def do(self, words: Words) -> list[str]:
         effects: list[Any] = []
         machine, who = self.machine, words.plain[0] if words.plain else ""
-        peer = who.encode()
+        peer = words.given.get("over", who).encode()  # the connection
         if words.name == "at":
             self.now = float(who)
             wanted = machine.deadline()
@@ -210,7 +226,7 @@ class JobStage:
     def _line(self, effect: Any) -> str:
         if isinstance(effect, Send):
             peers = " ".join(peer.decode() for peer in effect.peers)
-            return f"{peers} <- {show(effect.message)}"
+            return f"{peers} <- {show(effect.message, self.hidden)}"
         if isinstance(effect, Remember):
             self.journal[effect.job] = (effect.quorum_id, effect.members)
             return ""
@@ -291,7 +307,7 @@ class ReplicaStage:
     """One replica machine, called `a`."""
 
     def __init__(self, words: Words, names: Names) -> None:
-        self.now, self.names = 0.0, names
+        self.now, self.names, self.hidden = 0.0, names, hidden_by(words)
         self.fetches: dict[tuple[int, str], FetchState] = {}  # the newest of each state
         join = Join(JOB, "a", "a", words.number("step"), words.given.get("lineage", "root"),
                     (b"a",), group_commit=words.flag("group_commit"),
@@ -310,7 +326,7 @@ class ReplicaStage:
             effects = machine.handle(self._event(words), now)
         machine.check()
         self.fetches |= {(e.step, e.lineage): e for e in effects if isinstance(e, FetchState)}
-        return [show(effect) for effect in effects] + [self._state()]
+        return [show(effect, self.hidden) for effect in effects] + [self._state()]
 
     def _event(self, words: Words) -> ReplicaEvent:
         name, plain, error = words.name, words.plain, words.given.get("error", "")
@@ -321,7 +337,13 @@ class ReplicaStage:
         if name == "begin":
             return Begin(heal_in_step=words.flag("heal_in_step"))
         if name == "rejoin":
-            return Rejoin(plain[0], join_now=words.flag("join_now"))
+            return Rejoin(
+                plain[0], discard_state=not words.flag("keep"), join_now=words.flag("join_now")
+            )
+        if name == "unapplied":
+            return Unapplied(plain[0])
+        if name == "stop_waiting":
+            return StopWaiting()
         if name == "fail":
             return Fail(plain[0], stalled=words.flag("stalled"))
         if name == "vote":
@@ -341,7 +363,7 @@ class ReplicaStage:
         if name == "overwrite":
             return Overwrite(in_step=words.flag("in_step"))
         if name == "published":
-            return Published((self.machine.step, self.machine.lineage))
+            return Published(None) if words.flag("none") else Published((self.machine.step, self.machine.lineage))
         reply: ReplicaEvent = getattr(self, f"_{name}")(words)
         return reply
 
@@ -367,7 +389,8 @@ class ReplicaStage:
             self.names.resolve(given.get("lineage", "root")), words.quorum("base"),
             tuple(given.get("removed", "").split()), changed, "test", given.get("settle", ""),
             given.get("control", "").encode(), words.number("nonce", FIRST_TERM.nonce),
-            attempt=int(given.get("attempt", ONE_RANK)),
+            words.number("genesis"), words.quorum("held"),
+            int(given.get("attempt", ONE_RANK)),
         )  # fmt: skip
 
     def _decision(self, words: Words) -> Decision:
@@ -402,6 +425,69 @@ class ReplicaStage:
         return Refused(JOB, "wrong model")
 
 
+class GroupStage(ReplicaStage):
+    """The leader of the replica group `a`. A command is a rank and what it says, or what the lighthouse
+    says; `gone 1`: the connection of rank 1 has ended."""
+
+    def __init__(self, words: Words, names: Names) -> None:
+        self.names, self.hidden = names, hidden_by(words)
+        self.leader = GroupLeader(words.number("size", 2))
+
+    def do(self, words: Words) -> list[str]:
+        leader = self.leader
+        if words.name == "gone":
+            effects = leader.disconnected(peer_of(int(words.plain[0])), 0.0)
+        elif words.name == "status":
+            return [f"unanswered {show(leader.unanswered, self.hidden)}"]
+        elif words.name.isdigit():
+            rank, said = words.name, words.plain.pop(0)
+            message = getattr(self, f"_says_{said}")(rank, words)
+            effects = leader.handle(peer_of(int(rank)), message, 0.0)
+        else:
+            effects = leader.from_lighthouse(getattr(self, f"_{words.name}")(words), 0.0)
+        leader.check()
+        return [self._line(effect) for effect in effects]
+
+    def _line(self, effect: GroupEffect) -> str:
+        if isinstance(effect, SendUp):
+            return f"-> {show(effect.message, self.hidden)}"
+        ranks = " ".join(peer.decode().removeprefix("rank-") for peer in effect.peers)
+        return f"{ranks} <- {show(effect.message, self.hidden)}"
+
+    def _says_join(self, rank: str, words: Words) -> Join:
+        given, lineage = words.given, words.given.get("lineage", "root")
+        doubt = InDoubt(*ids_from(given["doubt"]), "after") if "doubt" in given else None
+        return Join(
+            JOB, "a", "a", words.number("step"), lineage, (f"at-{rank}".encode(),),
+            quorum_id=words.quorum("quorum"), in_doubt=doubt, can_heal=not words.flag("no_heal"),
+            group_commit=words.flag("group_commit"), schema=given.get("schema", ""),
+            promised=term_from(given["promised"]) if "promised" in given else FIRST_TERM,
+            attempt=words.number("attempt"),
+        )  # fmt: skip
+
+    def _says_vote(self, rank: str, words: Words) -> Vote:
+        given = words.given
+        return Vote(
+            JOB, "a", *ids_from(words.plain[0]), given.get("lineage", "root"), words.flag("yes"),
+            given.get("reason", ""), given.get("phase", "reducing"), words.flag("stalled"),
+            words.flag("leaving"), given.get("control", "").encode(),
+            words.number("updates", NOT_COUNTED), given.get("digest", "").encode(),
+            words.number("attempt"),
+        )  # fmt: skip
+
+    def _says_heartbeat(self, rank: str, words: Words) -> Heartbeat:
+        return Heartbeat(JOB, "a", words.quorum("quorum"), words.number("step"))
+
+    def _says_reach(self, rank: str, words: Words) -> ReachReport:
+        missed, reached = (tuple(words.given.get(k, "").split()) for k in ("missed", "reached"))
+        return ReachReport(JOB, "a", missed, reached)
+
+    def _says_leave(self, rank: str, words: Words) -> Leave:
+        starts = {"state": GAVE_UP, "place": GAVE_UP_PLACE}
+        gave_up = "".join(starts.get(word, "") for word in words.plain)
+        return Leave(JOB, "a", f"{gave_up}spoilt", words.flag("reduced"))
+
+
 def _is_offer(effect: Any) -> bool:
     return isinstance(effect, Send) and isinstance(effect.message, Waiting)
 
@@ -415,6 +501,7 @@ def _after(lineage: str, quorum_id: int, step: int) -> str:
 def play(text: str) -> str:
     """`text` with the answers that the machine gives now."""
     names = Names()
+    stages = {"job": JobStage, "replica": ReplicaStage, "group": GroupStage}
     stage: JobStage | ReplicaStage | None = None
     lines: list[str] = []
     for line in text.splitlines():
@@ -425,7 +512,7 @@ def play(text: str) -> str:
             continue
         words = read(line)
         if stage is None:
-            stage = JobStage(words, names) if words.name == "job" else ReplicaStage(words, names)
+            stage = stages[words.name](words, names)
             continue
         lines += ["    " + names.shorten(answer) for answer in stage.do(words)]
     return "\n".join(lines) + "\n"
