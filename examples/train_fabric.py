@@ -84,7 +84,7 @@ def main() -> None:
             fabric.save(args.checkpoint, state)
 
     group = os.environ.get("REPLICA_GROUP_ID", "0")
-    weights = float(sum(p.double().sum() for p in net.parameters()))
+    weights = float(sum(p.detach().double().sum() for p in net.parameters()))
     print(json.dumps({"replica_group": group, "step": strategy.current_step, "weights": weights,
                       "accuracy": accuracy, "samples": seen["samples"]}), flush=True)  # fmt: skip
 

@@ -92,7 +92,7 @@ def main() -> None:
     print(json.dumps({
         "replica_group": os.environ.get("REPLICA_GROUP_ID", "0"),
         "step": trainer.global_step,
-        "weights": float(sum(p.double().sum() for p in model.parameters())),
+        "weights": float(sum(p.detach().double().sum() for p in model.parameters())),
         "loss_g": float(trainer.callback_metrics["loss_g"]),
     }), flush=True)  # fmt: skip
 
