@@ -33,6 +33,7 @@ def any_reply(rng: random.Random, replica: Replica) -> messages.Reply:
             tuple(rng.sample("bc", rng.randrange(2))),
             tuple(member(n, rng.random() < 0.3) for n in names), "any", settle,
             nonce=replica.promised.nonce if rng.random() < 0.95 else 99,
+            attempt=messages.ONE_RANK if rng.random() < 0.8 else rng.randrange(9),
         )  # fmt: skip
     if kind < 8:
         decision = messages.Decision(KEY, quorum_id, step, rng.random() < 0.6)
@@ -50,7 +51,10 @@ def any_reply(rng: random.Random, replica: Replica) -> messages.Reply:
     if kind == 8:
         return messages.Revoke(KEY, quorum_id, step, "any")
     if kind == 9:
-        return messages.Expelled(KEY, quorum_id, "any", rng.random() < 0.3)
+        differs = rng.random() < 0.2
+        return messages.Expelled(KEY, quorum_id, "any", rng.random() < 0.3, differs)
+    if kind == 10 and rng.random() < 0.3:
+        return messages.ReachQuery(KEY, (member("b"),))
     return (
         messages.Refused(KEY, "any")
         if rng.random() < 0.05
@@ -68,7 +72,7 @@ def act(
             return events.Begin()
         if replica.may_vote or attempt is Attempt.FAILED:
             return events.CastVote(replica.may_vote)
-    kind = rng.randrange(9)
+    kind = rng.randrange(12)
     if attempt in (Attempt.CLOSED, Attempt.OPEN) and kind == 0:
         return events.Begin(heal_in_step=rng.random() < 0.3)
     if attempt is Attempt.OPEN and kind == 1:
@@ -90,6 +94,12 @@ def act(
         return events.Loaded()
     elif kind == 8:
         return events.Connected() if rng.random() < 0.5 else events.Disconnected()
+    elif kind == 9 and rng.random() < 0.2:
+        return events.Rejoin("any", rng.random() < 0.5, rng.random() < 0.5)
+    elif kind == 10:
+        return events.StopWaiting()
+    elif kind == 11:
+        return events.Tried(("b",), ("c",))
     return None
 
 
