@@ -124,7 +124,7 @@ class DataPlane:
         if self._warned or len(members) < 2 or (told and not too_many):
             return
         self._warned = True
-        why = f", which is more than the {expected} of NUM_REPLICA_GROUPS" if too_many else ""
+        why = f", which is more than the {expected} expected" if too_many else ""
         log.warning(
             "this job has no id, so it is shared by all replica groups at this lighthouse that have "
             "none; they are %s%s. If they are not one training, set FT_JOB_ID for each",

@@ -67,20 +67,8 @@ class Networks:
         for index in range(self.count):
             name, port = self.name(index), f"port{index}"
             _ip("netns", "add", name)
-            _ip(
-                "-n",
-                hub,
-                "link",
-                "add",
-                port,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                name,
-            )
+            pair = f"{port} type veth peer name eth0 netns {name}"
+            _ip("-n", hub, "link", "add", *pair.split())
             _ip("-n", hub, "link", "set", port, "master", "bridge0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
             self._name_host(index, "eth0")
