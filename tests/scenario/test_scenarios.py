@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.scenario.language import play
+from tests.sim.mutants import load
 
 FILES = sorted(Path(__file__).parent.glob("*.txt"))
 
@@ -21,3 +22,11 @@ def test_a_wrong_answer_is_noticed() -> None:
     text = FILES[0].read_text(encoding="utf-8")
     assert play(text.replace("    ", "    not ", 1)) == play(text)
     assert play(text.replace("    ", "    not ", 1)) != text.replace("    ", "    not ", 1)
+
+
+def test_every_mutant_is_a_change_of_one_rule() -> None:
+    """With a rule of a machine change what `tests/sim/mutants.toml` takes out of it."""
+    mutants = load()
+    assert len(mutants) > 400
+    for mutant in mutants:
+        compile(mutant.source(), mutant.name, "exec")
