@@ -25,7 +25,7 @@ from ft_core.shell.session import Session
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
 from ft_core.telemetry import COMMIT, DISCARD, Telemetry
-from lighthouse.wire.messages import NOT_COUNTED, Member
+from lighthouse.wire.messages import NOT_COUNTED
 
 log = logging.getLogger("ft_core")
 
@@ -53,8 +53,6 @@ class Attempts:
         self._untaken = False  # a vote was cast, and the loop does not know its outcome
         self._updates = NOT_COUNTED  # since the last commit
         self.compared = ComparedState(options.compare_steps)
-        self._known_members: tuple[Member, ...] = ()
-        self._some_heal = False
         self._session: Session | None = None
         self.last_outcome: Outcome | None = None
 
@@ -202,14 +200,11 @@ class Attempts:
         )
 
     def _digest(self, status: ReplicaStatus) -> Digest | None:
-        """Of what members compare at this step; of all of it if a member heals."""
+        """Of what members compare at this step; of all of it if a member has healed."""
         view = status.view
         if view is None or len(view.members) == 1:
             return None
-        if view.members is not self._known_members:
-            self._known_members = view.members
-            self._some_heal = any(member.healing for member in view.members)
-        return self.compared.at(view.step, whole=self._some_heal)
+        return self.compared.at(view.step, whole=view.compare)
 
     def _await_outcome(
         self, vote: events.CastVote, timeout: timedelta | None
@@ -290,7 +285,9 @@ class Attempts:
         session = self.session
         self.step.drain()
         self.step.part = self.step.bound_at = None
-        self._untaken, self._updates = False, NOT_COUNTED
+        self._untaken = False
+        if not isinstance(event, events.Rejoin) or event.discard_state:
+            self._updates = NOT_COUNTED
         session.control.submit(event)
         self._state.retire(session)
 

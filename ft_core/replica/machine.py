@@ -118,6 +118,8 @@ class Replica(Standing):
         may_reduce = self.ready and not self._loop_waits and (self.healed or self._heal_in_step)
         if self.attempt is Attempt.OPEN and may_reduce:
             self.attempt = Attempt.BOUND
+        elif self.attempt is Attempt.OPEN and self.stage is Stage.LEFT:
+            self.attempt, self.failure = Attempt.FAILED, "this member has left its quorum"
         return []
 
     def _on_fail(self, event: events.Fail, now: float) -> list[Effect]:

@@ -58,13 +58,14 @@ class View:
     nonce: int = 0
     genesis: int = 0
     held: int = 0
+    compare: bool = False
 
     @classmethod
     def of(cls, quorum: Quorum, members: tuple[Member, ...]) -> View:
         """`quorum` with its full member list."""
         q = quorum
         return cls(
-            q.quorum_id, q.step, q.lineage, members, q.reason, q.nonce, q.genesis, q.held
+            q.quorum_id, q.step, q.lineage, members, q.reason, q.nonce, q.genesis, q.held, q.compare
         )
 
     def doubt(self) -> InDoubt:

@@ -187,6 +187,7 @@ class Announcer:
             live.nonce,
             live.genesis,
             live.held,
+            compare=bool(live.unproven),
         )
 
 

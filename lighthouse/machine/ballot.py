@@ -10,6 +10,7 @@ All costs are O(1) a vote and O(members) a decision.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 from lighthouse.machine.rules import Position
@@ -27,6 +28,7 @@ class Ballot:
         living: members that are not gone.
         silent: living members that have not voted on this step.
         healing: members that did not hold `position` when the quorum formed.
+        unproven: those that have healed since the last commit, in this quorum or in one before.
         since: when the step began.
         votes: by replica_id.
         gone: members that are dead, left or evicted, and why.
@@ -56,6 +58,7 @@ class Ballot:
     deadline: float | None = None
     genesis: int = 0
     held: int = 0
+    unproven: Set[str] = frozenset()
 
     @classmethod
     def open(
@@ -111,6 +114,7 @@ class Ballot:
         self.silent = set(self.living)
         if self.healing:
             self.members, self.healing = healed(self.members), frozenset()
+        self.unproven = frozenset()
 
     # ------------------------------------------------------------------ questions
 

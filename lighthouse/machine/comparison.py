@@ -5,14 +5,14 @@ committed, and no memory has failed. A yes tells two things about the state that
 often it was updated since the last commit, and a digest of a part of it. Members that say something
 else than more than half of the others hold another state. Where counts have no majority, the largest
 one counts: a loop that has caught an exception has left out an update, and has not made one more.
-Members that heal in this step do not decide what is right. Where digests have no majority no member
+Members that have healed since the last commit do not decide what is right. Where digests have no majority no member
 can tell which state is the right one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -38,13 +38,11 @@ class Comparison:
 ALIKE = Comparison()
 
 
-def compare(
-    votes: Mapping[str, Vote], healing: frozenset[str], names: Mapping[str, str]
-) -> Comparison:
+def compare(votes: Mapping[str, Vote], unproven: Set[str], names: Mapping[str, str]) -> Comparison:
     """Compare what the votes of one step say.
 
-    `votes`: those of the living members, by replica_id. `healing`: members that were behind when the
-    quorum formed. `names`: for people, by replica_id. O(members).
+    `votes`: those of the living members, by replica_id. `unproven`: members that have healed since
+    the last commit. `names`: for people, by replica_id. O(members).
     """
     if len({(vote.updates, vote.digest) for vote in votes.values()}) < 2:
         return ALIKE
@@ -59,7 +57,7 @@ def compare(
         if count != right
     }
     digests = {r: vote.digest for r, vote in said.items() if vote.digest and r not in different}
-    judges = [digest for r, digest in digests.items() if r not in healing]
+    judges = [digest for r, digest in digests.items() if r not in unproven]
     held = _majority(judges or digests.values())
     if digests and held is None:
         told = ", ".join(f"{names[r]}: {digest.hex()}" for r, digest in sorted(digests.items()))
@@ -71,7 +69,7 @@ def compare(
     different |= {r: why for r, digest in digests.items() if digest != held}
     if different:  # their state may be what others have healed from
         why = "it has healed from a member whose state is not that of its peers"
-        different |= {r: why for r in healing if r in said and r not in digests | different}
+        different |= {r: why for r in unproven if r in said and r not in digests | different}
     return Comparison(different)
 
 

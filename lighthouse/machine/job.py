@@ -551,7 +551,7 @@ class JobState:
         False: no member can tell which state is right; all are refused.
         """
         votes = {r: vote for r, vote in live.votes.items() if r in live.living}
-        found = compare(votes, live.healing, live.names)
+        found = compare(votes, live.unproven, live.names)
         for replica_id, why in found.different.items():
             self._revoke(replica_id, why, now)
             live.overrule(replica_id, why)
@@ -657,7 +657,8 @@ class JobState:
         best = max(holders, key=lambda member: member.held)
         live.held = best.held
         self._genesis = live.genesis = best.genesis or self._genesis or self.term.nonce
-        self._history.start(choice.position)
+        self._history.start(choice.position, choice.healing)
+        live.unproven = self._history.unproven & live.living
         self._announcer.reason = reason
         text = f"quorum {quorum_id}: {short_list(list(names.values()))} at step "
         text += str(choice.position.step)

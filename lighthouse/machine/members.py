@@ -230,6 +230,8 @@ class History:
             left; True: one was declared dead. Read only: `died` and `joined` change it.
         different: why the state of members was not their peers', by replica_id, until they have
             joined without a state. Read only: `is_different` changes it.
+        unproven: members that have healed, and no step was committed since: what they hold was
+            compared with no other state.
         commits, discards: how many steps were committed, and how many discarded after work.
     """
 
@@ -240,6 +242,7 @@ class History:
         self.dead: OrderedDict[str, bool] = OrderedDict()
         self._dead_ids: OrderedDict[str, None] = OrderedDict()
         self.different: OrderedDict[str, str] = OrderedDict()
+        self.unproven: set[str] = set()
         self.commits = 0
         self.discards = 0
         self._decisions: OrderedDict[tuple[int, int], Decision] = OrderedDict()
@@ -249,8 +252,9 @@ class History:
         """The decision on a step; None if it is not (or no longer) known."""
         return self._decisions.get((quorum_id, step))
 
-    def start(self, position: Position) -> None:
+    def start(self, position: Position, healing: frozenset[str] = frozenset()) -> None:
         """A quorum starts from `position`: every step that led there is committed."""
+        self.unproven |= healing
         if self.head != position:
             self._commit(position.lineage, b"")
         self.head = position
@@ -266,6 +270,7 @@ class History:
             lineage = next_lineage(before.lineage, nonce, decision.quorum_id, decision.step)
             self._commit(lineage, decision.control)
             self.commits += 1
+            self.unproven.clear()  # who did not say yes is behind now, and heals again
             self.head = Position(before.step + 1, lineage)
         else:
             self.head = before

@@ -393,6 +393,7 @@ class Quorum:
     `settle`: what became of the receiver's step in doubt ("commit", "discard" or ""); `control`:
     that of the step's `Decision`, where it is still known. `attempt`: from the leader of a replica
     group of several ranks, how many attempts its ranks have spent; the lighthouse leaves it out.
+    `compare`: members have healed since the last commit, so that all compare all of their states.
     """
 
     job: JobKey
@@ -409,6 +410,7 @@ class Quorum:
     genesis: int = 0
     held: int = NO_QUORUM
     attempt: int = ONE_RANK
+    compare: bool = False
 
     @property
     def term(self) -> Term:

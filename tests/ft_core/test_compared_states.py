@@ -19,6 +19,7 @@ from lighthouse.errors import JoinRefused
 from tests.ft_core.test_copies import rendezvous
 from tests.harness import cluster
 from tests.harness.cluster import Replica, lighthouse, replicas
+from tests.harness.waiting import PATIENCE_S
 
 WITHIN = 4
 T = TypeVar("T")
@@ -259,6 +260,32 @@ def test_a_loop_that_leaves_out_an_update_heals(
         assert torch.equal(a.weights, torch.full((8,), -8.0))
         lines = said("b: it has made no update after step 2, and its peers one update")
         assert any("discards its state, and heals" in line for line in lines), lines
+
+
+def test_a_member_that_joins_again_with_its_state_has_made_its_updates(
+    said: Callable[[str], list[str]],
+) -> None:
+    """Else no count would tell it from one that has left out an update."""
+    with lighthouse(all_join=True) as server:
+        a, b = members = [
+            Counting(server, name, expected_replicas=2, min_replica_size=2) for name in "ab"
+        ]
+        b.skip_at = 3
+        moved = threading.Event()
+
+        def run(member: Counting) -> None:
+            member.run_to(3)
+            if member is a:
+                a.manager.rejoin("moved", discard_state=False, join_now=True)
+                moved.set()
+            assert moved.wait(PATIENCE_S)
+            member.run_to(6)
+            member.close()
+
+        in_threads(run, members)
+        assert torch.equal(a.weights, b.weights)
+        assert torch.equal(a.weights, torch.full((8,), -6.0))
+        assert said("b: it has made no update after step 2, and its peers one update")
 
 
 def test_an_update_that_all_leave_out_costs_nothing() -> None:

@@ -76,7 +76,7 @@ from lighthouse.wire.messages import (
 
 JOB = JobKey("job", "room")
 HIDDEN = ("job", "addresses", "schema_text", "name", "group_world_size", "nonce", "promised",
-          "genesis", "held", "attempt")  # fmt: skip
+          "genesis", "held", "attempt", "compare")  # fmt: skip
 FIRST_TERM = Term(0, 1)
 
 
