@@ -150,7 +150,8 @@ class LighthouseServer:
         self._commands: queue.SimpleQueue[Future[str] | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
-        self._lock = threading.Lock()  # guards the sending end of the wake-up pair
+        # Guards the sending end of the wake-up pair; a signal handler may interrupt its holder.
+        self._lock = threading.RLock()
         self._failure: BaseException | None = None
         self._desk = StatusDesk(self._machine.statuses, self._server_status, self._wake)
         self._thread = threading.Thread(target=self._run, name="lighthouse", daemon=True)

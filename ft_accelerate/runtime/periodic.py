@@ -313,8 +313,8 @@ def leave(
         local._sync_and_avg_model_params()
     elif isinstance(local, DiLoCo):
         local.drop()
-    local.model_sync_obj.__exit__(kind, *error)
     runtime.drift(False)
+    local.model_sync_obj.__exit__(kind, *error)
 
 
 def average(runtime: Runtime, original: Callable[..., Any], local: Any) -> None:
