@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import signal
 import sys
 import threading
@@ -84,7 +85,14 @@ def _timeout_options(command: Callable[..., Any]) -> Callable[..., Any]:
     default=0,
     type=int,
     metavar="N",
-    help="The first quorum waits for this many, up to the join timeout (0: not known).",
+    help="The first quorum waits for this many (0, not known: until the join timeout).",
+)
+@click.option(
+    "--go-on-after",
+    "go_on_after_s",
+    type=float,
+    metavar="SECONDS",
+    help="It waits no longer than this for those that are expected and do not come.  [default: it does]",
 )
 @click.option(
     "--timeout",
@@ -123,6 +131,7 @@ def _serve(
     bind: str,
     min_replicas: int,
     expected_replicas: int,
+    go_on_after_s: float | None,
     timeout_s: float,
     state_file: Path | None,
     web: str | None,
@@ -135,6 +144,7 @@ def _serve(
         config = LighthouseConfig(
             min_replicas=min_replicas,
             expected_replicas=expected_replicas,
+            go_on_after_s=math.inf if go_on_after_s is None else go_on_after_s,
             timeouts=Timeouts.derive(timeout_s, **timeouts),
         )
         web_address = normalize_address(web, to_connect=False) if web else None

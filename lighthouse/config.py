@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -125,8 +126,10 @@ class LighthouseConfig:
 
     Attributes:
         min_replicas: no quorum forms with fewer replica groups.
-        expected_replicas: the first quorum waits for this many (up to `join_timeout_s`); 0 (not
-            known): it waits out the join timeout.
+        expected_replicas: the first quorum waits for this many, but not for those that are known to
+            be dead; 0 (not known): it waits out the join timeout.
+        go_on_after_s: the first quorum waits no longer than this for replica groups that are
+            expected; at least the join timeout.
         timeouts: see `Timeouts`.
         max_jobs: a `Join` to one more is refused, unless all members have left some job.
         max_replicas_per_job: more replica groups are refused.
@@ -134,6 +137,7 @@ class LighthouseConfig:
 
     min_replicas: int = 1
     expected_replicas: int = 0
+    go_on_after_s: float = math.inf
     timeouts: Timeouts = Timeouts()
     max_jobs: int = 1_024
     max_replicas_per_job: int = 16_384
@@ -141,6 +145,11 @@ class LighthouseConfig:
     def __post_init__(self) -> None:
         if self.min_replicas < 1:
             raise ValueError(f"min_replicas must be at least 1, got {self.min_replicas}")
+        if not self.go_on_after_s >= self.timeouts.join_timeout_s:
+            raise ValueError(
+                f"go_on_after_s ({self.go_on_after_s:g} s) must be at least join_timeout_s "
+                f"({self.timeouts.join_timeout_s:g} s), for which the first quorum waits in any case"
+            )
         if self.expected_replicas and self.expected_replicas < self.min_replicas:
             raise ValueError(
                 f"expected_replicas ({self.expected_replicas}) must be 0 or at least "

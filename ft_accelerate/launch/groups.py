@@ -30,7 +30,7 @@ from ft_accelerate.options import (
 )
 from ft_core.environment import SHARED_JOB, new_job_id, slurm_job_id
 from ft_core.launch import rank_group
-from ft_core.launch.supervisor import supervise
+from ft_core.launch.supervisor import supervise, tell_lighthouse
 
 SPEAKER = "ft_accelerate"
 DEFAULT_LIGHTHOUSE_PORT = 29510
@@ -297,6 +297,7 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
             min_alive=made.plugin.min_replicas if made.place.alone else 1,
             max_restarts=made.plugin.max_restarts,
             speaker=SPEAKER,
+            on_given_up=tell_lighthouse(address, made.plugin.job_id),
         )
     finally:
         if server is not None:

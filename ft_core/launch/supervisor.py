@@ -7,6 +7,7 @@ until an event or until the next restart is due. Children end with the superviso
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
@@ -23,6 +24,7 @@ from types import FrameType
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 STOP_TIMEOUT_S = 30.0
+TELL_AGAIN_S, TELL_TIMEOUT_S = 0.5, 5.0
 ENV_JOINED = "FT_SUPERVISOR_JOINED"
 _PR_SET_PDEATHSIG = 1
 
@@ -40,6 +42,7 @@ class Child:
         restart_at: when it is restarted (`time.monotonic()`), or None.
         joined: whether the process that runs (or ended last) has taken part in a quorum.
         exit_code: of the last process that ended, as Popen's: negative for a signal.
+        given_up: it will not run again, and that was told.
     """
 
     index: int
@@ -49,6 +52,7 @@ class Child:
     restart_at: float | None = None
     joined: bool = False
     exit_code: int | None = None
+    given_up: bool = False
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -136,6 +140,15 @@ class Policy:
         """When `due` returns a child next, or None."""
         return min((c.restart_at for c in self.children if c.restart_at is not None), default=None)
 
+    def given_up(self) -> list[Child]:
+        """Children that will not run again, and have not trained to the end; each is named once."""
+        lost = [c for c in self.children if c.exit_code is not None and not c.given_up]
+        lost = [c for c in lost if not c.running and c.restart_at is None]
+        lost = [c for c in lost if c.exit_code != 0 or not c.joined]
+        for child in lost:
+            child.given_up = True
+        return lost
+
     def over(self) -> bool:
         """Whether no child runs or will run."""
         return not any(c.running or c.restart_at is not None for c in self.children)
@@ -170,6 +183,7 @@ def supervise(
     first: int = 0,
     elsewhere: bool = False,
     speaker: str = "ft",
+    on_given_up: Callable[[int], None] | None = None,
 ) -> int:
     """Run `count` processes of `command` until all have ended; returns this process's exit code.
 
@@ -182,6 +196,8 @@ def supervise(
         count, min_alive, max_restarts, elsewhere: see `Policy`.
         first: the replica group number of the first child.
         speaker: what the lines on stderr begin with.
+        on_given_up: called, in a thread of its own, with the number of a replica group of which no
+            process will run again, unless its training is complete. `tell_lighthouse` makes one.
     """
     say = partial(_say, speaker)
     events: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
@@ -202,12 +218,22 @@ def supervise(
     def on_signal(number: int, frame: FrameType | None) -> None:
         events.put(_Signalled(number))
 
+    tellers: list[threading.Thread] = []
+
+    def given_up(number: int) -> None:
+        if on_given_up is not None:
+            tellers.append(threading.Thread(target=on_given_up, args=(number,), daemon=True))
+            tellers[-1].start()
+
     handlers = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         for child in policy.children:
             start(child)
-        return _loop(policy, events, start, joined, say)
+        return _loop(policy, events, start, joined, say, given_up)
     finally:
+        if elsewhere:
+            for teller in tellers:
+                teller.join(TELL_TIMEOUT_S)
         _signal_all(policy, signal.SIGKILL)
         os.close(joined)
         os.close(tell_joined)
@@ -221,6 +247,7 @@ def _loop(
     start: Callable[[Child], None],
     joined: int,
     say: Callable[[str], None],
+    given_up: Callable[[int], None],
 ) -> int:
     stopped_by: int | None = None
     kill_at: float | None = None
@@ -250,6 +277,8 @@ def _loop(
             continue
         _read_joined(policy, joined)
         say(policy.ended(child, event.exit_code, time.monotonic()))
+        for lost in policy.given_up():
+            given_up(lost.number)
         for late in policy.too_late():
             say(f"replica group {late.number} comes too late: the training is over")
             assert late.process is not None
@@ -263,6 +292,21 @@ def _loop(
     if stopped_by is not None:
         return policy.exit_code() or 128 + stopped_by
     return policy.exit_code()
+
+
+def tell_lighthouse(address: str, job_id: str) -> Callable[[int], None]:
+    """For `on_given_up`: the job's other replica groups wait no longer for one that will not come."""
+
+    def tell(number: int) -> None:
+        from lighthouse.client import LighthouseClient
+        from lighthouse.errors import LighthouseError
+
+        with LighthouseClient(address) as client, contextlib.suppress(LighthouseError):
+            # The lighthouse may still see the connection of the process that has ended.
+            while not client.declare_dead(str(number), job_id=job_id)[0]:
+                time.sleep(TELL_AGAIN_S)
+
+    return tell
 
 
 def report_joined(index: int) -> None:

@@ -26,7 +26,7 @@ from lighthouse.config import normalize_address
 from lighthouse.errors import JoinRefused, LighthouseUnavailable
 from lighthouse.own_address import address_that_answers, advertised_host
 from lighthouse.watcher import ProcessWatch, Report
-from lighthouse.wire.messages import JobKey, Join
+from lighthouse.wire.messages import DECLARE_DEAD, JobKey, Join
 
 log = logging.getLogger("ft_core")
 
@@ -215,7 +215,11 @@ class Session:
         self._context.term()
 
     def _on_remark(self, text: str) -> None:
-        log.info("%s: %s", self._options.name, text)
+        if DECLARE_DEAD in text:  # a person has to do something
+            where = (self.lighthouse, self._options.job_id)
+            log.warning("%s: %s (lighthouse %s, job id %s)", self._options.name, text, *where)
+        else:
+            log.info("%s: %s", self._options.name, text)
         self._telemetry.emit(WAITING, reason=text)
 
 

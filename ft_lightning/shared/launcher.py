@@ -18,7 +18,7 @@ from ft_core.config import JobOptions
 from ft_core.environment import new_job_id
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
-from ft_core.launch.supervisor import die_with, supervise
+from ft_core.launch.supervisor import die_with, supervise, tell_lighthouse
 from ft_lightning.shared.launch_env import ENV_SUPERVISOR, child_environment
 from ft_lightning.shared.topology import Scope
 
@@ -78,6 +78,7 @@ class SupervisorLauncher:
                 min_alive=max(1, self._job.min_replicas - elsewhere),
                 max_restarts=self._max_restarts,
                 speaker="ft_lightning",
+                on_given_up=tell_lighthouse(address, job_id),
             )
         finally:
             if server is not None:

@@ -79,6 +79,7 @@ class Announcer:
         self._base_id = NO_QUORUM
         self._base: tuple[Member, ...] = ()
         self._explained_at = float("-inf")
+        self._unsaid_until: float | None = None  # then `explain` says the newest reason
 
     # ------------------------------------------------------------------ why a member has to wait
 
@@ -88,9 +89,13 @@ class Announcer:
         A member that missed a change of the reason learns of it when it sends a heartbeat.
         """
         changed, self.reason = reason != self.reason, reason
-        if not changed or now < self._explained_at + EXPLAIN_EVERY_S:
+        if not changed and self._unsaid_until is None:
             return []
-        self._explained_at = now
+        if now < self._explained_at + EXPLAIN_EVERY_S:
+            if members.by_id:
+                self._unsaid_until = self._explained_at + EXPLAIN_EVERY_S
+            return []
+        self._explained_at, self._unsaid_until = now, None
         all_members = list(members.by_id.values())
         for member in all_members:
             member.last_reason = reason
@@ -98,6 +103,11 @@ class Announcer:
             Note(self._job, reason),
             *_send_all((m.peer for m in all_members), Waiting(self._job, reason)),
         ]
+
+    def due(self, wake_at: float | None) -> float | None:
+        """When to look again whether a quorum may form: `wake_at`, or to say why none does."""
+        times = (wake_at, self._unsaid_until)
+        return min((at for at in times if at is not None), default=None)
 
     def explain_to(self, member: MemberState, live: Ballot | None) -> Send:
         """Tell one member why it waits."""

@@ -193,43 +193,47 @@ class Forming:
     def _min_replicas(self) -> int:
         return max(self._config.min_replicas, self._members.rules.min_replicas)
 
-    @property
-    def _expected(self) -> int:
-        return max(self._config.expected_replicas, self._members.rules.expected_replicas)
+    def _roll(self) -> rules.Roll:
+        wish, option = self._members.rules.expected_replicas, self._config.expected_replicas
+        return rules.Roll(
+            max(wish, option),
+            wish or option,  # a lighthouse of several jobs has one option for all of them
+            self._members.names,
+            self._history.dead,
+            self.since,
+            self._join_timeout_s,
+            self._config.go_on_after_s,
+        )
 
     def verdict(self, now: float) -> rules.Verdict:
         """Apply the rules to the members."""
         all_members, missed, head = self._members.by_id, self._history.missed, self._history.head
-        expires = self.since + self._join_timeout_s
+        roll = self._roll()
         if self._history.finished and head is not None:
             held = any(member.position.step >= head.step for member in all_members.values())
-            late = rules.too_late(len(all_members), self._expected, held, head.step, expires, now)
+            late = rules.too_late(roll, held, head.step, now)
             if late is not None:
                 return late
         holds_head = head is not None and any(m.position == head for m in all_members.values())
         early = rules.too_early(
-            len(all_members),
+            roll,
             self._min_replicas,
-            self._expected,
             self._members.were_members == 0,
-            expires,
             now,
             () if holds_head else missed,
         )
         if early is not None:
             return early
-        if self._offered and head is None and now < expires:
+        if self._offered and head is None and now < roll.expires:
             reason = f"waiting for {len(self._offered)} that are here to follow this lighthouse"
-            return rules.Verdict(None, reason, expires)
+            return rules.Verdict(None, reason, roll.expires)
         situation = rules.Situation(
             candidates=self._reachable(self._candidates(now), now),
             min_replicas=self._min_replicas,
-            expected_replicas=self._expected,
+            roll=roll,
             previous=self._previous,
             missed=frozenset(missed),
             head=head,
-            since=self.since,
-            join_timeout_s=self._join_timeout_s,
             torn_timeout_s=self._torn_timeout_s,
             has_past=self._members.were_members > 0,
         )

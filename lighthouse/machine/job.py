@@ -86,7 +86,6 @@ from lighthouse.wire.messages import (
 
 __all__ = ["Effect", "JobState", "Note", "Remember", "Send"]
 
-
 MAX_JUMP = 2**20
 """Most epochs by which one process may move its job on: what peers say must not use up the numbers."""
 
@@ -623,6 +622,7 @@ class JobState:
             return False
         if verdict.choice is None:
             self._effects += self._announcer.explain(verdict.reason, self._members, now)
+            self._wake_at = self._announcer.due(verdict.wake_at)
             return False
         self._start(verdict.choice, verdict.reason, now)
         return True

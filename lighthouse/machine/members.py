@@ -11,7 +11,7 @@ join (`settle`; R5 of `rules.py`).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lighthouse.machine.ballot import Ballot
@@ -156,6 +156,11 @@ class Members:
             max((rules.expected_replicas for rules in self._rules), default=0),
             any(rules.group_commit for rules in self._rules),
         )
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all members."""
+        return self._by_name.keys()
 
     def move(self, member: MemberState, peer: Peer) -> None:
         """From now on `peer` reaches `member`."""

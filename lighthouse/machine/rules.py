@@ -22,9 +22,11 @@ R5  Members of an earlier quorum may hold a newer state than any candidate (the 
     join timeout: a state that does not come back is lost, and the rest goes on. The first quorum of
     a term waits in the same way for processes that are connected and about to join (`forming.py`).
 R6  If no candidate has been in a quorum of the job yet, or if the job would go back behind its head
-    since all its holders are dead, the next quorum waits for
-    `expected_replicas`, or, if that is not known, for stragglers; in both cases no longer than the
-    join timeout.
+    since all its holders are dead, the next quorum waits for the *roll*: until as many replica groups
+    are here as the job is meant to have, since any of them may hold a newer state. Each name is one
+    process. One that was declared dead is not waited for; after the join timeout, nor are those that
+    are known to be dead. The rest is waited for until `go_on_at`. A job that names no number waits
+    for stragglers, until the join timeout.
 R7  Ranks: members of the last quorum keep their order. Newcomers follow in natural order of their
     names when a job starts, and in order of arrival later.
 R8  If the last members said that the training has finished, candidates that come with less than its
@@ -34,12 +36,13 @@ R8  If the last members said that the training has finished, candidates that com
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from lighthouse.wire.messages import TORN
+from lighthouse.wire.messages import DECLARE_DEAD, TORN
 
 MOST_NAMED = 8
 """Members that a reason to wait names; of more it gives the number."""
@@ -68,30 +71,83 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Roll:
+    """Which of a job's replica groups are here (R6). Times are in seconds.
+
+    Attributes:
+        expected: how many are waited for until the join timeout; 0: not known.
+        needed: how many must be here, or be known to be dead, after it; 0: not known.
+        here: names of those that are here.
+        dead: names of those that are dead, none of which is here; True: one was declared dead.
+        since: when waiting began (the first candidate arrived, or the last quorum ended).
+        join_timeout_s: see `Timeouts`.
+        go_on_after_s: see `LighthouseConfig`.
+    """
+
+    expected: int = 0
+    needed: int = 0
+    here: Collection[str] = ()
+    dead: Mapping[str, bool] = field(default_factory=dict)
+    since: float = 0.0
+    join_timeout_s: float = 5.0
+    go_on_after_s: float = math.inf
+
+    @property
+    def expires(self) -> float:
+        """When the join timeout is over."""
+        return self.since + self.join_timeout_s
+
+    def wait(self, now: float) -> tuple[str, float]:
+        """(what is waited for, until when). If that is not after `now`, it is given up."""
+        if not self.expected:
+            return "waiting for stragglers until the join timeout", self.expires
+        before, go_on_at = now < self.expires, self.since + self.go_on_after_s
+        count, until = (self.expected, self.expires) if before else (self.needed, go_on_at)
+        missing = count - len(self.here) - (sum(self.dead.values()) if before else len(self.dead))
+        if missing <= 0:
+            return "", now
+        text = f"waiting for {missing} of {count} expected replica groups"
+        if before:
+            return text, until
+        text += f" ({self._who(count, missing)})"
+        if now < go_on_at:
+            text += f"; each has to join or be declared dead: {DECLARE_DEAD}"
+            if go_on_at < math.inf:
+                text += f"; at the latest {self.go_on_after_s:g} s after the start of the wait"
+        return text, until
+
+    def _who(self, count: int, missing: int) -> str:
+        """Which are missing, if the names are numbers; else which are here."""
+        if missing <= MOST_NAMED:
+            numbers = {str(number) for number in range(count)}
+            if numbers.issuperset(self.here):
+                return ", ".join(sorted(numbers.difference(self.here, self.dead), key=int))
+        named = sorted(self.here, key=natural)[:MOST_NAMED]
+        return f"here: {', '.join(named)}{', ...' * (len(self.here) > MOST_NAMED)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Situation:
     """All that the rules depend on. Times are in seconds.
 
     Attributes:
         candidates: the replica groups that wait.
-        min_replicas, expected_replicas: see `LighthouseConfig`; 0 expected: not known.
+        min_replicas: see `LighthouseConfig`.
+        roll: which of the job's replica groups are here.
         previous: replica_ids of the last quorum in rank order; empty: there was none.
         missed: replica_ids of an earlier quorum that are not candidates, and may come back with
             a newer state.
         head: position of the last commit that this lighthouse knows.
-        since: when waiting began (the first candidate arrived, or the last quorum ended).
-        join_timeout_s: see `Timeouts`.
         torn_timeout_s: how long candidates wait if all of them hold torn states.
         has_past: some candidate has been in a quorum of this job before.
     """
 
     candidates: tuple[Candidate, ...]
     min_replicas: int
-    expected_replicas: int = 0
+    roll: Roll = Roll()
     previous: tuple[str, ...] = ()
     missed: frozenset[str] = frozenset()
     head: Position | None = None
-    since: float = 0.0
-    join_timeout_s: float = 5.0
     torn_timeout_s: float = 60.0
     has_past: bool = False
 
@@ -119,52 +175,43 @@ class Verdict:
 
 
 def too_early(
-    count: int,
-    min_replicas: int,
-    expected_replicas: int,
-    first: bool,
-    expires: float,
-    now: float,
-    missed: Collection[str] = (),
+    roll: Roll, min_replicas: int, first: bool, now: float, missed: Collection[str] = ()
 ) -> Verdict | None:
     """R1, R5 and R6 by numbers alone, in constant time; None: ask `decide`.
 
     Without it, a job that fills up with N replica groups would examine all of them N times.
-    `first`: no candidate has been in a quorum yet. `expires`: when the join timeout ends.
-    `missed`: members of an earlier quorum to wait for (R5); empty if R4 applies.
+    `first`: no candidate has been in a quorum yet. `missed`: members of an earlier quorum to wait
+    for (R5); empty if R4 applies.
     """
+    count = len(roll.here)
     if count < min_replicas:
         return Verdict(None, f"waiting for {min_replicas - count} of min_replicas={min_replicas}")
-    if now >= expires:
+    if missed and now < roll.expires:
+        return Verdict(None, _missing(missed), roll.expires)
+    return _waiting(*roll.wait(now), now) if first else None
+
+
+def _waiting(reason: str, until: float, now: float) -> Verdict | None:
+    """None: there is no reason to wait, or not any more."""
+    if not reason or now >= until:
         return None
-    if missed:
-        return Verdict(None, _missing(missed), expires)
-    if first and count < expected_replicas:
-        short = expected_replicas - count
-        return Verdict(
-            None, f"waiting for {short} of {expected_replicas} expected replica groups", expires
-        )
-    if first and not expected_replicas:
-        return Verdict(None, "waiting for stragglers until the join timeout", expires)
-    return None
+    return Verdict(None, reason, until if until < math.inf else None)
 
 
-def too_late(
-    count: int, expected_replicas: int, held: bool, step: int, expires: float, now: float
-) -> Verdict | None:
+def too_late(roll: Roll, held: bool, step: int, now: float) -> Verdict | None:
     """R8, after a training that has finished at `step`; None: ask the other rules.
 
-    `held`: a candidate holds that step, or a later one. `expires`: when the join timeout ends.
+    `held`: a candidate holds that step, or a later one.
     """
-    if held or count >= expected_replicas:
+    if held or len(roll.here) >= roll.expected:
         return None
     reason = (
         f"the training has finished at step {step}, and a replica group that comes back does not "
-        f"start it over: that takes all {expected_replicas}, or another job id"
+        f"start it over: that takes all {roll.expected}, or another job id"
     )
-    if now >= expires:
+    if now >= roll.expires:
         return Verdict(None, reason, hopeless=True)
-    return Verdict(None, reason, expires)
+    return Verdict(None, reason, roll.expires)
 
 
 def decide(situation: Situation, now: float) -> Verdict:
@@ -173,7 +220,7 @@ def decide(situation: Situation, now: float) -> Verdict:
         return Verdict(None, "no replica group waits")
     position = newest(situation.candidates, situation.head)
     if position is None:
-        give_up = situation.since + situation.torn_timeout_s
+        give_up = situation.roll.since + situation.torn_timeout_s
         wake_at = give_up if now < give_up else None
         return Verdict(None, _TORN, wake_at, hopeless=wake_at is None)
     able = [c for c in situation.candidates if c.can_heal or c.position == position]
@@ -182,10 +229,10 @@ def decide(situation: Situation, now: float) -> Verdict:
         refused = len(situation.candidates) - len(able)
         extra = f"; {refused} behind and not allowed to heal" if refused else ""
         return Verdict(None, f"waiting for {short} of min_replicas={situation.min_replicas}{extra}")
-    waiting_for = _stragglers(situation, able, position)
-    expires = situation.since + situation.join_timeout_s
-    if waiting_for and now < expires:
-        return Verdict(None, waiting_for, expires)
+    waiting_for, until = _stragglers(situation, able, position, now)
+    wait = _waiting(waiting_for, until, now)
+    if wait is not None:
+        return wait
     choice = Choice(
         members=rank_order(able, situation.previous),
         position=position,
@@ -236,21 +283,21 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts if p)
 
 
-def _stragglers(situation: Situation, able: Sequence[Candidate], position: Position) -> str:
-    """Why to wait although `min_replicas` can train; empty: no reason (R4, R5, R6)."""
+def _stragglers(
+    situation: Situation, able: Sequence[Candidate], position: Position, now: float
+) -> tuple[str, float]:
+    """Why to wait although `min_replicas` can train, and until when; empty: no reason (R4, R5, R6)."""
     if any(c.position == situation.head for c in able):
-        return ""  # R4
+        return "", now  # R4
+    why, until = "", now
     if situation.missed:
-        return _missing(situation.missed)
+        why, until = _missing(situation.missed), situation.roll.expires
     goes_back = situation.head is not None and position.step < situation.head.step
-    if situation.has_past and not goes_back:
-        return ""  # every member of the last quorum is a candidate, or has left for good
-    if situation.expected_replicas:
-        short = situation.expected_replicas - len(able)
-        if short > 0:
-            return f"waiting for {short} of {situation.expected_replicas} expected replica groups"
-        return ""
-    return "waiting for stragglers until the join timeout"
+    if now >= until and (goes_back or not situation.has_past):
+        reason, ends = situation.roll.wait(now)
+        if now < ends or not why:
+            return reason, ends
+    return why, until
 
 
 _TORN = (

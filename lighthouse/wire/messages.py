@@ -43,6 +43,9 @@ TORN = "torn-"
 """Prefix of the lineage of a torn state: it was partly overwritten, or its ranks hold different
 positions. A replica group that holds it must heal, and is never a source."""
 
+DECLARE_DEAD = "`lighthouse declare-dead NAME`"
+"""In the reason of a wait that has no limit: what a person may do about it."""
+
 NO_QUORUM = 0
 """quorum_id of a replica group that was never in a quorum."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -21,10 +22,10 @@ from ft_core.errors import QuorumUnavailable
 from ft_core.heal import UnsupportedObjectError
 from ft_core.launch.rank_group import free_port
 from ft_lightning.shared.strategy_base import Options
-from lighthouse.client import Connection, new_identity
+from lighthouse.client import Connection, LighthouseClient, new_identity
 from lighthouse.errors import JoinRefused
 from tests.harness.cluster import Replica, lighthouse, replicas
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until
 
 ZMTP_GREETING = b"\xff"
 
@@ -187,6 +188,25 @@ def test_a_job_is_known_by_its_id() -> None:
         assert jobs == {"one": ["r0"], "two": ["r0"]}
         for replica in lives:
             replica.close()
+
+
+def test_a_group_that_is_expected_and_does_not_come_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A person reads which one is missing, and how to go on without it; and that ends the wait."""
+    with caplog.at_level(logging.WARNING, "ft_core"), lighthouse(timeout_s=6.0) as server:
+        a = Replica(server, "0", expected_replicas=2, job_id="mine")
+
+        def declare() -> None:
+            until(lambda: any("(1); each has to join" in text for text in caplog.messages), "a line")
+            (line,) = [text for text in caplog.messages if "declare-dead" in text]
+            assert line.endswith(f"(lighthouse {server.address()}, job id mine)")
+            with LighthouseClient(server.address()) as client:
+                accepted, _ = client.declare_dead("1", job_id="mine")
+            assert accepted
+
+        replicas(lambda: a.run_to(1), declare)
+        a.close()
 
 
 def test_the_first_quorum_forms_as_soon_as_all_expected_are_there() -> None:

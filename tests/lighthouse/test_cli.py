@@ -144,6 +144,15 @@ def test_a_job_does_not_wait_for_a_group_that_is_declared_dead(context: zmq.Cont
     assert [member.replica_id for member in quorum.changed] == [player.replica_id]
 
 
+def test_a_job_goes_on_after_some_time_if_it_is_told_to(context: zmq.Context[Any]) -> None:
+    options = ("--expected-replicas", "2", "--join-timeout", "0.1", "--go-on-after", "0.2")
+    with lighthouse(*options) as (_, address):
+        player = Player(address, "a", context)
+        player.join()
+        assert "gave up waiting for 1 of 2 expected" in player.await_quorum().reason
+        player.close()
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -154,6 +163,7 @@ def test_a_job_does_not_wait_for_a_group_that_is_declared_dead(context: zmq.Cont
         (["--min-replicas", "3", "--expected-replicas", "2"], "expected_replicas"),
         (["--bind", "tcp://127.0.0.1:0", "--state-file", "/proc/no/such"], "can't be written"),
         (["--web", "nonsense"], "no lighthouse address"),
+        (["--go-on-after", "1"], "go_on_after_s .* must be at least join_timeout_s"),
     ],
 )
 def test_wrong_options_are_one_sentence_and_exit_2(options: list[str], sentence: str) -> None:

@@ -189,6 +189,7 @@ class JobStage:
             min_replicas=words.number("min", 1),
             expected_replicas=words.number("expected"),
             timeouts=Timeouts.derive(float(words.given.get("timeout_s", "6"))),
+            go_on_after_s=float(words.given.get("go_on_after", "inf")),
         )
         self.hidden = hidden_by(words)
         self.journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}

@@ -96,6 +96,11 @@ class Cluster:
     def job_of(self, slot: str) -> JobKey:
         return self.jobs[self.profile.slots.index(slot) % len(self.jobs)]
 
+    def expected(self, job: JobKey) -> int:
+        """How many processes `job` is meant to have; 0: it does not say."""
+        known = self.profile.expected_replicas > 0
+        return sum(self.job_of(slot) == job for slot in self.profile.slots) if known else 0
+
     def spawn(self, slot: str) -> None:
         """Start a process, unless the slot has one."""
         if self.process_in(slot) is not None:

@@ -80,6 +80,9 @@ class World:
     def make_replica(self, template: Join, *, resend_s: float, revoke_grace_s: float) -> Replica:
         return Replica(template, resend_s=resend_s, revoke_grace_s=revoke_grace_s)
 
+    def expected(self, job: JobKey) -> int:
+        return self.profile.expected_replicas
+
     def attach(self, link: Link) -> None:
         self.clock.after(self.work_rng.random() * 0.01, link.owner.link_up)
 

@@ -92,6 +92,7 @@ class Process:
         template = Join(
             job, slot, self.replica_id, step, lineage, (self.replica_id.encode(),),
             group_commit=options.group_commit, min_replicas=options.min_replicas,
+            expected_replicas=cluster.expected(job),
             genesis=genesis, held=held,
         )  # fmt: skip
         limits = options.timeouts

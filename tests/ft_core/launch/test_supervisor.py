@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
 from ft_core.launch.supervisor import Child, Policy
+from lighthouse.config import LighthouseConfig, Timeouts
+from lighthouse.server import LighthouseServer
 from tests.harness.waiting import PATIENCE_S, gone, until
+from tests.lighthouse.support import Player
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -75,6 +79,17 @@ def test_all_killed_are_started_again() -> None:
     assert not rules.over()
 
 
+def test_a_child_is_given_up_once() -> None:
+    rules = policy(3, max_restarts=0)
+    rules.children[0].joined = True
+    rules.ended(rules.children[0], 0, 1.0)
+    assert rules.given_up() == [], "it has trained to the end"
+    rules.ended(rules.children[1], -9, 1.0)
+    assert rules.given_up() == [rules.children[1]]
+    rules.ended(rules.children[2], 0, 1.0)
+    assert rules.given_up() == [rules.children[2]], "it has trained nothing"
+
+
 def test_too_few_left_is_stuck() -> None:
     rules = policy(2, max_restarts=0, min_alive=2)
     assert not rules.stuck()
@@ -102,18 +117,20 @@ log = Path(sys.argv[1])
 
 PARENT = """
 import os, sys
-from ft_core.launch.supervisor import supervise
+from ft_core.launch.supervisor import supervise, tell_lighthouse
 def environment(index, restarts):
     return {**os.environ, "INDEX": str(index), "RESTARTS": str(restarts)}
 sys.exit(supervise([sys.executable, sys.argv[1], sys.argv[2]], environment,
-                   count=2, min_alive=1, max_restarts=2))
+                   count=2, min_alive=1, max_restarts=0 if sys.argv[3] else 2,
+                   on_given_up=tell_lighthouse(sys.argv[3], "job") if sys.argv[3] else None))
 """
 
 
-def start(tmp_path: Path, child: str) -> subprocess.Popen[bytes]:
+def start(tmp_path: Path, child: str, *, told: str = "") -> subprocess.Popen[bytes]:
+    """`told`: address of a lighthouse that is told of children that are given up."""
     (tmp_path / "child.py").write_text(CHILD + textwrap.dedent(child))
     (tmp_path / "parent.py").write_text(PARENT)
-    command = [sys.executable, "parent.py", str(tmp_path / "child.py"), str(tmp_path)]
+    command = [sys.executable, "parent.py", str(tmp_path / "child.py"), str(tmp_path), told]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE)
 
@@ -125,6 +142,24 @@ def pid_in(path: Path) -> int:
 
 def await_gone(*pids: int) -> None:
     until(lambda: all(map(gone, pids)), "the children of a supervisor that has ended")
+
+
+def test_the_others_do_not_wait_for_a_child_that_is_given_up(tmp_path: Path) -> None:
+    """Of the two groups of a job one ends before it has joined, and is not started again: the other
+    one, which is played here, trains. The join timeout is far."""
+    timeouts = Timeouts.derive(PATIENCE_S, join_timeout_s=10 * PATIENCE_S)
+    config = LighthouseConfig(timeouts=timeouts, expected_replicas=2)
+    context: zmq.Context[Any] = zmq.Context()
+    with LighthouseServer(config=config) as server:
+        other = Player(server.address(), "0", context)
+        other.join()
+        address = server.address()
+        with start(tmp_path, "os._exit(1) if index == '1' else time.sleep(1e6)", told=address) as parent:
+            other.await_quorum()
+            parent.terminate()
+            assert parent.wait(PATIENCE_S) != 0
+        other.close()
+    context.term()
 
 
 def test_killed_child_comes_back(tmp_path: Path) -> None:
