@@ -193,11 +193,12 @@ class Forming:
     def _min_replicas(self) -> int:
         return max(self._config.min_replicas, self._members.rules.min_replicas)
 
-    def _roll(self) -> rules.Roll:
+    def _roll(self, now: float) -> rules.Roll:
         wish, option = self._members.rules.expected_replicas, self._config.expected_replicas
+        needed = wish or option  # a lighthouse of several jobs has one option for all of them
         return rules.Roll(
             max(wish, option),
-            wish or option,  # a lighthouse of several jobs has one option for all of them
+            needed if now >= self.since + self._join_timeout_s and self._has_steps() else 0,
             self._members.names,
             self._history.dead,
             self.since,
@@ -205,10 +206,18 @@ class Forming:
             self._config.go_on_after_s,
         )
 
+    def _has_steps(self) -> bool:
+        """Whether there is a step to lose: groups that all begin at step 0 need not wait for one that
+        will heal from them."""
+        head = self._history.head
+        if head is not None and head.step > 0:
+            return True
+        return any(member.position.step > 0 for member in self._members.by_id.values())
+
     def verdict(self, now: float) -> rules.Verdict:
         """Apply the rules to the members."""
         all_members, missed, head = self._members.by_id, self._history.missed, self._history.head
-        roll = self._roll()
+        roll = self._roll(now)
         if self._history.finished and head is not None:
             held = any(member.position.step >= head.step for member in all_members.values())
             late = rules.too_late(roll, held, head.step, now)

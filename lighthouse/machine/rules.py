@@ -25,8 +25,8 @@ R6  If no candidate has been in a quorum of the job yet, or if the job would go 
     since all its holders are dead, the next quorum waits for the *roll*: until as many replica groups
     are here as the job is meant to have, since any of them may hold a newer state. Each name is one
     process. One that was declared dead is not waited for; after the join timeout, nor are those that
-    are known to be dead. The rest is waited for until `go_on_at`. A job that names no number waits
-    for stragglers, until the join timeout.
+    are known to be dead. The rest is waited for until `go_on_at`. A job that names no number, or has
+    no step to lose, waits for stragglers, until the join timeout.
 R7  Ranks: members of the last quorum keep their order. Newcomers follow in natural order of their
     names when a job starts, and in order of arrival later.
 R8  If the last members said that the training has finished, candidates that come with less than its
@@ -76,7 +76,7 @@ class Roll:
 
     Attributes:
         expected: how many are waited for until the join timeout; 0: not known.
-        needed: how many must be here, or be known to be dead, after it; 0: not known.
+        needed: how many must be here, or be known to be dead, after it; 0: none need be.
         here: names of those that are here.
         dead: names of those that are dead, none of which is here; True: one was declared dead.
         since: when waiting began (the first candidate arrived, or the last quorum ended).
@@ -101,7 +101,8 @@ class Roll:
         """(what is waited for, until when). If that is not after `now`, it is given up."""
         if not self.expected:
             return "waiting for stragglers until the join timeout", self.expires
-        before, go_on_at = now < self.expires, self.since + self.go_on_after_s
+        before = now < self.expires or not self.needed
+        go_on_at = self.since + self.go_on_after_s
         count, until = (self.expected, self.expires) if before else (self.needed, go_on_at)
         missing = count - len(self.here) - (sum(self.dead.values()) if before else len(self.dead))
         if missing <= 0:

@@ -196,6 +196,7 @@ def test_a_group_that_is_expected_and_does_not_come_is_named(
     """A person reads which one is missing, and how to go on without it; and that ends the wait."""
     with caplog.at_level(logging.WARNING, "ft_core"), lighthouse(timeout_s=6.0) as server:
         a = Replica(server, "0", expected_replicas=2, job_id="mine")
+        a.manager.load_state_dict({"step": 5, "batches_committed": 5})  # of a checkpoint
 
         def declare() -> None:
             until(lambda: any("(1); each has to join" in text for text in caplog.messages), "a line")
@@ -205,7 +206,7 @@ def test_a_group_that_is_expected_and_does_not_come_is_named(
                 accepted, _ = client.declare_dead("1", job_id="mine")
             assert accepted
 
-        replicas(lambda: a.run_to(1), declare)
+        replicas(lambda: a.run_to(6), declare)
         a.close()
 
 

@@ -148,8 +148,9 @@ def test_a_job_goes_on_after_some_time_if_it_is_told_to(context: zmq.Context[Any
     options = ("--expected-replicas", "2", "--join-timeout", "0.1", "--go-on-after", "0.2")
     with lighthouse(*options) as (_, address):
         player = Player(address, "a", context)
-        player.join()
-        assert "gave up waiting for 1 of 2 expected" in player.await_quorum().reason
+        player.step = 5
+        player.join(genesis=9, held=1)
+        assert "gave up waiting for 1 of 2 expected replica groups (here: a)" in player.await_quorum().reason
         player.close()
 
 
