@@ -206,6 +206,8 @@ class Replica(Standing):
     # ------------------------------------------------------------------ process group and state
 
     def _on_configured(self, event: events.Configured, now: float) -> list[Effect]:
+        if self.stage is Stage.LEFT:
+            return []  # ended by this process itself
         effects = self._on_tried(events.Tried(event.missed, ()), now) if event.missed else []
         if self.view is not None and event.quorum_id == self.view.quorum_id and not self._revoked:
             if event.error:
