@@ -154,7 +154,9 @@ def _choose(address: str) -> str:
 
 
 class LighthouseClient:
-    """Asks a lighthouse for its status, and tells it of deaths; blocking. One thread at a time; a context manager.
+    """Asks a lighthouse for its status, and tells it of deaths; blocking. A context manager.
+
+    One thread at a time.
 
     Args:
         address: "tcp://host:port", "host:port" or "http://host:port". ValueError otherwise.

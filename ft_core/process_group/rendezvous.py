@@ -11,9 +11,9 @@ backlog. A hello of an older quorum is rejected; one of a newer quorum is kept f
 rendezvous.
 
 A member that can't be connected to is *missed*, as is one whose address leads to something else. One
-that is slow, or does not come, is not (`dialing` says how the two are told apart). If the backends do not connect in time although all
-members have met, the others' listeners are tried from here, too: an address may be good in one
-direction only.
+that is slow, or does not come, is not (`dialing` says how the two are told apart). If the backends do
+not connect in time although all members have met, the others' listeners are tried from here, too: an
+address may be good in one direction only.
 
 A frame on a connection is its length (4 bytes, big-endian) and a message (`lighthouse.wire.codec`).
 Each group draws a random cookie, so that a port which another process reuses is not mistaken for it.

@@ -5,8 +5,8 @@ committed, and no memory has failed. A yes tells two things about the state that
 often it was updated since the last commit, and a digest of a part of it. Members that say something
 else than more than half of the others hold another state. Where counts have no majority, the largest
 one counts: a loop that has caught an exception has left out an update, and has not made one more.
-Members that have healed since the last commit do not decide what is right. Where digests have no majority no member
-can tell which state is the right one.
+Members that have healed since the last commit do not decide what is right. Where digests have no
+majority no member can tell which state is the right one.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Two directions. A replica group (its leader rank) sends `Join`, `Vote`, `Heartbeat` and `Leave`; a
 watcher process sends `DeathNotice`; tools send `DeclareDead` and `StatusRequest`. The lighthouse
 answers with `Waiting`, `Decision` (which carries the next `Quorum` when the quorum changes),
-`Quorum`, `Revoke`, `Expelled`, `Refused`, `Declared` and `Status`. Members that can't connect to each other say so in a
-`ReachReport`, and are asked again by a `ReachQuery`.
+`Quorum`, `Revoke`, `Expelled`, `Refused`, `Declared` and `Status`. Members that can't connect to each
+other say so in a `ReachReport`, and are asked again by a `ReachQuery`.
 
 Every request is idempotent: a sender that gets no answer sends the same message again.
 A state is versioned by (step, lineage); a result is bound to (quorum_id, step).
