@@ -32,8 +32,7 @@ from torch.futures import Future
 from torch.nn import parallel
 
 from ft_core.buffers import SharedBuffers
-from ft_core.collectives.allreduce import work_of
-from ft_core.collectives.ops import completed
+from ft_core.collectives.allreduce import completed, work_of
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
 from ft_core.step import GradientManager, StartedReduce
 

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from ft_core.attempt import Attempts
 from ft_core.collectives import allreduce as reduction
-from ft_core.collectives.allreduce import AsyncReduce
-from ft_core.collectives.ops import with_default
+from ft_core.collectives.allreduce import AsyncReduce, with_default
 from ft_core.config import JobOptions, new_replica_id
 from ft_core.errors import QuorumUnavailable
 from ft_core.process_group import ProcessGroup

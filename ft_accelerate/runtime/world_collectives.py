@@ -31,7 +31,7 @@ from ft_accelerate.runtime.checked_collectives import (
     present,
 )
 from ft_accelerate.runtime.process import active, current
-from ft_core.collectives.ops import fill_neutral
+from ft_core.collectives.allreduce import fill_neutral
 
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8,

@@ -31,12 +31,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
-from ft_core.collectives.ops import finish, options_for
 from ft_core.process_group import ProcessGroup
 from ft_core.replica.status import Participation
-from ft_core.step import Step
 
 
 class Codec(ABC):
@@ -153,7 +150,6 @@ def codec_named(name: str) -> Codec:
 
 DEFAULT_CODEC = Int8()
 """Of `Manager.allreduce(should_quantize=True)`. Fixed, so that members need not agree on it."""
-_PIECE_VALUES = 4 << 20  # one piece is encoded while another is sent
 
 
 @dataclass(slots=True)
@@ -242,28 +238,3 @@ def _sum_in_rank_order(rows: Tensor) -> Tensor:
     for row in rows[1:]:
         total += row
     return total
-
-
-def check_quantizable(tensor: Tensor, op: str) -> None:
-    """Raises ValueError unless `Manager.allreduce` can quantize this."""
-    if op not in ("sum", "avg") or not tensor.is_floating_point():
-        raise ValueError(
-            f"should_quantize is for sums and means of real floating values, got {op} of "
-            f"{tensor.dtype}: call without it"
-        )
-
-
-def reduce_in_turn(
-    step: Step, tensor: Tensor, op: str, part: Participation, *, quantize: bool
-) -> Future[Tensor]:
-    """`Manager.allreduce` of a prepared tensor, after the collectives that are queued."""
-
-    def work(group: ProcessGroup) -> None:
-        if not quantize:
-            group.allreduce([tensor], options_for(op)).wait()
-            finish(tensor, op, part.participants)
-            return
-        jobs = [Reduction(piece) for piece in tensor.view(-1).split(_PIECE_VALUES)]
-        reduce_quantized(group, DEFAULT_CODEC, jobs, part)
-
-    return step.queue.submit(work, tensor)

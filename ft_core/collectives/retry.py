@@ -34,8 +34,7 @@ from torch.autograd import Variable
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.collectives.allreduce import AsyncReduce
-from ft_core.collectives.ops import completed
+from ft_core.collectives.allreduce import AsyncReduce, completed
 from ft_core.process_group.work import CompletedWork
 from ft_core.step import GradientManager, StartedReduce
 

@@ -30,44 +30,24 @@ the status to the training loop. The machine knows no clock, socket or thread.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 from ft_core.replica import events
-from ft_core.replica.events import (
-    Abort,
-    Configure,
-    Effect,
-    FetchState,
-    Remark,
-    ReplicaEvent,
-    Transmit,
-    TryToReach,
+from ft_core.replica.events import Abort, Effect, Remark, Transmit
+from ft_core.replica.status import (
+    Attempt,
+    Outcome,
+    ParticipationRule,
+    Relations,
+    ReplicaStatus,
+    Stage,
+    View,
 )
-from ft_core.replica.standing import Standing
-from ft_core.replica.status import Attempt, Outcome, Stage, View
-from lighthouse.wire.messages import (
-    GAVE_UP,
-    GAVE_UP_PLACE,
-    NO_QUORUM,
-    ONE_RANK,
-    PHASE_HEALING,
-    TORN,
-    Decision,
-    Expelled,
-    Heartbeat,
-    Leave,
-    Quorum,
-    ReachQuery,
-    ReachReport,
-    Refused,
-    Reply,
-    Revoke,
-    Vote,
-    Waiting,
-    apply_delta,
-)
+from lighthouse.wire import messages
+from lighthouse.wire.messages import GAVE_UP, NO_QUORUM, PHASE_HEALING, TORN
 
 
-class Replica(Standing):
+class Replica:
     """See the module's docstring.
 
     Args:
@@ -76,14 +56,62 @@ class Replica(Standing):
         revoke_grace_s: a bound attempt whose quorum is revoked may still vote yes within this if
             its collectives are all done.
         rule: how this rank's participation follows from a quorum.
+
+    Attributes:
+        status: after the last event. Replaced, never changed.
     """
 
-    def handle(self, event: ReplicaEvent, now: float) -> list[Effect]:
+    def __init__(
+        self,
+        template: messages.Join,
+        *,
+        resend_s: float,
+        revoke_grace_s: float,
+        rule: ParticipationRule | None = None,
+    ) -> None:
+        self._template = template
+        self.promised = template.promised  # the term that this rank obeys, until a higher one
+        self._resend_s = resend_s
+        self._revoke_grace_s = revoke_grace_s
+        self._rule = rule or ParticipationRule()
+        self._relations: Relations | None = None
+        self.replica_id = template.replica_id
+        self.stage = Stage.OUT
+        self.attempt = Attempt.CLOSED
+        self.step, self.lineage = template.step, template.lineage
+        self.origin = template.genesis, template.held
+        self.view: View | None = None
+        self.healed = True  # own state is the quorum's
+        self.outcome: Outcome | None = None
+        self.reason = "not joined yet"
+        self.failure = ""
+        self.published: tuple[int, str] | None = None
+        self.leaving = False  # the next vote says that it is the last one
+        self._configured = NO_QUORUM
+        self._revoked = False
+        self._vote: messages.Vote | None = None
+        self._before = (template.step, template.lineage)  # position before the last vote
+        self._unattended = False  # voted, and the loop does not wait for the answer
+        self._unread: events.ReplicaEvent | None = None  # the first message since
+        self._unanswered: messages.Vote | None = None  # per-group commit: decision still to come
+        self._loop_waits = False  # at its step's boundary: it uses neither the state nor the group
+        self._begun = 0  # attempts, all in all
+        self._spent_in_group = 0  # of them, by this rank or another one of its group
+        self._heal_in_step = False
+        self._fetching: events.FetchState | None = None
+        self._fetched: tuple[int, str] | None = None
+        self._overwriting = False
+        self._connected = True
+        self._resend_at: float | None = None
+        self._grace_at: float | None = None
+        self.status = self._status()
+
+    def handle(self, event: events.ReplicaEvent, now: float) -> list[Effect]:
         """Take an event; return what the shell must do. Replies to something older are ignored."""
         name = _HANDLERS.get(type(event))
         if name is None:
             return []
-        if self._unattended and isinstance(event, Reply) and not isinstance(event, ReachQuery):
+        if self._unattended and type(event) in _ANSWERS:
             self._unread = self._unread or event  # later ones come again: this rank repeats itself
             return []
         effects: list[Effect] = getattr(self, name)(event, now)
@@ -102,7 +130,8 @@ class Replica(Standing):
             self._fail_if_spent()
         self._heal_in_step = event.heal_in_step
         # In the steady state there is nothing to wait for, to serve or to heal.
-        self._loop_waits = not self.ready or not self.healed or bool(self.targets or self.published)
+        serving = bool(self._related().targets or self.published)
+        self._loop_waits = serving or not self.ready or not self.healed
         return self._join(now) if self.stage is Stage.OUT else []
 
     def _fail_if_spent(self) -> None:
@@ -157,7 +186,7 @@ class Replica(Standing):
         view = self.view
         assert view is not None and self.healed
         self.attempt, self._before = Attempt.VOTED, (self.step, self.lineage)
-        self._vote = Vote(
+        self._vote = messages.Vote(
             self._template.job, self.replica_id, view.quorum_id, view.step, view.lineage, True,
             control=event.control, leaving=self.leaving, updates=event.updates, digest=event.digest,
             attempt=self._begun,
@@ -179,13 +208,13 @@ class Replica(Standing):
         self._resend_at = self._grace_at = None
         if self.attempt is not Attempt.CLOSED:
             self._close(Outcome(self.step, False, f"left: {reason}"))
-        leave = Leave(self._template.job, self.replica_id, reason, reduced)
+        leave = messages.Leave(self._template.job, self.replica_id, reason, reduced)
         return [] if was_out else [Transmit(leave)]
 
     def _on_rejoin(self, event: events.Rejoin, now: float) -> list[Effect]:
         held = self.healed and not event.discard_state
         kept = (self.step, self.lineage) if held else None
-        effects = self._rejoin(event.reason, kept, GAVE_UP_PLACE if held else GAVE_UP)
+        effects = self._rejoin(event.reason, kept, messages.GAVE_UP_PLACE if held else GAVE_UP)
         return effects + self._join(now) if event.join_now and self.stage is Stage.OUT else effects
 
     def _on_unapplied(self, event: events.Unapplied, now: float) -> list[Effect]:
@@ -215,12 +244,12 @@ class Replica(Standing):
             self._configured = event.quorum_id
         return effects
 
-    def _on_query(self, message: ReachQuery, now: float) -> list[Effect]:
-        return [TryToReach(message.members)]
+    def _on_query(self, message: messages.ReachQuery, now: float) -> list[Effect]:
+        return [events.TryToReach(message.members)]
 
     def _on_tried(self, event: events.Tried, now: float) -> list[Effect]:
-        job = self._template.job
-        return [Transmit(ReachReport(job, self.replica_id, event.missed, event.reached))]
+        job, own_id = self._template.job, self.replica_id
+        return [Transmit(messages.ReachReport(job, own_id, event.missed, event.reached))]
 
     def _on_fetched(self, event: events.Fetched, now: float) -> list[Effect]:
         fetch = event.fetch
@@ -235,8 +264,8 @@ class Replica(Standing):
             return []
         self.reason = f"heal failed: {event.error}"
         if event.denied:
-            leave = Leave(self._template.job, self.replica_id, self.reason[:500])
-            refused = Refused(self._template.job, self.reason)
+            leave = messages.Leave(self._template.job, self.replica_id, self.reason[:500])
+            refused = messages.Refused(self._template.job, self.reason)
             return [Transmit(leave), *self._on_refused(refused, now)]
         effects: list[Effect] = [Remark(self.reason)]
         if self.attempt is Attempt.BOUND:
@@ -290,7 +319,7 @@ class Replica(Standing):
         self.status = self._status()
         return effects
 
-    def _on_refused(self, message: Refused, now: float) -> list[Effect]:
+    def _on_refused(self, message: messages.Refused, now: float) -> list[Effect]:
         """For good. A step that has begun is over, too: its vote will not be answered."""
         if self.stage is Stage.LEFT:
             return []
@@ -303,7 +332,7 @@ class Replica(Standing):
         self._revoked = True
         return [Abort(self.view.quorum_id, message.reason)]
 
-    def _on_waiting(self, message: Waiting, now: float) -> list[Effect]:
+    def _on_waiting(self, message: messages.Waiting, now: float) -> list[Effect]:
         """The lighthouse knows this rank; from here on heartbeats keep its place."""
         if (offer := message.offer) is not None:
             follows = offer == self.promised or offer.outranks(self.promised)
@@ -319,37 +348,30 @@ class Replica(Standing):
         self.reason = message.reason
         return [Remark(message.reason)]
 
-    def _on_decision(self, message: Decision, now: float) -> list[Effect]:
+    def _on_decision(self, message: messages.Decision, now: float) -> list[Effect]:
         view = self.view
         if view is None or message.quorum_id != view.quorum_id:
             return []
-        late = self._unanswered
-        if late is not None and message.step == late.step:
+        if self._unanswered is not None and message.step == self._unanswered.step:
             return self._late_decision(message, now)
         if message.step != view.step or self.stage is not Stage.MEMBER:
             return []
         vote = self._vote
-        answers_mine = vote is not None and (vote.quorum_id, vote.step) == (
-            message.quorum_id, message.step)  # fmt: skip
         if message.committed:
-            if not (answers_mine and vote is not None and vote.ok):
-                # Others committed a step that this rank did not vote for: it is behind now.
-                return self._on_expelled(
-                    Expelled(self._template.job, view.quorum_id, "committed without me"), now
-                )
+            if vote is None or not vote.ok:  # the others have voted for it: this rank is behind now
+                late = messages.Expelled(self._template.job, view.quorum_id, "committed without me")
+                return self._on_expelled(late, now)
             self._advance(view)
-        if self.attempt is Attempt.VOTED and answers_mine:
-            self._close(
-                Outcome(view.step, message.committed, message.reason,
-                        self._contributing, message.control)
-            )  # fmt: skip
+        if self.attempt is Attempt.VOTED:
+            groups, control = self._contributing, message.control
+            self._close(Outcome(view.step, message.committed, message.reason, groups, control))
         self._vote = None
-        if answers_mine and vote is not None and vote.leaving:
+        if vote is not None and vote.leaving:
             self.stage = Stage.LEFT
         self._resend_at = now + self._resend_s
         return self._after_decision(message, now)
 
-    def _after_decision(self, message: Decision, now: float) -> list[Effect]:
+    def _after_decision(self, message: messages.Decision, now: float) -> list[Effect]:
         """The next quorum: the same, the one that came along, or none yet."""
         if self.stage is Stage.LEFT:
             self._resend_at = None
@@ -365,7 +387,7 @@ class Replica(Standing):
             return [Abort(message.quorum_id, self.failure)]
         return []
 
-    def _late_decision(self, message: Decision, now: float) -> list[Effect]:
+    def _late_decision(self, message: messages.Decision, now: float) -> list[Effect]:
         """Per-group commit: the answer to a vote that this rank has already acted on."""
         self._unanswered = None
         view, over = self.view, message.next_quorum is not None or message.waiting
@@ -373,7 +395,7 @@ class Replica(Standing):
             return self._after_decision(message, now)
         return self._cast(view, now)
 
-    def _on_quorum(self, message: Quorum, now: float) -> list[Effect]:
+    def _on_quorum(self, message: messages.Quorum, now: float) -> list[Effect]:
         if self.stage in (Stage.OUT, Stage.LEFT, Stage.REFUSED):
             return []
         old = self.view
@@ -383,7 +405,7 @@ class Replica(Standing):
             return []  # a repetition, or one that this rank has left behind
         if message.base_id and (old is None or message.base_id != old.quorum_id):
             return self._repeat(now)  # a difference to something unknown here: ask for all
-        members = apply_delta(old.members if old is not None else (), message)
+        members = messages.apply_delta(old.members if old is not None else (), message)
         mine = next((m for m in members if m.replica_id == self.replica_id), None)
         if mine is None:
             return []
@@ -396,14 +418,15 @@ class Replica(Standing):
         self._revoked, self._grace_at = False, None
         self._resend_at = now + self._resend_s
         # Ranks of one group heal together, also those that have healed already.
-        in_group = message.attempt != ONE_RANK
+        in_group = message.attempt != messages.ONE_RANK
         held = (self.step, self.lineage) == (message.step, message.lineage)
         self.healed = held and not (in_group and mine.healing)
         self.origin = self.view.origin if held else self.origin
         self._fail_if_bound(message)
         self._spent_in_group = max(self._spent_in_group, message.attempt)
         self._fail_if_spent()
-        effects.append(Configure(message.quorum_id, members, self.view.rank_of(self.replica_id)))
+        rank = self.view.rank_of(self.replica_id)
+        effects.append(events.Configure(message.quorum_id, members, rank))
         if not self.healed and not mine.healing:
             # The lighthouse takes this state for another one: a no says which it is.
             return effects + self._vote_no("its state is another one", now, phase=PHASE_HEALING)
@@ -419,7 +442,7 @@ class Replica(Standing):
             return []
         return [Abort(self.view.quorum_id, "a newer quorum is here")]
 
-    def _fail_if_bound(self, message: Quorum) -> None:
+    def _fail_if_bound(self, message: messages.Quorum) -> None:
         """Under a new quorum an attempt goes on only if it has reduced nothing (S5), stands at
         the quorum's position, and need not serve its state at the step's boundary."""
         if self.attempt is Attempt.BOUND:
@@ -428,7 +451,7 @@ class Replica(Standing):
             position = (message.step, message.lineage)
             if not self.healed and not self._heal_in_step:
                 self.attempt, self.failure = Attempt.FAILED, "this replica group must heal"
-            elif self.targets and self.published != position:
+            elif self._related().targets and self.published != position:
                 self.attempt, self.failure = Attempt.FAILED, "a peer must heal from this state"
 
     def _fetch(self, view: View) -> list[Effect]:
@@ -436,10 +459,10 @@ class Replica(Standing):
         if key == self._fetched or (now is not None and key == (now.step, now.lineage)):
             return []
         sources = tuple(m for m in view.members if not m.healing)
-        self._fetching = FetchState(view.step, view.lineage, sources)
+        self._fetching = events.FetchState(view.step, view.lineage, sources)
         return [self._fetching]
 
-    def _on_revoke(self, message: Revoke, now: float) -> list[Effect]:
+    def _on_revoke(self, message: messages.Revoke, now: float) -> list[Effect]:
         view = self.view
         if view is None or self.stage is not Stage.MEMBER or message.quorum_id != view.quorum_id:
             return []
@@ -462,7 +485,7 @@ class Replica(Standing):
             effects += self._vote_no(reason, now, phase=self._phase())
         return effects
 
-    def _on_expelled(self, message: Expelled, now: float) -> list[Effect]:
+    def _on_expelled(self, message: messages.Expelled, now: float) -> list[Effect]:
         view = self.view
         if view is not None and message.quorum_id not in (view.quorum_id, NO_QUORUM):
             return []
@@ -499,20 +522,90 @@ class Replica(Standing):
             self.attempt, self.failure, self.outcome = Attempt.FAILED, reason, None
         return [Remark(f"{reason}: this replica group discards its state, and heals"), *effects]
 
+    # ------------------------------------------------------------------ what the status tells
+
+    def _status(self) -> ReplicaStatus:
+        relations, view = self._related(), self.view
+        wants_group = NO_QUORUM if view is None or self._revoked else view.quorum_id
+        return ReplicaStatus(
+            self.stage, self.attempt, self.step, self.lineage, view, relations.part,
+            self.attempt is Attempt.OPEN and not self._loop_waits, self.ready, self.healing,
+            self.state_fetched, self._overwriting, relations.targets, self.published,
+            self.outcome, self.reason, self.failure, wants_group, self.deadline(), self.origin,
+        )  # fmt: skip
+
+    def deadline(self) -> float | None:
+        """When `expire` wants to be called, or None."""
+        resend, grace = self._resend_at, self._grace_at
+        return resend if grace is None else grace if resend is None else min(resend, grace)
+
+    @property
+    def ready(self) -> bool:
+        """Collectives of this attempt may start."""
+        view = self.view
+        return (
+            self.stage is Stage.MEMBER
+            and view is not None
+            and self._configured == view.quorum_id
+            and not self._revoked
+        )
+
+    @property
+    def may_vote(self) -> bool:
+        """A yes counts. Not the same as `ready`: the collectives of a bound attempt may all be done
+        when its quorum is revoked. Then its yes still counts, and the step may still commit."""
+        if self.stage is not Stage.MEMBER or not self.healed or self._vote is not None:
+            return False
+        return self.attempt is Attempt.BOUND or (self.attempt is Attempt.OPEN and self.ready)
+
+    @property
+    def healing(self) -> bool:
+        """A member whose state is not the quorum's yet."""
+        return self.stage is Stage.MEMBER and not self.healed
+
+    @property
+    def state_fetched(self) -> bool:
+        """The state that this rank must load has arrived."""
+        view = self.view
+        return view is not None and self._fetched == (view.step, view.lineage)
+
+    def _related(self) -> Relations:
+        view, member, known = self.view, self.stage is Stage.MEMBER, self._relations
+        key = view and view.members, view and view.quorum_id, member, self.healed
+        if known is None or known.key != key:
+            known = Relations(self._rule, self.replica_id, view, member, self.healed)
+            self._relations = known
+        return known
+
+    @property
+    def _contributing(self) -> int:
+        """How many replica groups contribute to the step that is under way."""
+        known = self._relations  # as before this event
+        return known.part.groups if known is not None and known.part is not None else 0
+
+    @property
+    def _spent(self) -> int:
+        """How many attempts this rank has spent; one that has reduced nothing yet is not."""
+        return self._begun - (self.attempt is Attempt.OPEN)
+
+    def _phase(self) -> str:
+        if self.attempt is Attempt.BOUND or self.attempt is Attempt.VOTED:
+            return messages.PHASE_REDUCING
+        if self.healing:
+            return PHASE_HEALING
+        computing = self.attempt is Attempt.OPEN and not self._loop_waits
+        return messages.PHASE_OPEN if computing else messages.PHASE_IDLE
+
     # ------------------------------------------------------------------ pieces
 
     def _join(self, now: float) -> list[Effect]:
-        self.stage, view = Stage.JOINING, self.view
+        self.stage, (genesis, held) = Stage.JOINING, self.origin
         join = replace(
-            self._template,
-            step=self.step,
-            lineage=self.lineage,
-            quorum_id=view.quorum_id if view else NO_QUORUM,
-            last_members=tuple(m.replica_id for m in view.members) if view else (),
-            in_doubt=view.doubt() if view and self.attempt is Attempt.VOTED else None,
-            promised=self.promised, genesis=self.origin[0], held=self.origin[1],
-            attempt=self._spent,
-        )
+            self._template, step=self.step, lineage=self.lineage, promised=self.promised,
+            genesis=genesis, held=held, attempt=self._spent,
+        )  # fmt: skip
+        if self.view is not None:
+            join = self.view.recall(join, in_doubt=self.attempt is Attempt.VOTED)
         self._resend_at = now + self._resend_s
         return [Transmit(join)]
 
@@ -525,8 +618,9 @@ class Replica(Standing):
         """Send the yes; under per-group commit act on it at once, unless it is the last one."""
         effects = self._send_vote(now)
         if self._template.group_commit and not self.leaving:
-            self._unanswered = self._vote
-            self._commit_locally(view)
+            self._advance(view)
+            self._close(Outcome(view.step, True, "own vote", self._contributing, b""))
+            self._unanswered, self._vote = self._vote, None
         return effects
 
     def _vote_no(
@@ -536,7 +630,7 @@ class Replica(Standing):
         view = self.view
         if self.stage is not Stage.MEMBER or view is None or self._vote is not None:
             return []
-        self._vote = Vote(
+        self._vote = messages.Vote(
             self._template.job, self.replica_id, view.quorum_id, view.step, self.lineage, False,
             reason[:500], phase, stalled, self.leaving and self.attempt is Attempt.FAILED,
             attempt=self._spent,
@@ -560,9 +654,10 @@ class Replica(Standing):
         if self._vote is not None and self.stage is Stage.MEMBER:
             return self._send_vote(now)
         quorum_id = self.view.quorum_id if self.view else NO_QUORUM
-        return [Transmit(Heartbeat(self._template.job, self.replica_id, quorum_id, self.step))]
+        job, own_id = self._template.job, self.replica_id
+        return [Transmit(messages.Heartbeat(job, own_id, quorum_id, self.step))]
 
-    def _end_doubt(self, quorum: Quorum) -> None:
+    def _end_doubt(self, quorum: messages.Quorum) -> None:
         """The next quorum says what became of the step in doubt."""
         view = self.view
         if self.attempt is not Attempt.VOTED or view is None:
@@ -576,14 +671,8 @@ class Replica(Standing):
 
     def _advance(self, view: View) -> None:
         """The step of `view` is committed: move on under the same quorum."""
-        self.view = view.after_commit()
-        (self.step, self.lineage), self.origin = self.view.position, self.view.origin
-
-    def _commit_locally(self, view: View) -> None:
-        """Per-group commit: act on the own yes; the decision follows."""
-        self._advance(view)
-        self._close(Outcome(view.step, True, "own vote", self._contributing, b""))
-        self._vote = None
+        self.view = new = view.after_commit()
+        self.step, self.lineage, self.origin = new.step, new.lineage, (new.genesis, new.held)
 
     def _close(self, outcome: Outcome) -> None:
         self.outcome, self.attempt = outcome, Attempt.CLOSED
@@ -595,9 +684,12 @@ class Replica(Standing):
             assert self.view is not None
             assert any(m.replica_id == self.replica_id for m in self.view.members)
             assert not self.healed or (self.step, self.lineage) == self.view.position
+            vote, asked = self._vote, (self.view.quorum_id, self.view.step)
+            assert vote is None or (vote.quorum_id, vote.step) == asked
         assert self.attempt is not Attempt.VOTED or (self._vote is not None and self._vote.ok)
         assert self.attempt is not Attempt.BOUND or self.stage is Stage.MEMBER
         assert (self.outcome is None) or self.attempt is Attempt.CLOSED
 
 
 _HANDLERS = events.handlers(Replica)
+_ANSWERS = {*get_args(messages.Reply)} - {messages.ReachQuery}  # to what the loop has sent

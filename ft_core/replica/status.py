@@ -8,10 +8,10 @@ participant is a rank: what averages or counts need not know which ranks form a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from lighthouse.wire.messages import InDoubt, Member, Quorum, healed, next_lineage
+from lighthouse.wire.messages import InDoubt, Join, Member, Quorum, healed, next_lineage
 
 
 class Stage(Enum):
@@ -68,9 +68,12 @@ class View:
             q.quorum_id, q.step, q.lineage, members, q.reason, q.nonce, q.genesis, q.held, q.compare
         )
 
-    def doubt(self) -> InDoubt:
-        """Its step, to which this rank has said yes, and has heard no answer."""
-        return InDoubt(self.quorum_id, self.step, self.position_after()[1])
+    def recall(self, join: Join, *, in_doubt: bool) -> Join:
+        """`join` of a rank whose last quorum this was. `in_doubt`: it has said yes to its step, and
+        has heard no answer."""
+        doubt = InDoubt(self.quorum_id, self.step, self.position_after()[1]) if in_doubt else None
+        last_members = tuple(m.replica_id for m in self.members)
+        return replace(join, quorum_id=self.quorum_id, last_members=last_members, in_doubt=doubt)
 
     def rank_of(self, replica_id: str) -> int:
         return next(i for i, m in enumerate(self.members) if m.replica_id == replica_id)
@@ -251,7 +254,12 @@ class Relations:
     """
 
     def __init__(
-        self, rule: ParticipationRule, replica_id: str, view: View | None, member: bool, healed: bool
+        self,
+        rule: ParticipationRule,
+        replica_id: str,
+        view: View | None,
+        member: bool,
+        healed: bool,
     ) -> None:
         self.key = view and view.members, view and view.quorum_id, member, healed
         self.part: Participation | None = None

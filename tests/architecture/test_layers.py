@@ -44,7 +44,6 @@ PURE = [
     "ft_core.heal.protocol",
     "ft_core.heal.transfer_plan",
     "ft_core.replica.machine",
-    "ft_core.replica.standing",
     "ft_lightning.shared.topology",
     "lighthouse.wire.codec",
     "lighthouse.config",

@@ -373,8 +373,8 @@ class ReplicaStage:
         text = f"{machine.stage.value}/{machine.attempt.value} {machine.step}/{machine.lineage}"
         for shown in ("ready", "healing", "may_vote", "state_fetched"):
             text += f" {shown}" * getattr(machine, shown)
-        if machine.targets:
-            text += f" targets={show(machine.targets)}"
+        if machine.status.targets:
+            text += f" targets={show(machine.status.targets)}"
         if machine.outcome is not None:
             text += f" {show(machine.outcome)}"
         return f"= {text}"

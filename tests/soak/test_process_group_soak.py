@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.collectives.ops import options_for
+from ft_core.collectives.allreduce import options_for
 from ft_core.process_group import (
     ProcessGroupError,
     ProcessGroupGloo,

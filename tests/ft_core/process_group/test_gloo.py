@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ft_core.collectives.ops import options_for
+from ft_core.collectives.allreduce import options_for
 from ft_core.process_group import ProcessGroupError, ProcessGroupGloo
 from tests.ft_core.process_group.members import (
     KIND_NAMES,
