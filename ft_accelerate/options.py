@@ -190,6 +190,8 @@ class FaultTolerancePlugin:
             name=str(self.replica_group_id),
             expected_replicas=self.num_replica_groups,
             async_quorum=False,
+            objects_option=f"{argument_name('heal_allow_objects')}: true in {SECTION} (or the flag "
+            f"--{argument_name('heal_allow_objects')})",
             group_rank=place.group_rank,
             group_world_size=size,
             ranks_hold=RanksHold.COPIES,

@@ -18,6 +18,7 @@ from ft_core.collectives.allreduce import find_weight
 from ft_core.config import JobOptions
 from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal.compared import ComparedState, Digest
+from ft_core.heal.objects import naming_option
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
 from ft_core.replica.status import Attempt, Outcome, ReplicaStatus, Stage
@@ -28,6 +29,9 @@ from ft_core.telemetry import COMMIT, DISCARD, Telemetry
 from lighthouse.wire.messages import NOT_COUNTED
 
 log = logging.getLogger("ft_core")
+
+FIRST_CHECKS = 3
+"""After so many commits it is checked that the state can travel."""
 
 
 class Attempts:
@@ -49,6 +53,8 @@ class Attempts:
         )
         self._quorum_wait_s = options.quorum_timeout_s
         self._began_at = 0.0
+        # An integration's first commits may be agreements, at which it serves no whole state.
+        self._checks_left = 0 if options.expected_replicas == 1 else FIRST_CHECKS
         self._discards_in_a_row = 0
         self._untaken = False  # a vote was cast, and the loop does not know its outcome
         self._updates = NOT_COUNTED  # since the last commit
@@ -76,6 +82,11 @@ class Attempts:
             self._settle(timeout)
         elif session.control.status.attempt is not Attempt.CLOSED:
             self._abandon()
+        if self._checks_left and self.last_outcome is not None and self.last_outcome.committed:
+            # Now the optimizers have a state, and nothing is lost yet.
+            self._checks_left -= 1
+            with naming_option(self._options):
+                self._state.check(allow_objects=self._options.heal_allow_objects)
         self.step.open()
         self._began_at = time.monotonic()
         # Also where nothing is waited for now: the quorum may be lost before the first collective.

@@ -56,6 +56,7 @@ class JobOptions:
         token: shared secret; a heal server refuses members that present another one.
         heal_allow_objects: let states hold arbitrary Python objects, which travel by pickle: only on
             a network that you trust. All members choose alike.
+        objects_option: how a user of this integration writes `heal_allow_objects=True`.
         timeouts: every duration of the protocol; derived.
 
     Raises ValueError, in one sentence, for a value that no job can have.
@@ -87,6 +88,7 @@ class JobOptions:
     heal_port: int = 0
     token: str = field(default="", repr=False)
     heal_allow_objects: bool = False
+    objects_option: str = "Manager(heal_allow_objects=True)"
     timeouts: Timeouts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,6 +155,10 @@ class JobOptions:
         if known.get("ranks_hold") in ("shards", "copies"):
             known["ranks_hold"] = RanksHold(known["ranks_hold"])
         return cls(**known)
+
+    def as_written(self, text: str) -> str:
+        """A message of a heal, with the option's name as the user of this integration writes it."""
+        return text.replace("heal_allow_objects=True", self.objects_option, 1)
 
     @property
     def group_commit(self) -> bool:

@@ -25,6 +25,7 @@ from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.allreduce import AsyncReduce, with_default
 from ft_core.config import JobOptions, new_replica_id
 from ft_core.errors import QuorumUnavailable
+from ft_core.heal.objects import naming_option
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
 from ft_core.replica.status import (
@@ -576,10 +577,9 @@ class Manager:
             raise RuntimeError("this manager was shut down; create a new one")
         step, lineage = self._start
         if not lineage:
-            lineage = self.state.first_lineage(
-                alike=not self._options.init_sync,
-                allow_objects=self._options.heal_allow_objects,
-            )
+            alike, objects = not self._options.init_sync, self._options.heal_allow_objects
+            with naming_option(self._options):
+                lineage = self.state.first_lineage(alike=alike, allow_objects=objects)
         self.state.prepare()
         session = Session(
             self._options,

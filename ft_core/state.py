@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ft_core.heal import digest
+from ft_core.heal import UnsupportedObjectError, digest, objects, pack
 from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
 from ft_core.shell.session import Session
 
@@ -63,6 +63,7 @@ class State:
         self._read_in_step: set[str] = set()
         self._preallocated: list[PreallocatedState] = []
         self._served: Versions = []
+        self._withheld = ""
         self._in_place = True
         self._offered: dict[str, Any] | None = None
         self._received: Versions = []
@@ -110,10 +111,38 @@ class State:
             self.retire(session)
         if not status.targets or status.published == position:
             return
-        tree = {"user": self.save(), "batches_committed": self.batches_committed}
-        session.plane.publish(*position, tree, len(status.targets))
-        self._served = _versions(tree)
+        try:
+            tree = {"user": self.save(), "batches_committed": self.batches_committed}
+            session.plane.publish(*position, tree, len(status.targets))
+        except Exception as error:  # the user's code, or what it has put into the state
+            self._withhold(session, position, error)
+        else:
+            self._served = _versions(tree)
         session.control.submit(Published(position))
+
+    def _withhold(self, session: Session, position: tuple[int, str], error: Exception) -> None:
+        """A member that asks for the state is not a reason to end this one: tell it why there is
+        none, and train on."""
+        reason = str(error) if isinstance(error, UnsupportedObjectError) else repr(error)
+        if reason != self._withheld:
+            self._withheld = reason
+            log.error(
+                "no process can come back, since the state cannot be given to it; this one trains "
+                "on: %s",
+                reason,
+                exc_info=not isinstance(error, UnsupportedObjectError),
+            )
+        session.plane.withhold(*position, reason)
+
+    def check(self, *, allow_objects: bool) -> None:
+        """Raise UnsupportedObjectError if something in the state can't travel. Copies no tensor; saves,
+        as each heal does. What the user's code raises meanwhile is logged: it may work later."""
+        try:
+            tree = self.save()
+        except Exception as error:
+            log.warning("the state cannot be saved now, as a peer that comes back needs it: %r", error)
+            return
+        pack(tree, allow_objects)
 
     def retire(self, session: Session, *, copy: bool = False) -> None:
         """The state may change from now on: stop serving it. `copy`: serve copies of what peers have
@@ -192,8 +221,13 @@ def _if_large(leaf: Any) -> Tensor | None:
 
 def _versions(tree: Any) -> Versions:
     """The large tensors of a tree, with how often each was changed so far."""
-    leaves = (_if_large(leaf) for leaf in tree_leaves(tree))
-    return [(leaf, leaf._version) for leaf in leaves if leaf is not None]
+    found: Versions = []
+    for leaf in tree_leaves(tree):
+        if (large := _if_large(leaf)) is not None:
+            found.append((large, large._version))
+        elif within := objects.inside(leaf):
+            found += _versions(within)
+    return found
 
 
 def _unchanged(versions: Versions) -> bool:

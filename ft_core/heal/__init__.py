@@ -5,7 +5,7 @@ once, in place; `digest` tells whether two states are equal. `pack` and `unpack`
 """
 
 from ft_core.heal.checksum import digest
-from ft_core.heal.format import allow_enum, pack, unpack
+from ft_core.heal.format import pack, unpack
 from ft_core.heal.protocol import (
     HealDenied,
     HealError,
@@ -29,7 +29,6 @@ __all__ = [
     "Interrupt",
     "ServerStats",
     "UnsupportedObjectError",
-    "allow_enum",
     "digest",
     "fetch",
     "pack",

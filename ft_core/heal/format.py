@@ -3,6 +3,7 @@
 A tree of plain Python values becomes one msgpack node. A node is None, a bool, a 64-bit int, a
 float, a str or bytes as itself; all else is a list `[tag, ...]`. Types are matched exactly, because
 a subclass may carry state that would be lost without notice; an unknown type is refused by name.
+Dataclasses, namedtuples, Namespaces and enums travel by their values (`ft_core.heal.objects`).
 
 Tensors are not part of the node. They travel by dtype, shape and contents, in row-major order;
 strides, device, requires_grad and the Parameter class do not travel. Leaves that are one tensor in
@@ -15,11 +16,14 @@ from __future__ import annotations
 
 import collections
 import datetime
+import decimal
 import enum
 import hashlib
 import pathlib
 import pickle
 import sys
+import uuid
+import zoneinfo
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +32,7 @@ import msgpack
 import numpy as np
 import torch
 
+from ft_core.heal import objects
 from ft_core.heal.protocol import HealDenied, HealError, Layout, UnsupportedObjectError, lay_out
 
 Node = Any  # None | bool | int | float | str | bytes | list[Any]
@@ -35,6 +40,7 @@ MANIFEST_VERSION = 1
 MAX_DEPTH = 100
 TENSOR_TAGS = frozenset({"T", "DT", "N", "B"})  # nodes that stand for raw bytes
 NUMPY_KINDS = frozenset("biufcSUMm")
+_BY_VALUES = frozenset({objects.DATACLASS, objects.NAMED_TUPLE, objects.NAMESPACE})
 _BIG_BYTES = 64 << 10  # bytes objects of this size and above travel as raw data
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _FACTORIES: dict[str, Any] = {
@@ -45,21 +51,12 @@ _PURE_PATHS: dict[str, type[pathlib.PurePath]] = {
     "posix": pathlib.PurePosixPath,
     "windows": pathlib.PureWindowsPath,
 }
-_allowed_enums: dict[str, type[enum.Enum]] = {}
 
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and "qint" not in str(value) and "quint" not in str(value)
 }
-
-
-def allow_enum(cls: type[enum.Enum]) -> None:
-    """Let members of this enum travel, by class name and member name. Call it on every rank.
-
-    Enums of the standard library and of torch are allowed already. Call it before training.
-    """
-    _allowed_enums[f"{cls.__module__}:{cls.__qualname__}"] = cls
 
 
 def pack_node(node: Node) -> bytes:
@@ -78,15 +75,6 @@ def unpack_node(data: bytes | memoryview) -> Node:
         )
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise HealError(f"A source sent a manifest that is not valid msgpack: {error}.") from error
-
-
-def _is_known_enum(cls: type) -> bool:
-    root = cls.__module__.partition(".")[0]
-    return (
-        root in sys.stdlib_module_names
-        or root == "torch"
-        or f"{cls.__module__}:{cls.__qualname__}" in _allowed_enums
-    )
 
 
 class TreeEncoder:
@@ -132,12 +120,13 @@ class TreeEncoder:
         node = self._container(value, kind)
         if node is None:
             node = _encode_scalar(value, kind)
-        return self._object(value) if node is None else node
+        return self._pickled(value) if node is None else node
 
     def _container(self, value: Any, kind: type) -> Node | None:
         known = (list, tuple, dict, collections.OrderedDict, collections.defaultdict,
                  collections.Counter, collections.deque, set, frozenset)  # fmt: skip
-        if kind not in known:
+        by_values = "" if kind in known else objects.kind_of(value)
+        if kind not in known and by_values not in _BY_VALUES:
             return None
         if id(value) in self._open:
             raise UnsupportedObjectError(
@@ -150,6 +139,8 @@ class TreeEncoder:
             )
         self._open.add(id(value))
         try:
+            if by_values:
+                return self._object(value, kind, by_values)
             if kind is list:
                 return ["l", *self._items(value)]
             if kind is tuple:
@@ -207,14 +198,25 @@ class TreeEncoder:
             )
         return self.encode(key)
 
-    def _object(self, value: Any) -> Node:
+    def _object(self, value: Any, cls: type, tag: str) -> Node:
+        if tag == objects.NAMED_TUPLE:
+            return [tag, *objects.named(cls), *self._items(value)]
+        found = objects.values_of(value)
+        node: list[Node] = [tag, *objects.named(cls)]
+        for name in sorted(found) if self._canonical else found:
+            self._path.append(f".{name}")
+            node += [name, self.encode(found[name])]
+            self._path.pop()
+        return node
+
+    def _pickled(self, value: Any) -> Node:
         cls = type(value)
         name = f"{cls.__module__}.{cls.__qualname__}"
         if not self._allow_objects:
             raise UnsupportedObjectError(
-                f"{self.path()} is a {name}, which cannot travel; keep plain values or tensors "
-                "in the state instead, or set heal_allow_objects=True on every member (uses pickle: "
-                "trusted networks only)."
+                f"{self.path()} is a {name}, which cannot travel to a process that comes back; keep "
+                "plain values, tensors, dataclasses or namedtuples of them in the state instead, or "
+                "set heal_allow_objects=True on every member (uses pickle: trusted networks only)."
             )
         try:
             return ["P", pickle.dumps(value)]
@@ -242,8 +244,18 @@ def _encode_scalar(value: Any, kind: type) -> Node | None:
         return ["td", value.days, value.seconds, value.microseconds]
     if kind is datetime.datetime and type(value.tzinfo) in (type(None), datetime.timezone):
         return ["dtm", value.isoformat(), value.fold]
+    if kind is datetime.datetime and type(value.tzinfo) is zoneinfo.ZoneInfo and value.tzinfo.key:
+        return ["dtz", value.replace(tzinfo=None).isoformat(), value.fold, value.tzinfo.key]
     if kind is datetime.date:
         return ["date", value.isoformat()]
+    if kind is datetime.time and type(value.tzinfo) in (type(None), datetime.timezone):
+        return ["tm", value.isoformat(), value.fold]
+    if kind is datetime.timezone:
+        return ["tz", datetime.datetime.min.replace(tzinfo=value).isoformat()]
+    if kind is zoneinfo.ZoneInfo and value.key:
+        return ["zi", value.key]
+    if kind in (decimal.Decimal, uuid.UUID):
+        return ["dec" if kind is decimal.Decimal else "uid", str(value)]
     if isinstance(value, pathlib.PurePath) and kind.__module__.partition(".")[0] == "pathlib":
         concrete = isinstance(value, pathlib.Path)
         posix = isinstance(value, pathlib.PurePosixPath)
@@ -254,8 +266,11 @@ def _encode_scalar(value: Any, kind: type) -> Node | None:
         type(v) in (int, type(None)) for v in (value.start, value.stop, value.step)
     ):
         return ["sl", value.start, value.stop, value.step]
-    if isinstance(value, enum.Enum) and value.name is not None and _is_known_enum(kind):
-        return ["e", kind.__module__, kind.__qualname__, value.name]
+    if isinstance(value, enum.Enum) and objects.kind_of(value):
+        if value.name in kind.__members__:  # type: ignore[attr-defined]
+            return [objects.ENUM, *objects.named(kind), value.name]
+        if isinstance(value, enum.Flag) and type(value.value) is int:  # several members
+            return [objects.FLAG, *objects.named(kind), value.value]
     return None
 
 
@@ -284,6 +299,8 @@ class TreeDecoder:
                 return self._sequence(tag, rest, into)
             if tag in ("d", "o", "dd", "cn"):
                 return self._mapping(tag, rest, into)
+            if tag in _BY_VALUES:
+                return self._object(tag, rest, into)
             if tag in ("s", "f"):
                 members = [self.decode(item) for item in rest]
                 return set(members) if tag == "s" else frozenset(members)
@@ -311,6 +328,18 @@ class TreeDecoder:
         if tag == "dq":
             return collections.deque(values, maxlen)
         return values if tag == "l" else tuple(values)
+
+    def _object(self, tag: str, rest: list[Node], into: Any) -> Any:
+        module, qualname, *rest = rest
+        cls = objects.find(tag, module, qualname)
+        if tag == objects.NAMED_TUPLE:
+            return tuple.__new__(cls, self._sequence("t", rest, into))
+        if len(rest) % 2:
+            raise ValueError("odd number of attributes")
+        mine = objects.values_of(into) if type(into) is cls else {}
+        return objects.make(
+            cls, {n: self.decode(v, mine.get(n)) for n, v in zip(rest[::2], rest[1::2], strict=True)}
+        )
 
     def _mapping(self, tag: str, rest: list[Node], into: Any) -> Any:
         head = None
@@ -354,28 +383,30 @@ def _decode_scalar(tag: str, rest: list[Node]) -> Any:
         return datetime.timedelta(*rest)
     if tag == "dtm":
         return datetime.datetime.fromisoformat(rest[0]).replace(fold=rest[1])
+    if tag == "dtz":
+        zone = zoneinfo.ZoneInfo(rest[2])
+        return datetime.datetime.fromisoformat(rest[0]).replace(fold=rest[1], tzinfo=zone)
     if tag == "date":
         return datetime.date.fromisoformat(rest[0])
+    if tag == "tm":
+        return datetime.time.fromisoformat(rest[0]).replace(fold=rest[1])
+    if tag == "tz":
+        return datetime.datetime.fromisoformat(rest[0]).tzinfo
+    if tag == "zi":
+        return zoneinfo.ZoneInfo(rest[0])
+    if tag in ("dec", "uid"):
+        return decimal.Decimal(rest[0]) if tag == "dec" else uuid.UUID(rest[0])
     if tag == "p":
         return _PURE_PATHS[rest[0]](rest[1])
     if tag == "r":
         return range(*rest)
     if tag == "sl":
         return slice(*rest)
-    if tag == "e":
-        return _decode_enum(*rest)
+    if tag == objects.ENUM:
+        return objects.find(tag, *rest[:2])[rest[2]]
+    if tag == objects.FLAG:
+        return objects.find(tag, *rest[:2])(rest[2])
     raise ValueError(f"unknown tag {tag!r}")
-
-
-def _decode_enum(module: str, qualname: str, name: str) -> enum.Enum:
-    # Only from modules that are loaded already: a source must not make this process import code.
-    cls: Any = _allowed_enums.get(f"{module}:{qualname}") or sys.modules.get(module)
-    if not isinstance(cls, type):
-        for part in qualname.split("."):
-            cls = getattr(cls, part)
-    if not (isinstance(cls, type) and issubclass(cls, enum.Enum) and _is_known_enum(cls)):
-        raise ValueError(f"{module}.{qualname} is not an enum that may travel")
-    return cls[name]
 
 
 def numpy_dtype(text: str) -> np.dtype[Any]:

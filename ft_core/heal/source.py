@@ -123,6 +123,7 @@ class HealServer:
         self._lock = threading.Lock()  # guards the fields up to the blank line
         self._publication: Publication | None = None
         self._retired: OrderedDict[HealKey, str] = OrderedDict()
+        self._withheld: tuple[HealKey, str] | None = None
         self._readers: dict[Peer, Reader] = {}
         self._away: list[Reader] = []  # of this version, without a connection
         self._stats = ServerStats()
@@ -180,11 +181,20 @@ class HealServer:
             key, tree, self._arena, copy=copy, allow_objects=self._options.heal_allow_objects
         )
         with self._lock:
-            self._publication = publication
+            self._publication, self._withheld = publication, None
             self._retired.pop(key, None)
             self._expected_targets = expected_targets
             self._finished_targets = 0
             self._count(published=1, snapshot_seconds=time.perf_counter() - start)
+        self._notify()
+
+    def withhold(self, key: HealKey, reason: str) -> None:
+        """Refuse version `key` to its readers, and tell them `reason`: this source can't pack it.
+        Training thread."""
+        self._check_open()
+        self.retire(reason)
+        with self._lock:
+            self._withheld = key, reason
         self._notify()
 
     def freeze(self) -> float:
@@ -388,15 +398,16 @@ class HealServer:
                 for identity, reader in self._readers.items()
                 if current is not None and reader.publication is None and reader.key == current.key
             ]
-            gone = [
-                (identity, reason)
-                for identity, reader in self._readers.items()
-                if (reason := reader.gone_reason(current, self._retired, now))
-            ]
-            for identity, _ in gone:
+            replies: list[tuple[Peer, wire.Reply]] = []
+            for identity, reader in self._readers.items():
+                if self._withheld is not None and reader.key == self._withheld[0]:
+                    replies.append((identity, wire.HealRefused(self._withheld[1])))
+                elif reason := reader.gone_reason(current, self._retired, now):
+                    replies.append((identity, wire.Gone(reason)))
+            for identity, _ in replies:
                 del self._readers[identity]
-        for identity, reason in gone:
-            self._send(identity, wire.Gone(reason))
+        for identity, reply in replies:
+            self._send(identity, reply)
         for identity, reader in started:
             assert current is not None
             self._start(identity, reader, current)

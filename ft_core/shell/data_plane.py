@@ -226,7 +226,8 @@ class DataPlane:
                     "heal to step %s failed: %s", effect.step, failure, exc_info=not expected
                 )
             denied = isinstance(failure, HealDenied)
-            return Fetched(effect, str(failure) or type(failure).__name__, denied=denied)
+            said = self._options.as_written(str(failure)) or type(failure).__name__
+            return Fetched(effect, said, denied=denied)
         self._state, self.heal_stats = (key, tree), stats
         self._telemetry.emit(
             HEAL_DONE, step=effect.step, bytes=stats.bytes, seconds=stats.seconds, sources=names
@@ -252,6 +253,10 @@ class DataPlane:
         key = HealKey(step, lineage)
         self._server.publish(key, tree, copy=False, expected_targets=targets)
         self._telemetry.emit(SERVE, step=step, seconds=time.perf_counter() - start)
+
+    def withhold(self, step: int, lineage: str, reason: str) -> None:
+        """Refuse the state (step, lineage) to members that ask for it, and tell them why."""
+        self._server.withhold(HealKey(step, lineage), self._options.as_written(reason))
 
     def freeze(self) -> None:
         """The state is about to change: copy what targets have not received (mostly nothing)."""

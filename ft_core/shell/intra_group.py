@@ -27,6 +27,7 @@ from typing import Any
 from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.heal import HealKey, HealServer, fetch
+from ft_core.heal.objects import naming_option
 from ft_core.shell.group_server import group_store
 from lighthouse.own_address import advertised_host, bracketed
 
@@ -114,7 +115,8 @@ class IntraGroup:
         state, which is sent as in a heal and received into the tensors of `into()`. `take(state)`
         loads it where the own one differs. Raises HealError too.
         """
-        mine = name()
+        with naming_option(self._options):
+            mine = name()
         if not self._reaches_peers:
             return mine
         first: str = self.broadcast(mine)
@@ -126,7 +128,8 @@ class IntraGroup:
         options = dataclasses.replace(self._options, heal_port=0)
         if self._rank == 0:
             server = HealServer(host=self._host, options=options)
-            server.publish(key, give(), expected_targets=len(differ))
+            with naming_option(self._options):
+                server.publish(key, give(), expected_targets=len(differ))
         with contextlib.closing(server) if server else contextlib.nullcontext():
             address = self.broadcast(server.address if server else "")
             if mine != first:

@@ -293,6 +293,7 @@ class StrategyBase(_Base):
             name=scope.name,
             expected_replicas=scope.num_groups,
             async_quorum=False,
+            objects_option=f"{type(self).__name__}(heal_allow_objects=True)",
             group_rank=scope.group_rank,
             # A supervisor has ranks, and no peers.
             group_world_size=scope.group_size if scope.role is Role.MEMBER else 1,

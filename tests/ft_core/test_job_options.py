@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from lightning.pytorch import Trainer
 
-from ft_accelerate.options import field_names
+from ft_accelerate.options import FaultTolerancePlugin, field_names
 from ft_core.config import JobOptions
+from ft_core.environment import ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.heal import UnsupportedObjectError
 from ft_core.launch.rank_group import free_port
+from ft_lightning.pytorch import FTDDPStrategy
 from ft_lightning.shared.strategy_base import Options
 from lighthouse.client import Connection, LighthouseClient, new_identity
 from lighthouse.errors import JoinRefused
@@ -111,10 +114,68 @@ def test_an_arbitrary_object_is_refused_by_name() -> None:
     with lighthouse() as server:
         a = with_note(Replica(server, "r0"), "first")
         sentence = (
-            r"\['note'\]\['note'\] is a .*test_job_options\.Note.*set heal_allow_objects=True"
+            r"\['note'\]\['note'\] is a .*Note.*set Manager\(heal_allow_objects=True\) on every"
         )
         with pytest.raises(UnsupportedObjectError, match=sentence):
             a.manager.start_quorum()
+        a.close()
+
+
+def test_what_cannot_travel_is_found_after_the_first_step() -> None:
+    """As the state of an optimizer, which there is none of before."""
+    with lighthouse() as server:
+        a = Replica(server, "r0", init_sync=False)
+        notes: list[Note] = []
+        a.manager.register_state_dict_fn("notes", lambda _: None, lambda: list(notes))
+        assert a.step()
+        notes.append(Note("of the first step"))
+        sentence = r"\['notes'\]\[0\] is a .*Note.*set Manager\(heal_allow_objects=True\) on every"
+        with pytest.raises(UnsupportedObjectError, match=sentence):
+            a.manager.start_quorum()
+        a.close()
+
+
+def test_the_option_has_the_name_that_users_write() -> None:
+    accelerate = FaultTolerancePlugin().job(ReplicaEnv())
+    strategy = FTDDPStrategy()
+    Trainer(strategy=strategy, devices=1, accelerator="cpu", logger=False)
+    said = "set heal_allow_objects=True on every member"
+    assert accelerate.as_written(said).startswith(
+        "set fault_tolerance_heal_allow_objects: true in fault_tolerance_config (or the flag "
+        "--fault_tolerance_heal_allow_objects) on"
+    )
+    assert strategy._job.as_written(said).startswith(
+        "set FTDDPStrategy(heal_allow_objects=True) on"
+    )
+
+
+def test_a_source_trains_on_and_the_target_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
+    """An object comes into the state later, and then a hook of the user's raises."""
+    with lighthouse() as server:
+        a = with_note(Replica(server, "r0", init_sync=False), "")
+        a.note = "plain"  # type: ignore[assignment]
+        a.run_to(3)
+        for told, note in (("Note.*set Manager", Note("x")), ("no disk", OSError("no disk"))):
+
+            def save(note: Any = note) -> dict[str, Any]:
+                if isinstance(note, OSError):
+                    raise note
+                return {"note": note}
+
+            a.manager.register_state_dict_fn("note", lambda _: None, save)
+            b = with_note(Replica(server, "r1", init_sync=False), "second")
+
+            def join(b: Replica = b, told: str = told) -> None:
+                with pytest.raises(JoinRefused, match=told):
+                    b.manager.start_quorum()
+
+            beside(a, b, join)
+            assert b.note.text == "second"
+        before = a.manager.current_step()
+        a.run_to(before + 2)
+        assert torch.equal(a.weights, torch.full((8,), -float(a.manager.current_step())))
+        said = [r for r in caplog.records if "this one trains on" in r.getMessage()]
+        assert len(said) == 2, "each reason once"
         a.close()
 
 
@@ -125,7 +186,9 @@ def test_a_member_that_does_not_allow_objects_takes_none() -> None:
         b = with_note(Replica(server, "r1", init_sync=False), "second")
 
         def join() -> None:
-            with pytest.raises(JoinRefused, match="set heal_allow_objects=True here too"):
+            with pytest.raises(
+                JoinRefused, match=r"set Manager\(heal_allow_objects=True\) here too"
+            ):
                 b.manager.start_quorum()
 
         beside(a, b, join)
@@ -199,7 +262,9 @@ def test_a_group_that_is_expected_and_does_not_come_is_named(
         a.manager.load_state_dict({"step": 5, "batches_committed": 5})  # of a checkpoint
 
         def declare() -> None:
-            until(lambda: any("(1); each has to join" in text for text in caplog.messages), "a line")
+            until(
+                lambda: any("(1); each has to join" in text for text in caplog.messages), "a line"
+            )
             (line,) = [text for text in caplog.messages if "declare-dead" in text]
             assert line.endswith(f"(lighthouse {server.address()}, job id mine)")
             with LighthouseClient(server.address()) as client:
@@ -376,6 +441,7 @@ EFFECTS = {
     "heal_port": HERE + "test_heal_server_listens_at_the_port_asked_for",
     "token": HERE + "test_another_token_is_refused_by_the_heal_server",
     "heal_allow_objects": HERE + "test_arbitrary_objects_heal_where_they_are_allowed",
+    "objects_option": HERE + "test_the_option_has_the_name_that_users_write",
     "timeouts": HERE + "test_heartbeat_interval_reaches_the_sockets",
 }
 """Each option, and the test that shows its effect."""

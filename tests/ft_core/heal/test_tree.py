@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import datetime
+import decimal
 import enum
 import pathlib
-from typing import Any
+import sys
+import types
+import uuid
+import zoneinfo
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
@@ -16,7 +22,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 
-from ft_core.heal import HealError, UnsupportedObjectError, allow_enum, digest, pack, unpack
+from ft_core.heal import HealDenied, HealError, UnsupportedObjectError, digest, pack, unpack
 from ft_core.heal.format import DTYPES, byte_view
 from tests.ft_core.heal.support import same
 
@@ -29,9 +35,58 @@ class Shade(enum.StrEnum):
     DARK = "dark"
 
 
-@dataclasses.dataclass
+class Way(enum.Flag):
+    LEFT = 1
+    RIGHT = 2
+
+
 class Custom:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom) and other.value == self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclasses.dataclass
+class Best:
+    score: float
+    weights: Any = None
+    seen: list[Any] = dataclasses.field(default_factory=list)
+    changes: int = 0
+
+    def __post_init__(self) -> None:
+        self.changes += 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    name: str
+    of: Best | None = None
+
+
+@dataclasses.dataclass
+class Reduced:
     value: int
+
+    def __reduce__(self) -> Any:
+        return Reduced, (0,)
+
+
+@dataclasses.dataclass
+class AlsoDict(dict[str, int]):
+    value: int = 0
+
+
+class Point(NamedTuple):
+    x: int
+    y: Any
+
+
+class Settings(argparse.Namespace):
+    pass
 
 
 def travel(tree: Any, into: Any = None, **options: bool) -> Any:
@@ -184,7 +239,9 @@ def test_layer_versions_of_a_state_dict_travel() -> None:
     [
         ({"callbacks": {"X": [Custom(1)]}}, r"state_dict\['callbacks'\]\['X'\]\[0\] is a .*Custom"),
         ({"f": lambda: 0}, r"state_dict\['f'\] is a builtins.function"),
-        ({"e": Colour.RED}, r"state_dict\['e'\] is a .*Colour"),
+        ({"b": Best(1.0, Custom(1))}, r"state_dict\['b'\]\.weights is a .*Custom"),
+        ({"r": Reduced(1)}, r"state_dict\['r'\] is a .*Reduced"),
+        ({"d": AlsoDict(1)}, r"state_dict\['d'\] is a .*AlsoDict"),
         ((1, object()), r"state_dict\[1\] is a builtins.object"),
         ({"n": np.array([object()])}, r"state_dict\['n'\] is a numpy.ndarray"),
         ({"d": collections.defaultdict(lambda: 0)}, r"state_dict\['d'\] is a .*defaultdict"),
@@ -242,9 +299,63 @@ def test_tensor_keys_are_refused() -> None:
         pack({torch.ones(1): 1})
 
 
-def test_enums_travel_once_allowed() -> None:
-    allow_enum(Shade)
-    assert travel(Shade.DARK) is Shade.DARK
+@pytest.mark.parametrize(
+    "value",
+    [
+        Colour.RED,
+        Shade.DARK,
+        Way.LEFT | Way.RIGHT,
+        Best(0.5, seen=[Frozen("a"), Point(1, (2, 3))]),
+        Frozen("b", Best(1.0)),
+        Point(1, Point(2, None)),
+        argparse.Namespace(lr=0.1, layers=[1, 2]),
+        types.SimpleNamespace(a=1, b={"c": Colour.RED}),
+        Settings(seed=1),
+        datetime.datetime(2026, 1, 2, 3, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
+        datetime.time(1, 2, 3, tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
+        datetime.UTC,
+        zoneinfo.ZoneInfo("Europe/Berlin"),
+        decimal.Decimal("1.10"),
+        uuid.UUID(int=7),
+    ],
+    ids=repr,
+)
+def test_values_of_classes_travel_without_an_option(value: Any) -> None:
+    back = travel({"v": value, Point(1, 2): [value]})
+    assert back == {"v": value, Point(1, 2): [value]}
+    assert type(back["v"]) is type(value)
+    assert digest({"v": back["v"]}) == digest({"v": value})
+
+
+def test_an_object_is_made_without_its_own_code() -> None:
+    sent = Best(1.0)
+    assert sent.changes == 1, "its __post_init__ counts"
+    sent.extra = "not a field"  # type: ignore[attr-defined]
+    back = travel(sent)
+    assert (back.changes, back.extra) == (1, "not a field")
+
+
+def test_tensors_in_an_object_are_received_in_place() -> None:
+    mine = {"b": Best(0.0, torch.zeros(3)), "p": Point(0, torch.zeros(2))}
+    places = mine["b"].weights, mine["p"].y
+    back = travel({"b": Best(1.0, torch.ones(3)), "p": Point(1, torch.ones(2))}, into=mine)
+    assert back["b"].weights is places[0] and back["p"].y is places[1]
+    assert torch.equal(places[0], torch.ones(3)) and torch.equal(places[1], torch.ones(2))
+
+
+@pytest.mark.parametrize("value", [Best(1.0), Point(1, 2), Colour.RED], ids=repr)
+@pytest.mark.parametrize("found", [None, Custom], ids=["none", "another"])
+def test_a_class_that_the_target_does_not_have_is_named(
+    value: Any, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, tensors = pack([value])
+    name = type(value).__qualname__
+    if found is None:
+        monkeypatch.delattr(sys.modules[__name__], name)
+    else:
+        monkeypatch.setattr(sys.modules[__name__], name, found)
+    with pytest.raises(HealDenied, match=rf"test_tree\.{name}, which"):
+        unpack(manifest, tensors)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x90", b"\x94\x01\xa6little\x90\x91\xa1?"])
