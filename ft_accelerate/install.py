@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 
 from ft_accelerate import seams
 from ft_accelerate.options import FaultTolerancePlugin, as_one_process, refuse_excluded
-from ft_accelerate.runtime import periodic, trainer
+from ft_accelerate.runtime import periodic, succession, trainer
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import save_whole
@@ -40,6 +39,7 @@ def install() -> None:
     """Replace the names; idempotent. Raises RuntimeError if this Accelerate is not a known one."""
     seams.put(SEAMS, KNOWN)
     trainer.watch()
+    succession.watch()
 
 
 def uninstall() -> None:
@@ -230,31 +230,9 @@ def _save_state(
     return None  # they have saved at this place, or do so now
 
 
-_waiting: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-"""Accelerators whose trackers start when their process becomes the main one: Accelerate starts them
-in the main process only. If that one dies, the next one starts its own when it first logs."""
-
-
-@while_active
-def _init_trackers(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    if self.is_main_process:
-        _waiting.pop(self, None)
-        original(self, *args, **kwargs)
-    else:
-        _waiting[self] = (args, kwargs)
-
-
-@while_active
-def _log(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if self.is_main_process and self in _waiting:
-        given, named = _waiting.pop(self)
-        self.init_trackers(*given, **named)
-    return original(self, *args, **kwargs)
-
-
 @while_active
 def _end_training(runtime: Runtime, original: Any, self: Any) -> Any:
-    result = original(self)
+    result = succession.with_trackers(original)(self)
     runtime.close(finished=True)
     return result
 
@@ -306,8 +284,9 @@ SEAMS = (
     Seam("accelerate.accelerator", "Accelerator.save_model", ("self", "model", "save_directory"),
          unless_catching_up),
     Seam("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f"), unless_catching_up),
-    Seam("accelerate.accelerator", "Accelerator.init_trackers", (), _init_trackers),
-    Seam("accelerate.accelerator", "Accelerator.log", (), _log),
+    Seam("accelerate.accelerator", "Accelerator.init_trackers", (), succession.init_trackers),
+    Seam("accelerate.accelerator", "Accelerator.log", (), succession.with_trackers),
+    Seam("accelerate.accelerator", "Accelerator.get_tracker", (), succession.with_trackers),
     Seam("accelerate.accelerator", "Accelerator.end_training", ("self",), _end_training),
     Seam("accelerate.local_sgd", "LocalSGD.__enter__", ("self",), while_active(periodic.enter)),
     Seam("accelerate.local_sgd", "LocalSGD.__exit__", ("self",), while_active(periodic.leave)),

@@ -33,6 +33,7 @@ from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollective
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.script_position import Iteration, Phase, ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
+from ft_accelerate.runtime.tracker_runs import TrackerRuns
 from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.environment import ReplicaEnv
@@ -87,7 +88,10 @@ class Runtime:
             )
         )
         self.manager: Manager | None = None
+        self.runs = TrackerRuns()
         self.attempts_discarded = 0
+        self.denied = 0
+        """How often this process was asked whether it is the main one, and was not."""
         self.contributes = True
         """Whether this process's values count in the current step: it is not only healing."""
         self.serve_copies = False
@@ -125,7 +129,9 @@ class Runtime:
     @property
     def leader(self) -> bool:
         """Whether this process is the main one: the first of those that take part."""
-        return self._leader and self.live
+        leads = self._leader and self.live
+        self.denied += not leads
+        return leads
 
     @property
     def local_leader(self) -> bool:
@@ -421,12 +427,22 @@ class Runtime:
     def _vote(self) -> bool:
         if self._sigterm.noted:
             self._manager.leave_after_step()
+        manager, runs = self._manager, self.runs
+        part = manager.step.part
+        quorum_id = NO_QUORUM if part is None else part.quorum_id
+        news = runs.news(quorum_id) if self._leader else b""
         try:
-            committed = self._manager.should_commit()
+            committed = manager.should_commit(control=news)
         except GroupBroken as error:
             end_with_group(error)
         self._open = False
         self.attempts_discarded += not committed
+        outcome = manager.last_outcome() if committed else None
+        if outcome is not None and outcome.control:
+            if self._leader:
+                runs.told(quorum_id)
+            else:
+                runs.hear(outcome.control)
         return committed
 
     @property

@@ -38,6 +38,7 @@ from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
 from ft_accelerate.runtime.process import unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
+from ft_accelerate.runtime.succession import owed_hooks
 from ft_accelerate.seams import Seam
 from ft_core.launch.import_hook import when_imported
 from lighthouse.files import replace_whole
@@ -132,7 +133,7 @@ def _call_event(
     if event in RESULTS and not runtime.live:
         return control
     state.is_world_process_zero = state.is_local_process_zero = runtime.leader
-    return original(self, event, args, state, control, **kwargs)
+    return owed_hooks(self).call(runtime, original, self, event, args, state, control, **kwargs)
 
 
 def _with_our_barrier(dist: Any) -> Any:

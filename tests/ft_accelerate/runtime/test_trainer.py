@@ -120,13 +120,17 @@ def test_without_faults_trainer_is_plain_ddp_bit_for_bit(
 def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
     oracle: list[Report], tmp_path: Path
 ) -> None:
-    """The main one, too, and in writing the best checkpoint, which the next one writes then. Every
-    process heals into the middle of Trainer's own loop."""
+    """The main one, too, again and again, and in writing the best checkpoint, which the next one writes
+    then. Every process heals into the middle of Trainer's own loop. Progress bar and tracker, which a
+    process sets up in `on_train_begin` only if it is the main one, go on in the next main process."""
     kills = (
         "1:0:on_step_end:7 0:0:on_prediction_step:2 1:1:on_epoch_end:2 0:1:on_substep_end:31 "
         "1:2:writing:1"
     )
-    found, _ = protected(TRAINER, tmp_path / "ft", *BEST, kills=kills)
+    found, said = protected(TRAINER, tmp_path / "ft", *BEST, kills=kills)
+    tracked = [int(text) for text in (tmp_path / "ft" / "tracked").read_text().split()]
+    assert sorted(tracked) == sorted([*range(5, 40, 5), 13, 26, 39, 39])  # each row once
+    assert "39/39" in said
     for report, expected in zip(found, oracle, strict=True):
         same(report, expected)
         steps = [(e.get("step"), e.get("eval_loss")) for e in report["logs"]]

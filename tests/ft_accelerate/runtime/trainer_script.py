@@ -131,6 +131,25 @@ class Hold(TrainerCallback):
             await_(lambda: self.requests() > asked)
 
 
+class Tracker(TrainerCallback):
+    """As transformers' own are written: the main process opens a run when training begins, and notes
+    that it is set up; so do the others, which do nothing. Its rows go to one file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.initialized, self.run = folder / "tracked", False, None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.initialized:
+            self.initialized = True
+            if state.is_world_process_zero:
+                self.run = self.path.open("a", buffering=1)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            assert self.run is not None, "You must call init() before log()"
+            self.run.write(f"{state.global_step}\n")
+
+
 def await_(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.02)
@@ -174,12 +193,11 @@ def main() -> None:
         load_best_model_at_end=bool(options.patience),
         metric_for_best_model="eval_loss",
         seed=1,
-        report_to="none",
-        disable_tqdm=True,
         use_cpu=True,
         dataloader_pin_memory=False,
     )
-    callbacks: list[TrainerCallback] = [model.kill, Hold(), watch]
+    tracker = Tracker(out)
+    callbacks: list[TrainerCallback] = [model.kill, Hold(), watch, tracker]
     if options.patience:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=options.patience))
     trainer = Trainer(
