@@ -74,7 +74,7 @@ class Manager:
         lighthouse_addr: "tcp://host:port"; default TORCHFT_LIGHTHOUSE; else one is started here.
         replica_id: what the replica group is called (stable over restarts, unique in the job);
             default REPLICA_GROUP_ID. A fresh suffix is added at every start.
-        port: of this rank's heal server; 0: any.
+        port: of this rank's heal server; 0: any. If another rank of the group has it, any, too.
         hostname: address or interface to advertise; default: the one that routes to the lighthouse.
         heartbeat_interval: how often a connected host proves that it lives.
         init_sync: True: members that start with different states all take the first one's.

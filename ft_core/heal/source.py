@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hmac
 import logging
 import os
@@ -132,17 +133,28 @@ class HealServer:
 
         self._arena = Arena()
         self._closed = False
-        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         try:
-            self._endpoint, self._address = serving_endpoint(self._context, host, options.heal_port)
-        except ValueError:
-            self._context.term()
-            raise
+            self._bind(host, options.heal_port)
+        except ValueError as error:
+            # A launcher may give all ranks of a group the same arguments, and so the same port.
+            taken = getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
+            if not taken or options.group_world_size == 1:
+                raise
+            _log.info("port %d is in use: this rank serves heals at another one", options.heal_port)
+            self._bind(host, 0)
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="ft-heal-server", daemon=True)
         self._thread.start()
+
+    def _bind(self, host: str, port: int) -> None:
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        try:
+            self._endpoint, self._address = serving_endpoint(self._context, host, port)
+        except ValueError:
+            self._context.term()
+            raise
 
     @property
     def address(self) -> str:

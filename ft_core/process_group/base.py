@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -147,7 +147,8 @@ class ProcessGroup(dist.ProcessGroup):
     def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
         """Start the collective `operation` (c10d's name) with c10d's arguments.
 
-        A failure shows in the work. Raises `TypeError` and `ValueError` for bad arguments.
+        A failure shows in the work. Raises `TypeError` and `ValueError` for bad arguments, and
+        `NotImplementedError` for what the backend does not have.
         """
 
     def abort(self) -> None:
@@ -202,9 +203,9 @@ class ProcessGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._group_desc
 
-    def register(self, name: str) -> None:
+    def register(self, name: str) -> Self:
         """Make the group known to torch.distributed under `name`, for DeviceMesh and the
-        functional collectives, which look groups up.
+        functional collectives, which look groups up. Returns the group.
 
         In torch's tables the group has one rank, as a mesh can't change its size; collectives reach
         all members. `unregister` takes it back. Not thread-safe: call it at set-up. Raises
@@ -239,6 +240,7 @@ class ProcessGroup(dist.ProcessGroup):
             _remove_backend(backend_name)
             raise
         self._registered = (self.group_name, backend_name)
+        return self
 
     def unregister(self) -> None:
         """Undo `register`; does nothing when the group is not registered."""
@@ -297,6 +299,10 @@ class ProcessGroup(dist.ProcessGroup):
             options.timeout = timeout
         return self.issue("broadcast", _listed(tensors), options)
 
+    def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
+        """`broadcast` of one tensor from the member `root`: torchft's name."""
+        return self.broadcast([tensor], root)
+
     def barrier(self, opts: Any = None) -> Work:  # type: ignore[override]
         """Return when every member has come here. `opts`: BarrierOptions or a timeout (timedelta)."""
         options = opts
@@ -334,6 +340,14 @@ class ProcessGroup(dist.ProcessGroup):
         options = AllgatherOptions() if opts is None else opts
         return self.issue("allgather_coalesced", output_lists, input_list, options)
 
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:  # type: ignore[override]
+        """`_allgather_base` of several tensors in one operation."""
+        shares = [out.view(self.size(), *i.shape) for out, i in zip(outputs, inputs, strict=True)]
+        by_rank = [[share[rank] for share in shares] for rank in range(self.size())]
+        return self.allgather_coalesced(by_rank, inputs, opts)
+
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
         """Gather every member's input at the member `opts.rootRank`."""
         options = GatherOptions() if opts is None else opts
@@ -357,6 +371,14 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:  # type: ignore[override]
         """Reduce `input` and leave one share of it, by rank, in `output`."""
         return self.issue("_reduce_scatter_base", output, input, _reduce_scatter_options(opts))
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:  # type: ignore[override]
+        """`_reduce_scatter_base` of a list with one tensor; no backend here takes several."""
+        if len(outputs) != 1:
+            raise NotImplementedError("reduce_scatter_tensor_coalesced takes one tensor only")
+        return self._reduce_scatter_base(outputs[0], inputs[0], opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None

@@ -286,11 +286,16 @@ class ReconfigurableProcessGroup(ProcessGroup):
                 return FailedWork(self._refusal(operation))
             assert self._communicator is not None
             quorum_id = self._quorum_id
+            start = getattr(self._communicator.backend, operation, None)
             try:
-                native = getattr(self._communicator.backend, operation)(*args, **kwargs)
-            except (TypeError, ValueError):
-                raise
+                if start is None:
+                    raise NotImplementedError(f"{self.getBackendName()} does not support {operation}")
+                native = start(*args, **kwargs)
+            except (TypeError, ValueError, NotImplementedError):
+                raise  # a mistake in the call, which costs no quorum
             except Exception as cause:
+                if "does not support" in str(cause):  # torch's words, in a RuntimeError
+                    raise NotImplementedError(str(cause)) from cause
                 failure = self.collective_failed(operation, quorum_id, cause)
                 failure.__cause__ = cause.with_traceback(None)
                 return FailedWork(failure)

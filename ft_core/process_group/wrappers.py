@@ -20,64 +20,64 @@ from ft_core.process_group.work import FailedWork
 
 
 class ProcessGroupWrapper(ProcessGroup):
-    """Passes every call on to `group`: a base class for wrappers.
+    """Passes every call on to `pg`, its `parent`: a base class for wrappers.
 
     Meaning, errors and threads of all methods are those of `ProcessGroup`.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, pg: ProcessGroup) -> None:
         super().__init__()
-        self.group = group
+        self.parent = pg
 
     def address(self) -> bytes:
-        return self.group.address()
+        return self.parent.address()
 
     def configure(
         self, quorum_id: int, rank: int, addresses: Sequence[bytes], timeout_s: float
     ) -> None:
-        self.group.configure(quorum_id, rank, addresses, timeout_s)
+        self.parent.configure(quorum_id, rank, addresses, timeout_s)
 
     def when_missed(self, listener: Callable[[Sequence[int]], object]) -> None:
-        self.group.when_missed(listener)
+        self.parent.when_missed(listener)
 
     def unreachable(self, addresses: Sequence[bytes], timeout_s: float) -> set[int]:
-        return self.group.unreachable(addresses, timeout_s)
+        return self.parent.unreachable(addresses, timeout_s)
 
     def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:
-        self.group.revoke(reason, quorum_id=quorum_id)
+        self.parent.revoke(reason, quorum_id=quorum_id)
 
     def bind(self, quorum_id: int | None) -> None:
-        self.group.bind(quorum_id)
+        self.parent.bind(quorum_id)
 
     @property
     def quorum_id(self) -> int:
-        return self.group.quorum_id
+        return self.parent.quorum_id
 
     def unanswered(self) -> bool:
-        return self.group.unanswered()
+        return self.parent.unanswered()
 
     @property
     def idle(self) -> bool:
-        return self.group.idle
+        return self.parent.idle
 
     def errored(self) -> Exception | None:
-        return self.group.errored()
+        return self.parent.errored()
 
     def shutdown(self) -> None:
         self.unregister()
-        self.group.shutdown()
+        self.parent.shutdown()
 
     def size(self) -> int:
-        return self.group.size()
+        return self.parent.size()
 
     def rank(self) -> int:
-        return self.group.rank()
+        return self.parent.rank()
 
     def getBackendName(self) -> str:
-        return self.group.getBackendName()
+        return self.parent.getBackendName()
 
     def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
-        return self.group.issue(operation, *args, **kwargs)
+        return self.parent.issue(operation, *args, **kwargs)
 
 
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
@@ -88,13 +88,13 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     TypeError, ValueError or NotImplementedError. Threads: as `ProcessGroup`.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group)
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__(pg)
         self._first: Exception | None = None
 
     def error(self) -> Exception | None:
         """The first error since `configure`, swallowed or not; None if there was none. Any thread."""
-        return self._first or self.group.errored()
+        return self._first or self.parent.errored()
 
     def errored(self) -> Exception | None:
         """As `error`."""
@@ -332,8 +332,8 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
     collective; faults occur in the order in which they were planned. Any thread.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group)
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__(pg)
         self._lock = threading.Lock()
         self._faults: list[_Fault] = []
         self._configure_error: Exception | None = None
@@ -415,7 +415,9 @@ class _FailingWork(_WorkAround):
 
 
 class ProcessGroupDummy(ProcessGroup):
-    """Moves nothing: tensors stay as they are, and every work has ended when it is returned.
+    """A group of which this member is the only one that does anything. Every work has ended when it is
+    returned: tensors that are reduced in place stay as they are, and outputs of their own take this
+    member's input, in every member's place that has room for it.
 
     For tests, dry runs and members that do not participate. `rank` and `world` are what `rank()` and
     `size()` return until `configure` changes them. After `revoke` collectives still succeed: there
@@ -469,4 +471,38 @@ class ProcessGroupDummy(ProcessGroup):
 
     def issue(self, operation: str, *args: Any, **kwargs: Any) -> Work:
         self.collective_count += 1
+        if operation in _WITH_OUTPUTS:
+            with torch.no_grad():
+                _take_inputs(args[0], args[1])
         return completed(operation, args)
+
+
+_WITH_OUTPUTS = frozenset(
+    {
+        "_allgather_base",
+        "_reduce_scatter_base",
+        "allgather",
+        "allgather_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "gather",
+        "reduce_scatter",
+        "scatter",
+    }
+)
+
+
+def _take_inputs(output: Any, value: Any) -> None:
+    """Fill the tensors in `output` with those in `value`: tensors or (nested) lists of them."""
+    if isinstance(output, torch.Tensor) and isinstance(value, torch.Tensor):
+        if value.numel():
+            times = -(-output.numel() // value.numel())
+            output.view(-1).copy_(value.reshape(-1).repeat(times)[: output.numel()])
+    elif isinstance(output, torch.Tensor):
+        _take_inputs(output, value[0])
+    elif isinstance(value, torch.Tensor):
+        for each in output:
+            _take_inputs(each, value)
+    else:
+        for each, its in zip(output, value, strict=False):  # only a root has all inputs or outputs
+            _take_inputs(each, its)

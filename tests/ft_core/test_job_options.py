@@ -18,14 +18,17 @@ import zmq
 from lightning.pytorch import Trainer
 
 from ft_accelerate.options import FaultTolerancePlugin, field_names
-from ft_core.config import JobOptions
+from ft_core.config import UNNAMED, JobOptions
 from ft_core.environment import ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.heal import UnsupportedObjectError
+from ft_core.heal.source import HealServer
+from ft_core.heal.transport import split_word
 from ft_core.launch.rank_group import free_port
 from ft_lightning.pytorch import FTDDPStrategy
 from ft_lightning.shared.strategy_base import Options
 from lighthouse.client import Connection, LighthouseClient, new_identity
+from lighthouse.config import split_address
 from lighthouse.errors import JoinRefused
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S, until
@@ -89,6 +92,16 @@ def test_a_port_that_is_taken_is_refused_in_a_sentence() -> None:
         with pytest.raises(ValueError, match=r"Cannot serve heals on 127.*choose .* a free port"):
             replica.manager.start_quorum()
         replica.close()
+
+
+def test_ranks_of_one_group_may_name_one_port() -> None:
+    """A launcher gives all ranks the same arguments. In torchft only rank 0 listens at the port."""
+    options = dataclasses.replace(UNNAMED, group_world_size=2, heal_port=free_port())
+    with HealServer(host="127.0.0.1", options=options) as first:
+        with HealServer(host="127.0.0.1", options=options) as second:
+            ports = [split_address(split_word(s.address)[0])[1] for s in (first, second)]
+    assert ports[0] == options.heal_port
+    assert ports[1] not in (0, options.heal_port)
 
 
 @pytest.mark.parametrize("init_sync", [True, False])

@@ -295,6 +295,16 @@ def test_wrong_arguments_raise_at_the_call(four: list[ProcessGroupGloo]) -> None
     assert sums(four[:2]) == right_sum(2)  # quorum 1 has not suffered
 
 
+def test_what_the_backend_does_not_have_raises_at_the_call(four: list[ProcessGroupGloo]) -> None:
+    configure(four[:2], 1)
+    tensor = torch.ones(2)
+    with pytest.raises(NotImplementedError, match="does not support a_collective_of_tomorrow"):
+        four[0].issue("a_collective_of_tomorrow", [tensor])
+    with pytest.raises(NotImplementedError, match="one tensor"):
+        four[0].reduce_scatter_tensor_coalesced([tensor] * 2, [tensor] * 2)
+    assert sums(four[:2]) == right_sum(2)  # nor has quorum 1 suffered
+
+
 def test_shutdown_with_works_pending(four: list[ProcessGroupGloo]) -> None:
     configure(four[:2], 1)
     works = [four[0].allreduce([torch.ones(1 << 16)]) for _ in range(4)]
@@ -341,12 +351,21 @@ def test_every_collective(four: list[ProcessGroupGloo]) -> None:
         gathered = [torch.zeros(2), torch.zeros(2)]
         group.allgather([gathered], [mine]).wait()
         seen["allgather"] = [each.tolist() for each in gathered]
+        value = mine.clone()
+        group.broadcast_one(value, 0).wait()
+        seen["broadcast one"] = value.tolist()
+        several = [torch.zeros(4), torch.zeros(2, 1)]
+        group.allgather_into_tensor_coalesced(several, [mine, mine[:1]]).wait()
+        seen["several"] = [each.flatten().tolist() for each in several]
         flat = torch.zeros(4)
         group._allgather_base(flat, mine).wait()
         seen["flat"] = flat.tolist()
         part = torch.zeros(1)
         group._reduce_scatter_base(part, mine).wait()
         seen["part"] = part.tolist()
+        part = torch.zeros(1)
+        group.reduce_scatter_tensor_coalesced([part], [mine]).wait()
+        seen["part 3"] = part.tolist()
         part = torch.zeros(1)
         group.reduce_scatter([part], [[mine[:1].clone(), mine[1:].clone()]]).wait()
         seen["part 2"] = part.tolist()
@@ -367,7 +386,10 @@ def test_every_collective(four: list[ProcessGroupGloo]) -> None:
         assert seen[rank]["broadcast"] == [2.0, 4.0]
         assert seen[rank]["allgather"] == [[1.0, 2.0], [2.0, 4.0]]
         assert seen[rank]["flat"] == [1.0, 2.0, 2.0, 4.0]
-        assert seen[rank]["part"] == seen[rank]["part 2"] == [[3.0], [6.0]][rank]
+        assert seen[rank]["broadcast one"] == [1.0, 2.0]
+        assert seen[rank]["several"] == [[1.0, 2.0, 2.0, 4.0], [1.0, 2.0]]
+        for name in ("part", "part 2", "part 3"):
+            assert seen[rank][name] == [[3.0], [6.0]][rank]
         assert seen[rank]["swapped"] == [[1.0, 2.0], [2.0, 4.0]][rank]
     with pytest.raises(NotImplementedError):
         four[0].recv_anysource([torch.zeros(1)])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.futures import Future
 
 from ft_core.process_group import (
@@ -49,6 +50,29 @@ def test_dummy_soaks_up_everything() -> None:
     assert group.errored() is reason
     with pytest.raises(ValueError, match="rank 2"):
         ProcessGroupDummy(2, 2)
+
+
+def test_a_dummy_gives_outputs_of_their_own_the_input() -> None:
+    group, mine = ProcessGroupDummy(0, 2), torch.arange(4.0)
+    gathered, flat = [torch.empty(4), torch.empty(4)], torch.empty(8)
+    group.allgather([gathered], [mine]).wait()
+    group._allgather_base(flat, mine).wait()
+    assert [each.tolist() for each in gathered] == [mine.tolist()] * 2
+    assert flat.tolist() == mine.tolist() * 2
+    parts = [torch.empty(2), torch.empty(2), torch.empty(2)]
+    group._reduce_scatter_base(parts[0], mine).wait()
+    group.reduce_scatter([parts[1]], [[mine[:2], mine[2:]]]).wait()
+    group.gather([], [mine]).wait()  # this member is not the root
+    group.alltoall([parts[2]], [mine[:2]]).wait()
+    assert [each.tolist() for each in parts] == [[0.0, 1.0]] * 3
+    model = nn.parallel.DistributedDataParallel(
+        nn.Linear(3, 4), process_group=ProcessGroupDummy(0, 1)
+    )
+    model(torch.rand(2, 3)).sum().backward()
+
+
+def test_a_wrapper_tells_what_it_wraps(alone: ProcessGroupGloo) -> None:
+    assert ErrorSwallowingProcessGroupWrapper(pg=alone).parent is alone
 
 
 def test_swallowing_hides_the_error_until_configure(alone: ProcessGroupGloo) -> None:
