@@ -133,7 +133,8 @@ class JobState:
             if isinstance(message, Join):
                 self._send(peer, Refused(self.key, taken_id(message.replica_id)))
         elif isinstance(message, Join):
-            self._on_join(peer, message, now)
+            if not self._history.is_old(message):
+                self._on_join(peer, message, now)
         elif isinstance(message, Vote):
             self._on_vote(peer, message, now)
         elif isinstance(message, Heartbeat):
@@ -262,8 +263,7 @@ class JobState:
             self._reached(member, peer)
             self._effects.append(self._announcer.explain_to(member, self._live))
             return
-        refusal = self._refusal(join)
-        if refusal:
+        if refusal := self._refusal(join):
             self._send(peer, Refused(self.key, refusal))
         elif self._members.other_holder(join.name, join.replica_id):
             self._hold_back(peer, join, now)
@@ -660,8 +660,8 @@ class JobState:
         self._history.start(choice.position, choice.healing)
         live.unproven = self._history.unproven & live.living
         self._announcer.reason = reason
-        text = f"quorum {quorum_id}: {short_list(list(names.values()))} at step "
-        text += str(choice.position.step)
+        listed = short_list(list(names.values()))
+        text = f"quorum {quorum_id}: {listed} at step {choice.position.step}"
         if choice.healing:
             behind = [names[r] for r in choice.members if r in choice.healing]
             text += f"; healing {short_list(behind)}"

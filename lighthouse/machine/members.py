@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.rules import Position
 from lighthouse.wire.messages import (
     NO_QUORUM,
+    NO_TERM,
     TORN,
     Decision,
     InDoubt,
@@ -71,6 +72,11 @@ class MemberState:
     genesis: int = 0
     held: int = NO_QUORUM
     peers: int = 0
+    rules: JobRules = field(init=False)
+
+    def __post_init__(self) -> None:
+        join = self.join
+        self.rules = JobRules(join.min_replicas, join.expected_replicas, join.group_commit)
 
     @property
     def replica_id(self) -> str:
@@ -84,11 +90,6 @@ class MemberState:
         """As it is listed in a quorum."""
         addresses = self.join.addresses
         return Member(self.replica_id, len(addresses), addresses, healing)
-
-    @property
-    def rules(self) -> JobRules:
-        join = self.join
-        return JobRules(join.min_replicas, join.expected_replicas, join.group_commit)
 
 
 @dataclass(slots=True)
@@ -184,13 +185,18 @@ class Members:
 
     def check(self) -> None:
         """Assert every invariant. O(members)."""
-        assert self._rules == Counter(m.rules for m in self.by_id.values())
-        assert self._by_name == {m.name: r for r, m in self.by_id.items()}
-        assert sum(len(ids) for ids in self._by_peer.values()) == len(self.by_id)
-        assert self.were_members == sum(m.was_member for m in self.by_id.values())
+        count, were_members = len(self.by_id), 0
+        assert len(self._by_name) == sum(map(len, self._by_peer.values())) == count
         for replica_id, member in self.by_id.items():
-            assert member.replica_id == replica_id
+            assert member.join.replica_id == replica_id == self._by_name[member.join.name]
             assert replica_id in self._by_peer[member.peer]
+            were_members += member.was_member
+        assert self.were_members == were_members
+        assert self._rules.total() == count
+        if len(self._rules) < 2:
+            assert all(member.rules in self._rules for member in self.by_id.values())
+        else:
+            assert self._rules == Counter(member.rules for member in self.by_id.values())
 
 
 def update_positions(
@@ -247,6 +253,7 @@ class History:
         self.dead: OrderedDict[str, bool] = OrderedDict()
         self._dead_ids: OrderedDict[str, None] = OrderedDict()
         self.different: OrderedDict[str, str] = OrderedDict()
+        self._newest_joins: OrderedDict[str, tuple[int, bool, int]] = OrderedDict()
         self.unproven: set[str] = set()
         self.commits = 0
         self.discards = 0
@@ -306,6 +313,16 @@ class History:
         self.missed.discard(replica_id)
         self._dead_ids.pop(replica_id, None)
         self.dead.pop(name, None)
+
+    def is_old(self, join: Join) -> bool:
+        """Whether the sender of `join` has sent a newer one. Its promise and its last quorum only grow."""
+        said = join.promised.epoch, join.promised != NO_TERM, join.quorum_id
+        if said < self._newest_joins.get(join.replica_id, said):
+            return True
+        self._newest_joins[join.replica_id] = said
+        if len(self._newest_joins) > REMEMBERED_DEAD:
+            self._newest_joins.popitem(last=False)
+        return False
 
     def is_dead(self, replica_id: str) -> bool:
         """Whether the state of `replica_id` is gone."""

@@ -193,7 +193,7 @@ class JobStage:
         )
         self.hidden = hidden_by(words)
         self.journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
-        self.promised: dict[bytes, Term] = {}
+        self.promised: dict[str, Term] = {}
         self.nonces = itertools.count(1)
         self.machine = Lighthouse(self.config, lambda: next(self.nonces))
 
@@ -252,7 +252,7 @@ class JobStage:
             schema_text=given.get("schema", ""),
             genesis=words.number("genesis"), held=words.quorum("held"),
             promised=term_from(given["promised"]) if "promised" in given
-            else self.promised.get(who.encode(), NO_TERM),
+            else self.promised.get(who, NO_TERM),
         )  # fmt: skip
 
     def _follow(self, peer: bytes, join: Join, effects: list[Any]) -> list[Any]:
@@ -260,7 +260,7 @@ class JobStage:
         for effect in effects:
             offer = effect.message.offer if _is_offer(effect) else None
             if offer is not None and effect.peers == (peer,):
-                self.promised[peer] = offer
+                self.promised[join.replica_id] = offer
                 effects.remove(effect)
                 return effects + self.machine.handle(peer, replace(join, promised=offer), self.now)
         return effects

@@ -14,7 +14,7 @@ S4  A sum holds exactly the contributions of the members that the quorum does no
 S5  What is applied was reduced under the quorum_id and step that its lineage names.
 S6  A process that applied a step keeps it until it heals; a process told "discard" after a yes has no living
     peer that was told "commit", but where the lighthouse was started again, and could not reach that peer.
-    No step is committed against a no, but of a process that was cut off or expelled.
+    No step is committed against a no, but of a process that was cut off or expelled, or has left.
 
 What is excused rests on that page, too: what "committed" means ("S2 in full"), "A step in doubt" for a
 lighthouse that has lost its memory, and "Per-group commit", which promises neither S2 nor S6.
@@ -74,6 +74,7 @@ class Birth:
     members: tuple[str, ...]
     reachable: frozenset[str]
     number: int
+    start: Position | None = None  # None: no process was told of it
 
 
 @dataclass(slots=True)
@@ -133,9 +134,18 @@ class Checker:
         reachable = self.living() - self.unreachable() - self.evicted
         self.births[key_of(nonce, quorum_id)] = Birth(members, reachable, len(self.births))
 
+    def starts(self, nonce: int, quorum_id: int, position: Position) -> None:
+        """A lighthouse tells members of a quorum that it starts (or is by now) at `position`."""
+        birth = self.births[key_of(nonce, quorum_id)]
+        birth.start = birth.start or position
+
     def evicts(self, replica_id: str) -> None:
         """The lighthouse parts with a member that did not vote in time: it waits for it no more."""
         self.evicted.add(replica_id)
+
+    def leaves(self, replica_id: str) -> None:
+        """A process gives up its place in its quorum, and its vote with it."""
+        self.expelled.add(replica_id)
 
     def heard(self, replica_id: str, message: Reply) -> None:
         """A process received `message`."""
@@ -279,12 +289,18 @@ class Checker:
             )
             if self.group_commit or self.branches:
                 continue
-            birth = self.births[newer[0]]
+            birth = self._goes_back(self.births[older[0]], before) or self.births[newer[0]]
             ignored = self._descendants(older[1]) & self.living() & birth.reachable
             self.require(not ignored,
                          f"S2: {before} has children of quorums {older[0]} and {newer[0]}, "
                          f"though {sorted(ignored)} held the former")  # fmt: skip
         children[after] = quorum_id
+
+    def _goes_back(self, older: Birth, before: Position) -> Birth | None:
+        """The first quorum after `older` that starts at `before` again. It gave up what came after, and
+        the holders of that heal when they are back, also if this quorum commits nothing."""
+        later = (b for b in self.births.values() if b.number > older.number and b.start == before)
+        return next(later, None)
 
     def _unanimous(self, quorum_id: int, step: int) -> None:
         """S6: no step is committed against a member's no, unless that had been removed."""

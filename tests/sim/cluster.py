@@ -10,11 +10,19 @@ from typing import Any
 
 from ft_core.replica.events import Transmit
 from ft_core.replica.machine import Replica
-from ft_core.replica.status import Stage
 from lighthouse.config import LighthouseConfig
 from lighthouse.machine.job import Effect, Note, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
-from lighthouse.wire.messages import DeathNotice, Expelled, JobKey, Join, Request
+from lighthouse.wire.messages import (
+    DeathNotice,
+    Decision,
+    DeclareDead,
+    Expelled,
+    JobKey,
+    Join,
+    Quorum,
+    Request,
+)
 from tests.sim.checker import Checker
 from tests.sim.clock import Clock
 from tests.sim.network import UP, Link, Network, owner_of
@@ -142,8 +150,8 @@ class Cluster:
             process.alive = False
             self._end(process)
             self.network.break_link(process.link, lighthouse_s=0.002, process_s=0.0)
-            if process.replica.stage is Stage.REFUSED:  # a supervisor starts it again
-                self.clock.after(self.profile.restart_s, self.spawn, process.slot)
+            away_s = self.profile.restart_s + process.stays_away_s
+            self.clock.after(away_s, self.spawn, process.slot)  # by its supervisor
 
     def _end(self, process: Process) -> None:
         self.running.pop(process.replica_id, None)
@@ -179,7 +187,9 @@ class Cluster:
             expected_replicas=profile.expected_replicas,
             timeouts=profile.timeouts,
         )
-        place.machine = self.make_lighthouse(config, lambda: next(self._nonces), dict(place.journal))
+        place.machine = self.make_lighthouse(
+            config, lambda: next(self._nonces), dict(place.journal)
+        )
         place.wake = None
         self.log(f"lighthouse {home} starts")
         self.network.lighthouse_started(home)
@@ -217,6 +227,10 @@ class Cluster:
         home = link.home if link is not None else 0
         watcher = f"{replica_id}#watcher".encode()
         self._request(home, watcher, DeathNotice(job, replica_id, "watched it die"))
+
+    def declare_dead(self, job: JobKey, slot: str) -> None:
+        """A person does what the reason of the wait asks for."""
+        self._request(0, b"tool", DeclareDead(job.job_id, slot))
 
     def make_lighthouse(
         self,
@@ -272,10 +286,15 @@ class Cluster:
         assert machine is not None
         for effect in effects:
             if isinstance(effect, Send):
+                message = effect.message
+                if isinstance(message, Decision) and message.next_quorum is not None:
+                    self._starts(message.next_quorum)
+                elif isinstance(message, Quorum):
+                    self._starts(message)
                 for peer in effect.peers:
-                    if isinstance(effect.message, Expelled) and effect.message.hung:
-                        self.checkers[effect.message.job].evicts(owner_of(peer))
-                    self.network.send_down(peer, effect.message)
+                    if isinstance(message, Expelled) and message.hung:
+                        self.checkers[message.job].evicts(owner_of(peer))
+                    self.network.send_down(peer, message)
             elif isinstance(effect, Remember):
                 checker = self.checkers[effect.job]
                 checker.announced(effect.nonce, effect.quorum_id, effect.members)
@@ -289,6 +308,10 @@ class Cluster:
         if wanted is not None and (place.wake is None or wanted < place.wake):
             place.wake = wanted
             self.clock.at(max(self.clock.now, wanted - place.skew_s), self._expire, home, wanted)
+
+    def _starts(self, quorum: Quorum) -> None:
+        position = (quorum.step, quorum.lineage)
+        self.checkers[quorum.job].starts(quorum.nonce, quorum.quorum_id, position)
 
     # ------------------------------------------------------------------ the trace
 

@@ -41,7 +41,7 @@ from ft_core.replica.events import (
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
-from lighthouse.wire.messages import NOT_COUNTED, TORN, JobKey, Join, Reply, Vote
+from lighthouse.wire.messages import NOT_COUNTED, TORN, JobKey, Join, Leave, Reply, Vote
 from tests.sim.checker import id_of, key_of, state_after
 from tests.sim.network import Link
 from tests.sim.plane import Contribution, Sum
@@ -100,6 +100,7 @@ class Process:
             template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s
         )
         self.alive, self.paused, self.left = True, False, False
+        self.stays_away_s = 0.0  # longer than its supervisor takes, once it has ended
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.snapshot: tuple[Position, int] | None = None
         self.fetched_state: tuple[Position, int] | None = None
@@ -151,7 +152,11 @@ class Process:
     def _timer_fires(self, planned: float) -> None:
         if self._timer == planned:
             self._timer = None
-        self._event(self._expire)
+        wanted = self.replica.deadline()
+        if self.paused or (wanted is not None and wanted <= self.clock.now):
+            self._event(self._expire)
+        elif self.alive:  # it has been put off since
+            self._plan_timer()
 
     def _expire(self) -> None:
         wanted = self.replica.deadline()
@@ -243,6 +248,8 @@ class Process:
                 if isinstance(effect.message, Vote) and not effect.message.ok:
                     vote = effect.message
                     self.checker.votes_no(self.replica_id, self._keys[vote.quorum_id], vote.step)
+                elif isinstance(effect.message, Leave):
+                    self.checker.leaves(self.replica_id)
                 cluster.network.send_up(self.link, effect.message)
             elif isinstance(effect, Configure):
                 self._configure(effect)
@@ -494,7 +501,7 @@ class Process:
             quorum_id = self.group_key
             sequence = self.plane.enter(self, quorum_id, view.step, part)
             self._bound = key = (quorum_id, sequence)
-            clock.after(self._patience_s(), self._event, self._stall, key)
+            clock.after(self._patience_s(), self._stalls, key)
             yield partial(self._collective_over, key)
             total = self.results.pop(key, None)
             self._bound = None
@@ -518,6 +525,10 @@ class Process:
         limits, view = self.cluster.profile.timeouts, self.replica.view
         healing = view is not None and any(m.healing for m in view.members)
         return limits.heal_timeout_s if healing else limits.timeout_s
+
+    def _stalls(self, key: tuple[int, int]) -> None:
+        if self._bound == key:  # else it has long ended
+            self._event(self._stall, key)
 
     def _stall(self, key: tuple[int, int]) -> None:
         """A collective waited for longer than its timeout."""

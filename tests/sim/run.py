@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ft_core.replica.events import LeaveAfterStep
+from lighthouse.wire.messages import DECLARE_DEAD
 from tests.sim.checker import Violation
 from tests.sim.cluster import Cluster
 from tests.sim.process import Process
@@ -106,7 +107,8 @@ def _live(cluster: Cluster, core: list[Process], wanted: dict[str, int], until: 
 
 
 def _wake_lost_jobs(cluster: Cluster) -> bool:
-    """Un-hang quorums all of whose members that hold the state hang; whether there was one.
+    """Un-hang quorums all of whose members that hold the state hang, and declare those dead that hang
+    while their job waits for them; whether there was one.
 
     The bound does not cover them: nothing can tell a loop that hangs from one that computes for
     long, and evicting the last holders of a state on suspicion would throw the state away.
@@ -120,6 +122,10 @@ def _wake_lost_jobs(cluster: Cluster) -> bool:
             found = True
             for process in processes:
                 process.unhang()
+        if DECLARE_DEAD in job["reason"]:
+            for process in [p for p in cluster.running.values() if p.habits.hung]:
+                found = True
+                cluster.declare_dead(process.job, process.slot)
     return found
 
 
@@ -239,13 +245,12 @@ def _unhang(cluster: Cluster, process: Process) -> None:
 def _leave(cluster: Cluster, process: Process, for_s: float) -> None:
     cluster.cut(process, cluster.clock.now)
     process.leave("preempted")
-    cluster.clock.after(cluster.profile.restart_s + 0.1, cluster.spawn, process.slot)
 
 
 def _leave_after_step(cluster: Cluster, process: Process, for_s: float) -> None:
     process.replica.handle(LeaveAfterStep(), 0.0)
     cluster.cut(process, float("inf"))  # what only it holds goes with it
-    cluster.clock.after(cluster.profile.restart_s + 2.0, cluster.spawn, process.slot)
+    process.stays_away_s = 2.0
 
 
 def _false_death_notice(cluster: Cluster, process: Process, for_s: float) -> None:
