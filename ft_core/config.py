@@ -28,6 +28,7 @@ class JobOptions:
     Attributes:
         name: of the replica group: stable over restarts, unique in the job.
         job_id: keeps two jobs on one lighthouse apart.
+        room_id: keeps the trainings of one job apart, where it has several.
         lighthouse: "tcp://host:port"; "": one is started on this machine.
         min_replicas: no quorum forms with fewer replica groups, and no step is committed with fewer
             participants.
@@ -64,6 +65,7 @@ class JobOptions:
 
     name: str
     job_id: str = SHARED_JOB
+    room_id: str = "default"
     lighthouse: str = ""
     min_replicas: int = 1
     expected_replicas: int = 0

@@ -288,7 +288,8 @@ class Manager:
     ) -> None:
         """Begin a step: be in a quorum, serve peers that must heal, heal if behind.
 
-        `room_id`: several quorums in one job; the first call chooses it. `allow_heal` False: a
+        `room_id`: several quorums in one job; the first call chooses it ("default": what the options
+        say). `allow_heal` False: a
         replica group that is behind is not admitted. `shrink_only` is taken and has no effect:
         no member is admitted within a step. `timeout`: for this quorum only.
 
@@ -300,6 +301,8 @@ class Manager:
             GroupBroken: another rank of this replica group is gone.
             StepInDoubt: the outcome of a vote that was given up is still not known.
         """
+        if room_id == "default":
+            room_id = self._options.room_id
         session = self._session or self._open_session(room_id, allow_heal)
         if room_id != session.room_id:
             known = session.room_id

@@ -23,9 +23,11 @@ from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_core.shell.intra_group import IntraGroup
 from ft_core.telemetry import JsonlSink
+from ft_lightning.shared import trainings
 from ft_lightning.shared.launch_env import ENV_DEVICE, LaunchEnv
 from ft_lightning.shared.launcher import SupervisorLauncher, live_with_group
 from ft_lightning.shared.topology import Role, Scope, resolve
+from lighthouse.errors import JoinRefused
 
 if TYPE_CHECKING:
 
@@ -154,6 +156,8 @@ class StrategyBase(_Base):
     """Set when the Trainer or the Fabric is made."""
     _in_group: IntraGroup
     _job: JobOptions
+    _training: JobOptions | None = None
+    """`_job`, of the training under way or of the last one."""
     _manager: Manager | None = None
     _sink: JsonlSink | None = None
     _leader = False
@@ -346,6 +350,7 @@ class StrategyBase(_Base):
         job_id = job_of(self._options, scope, ReplicaEnv.read())
         if job_id is not None:
             job = replace(job, job_id=job_id)
+        self._training = job = replace(job, room_id=trainings.next_room(job))
         manager = Manager.from_options(process_group_for(self.root_device, job.timeout_s), job)
         if scope.event_log and scope.group_rank == 0:
             self._sink = JsonlSink(Path(scope.event_log), name=scope.name)
@@ -353,6 +358,16 @@ class StrategyBase(_Base):
         manager.register_schema("replica groups", str(scope.num_groups))
         manager.register_schema("processes a replica group", str(scope.group_size))
         return manager
+
+    def _refuse_if_over(self) -> None:
+        """Raise JoinRefused if this group's peers are in a later training of the script. All ranks of
+        the group call it, before they first ask for a quorum."""
+        job = self._training
+        assert job is not None
+        if self.scope.num_groups > 1:
+            why = self._in_group.from_rank_0(lambda: trainings.over(job))
+            if why:
+                raise JoinRefused(why)
 
     def _on_quorum(self) -> bool:
         """Membership may have changed, and with it the leader. False: there is no quorum now."""

@@ -261,6 +261,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._sigterm.watch()  # calls Lightning's, which is there by now, first
         assert self._manager is not None and self._decisions is not None
         if not self._met:  # else the learning rate finder has trained already
+            self._refuse_if_over()
             self._manager.load_state_dict(self._start())
             for key, text in schema(self._trainer).items():
                 self._manager.register_schema(key, text)

@@ -25,6 +25,8 @@ from ft_core.heal import UnsupportedObjectError
 from ft_core.heal.source import HealServer
 from ft_core.heal.transport import split_word
 from ft_core.launch.rank_group import free_port
+from ft_core.manager import Manager
+from ft_core.process_group import process_group_for
 from ft_lightning.pytorch import FTDDPStrategy
 from ft_lightning.shared.strategy_base import Options
 from lighthouse.client import Connection, LighthouseClient, new_identity
@@ -266,6 +268,25 @@ def test_a_job_is_known_by_its_id() -> None:
             replica.close()
 
 
+def test_trainings_of_one_job_have_rooms_of_their_own() -> None:
+    with lighthouse() as server:
+        managers = [
+            Manager.from_options(
+                process_group_for(torch.device("cpu"), 20.0),
+                JobOptions(name="0", lighthouse=server.address(), job_id="job", room_id=room),
+            )
+            for room in ("default", "training-2")
+        ]
+        for manager in managers:  # of one name: in one room the second would wait for the first
+            manager.register_state_dict_fn("x", lambda state: None, dict)
+            manager.start_quorum()
+            manager.wait_quorum()
+        rooms = {job["room_id"] for job in server.status()["jobs"] if job["members"]}
+        for manager in managers:
+            manager.shutdown()
+    assert rooms == {"default", "training-2"}
+
+
 def test_a_group_that_is_expected_and_does_not_come_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -430,6 +451,7 @@ COPIES = "test_copies.py::"
 EFFECTS = {
     "name": MANAGER + "test_the_same_name_twice_is_refused",
     "job_id": HERE + "test_a_job_is_known_by_its_id",
+    "room_id": HERE + "test_trainings_of_one_job_have_rooms_of_their_own",
     "lighthouse": MANAGER + "test_no_lighthouse_is_one_sentence",
     "min_replicas": MANAGER + "test_too_few_participants_never_commit",
     "expected_replicas": HERE + "test_the_first_quorum_forms_as_soon_as_all_expected_are_there",

@@ -1,0 +1,68 @@
+"""Which of its trainings a script is in: a fit, or a loop of a Fabric.
+
+A script may train several times (pretrain and finetune, k-fold, a sweep). Replica groups that train
+together must be in the same training, so each training of a job has a room of its own at the
+lighthouse. A process that comes back begins with its script's first training. If its peers are in a
+later one, it can't repeat the first: they have left it, and nothing of what they train now belongs
+to it. It is refused before it trains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+from ft_core.config import JobOptions
+from ft_core.shell.local_lighthouse import ensure_local_lighthouse
+from lighthouse.client import LighthouseClient
+from lighthouse.wire.messages import JobKey
+
+_FIRST = JobKey().room_id
+_PREFIX = "training-"
+
+_local = threading.local()
+
+
+def next_room(job: JobOptions) -> str:
+    """The room of the training that begins now in this thread, which runs a script of this job."""
+    counts: Counter[tuple[str, str, int]] = vars(_local).setdefault("counts", Counter())
+    me = job.job_id, job.name, job.group_rank
+    counts[me] += 1
+    return _FIRST if counts[me] == 1 else f"{_PREFIX}{counts[me]}"
+
+
+def over(job: JobOptions) -> str:
+    """Why the training of `job.room_id` can't be joined, as a sentence; "": it can.
+
+    Asks the lighthouse, and tells it that this group will not come. Raises LighthouseUnavailable after the connect timeout.
+    """
+    address = job.lighthouse or ensure_local_lighthouse()
+    with LighthouseClient(address, timeout_s=job.timeouts.connect_timeout_s) as client:
+        jobs = client.status()["jobs"]
+        rooms = [each for each in jobs if each["job_id"] == job.job_id]
+        peopled = {_number(each["room_id"]) for each in rooms if _others(each, job.name)}
+        mine = _number(job.room_id)
+        if mine in peopled or not any(number > mine for number in peopled):
+            return ""
+        client.declare_dead(job.name, job_id=job.job_id)  # so that its peers do not wait for it
+    return (
+        f"this process is at training {mine} of its script, and its peers are in training "
+        f"{max(peopled)}: a training that is over can't be repeated in part of the replica groups, so "
+        "they go on without this one. Let a script train once (one script for each fit, each with "
+        "a job id of its own), or start all groups again"
+    )
+
+
+def _number(room: str) -> int:
+    """Of a training, from 1; 0: the room is of another kind."""
+    if room == _FIRST:
+        return 1
+    number = room.removeprefix(_PREFIX)
+    return int(number) if number != room and number.isdecimal() else 0
+
+
+def _others(room: dict[str, Any], me: str) -> bool:
+    """Whether a replica group besides `me` is there. An earlier life of `me` may be listed still."""
+    names = [member["name"] for member in room["members"] if not member["gone"]]
+    return any(name != me for name in (*names, *room["waiting"]))

@@ -1,0 +1,82 @@
+"""One process of a test: a script that trains twice, with Lightning's defaults.
+
+    python tests/ft_lightning/trainer/fits_worker.py '{"log": "/dir", ...}'
+
+Each fit trains on data of its own and appends its result to `<log>/<name>.fits`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ft_lightning
+from tests.harness.script import Log, digest, options_of, process_name
+
+OPTIONS: dict[str, Any] = {
+    "log": "",
+    "fits": 2,
+    "holds": [],  # places to wait at: "step:<fit>:<global step>"
+}
+
+
+class Model(LightningModule):
+    def __init__(self, number: int, files: Log) -> None:
+        super().__init__()
+        self.number, self.files = number, files
+        self.net = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.files.at(f"step:{self.number}:{self.global_step}")
+        fold = {int(x) for x in batch[0][:, 0]}
+        self.files.append("trained", fit=self.number, folds=sorted(fold), step=self.global_step)
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def data(fold: int) -> DataLoader[Any]:
+    """Samples whose first feature is the number of their fold."""
+    generator = torch.Generator().manual_seed(fold)
+    images = torch.randn(32, 8, generator=generator)
+    images[:, 0] = fold
+    labels = torch.randint(0, 3, (32,), generator=generator)
+    return DataLoader(TensorDataset(images, labels), 4)
+
+
+def main(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    files = Log(options["log"], process_name(), options["holds"])
+    files.begin_life()
+    files.ready()
+    for number in range(1, options["fits"] + 1):
+        seed_everything(number, verbose=False)
+        model = Model(number, files)
+        strategy = ft_lightning.FTDDPStrategy(timeout_s=20)
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=strategy,
+            max_epochs=2,
+            default_root_dir=options["log"],
+        )
+        trainer.fit(model, data(number), data(-number))
+        files.append(
+            "fits",
+            fit=number,
+            step=trainer.global_step,
+            digest=digest(model.state_dict()),
+            val_loss=float(trainer.callback_metrics["val_loss"]),
+        )
+
+
+if __name__ == "__main__":
+    main(options_of(OPTIONS))

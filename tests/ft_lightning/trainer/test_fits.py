@@ -1,0 +1,39 @@
+"""Scripts that train more than once: a process that comes back trains nothing that is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.ft_lightning.harness import running
+
+pytestmark = pytest.mark.process
+WORKER = Path(__file__).with_name("fits_worker.py")
+
+
+def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """Group 1 dies in the second fit. Its next life begins with the first one, which is over."""
+    holds = ["step:2:2"]
+    with running(tmp_path, lighthouse, worker=WORKER, holds=holds) as run:
+        first, second = run.start(0), run.start(1)
+        run.until_held(0, "step:2:2")
+        run.until_held(1, "step:2:2")
+        os.kill(second.pid, signal.SIGKILL)
+        run.wait(second, code=-signal.SIGKILL)
+        back = run.start(1)
+        run.wait(back, code=1)
+        assert "is at training 1 of its script, and its peers are in training 2" in run.output()
+        trained = run.lines(1, "trained")
+        run.go("step:2:2")
+        run.wait(first)
+    assert {line["pid"] for line in trained} == {second.pid}
+    assert [line["fit"] for line in run.lines(0, "fits")] == [1, 2]
+    assert [line["fit"] for line in run.lines(1, "fits")] == [1]
+    assert run.lines(0, "fits")[0]["digest"] == run.lines(1, "fits")[0]["digest"]
+    for line in run.lines(0, "trained") + trained:
+        assert line["folds"] == [line["fit"]]
