@@ -24,6 +24,7 @@ import torch
 
 from ft_lightning.trainer import logged_totals
 from ft_lightning.trainer.decisions import Decisions
+from ft_lightning.trainer.skipped_hooks import SkippedHooks
 
 Gathered = tuple[list[Any], int]
 """What each participant contributed, in the order of ranks; and the rank of this group."""
@@ -137,12 +138,16 @@ def _names(meta: Any) -> tuple[str, ...]:
 
 
 def make_callbacks(
-    early_stopping: type, adopt_fetcher: Callable[[], None], rounds: Rounds, decisions: Decisions
+    early_stopping: type,
+    adopt_fetcher: Callable[[], None],
+    rounds: Rounds,
+    decisions: Decisions,
+    skipped: SkippedHooks,
 ) -> tuple[Any, Any]:
     """(one to be the first in the Trainer's list, one to be the last).
 
     `early_stopping`: the class of the Lightning that is used. `adopt_fetcher()`: called before the
-    data fetcher of a new epoch is used.
+    data fetcher of a new epoch is used. `skipped`: told of the hooks that begin and end.
     """
 
     def first_epoch_start(self: Any, trainer: Any, module: Any) -> None:
@@ -175,6 +180,7 @@ def make_callbacks(
         "on_validation_end": last_validation_end,
         "on_train_epoch_end": last_epoch_end,
     }
+    first = skipped.watching(first)
     return _callback("First", early_stopping, first), _callback("Last", early_stopping, last)
 
 

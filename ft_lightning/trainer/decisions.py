@@ -27,6 +27,7 @@ import hashlib
 import logging
 import math
 import time
+from collections.abc import Callable
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -37,6 +38,7 @@ from ft_lightning.trainer.batches import adopt, adopted, release
 
 log = logging.getLogger("ft_lightning")
 
+MAX_CONTROL_BYTES = 1000
 MAX_DIFFERENCES = 3
 """In a row: then the difference is not in what heals."""
 
@@ -58,6 +60,10 @@ class Decisions:
         self._aligned = True
         self._mine: list[bytes] = [b"", b""]
         self._hyperparameters = Hyperparameters()
+        self.tell: Callable[[], Any] = lambda: None
+        """What the first member has to say besides, as plain values; None: nothing."""
+        self.hear: Callable[[Any], None] = lambda told: None
+        """Called in all members with what it has said."""
         adopt(trainer, _asking(self))
         trainer._ft_stop = self._wish
 
@@ -115,8 +121,9 @@ class Decisions:
         metrics = trainer.callback_metrics if self._monitors else {}
         values = [float(metrics.get(name, math.nan)) for name in self._monitors]
         self._mine = self._fingerprint(number)
-        packed: bytes = msgpack.packb([self._mine, self._wish, self._validation_due(), values])
-        return packed
+        decided = [self._mine, self._wish, self._validation_due(), values]
+        packed: bytes = msgpack.packb([*decided, self.tell()])
+        return packed if len(packed) <= MAX_CONTROL_BYTES else msgpack.packb([*decided, None])
 
     def differs(self, control: bytes) -> str:
         """Follow the first member's decisions, which came with a commit that is not applied yet.
@@ -126,7 +133,9 @@ class Decisions:
         """
         if not control:
             return ""
-        theirs, stop, validate, values = msgpack.unpackb(control)
+        theirs, stop, validate, values, told = msgpack.unpackb(control)
+        if told is not None:
+            self.hear(told)
         mine = self._mine
         if theirs != mine:
             self._differences += 1

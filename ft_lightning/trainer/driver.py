@@ -81,6 +81,7 @@ class StepDriver:
         on_quorum: called when this process's part in the quorum has changed.
         hooks: `hooks(name)` calls the callbacks' and the module's hook of that name.
         leave: raises what ends a fit on SIGTERM.
+        before_leaving: called before the vote with which this group leaves the others.
         patience_s: how long a peer may be late at the end of a validation or an epoch, in seconds.
         min_replicas: replica groups that a step needs.
     """
@@ -95,12 +96,14 @@ class StepDriver:
         on_quorum: Callable[[], object],
         hooks: Callable[[str], None],
         leave: Callable[[], None],
+        before_leaving: Callable[[], None],
         patience_s: float,
         min_replicas: int,
     ) -> None:
         self._trainer, self._manager, self._batches = trainer, manager, batches
         self._decisions = decisions
         self._on_quorum, self._hooks, self._leave = on_quorum, hooks, leave
+        self._before_leaving = before_leaving
         self._patience, self._min_replicas = timedelta(seconds=patience_s), min_replicas
         self._manual = not trainer.lightning_module.automatic_optimization
         retry = RetryHooks(begin=self._begin_gradients, vote=self._vote, again=self._try_again)
@@ -300,6 +303,7 @@ class StepDriver:
         leaving = self._trainer.received_sigterm
         if leaving:
             # The vote announces it: the next quorum is formed without this group at once.
+            self._before_leaving()
             self._manager.leave_after_step()
         control = self._decisions.control(self._votes)
         self.last_committed = self._manager.should_commit(control=control)

@@ -15,13 +15,13 @@ import torch
 from ft_core.config import JobOptions
 from ft_core.heal import digest
 from ft_core.shell.intra_group import IntraGroup
-from ft_lightning.trainer import leader
 from ft_lightning.trainer.batches import (
     batches_done,
     capture_counters,
     epochs_done,
     settle_counters,
 )
+from ft_lightning.trainer.loggers import adopt_log_places, log_places
 
 log = logging.getLogger("ft_lightning")
 
@@ -73,7 +73,7 @@ def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
         "checkpoint": checkpoint,
         "should_stop": trainer.should_stop,
         "metrics": metrics,
-        "logs": leader.directories(trainer),
+        "logs": log_places(trainer),
     }
 
 
@@ -110,7 +110,7 @@ def restore(trainer: Any, state: dict[str, Any]) -> int:
         connector._loaded_checkpoint = {}
     settle_counters(trainer)
     trainer.should_stop = state["should_stop"]
-    leader.adopt_directories(trainer, state["logs"])
+    adopt_log_places(trainer, state["logs"])
     trainer.callback_metrics.update(state["metrics"])
     log.info(
         "healed: epoch %s, batch %s, global step %s",

@@ -7,7 +7,7 @@
 | in a quorum | the first participant (`FTDDPMixin._on_quorum`) | the same |
 | after a fit without a quorum | group 0: no other has done more | the same |
 
-What the leader before has written stays.
+What the leader before has written stays, and the next one goes on with it (`loggers.py`).
 
 A checkpoint file is written whole or not at all, with the manager's position inside. A full disk
 must not end a training that survives the loss of machines: a save that fails is logged, and as long
@@ -17,7 +17,6 @@ as the newest file is missing, no file that it was to replace is removed.
 from __future__ import annotations
 
 import contextlib
-import csv
 import logging
 import os
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core.manager import Manager
 from ft_lightning.shared.strategy_base import act_as_leader
 from ft_lightning.shared.topology import Scope
-from ft_lightning.trainer.batches import adopt, release
+from ft_lightning.trainer.loggers import Loggers, keep_metrics, released
 from lighthouse.files import replace_whole
 
 if TYPE_CHECKING:
@@ -37,36 +36,28 @@ else:
 log = logging.getLogger("ft_lightning")
 
 
-def before_quorum(trainer: Any, scope: Scope, dummy: Any) -> bool:
-    """A fit is being set up: returns whether this group writes already. The loop's thread.
+def before_quorum(trainer: Any, scope: Scope, dummy: Any) -> tuple[bool, Loggers | None]:
+    """A fit is being set up. The loop's thread.
 
-    Loggers open their files at their first use as rank zero, under a version number that follows
-    from the files that exist: all groups have to choose one before any opens. So the loggers of the
-    group that prints are silent until the first quorum. `dummy()`: the experiment of a logger that
-    is not rank zero's. Raises ValueError for what several groups cannot agree on.
+    Returns whether this group writes already, and the loggers that wait for the first quorum: they
+    open their files at their first use as rank zero, under a version number that follows from the
+    files that exist. None: they are as they are, since this is the only group, or one of them is of
+    a class that has no subclasses. `dummy()`: the experiment of a logger that is not rank zero's.
+    Raises ValueError for what several groups cannot agree on.
     """
     first = scope.index == 0 and scope.group_rank == 0
+    released(trainer)
     if scope.num_groups == 1:
         act_as_leader(first, scope)
         for logger in trainer.loggers if first and scope.restarts else ():
             keep_metrics(logger)
-        return first
+        return first, None
     refuse_search(trainer)
-    speaks = first and scope.restarts == 0
-    try:
-        for logger in trainer.loggers if speaks else ():
-            adopt(logger, _silent(dummy))
-    except TypeError:  # of a class that has no subclasses
-        _release(trainer)
-        speaks = False
-    act_as_leader(speaks, scope)
-    return False
-
-
-def in_quorum(trainer: Any, scope: Scope, leads: bool) -> None:
-    """The leader is known, for the first time or because it has changed."""
-    act_as_leader(leads, scope)
-    _release(trainer)
+    loggers = None
+    with contextlib.suppress(TypeError):
+        loggers = Loggers(trainer, dummy)
+    act_as_leader(first and scope.restarts == 0 and loggers is not None, scope)
+    return False, loggers
 
 
 def without_quorum(trainer: Any, scope: Scope) -> bool:
@@ -74,7 +65,7 @@ def without_quorum(trainer: Any, scope: Scope) -> bool:
 
     The peers of a restarted group may have newer files than the state with which it failed.
     """
-    _release(trainer)
+    released(trainer)
     risky = scope.num_groups > 1 and scope.restarts > 0 and trainer.interrupted
     leads = scope.index == 0 and scope.group_rank == 0 and not risky
     act_as_leader(leads, scope)
@@ -101,34 +92,13 @@ def refuse_search(trainer: Any, *, outer: bool = False) -> None:
         )
 
 
-def _release(trainer: Any) -> None:
-    for logger in trainer.loggers:
-        release(logger)
-
-
-def _silent(dummy: Any) -> Any:
-    """A logger that has nothing to write to yet, but knows its name, version and directories."""
-
-    def methods(cls: Any) -> dict[str, Any]:
-        def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-            return None
-
-        names = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
-        silent: dict[str, Any] = {name: nothing for name in names if hasattr(cls, name)}
-        if hasattr(cls, "experiment"):
-            silent["experiment"] = property(lambda self: dummy())
-        return silent
-
-    return methods
-
-
 def begin(trainer: Any, log_hyperparams: Any, *, takes_over: bool) -> None:
     """This group writes from now on; first, what set-up would have written.
 
     `log_hyperparams(trainer)`: Lightning's own. `takes_over`: another group wrote before. The
     loop's thread.
     """
-    for logger in trainer.loggers:
+    for logger in () if takes_over else trainer.loggers:
         keep_metrics(logger)
     if trainer.enable_autolog_hparams:
         log_hyperparams(trainer)
@@ -148,45 +118,6 @@ def _save_config(trainer: Any, callback: Any) -> None:
     callback.setup(trainer, trainer.lightning_module, "fit")
 
 
-def keep_metrics(logger: Any) -> None:
-    """Let a CSV logger append to the metrics that it finds, which it would delete.
-
-    Does nothing for loggers of other kinds, or for one that has begun to write already.
-    """
-    directory = getattr(logger, "log_dir", None)
-    if getattr(logger, "_experiment", 0) is not None or not isinstance(directory, str):
-        return
-    path = os.path.join(directory, "metrics.csv")
-    if not os.path.isfile(path):
-        return
-    aside = f"{path}.kept"
-    os.replace(path, aside)
-    try:
-        writer = logger.experiment
-    finally:
-        os.replace(aside, path)
-    with open(path, newline="") as file:
-        writer.metrics_keys = list(csv.DictReader(file).fieldnames or ())
-    log.info("%s: appending to what was logged before", path)
-
-
-def directories(trainer: Any) -> list[Any]:
-    """Which version of its directory each logger writes to; None: it has no such thing."""
-    return [each.version if _has_version(each) else None for each in trainer.loggers]
-
-
-def adopt_directories(trainer: Any, versions: list[Any]) -> None:
-    """Write to the peers' directories; a process that started later has chosen another version."""
-    for logger, version in zip(trainer.loggers, versions, strict=False):
-        if version is not None and _has_version(logger) and logger._experiment is None:
-            logger._version = version
-
-
-def _has_version(logger: Any) -> bool:
-    names = ("_version", "_experiment")
-    return all(name in vars(logger) for name in names) and hasattr(logger, "log_dir")
-
-
 # ---------------------------------------------------------------------- checkpoints
 
 KEY = "ft_lightning"
@@ -194,6 +125,7 @@ KEY = "ft_lightning"
 
 _LIVE = (
     "_manager", "_driver", "_batches", "_decisions", "_rounds", "_sink", "_prepare_lock", "_sigterm",
+    "_loggers",
 )  # fmt: skip
 """Attributes of the strategy that belong to a fit under way."""
 

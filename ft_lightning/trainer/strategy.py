@@ -36,7 +36,9 @@ from ft_lightning.trainer.agreements import Rounds, make_callbacks
 from ft_lightning.trainer.batches import Batches, check_counters
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
+from ft_lightning.trainer.loggers import Loggers
 from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
+from ft_lightning.trainer.skipped_hooks import SkippedHooks
 from ft_lightning.trainer.validation import Validation
 from lighthouse.files import machine_lock
 
@@ -72,6 +74,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     _batches: Batches | None = None
     _decisions: Decisions | None = None
     _rounds: Rounds | None = None
+    _loggers: Loggers | None = None
+    _skipped: SkippedHooks
     _callbacks: tuple[Any, ...] = ()
     _sigterm: Sigterm | None = None
     _prepare_lock: int | None = None
@@ -179,8 +183,9 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         super().setup_environment()
         if self._trainer.state.fn == "fit":
             dummy = self._from("fabric.loggers.logger")._DummyExperiment
-            self._leader = self._writes = leader.before_quorum(self._trainer, self.scope, dummy)
-            self._met = False
+            writes, self._loggers = leader.before_quorum(self._trainer, self.scope, dummy)
+            self._leader = self._writes = writes
+            self._skipped, self._met = SkippedHooks(), False
 
     def setup_distributed(self) -> None:
         """No default process group: Lightning would take the replica group for the world."""
@@ -219,7 +224,11 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if self._votes_each_step:
             self._manager.preallocate_state(*self.optimizers)
         stopping = self._from("callbacks").EarlyStopping
-        first, last = make_callbacks(stopping, self._adopt_fetcher, self._rounds, self._decisions)
+        if self._loggers is not None:
+            self._decisions.tell, self._decisions.hear = self._loggers.news, self._loggers.hear
+        first, last = make_callbacks(
+            stopping, self._adopt_fetcher, self._rounds, self._decisions, self._skipped
+        )
         self._callbacks, trainer.callbacks[:] = (first, last), [first, *trainer.callbacks, last]
 
     def _make_driver(self, trainer: Any) -> Any:
@@ -235,6 +244,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             on_quorum=self._on_quorum,
             hooks=self._call_hooks,
             leave=self._leave,
+            before_leaving=self._before_leaving,
             patience_s=4
             * self._options.timeout_s,  # the lighthouse evicts a group that hangs before
             min_replicas=self._options.min_replicas,
@@ -331,14 +341,20 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def _on_quorum(self) -> bool:
         if not super()._on_quorum():
             return False
-        leader.in_quorum(self._trainer, self.scope, self._leader)
-        if self._leader and not self._writes:
-            self._writes = True
+        if self._loggers is not None:
+            self._loggers.in_quorum(self._leader, takes_over=self._met)
+        begins, self._writes = self._leader and not self._writes, self._leader
+        if begins:
             log_hyperparams = self._from("loggers.utilities")._log_hyperparams
             with self._in_group.local_only():
                 leader.begin(self._trainer, log_hyperparams, takes_over=self._met)
+                self._skipped.run(self._trainer)
         self._met = True
         return True
+
+    def _before_leaving(self) -> None:
+        if self._loggers is not None and self.participants > self.scope.group_size:
+            self._loggers.leave()
 
     def _call_hooks(self, name: str) -> None:
         call = self._from("trainer.call")
@@ -365,6 +381,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def teardown(self) -> None:
         self.release_machine()
         self._shut_down()
+        if self._loggers is not None:
+            self._loggers.end()
         if self._trainer.state.fn == "fit" and not self._met:
             self._leader = leader.without_quorum(self._trainer, self.scope)
         # Unwrapped here: DDP's own teardown would recommend options that are refused.

@@ -29,6 +29,8 @@ ALLOWED["ft_lightning"] |= {
 }
 # Optional: only where a script has imported it.
 ALLOWED["ft_accelerate"] |= {"rich", "transformers"}
+# Optional: only where a script logs to them.
+ALLOWED["ft_lightning"] |= {"tensorboard", "wandb"}
 
 ALWAYS = {"__future__", "__main__"}
 

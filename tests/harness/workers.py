@@ -58,6 +58,13 @@ SETTINGS = {
 """Environment of the servers: no import may start a thread."""
 PR_SET_CHILD_SUBREAPER = 36
 
+
+def search_path() -> str:
+    """Of a server: this tree, then where else the tests find modules (packages that are not installed)."""
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(ROOT), *(path for path in known if path not in ("", str(ROOT)))])
+
+
 _servers: dict[str, Server] = {}
 _starting = threading.Lock()
 
@@ -194,7 +201,7 @@ class Server:
         self._home = tempfile.TemporaryDirectory()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.harness.workers", *modules],
-            env={**env, **SETTINGS, "PYTHONPATH": str(ROOT), "HF_HOME": self._home.name},
+            env={**env, **SETTINGS, "PYTHONPATH": search_path(), "HF_HOME": self._home.name},
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

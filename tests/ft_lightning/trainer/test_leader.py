@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_lightning.shared.strategy_base import act_as_leader
 from ft_lightning.shared.topology import Role, Scope
-from ft_lightning.trainer.leader import before_quorum, in_quorum, without_quorum
+from ft_lightning.trainer.leader import before_quorum, without_quorum
 
 
 class Logger:
@@ -58,19 +58,24 @@ def test_no_two_groups_are_one_rank(leader: int) -> None:
 
 def test_until_the_first_quorum_the_one_that_speaks_has_silent_loggers() -> None:
     logger = Logger()
-    assert not before_quorum(trainer(logger), scope(0), lambda: "nobody's")
+    writes, loggers = before_quorum(trainer(logger), scope(0), lambda: "nobody's")
     logger.log_metrics({"a": 1})
+    assert not writes and loggers is not None
     assert speaks() and not logger.wrote and logger.experiment == "nobody's"
-    in_quorum(trainer(logger), scope(0), False)
+    act_as_leader(True, scope(0))
+    loggers.in_quorum(True, takes_over=False)
     logger.log_metrics({"a": 2})
-    assert not speaks() and logger.wrote == [{"a": 2}] and logger.experiment == "its own"
+    assert logger.wrote == [{"a": 2}] and logger.experiment == "its own"
+    loggers.end()
     assert type(logger) is Logger
 
 
 @pytest.mark.parametrize("place", [scope(1), scope(0, restarts=1)])
 def test_others_are_silent_until_the_first_quorum(place: Scope) -> None:
-    assert not before_quorum(trainer(Logger()), place, None)
-    assert not speaks()
+    logger = Logger()
+    assert not before_quorum(trainer(logger), place, lambda: None)[0]
+    logger.log_metrics({"a": 1})
+    assert not speaks() and not logger.wrote
 
 
 def test_a_logger_that_cannot_be_silenced_silences_its_group() -> None:
@@ -79,13 +84,13 @@ def test_a_logger_that_cannot_be_silenced_silences_its_group() -> None:
             raise TypeError("no subclasses")
 
     loggers = [Logger(), Final()]
-    assert not before_quorum(trainer(*loggers), scope(0), None)
+    assert before_quorum(trainer(*loggers), scope(0), lambda: None) == (False, None)
     assert not speaks() and type(loggers[0]) is Logger
 
 
 def test_the_only_group_writes_at_once() -> None:
     logger = Logger()
-    assert before_quorum(trainer(logger), scope(0, groups=1), None)
+    assert before_quorum(trainer(logger), scope(0, groups=1), None) == (True, None)
     logger.log_metrics({})
     assert speaks() and logger.wrote == [{}]
 

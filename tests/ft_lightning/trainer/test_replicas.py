@@ -18,6 +18,14 @@ from torch import nn
 
 from tests.ft_lightning.harness import Line, compare, running
 from tests.ft_lightning.trainer.worker import OPTIONS, Model, loaders
+from tests.harness.trackers import (
+    in_csv,
+    in_mlflow,
+    in_tensorboard,
+    in_wandb,
+    installed_trackers,
+    make_mlflow,
+)
 
 pytestmark = pytest.mark.process
 
@@ -78,6 +86,33 @@ def test_training_step_runs_once_a_batch_though_members_die_in_the_step(
     assert [line["leader"] for line in lines[1]] == [False] * 4 + [True] * (2 * batches - 4)
     assert run.end(1)["runs"] == [[x["epoch"], x["batch_idx"]] for x in lines[1]]
     assert run.end(1)["runs"] == [[e, b] for e in range(2) for b in range(batches)]
+
+
+def test_trackers_go_on_though_the_leader_is_killed_twice(tmp_path: Path, lighthouse: str) -> None:
+    """A Trainer as it is by default, with every tracker that is installed: each step once, in one run.
+    Callbacks that set themselves up on rank zero only go on in the next leader.
+
+    With the trackers that are not installed with the tests: docs/lightning_tests.md.
+    """
+    trackers = installed_trackers()
+    if "mlflow" in trackers:
+        make_mlflow(tmp_path / "mlflow.db", "test")
+    options = {"dies": {"4": 0, "11": 1}, "trackers": ["csv", *trackers]}
+    with running(tmp_path, lighthouse, **options) as run:
+        groups = [run.start(index, groups=3) for index in range(3)]
+        run.wait(groups[2])
+        run.wait(groups[0], groups[1], code=-signal.SIGKILL)
+    every = list(range(2 * -(-SAMPLES // BATCH // 3)))
+    for name in ("train_loss", "device/batches_per_sec"):
+        assert in_csv(tmp_path / "first", name) == in_csv(tmp_path / "last", name)
+    found = {"first": in_csv(tmp_path / "first", "train_loss")}
+    if "tensorboard" in trackers:
+        found["tensorboard"] = in_tensorboard(tmp_path / "tensorboard", "train_loss")
+    if "wandb" in trackers:
+        found["wandb"] = in_wandb(tmp_path, "train_loss")
+    if "mlflow" in trackers:
+        found["mlflow"] = in_mlflow(tmp_path / "mlflow.db", "test", "train_loss")
+    assert found == dict.fromkeys(found, every)
 
 
 def test_killed_under_the_launcher_comes_back_at_its_peers_place(tmp_path: Path) -> None:

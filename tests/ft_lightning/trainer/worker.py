@@ -19,9 +19,11 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     ModelCheckpoint,
+    ThroughputMonitor,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,6 +51,8 @@ OPTIONS: dict[str, Any] = {
     "gathers": False,  # validation calls collectives
     "checkpoints": False,
     "logs": False,  # a CSV logger, a weight average, an early stopping
+    "trackers": [],  # modules of trackers; given: a CSV logger before and after theirs, and what a
+    # Trainer shows by default
     "holds": [],  # places to wait at, see `script.Log`: "step:<global step>", "end:<epoch>",
     # "validation:<epoch>", "val batch:<epoch>:<index>"
 }
@@ -224,6 +228,41 @@ class Recorder(Callback):
         self.files.step(**line)
 
 
+class Clock(Callback):
+    """As users write it: rank zero sets up, and uses it later."""
+
+    @rank_zero_only
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.steps: list[int] = []
+
+    @rank_zero_only
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.begun = batch_idx
+
+    @rank_zero_only
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self.begun == batch_idx
+        self.steps.append(trainer.global_step)
+
+
+def make_loggers(options: dict[str, Any]) -> Any:
+    folder = options["log"]
+    if options["logs"]:
+        return CSVLogger(folder, "logs", flush_logs_every_n_steps=1)
+    if not options["trackers"]:
+        return False
+    found: list[Any] = [CSVLogger(folder, "first")]
+    if "tensorboard" in options["trackers"]:
+        found.append(TensorBoardLogger(folder, "tensorboard"))
+    if "wandb" in options["trackers"]:
+        found.append(WandbLogger(save_dir=folder, offline=True))
+    if "mlflow" in options["trackers"]:
+        found.append(MLFlowLogger("test", tracking_uri=f"sqlite:///{folder}/mlflow.db"))
+    return [*found, CSVLogger(folder, "last")]
+
+
 def loaders(options: dict[str, Any]) -> tuple[DataLoader[Any], DataLoader[Any]]:
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(options["samples"], 8, generator=generator)
@@ -249,6 +288,8 @@ def run(options: dict[str, Any]) -> Trainer:
         callbacks.append(
             ModelCheckpoint(options["log"] + "/checkpoints", every_n_train_steps=10, save_top_k=-1)
         )
+    if options["trackers"]:
+        callbacks += [Clock(), ThroughputMonitor(lambda batch: len(batch[0]))]
     if options["logs"]:
         callbacks += [EMAWeightAveraging(decay=0.9), EarlyStopping("val_loss", patience=99)]
     strategy = options["strategy"]
@@ -261,13 +302,11 @@ def run(options: dict[str, Any]) -> Trainer:
         max_epochs=options["max_epochs"],
         accumulate_grad_batches=options["accumulate"],
         callbacks=callbacks,
-        logger=CSVLogger(options["log"], "logs", flush_logs_every_n_steps=1)
-        if options["logs"]
-        else False,
+        logger=make_loggers(options),
         log_every_n_steps=1,
         enable_checkpointing=options["checkpoints"],
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_progress_bar=bool(options["trackers"]),
+        enable_model_summary=bool(options["trackers"]),
         num_sanity_val_steps=1,
     )
     trainer.fit(model, train, val)

@@ -1,0 +1,347 @@
+"""The loggers of one fit in one process: the leader writes, and the others could go on.
+
+| this process | its rows (`log_metrics`) | other methods | `experiment` |
+|---|---|---|---|
+| waits for the first quorum | nothing: the leader is not known | nothing | a dummy |
+| follows | it keeps the last of them | the logger's own, which do nothing | the logger's dummy |
+| leads, and the logger is being opened | wait | wait | waits |
+| leads | the logger's own | the logger's own | the logger's own |
+| has left the others, who go on | nothing | nothing | a dummy |
+
+The first leader opens its loggers as under stock `ddp`: in the loop's thread, where an error ends the
+fit. When leadership moves, all others would wait for that. So the next leader opens them in a thread
+of its own, and its calls wait in order. It first asks the store how far the dead leader had come
+(`tracker_stores`), and writes what is missing from the rows that it has kept.
+
+All write to one place: a version of a directory, or a run that is continued. Which one that is the
+leader says with the commit of a step, once in each quorum; and it is part of the state that heals.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from ft_lightning.trainer.batches import adopt, adopted, release
+from ft_lightning.trainer.tracker_stores import kind_of, last_steps, stored_name
+
+log = logging.getLogger("ft_lightning")
+
+KEPT_ROWS = 1000
+"""Of each logger, in each process: far more than any logger holds back."""
+METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
+NOT_LATER = ("save",)
+"""Calls that need not wait for a logger that is being opened."""
+MAX_PLACES = 12
+"""Loggers whose places travel with a commit, which has room for 1,024 bytes."""
+
+
+class Part(Enum):
+    """What this process does with a logger."""
+
+    WAITS = "waits"
+    FOLLOWS = "follows"
+    OPENS = "opens"
+    LEADS = "leads"
+    LEFT = "left"
+
+
+class Relay:
+    """One logger. Made and asked in the loop's thread; `_open` runs in a thread of its own.
+
+    Raises TypeError for a logger whose class has no subclasses.
+    """
+
+    def __init__(self, logger: Any, dummy: Callable[[], Any]) -> None:
+        release(logger)
+        self.logger, self._cls, self._dummy = logger, type(logger), dummy
+        self.part = Part.WAITS
+        self._rows: deque[tuple[dict[str, Any], Any]] = deque(maxlen=KEPT_ROWS)
+        self._later: list[tuple[str, Any, Any]] = []
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._last: dict[str, int] | None = None  # while rows are written again
+        adopt(logger, self._methods)
+
+    def _methods(self, cls: Any) -> dict[str, Any]:
+        relay = self
+
+        def method(name: str) -> Any:
+            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return relay.call(name, args, kwargs)
+
+            return call
+
+        def reduce(self: Any, protocol: Any) -> Any:  # a copy, or a pickle, is of its own class
+            make, given, *rest = cls.__reduce_ex__(self, protocol)
+            return (make, tuple(cls if each is type(self) else each for each in given), *rest)
+
+        found: dict[str, Any] = {name: method(name) for name in METHODS if hasattr(cls, name)}
+        if hasattr(cls, "experiment"):
+            found["experiment"] = property(lambda self: relay.experiment())
+        return {**found, "__reduce_ex__": reduce}
+
+    # ------------------------------------------------------------------ what Lightning calls
+
+    def call(self, name: str, args: Any, kwargs: Any) -> Any:
+        """A method of the logger."""
+        if self.part in (Part.WAITS, Part.LEFT):
+            return None
+        if threading.current_thread() is self._thread:
+            return self._call(name, args, kwargs)
+        if self.part is Part.FOLLOWS and name == "log_metrics":
+            row = _row(*args, **kwargs)
+            if row is not None:
+                self._rows.append(row)
+        if self.part is Part.OPENS:
+            if name == "finalize":
+                self.await_open()
+                return self.call(name, args, kwargs)
+            with self._lock:
+                if self.part is Part.OPENS:
+                    if name not in NOT_LATER:
+                        self._later.append((name, args, kwargs))
+                    return None
+            return self.call(name, args, kwargs)
+        return self._call(name, args, kwargs)
+
+    def experiment(self) -> Any:
+        """What the logger's `experiment` is."""
+        if self.part in (Part.WAITS, Part.LEFT):
+            return self._dummy()
+        self.await_open()
+        own: Any = super(type(self.logger), self.logger)
+        return own.experiment
+
+    def await_open(self) -> None:
+        """Until the logger is open, if it is being opened."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+            self._thread = None
+
+    def _call(self, name: str, args: Any, kwargs: Any) -> Any:
+        if self._last is not None and name == "log_metrics":
+            row = _row(*args, **kwargs)
+            missing = row and self._missing(*row)
+            if not row or not missing:
+                return None
+            args, kwargs = (missing, row[1]), {}
+        return getattr(self._cls, name)(self.logger, *args, **kwargs)
+
+    def _missing(self, metrics: Mapping[str, Any], step: Any) -> dict[str, Any]:
+        """What the store has not of a row."""
+        assert self._last is not None
+        known = self._last
+        names = {name: stored_name(self.logger, name) for name in metrics}
+        new = [n for n in metrics if (step or 0) > known.get(names[n], -1)]
+        if kind_of(self.logger) == "CSVLogger" and any(name != "epoch" for name in new):
+            return dict(metrics)  # a row is one line
+        return {name: metrics[name] for name in new}
+
+    # ------------------------------------------------------------------ leadership
+
+    def follow(self) -> None:
+        """Another process writes."""
+        if self.part is Part.LEADS and kind_of(self.logger) in ("CSVLogger", "TensorBoardLogger"):
+            # Others write to its files: they are opened anew if this process leads again.
+            close = getattr(getattr(self.logger, "_experiment", None), "close", None)
+            if close is not None:
+                close()
+            self.logger._experiment = None
+        self.part = Part.FOLLOWS
+
+    def lead(self, *, takes_over: bool) -> None:
+        """This process writes from now on."""
+        if self.part in (Part.OPENS, Part.LEADS):
+            return
+        if not takes_over:
+            self._rows.clear()
+            self.part = Part.LEADS
+            return
+        self.await_open()  # that it was opening when it last lost the lead
+        self.part = Part.OPENS
+        self._thread = threading.Thread(target=self._open, name="ft_lightning logger", daemon=True)
+        self._thread.start()
+
+    def _open(self) -> None:
+        try:
+            keep_metrics(self.logger)
+            if hasattr(self._cls, "experiment"):
+                _ = self.logger.experiment
+            self._last = last_steps(self.logger)
+            while self._rows and self._last is not None:
+                self._call("log_metrics", self._rows.popleft(), {})
+            self._catch_up()
+            self._last = None  # what comes from here on is new
+            while not self._is_open():
+                self._catch_up()
+        except Exception as error:  # a tracker's own errors are of any kind
+            self.part, self._later = Part.LEFT, []
+            log.warning(
+                "%s logs nothing from here on: this process leads now, and could not open it (%s: %s)",
+                self._cls.__name__, type(error).__name__, error,
+            )  # fmt: skip
+        finally:
+            self._last = None
+            self._rows.clear()
+
+    def _catch_up(self) -> None:
+        """Do what has waited."""
+        for later in self._take_later():
+            self._call(*later)
+        if hasattr(self._cls, "save"):
+            self._call("save", (), {})
+
+    def _is_open(self) -> bool:
+        """Whether no call has to wait any more."""
+        with self._lock:
+            if self.part is Part.OPENS and not self._later:
+                self.part = Part.LEADS
+            return self.part is not Part.OPENS
+
+    def _take_later(self) -> list[tuple[str, Any, Any]]:
+        with self._lock:
+            taken, self._later = self._later, []
+        return taken
+
+    def leave(self) -> None:
+        """This process ends, and the others go on: write what it holds back, and nothing more."""
+        if self.part is Part.LEADS and hasattr(self._cls, "save"):
+            self._call("save", (), {})
+        experiment = getattr(self.logger, "_experiment", None)
+        if self.part is Part.LEADS and kind_of(self.logger) == "WandbLogger" and experiment:
+            experiment.finish()
+        self.part = Part.LEFT
+
+    def end(self) -> None:
+        """The fit is over: the logger is itself again."""
+        if self.part is not Part.LEFT:
+            self.await_open()
+            release(self.logger)
+
+
+def _row(metrics: Any = None, step: Any = None, *rest: Any) -> tuple[dict[str, Any], Any] | None:
+    return (dict(metrics), step) if isinstance(metrics, Mapping) else None
+
+
+# ---------------------------------------------------------------------- all of a fit
+
+
+class Loggers:
+    """The loggers of one fit. The loop's thread."""
+
+    def __init__(self, trainer: Any, dummy: Callable[[], Any]) -> None:
+        """Raises TypeError for a logger whose class has no subclasses; then none is changed."""
+        self._trainer = trainer
+        self._relays: list[Relay] = []
+        self._leads = self._untold = False
+        try:
+            for logger in trainer.loggers:
+                self._relays.append(Relay(logger, dummy))
+        except TypeError:
+            self.end()
+            raise
+
+    def in_quorum(self, leads: bool, *, takes_over: bool) -> None:
+        """Membership has changed, and with it perhaps the leader."""
+        self._leads, self._untold = leads, True
+        for relay in self._relays:
+            if relay.part is Part.LEFT:
+                continue
+            if leads:
+                relay.lead(takes_over=takes_over)
+            else:
+                relay.follow()
+
+    def leave(self) -> None:
+        """As `Relay.leave`, of all."""
+        for relay in self._relays:
+            relay.leave()
+
+    def end(self) -> None:
+        """As `Relay.end`, of all."""
+        for relay in self._relays:
+            relay.end()
+
+    def news(self) -> list[Any] | None:
+        """What the leader adds to its vote: where it writes. None: all members of this quorum know."""
+        if not (self._leads and self._untold):
+            return None
+        return log_places(self._trainer)[:MAX_PLACES]
+
+    def hear(self, told: list[Any]) -> None:
+        """What came with a commit."""
+        if not self._leads:
+            adopt_log_places(self._trainer, told)
+        elif all(relay.part is not Part.OPENS for relay in self._relays):
+            self._untold = False
+
+
+def log_places(trainer: Any) -> list[Any]:
+    """Where each logger writes, as its attributes that say so."""
+    return [_place(logger) for logger in trainer.loggers]
+
+
+def _place(logger: Any) -> dict[str, Any]:
+    found = vars(logger)
+    if _has_version(logger):
+        return {"_version": logger.version}
+    place = {name: found[name] for name in ("_id", "_run_id") if found.get(name) is not None}
+    run = getattr(found.get("_experiment"), "id", None)
+    if "_id" in found and isinstance(run, str):
+        place["_id"] = run
+    return place
+
+
+def adopt_log_places(trainer: Any, told: Sequence[Any]) -> None:
+    """Write to the leader's directories and runs; a process would choose, or begin, others."""
+    for logger, place in zip(trainer.loggers, told, strict=False):
+        found = vars(logger)
+        if found.get("_experiment") is not None or found.get("_initialized"):
+            continue
+        for name in place.keys() & found.keys():
+            found[name] = place[name]
+        if "_id" in place and isinstance(found.get("_wandb_init"), dict):
+            found["_wandb_init"]["id"] = place["_id"]
+
+
+def _has_version(logger: Any) -> bool:
+    names = ("_version", "_experiment")
+    return all(name in vars(logger) for name in names) and hasattr(logger, "log_dir")
+
+
+def keep_metrics(logger: Any) -> None:
+    """Let a CSV logger append to the metrics that it finds, which it would delete.
+
+    Does nothing for loggers of other kinds, or for one that has begun to write already.
+    """
+    if getattr(logger, "_experiment", 0) is not None or not isinstance(
+        directory := getattr(logger, "log_dir", None), str
+    ):
+        return
+    path = os.path.join(directory, "metrics.csv")
+    if not os.path.isfile(path):
+        return
+    aside = f"{path}.kept"
+    os.replace(path, aside)
+    try:
+        writer = logger.experiment
+    finally:
+        os.replace(aside, path)
+    with open(path, newline="") as file:
+        writer.metrics_keys = list(csv.DictReader(file).fieldnames or ())
+    log.info("%s: appending to what was logged before", path)
+
+
+def released(trainer: Any) -> None:
+    """Give all loggers their own classes back, whatever has changed them."""
+    for logger in trainer.loggers:
+        if adopted(logger):
+            release(logger)

@@ -1,0 +1,288 @@
+"""Leadership moves: loggers of the next leader, and hooks that it has skipped.
+
+Which process is the leader is scripted; loggers are Lightning's own, and their stores are read.
+`test_replicas.py` kills leaders.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from ft_lightning.trainer.loggers import Loggers, Part, Relay, log_places
+from ft_lightning.trainer.skipped_hooks import SkippedHooks, is_guarded
+
+ROLE: Any = rank_zero_only
+
+
+@pytest.fixture(autouse=True)
+def rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it
+
+
+class Process:
+    """What one process has of a fit: its loggers. Which one is the leader is a matter of the test."""
+
+    def __init__(self, *loggers: Any) -> None:
+        self.trainer: Any = SimpleNamespace(loggers=list(loggers))
+        self.loggers = Loggers(self.trainer, lambda: None)
+        self.relays: list[Relay] = self.loggers._relays
+
+    def meet(self, leads: bool, *, takes_over: bool = False) -> None:
+        ROLE.rank = 0 if leads else 1
+        self.loggers.in_quorum(leads, takes_over=takes_over)
+
+    def log(self, leads: bool, metrics: dict[str, float], step: int) -> None:
+        """As Lightning does, after each row."""
+        ROLE.rank = 0 if leads else 1
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics=metrics, step=step)
+            logger.save()
+
+    def open(self) -> None:
+        for relay in self.relays:
+            relay.await_open()
+
+
+def steps_in_csv(path: Path) -> list[int]:
+    with path.open(newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+def make_csv(folder: Path) -> Logger:
+    return CSVLogger(folder, "csv")
+
+
+def make_tensorboard(folder: Path) -> Logger:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    return TensorBoardLogger(folder, "tensorboard")
+
+
+def make_mlflow(folder: Path) -> Logger:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    from lightning.pytorch.loggers import MLFlowLogger
+
+    return MLFlowLogger("name", tracking_uri=f"sqlite:///{folder}/mlflow.db")
+
+
+def steps_of(folder: Path, make: Any) -> list[int]:
+    """Of the metric "loss" in the one run that there is."""
+    if make is make_csv:
+        (path,) = folder.glob("csv/*/metrics.csv")
+        return steps_in_csv(path)
+    if make is make_tensorboard:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        (version,) = folder.glob("tensorboard/*")
+        found = EventAccumulator(str(version)).Reload()
+        return [event.step for event in found.Scalars("loss")]
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("name").experiment_id])
+    return [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")]
+
+
+@pytest.mark.parametrize("make", [make_csv, make_tensorboard, make_mlflow])
+def test_the_next_leader_goes_on_in_the_same_place_and_writes_what_is_missing(
+    tmp_path: Path, make: Callable[[Path], Logger]
+) -> None:
+    """The first leader dies between two rows, the second one before it has written anything."""
+    processes = [Process(make(tmp_path)) for _ in range(3)]
+    for index, process in enumerate(processes):
+        process.meet(index == 0)
+    for step in range(6):
+        for index, process in enumerate(processes):
+            if index or step < 4:  # the leader has died before it wrote the last two
+                process.log(index == 0, {"loss": 1.0, "epoch": 0.0}, step)
+        told = processes[0].loggers.news()
+        for process in processes if told else ():
+            process.loggers.hear(told)
+    processes[1].meet(True, takes_over=True)
+    processes[1].open()
+    processes[2].meet(False)
+    processes[2].log(False, {"loss": 1.0, "epoch": 0.0}, 6)
+    processes[2].meet(True, takes_over=True)
+    processes[2].log(True, {"loss": 1.0, "epoch": 0.0}, 7)
+    processes[2].open()
+    processes[2].log(True, {"loss": 1.0, "epoch": 0.0}, 8)
+    assert steps_of(tmp_path, make) == list(range(9))
+    for process in processes:
+        process.loggers.end()
+        process.trainer.loggers[0].finalize("success")  # ends TensorBoard's threads
+
+
+def test_a_logger_is_opened_beside_the_training_and_calls_wait_in_order(tmp_path: Path) -> None:
+    may_open, threads = threading.Event(), []
+
+    class Slow(CSVLogger):
+        @property
+        def experiment(self) -> Any:
+            if ROLE.rank == 0 and self._experiment is None:
+                threads.append(threading.current_thread())
+                may_open.wait()
+            return CSVLogger.experiment.fget(self)  # type: ignore[attr-defined]
+
+    process = Process(Slow(tmp_path, "csv"))
+    process.meet(False)
+    process.log(False, {"loss": 1.0}, 0)
+    process.meet(True, takes_over=True)
+    for step in (1, 2, 3):
+        process.log(True, {"loss": 1.0}, step)  # returns, though the logger can't be opened yet
+    assert [relay.part for relay in process.relays] == [Part.OPENS]
+    may_open.set()
+    process.loggers.end()
+    assert threading.main_thread() not in threads
+    (path,) = tmp_path.glob("csv/*/metrics.csv")
+    assert steps_in_csv(path) == [0, 1, 2, 3]
+
+
+def test_a_logger_that_cannot_be_opened_does_not_end_the_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unreachable(CSVLogger):
+        @property
+        def experiment(self) -> Any:
+            raise ConnectionError("no route to the tracker")
+
+    process = Process(Unreachable(tmp_path, "gone"), CSVLogger(tmp_path, "csv"))
+    process.meet(False)
+    with caplog.at_level(logging.WARNING):
+        process.meet(True, takes_over=True)
+        process.open()
+    assert "Unreachable logs nothing from here on" in caplog.text and "no route" in caplog.text
+    process.log(True, {"loss": 1.0}, 0)
+    (path,) = tmp_path.glob("csv/*/metrics.csv")
+    assert steps_in_csv(path) == [0]
+
+
+def test_one_that_leaves_the_others_writes_nothing_more(tmp_path: Path) -> None:
+    process = Process(CSVLogger(tmp_path, "csv", flush_logs_every_n_steps=100))
+    process.meet(True)
+    (logger,) = process.trainer.loggers
+    logger.log_metrics({"loss": 1.0}, 0)
+    process.loggers.leave()
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finalize("failed")
+    (path,) = tmp_path.glob("csv/*/metrics.csv")
+    assert steps_in_csv(path) == [0]
+
+
+def test_all_loggers_write_where_the_leader_does(tmp_path: Path) -> None:
+    """Whichever comes first: a version is chosen when a logger is first used, and files are there."""
+    leader, other = (Process(CSVLogger(tmp_path, "a"), CSVLogger(tmp_path, "b")) for _ in range(2))
+    leader.meet(True)
+    leader.log(True, {"loss": 1.0}, 0)
+    other.meet(False)
+    told = leader.loggers.news()
+    assert told is not None
+    for process in (leader, other):
+        process.loggers.hear(told)
+    assert leader.loggers.news() is None and other.loggers.news() is None
+    assert log_places(other.trainer) == log_places(leader.trainer) == [{"_version": 0}] * 2
+    leader.meet(True)
+    assert leader.loggers.news() == told  # a new quorum may have a new member
+
+
+def test_a_copy_of_a_logger_is_of_its_own_class(tmp_path: Path) -> None:
+    process = Process(CSVLogger(tmp_path, "csv"))
+    (logger,) = process.trainer.loggers
+    assert type(copy.deepcopy(logger)) is CSVLogger is not type(logger)
+    process.loggers.end()
+    assert type(logger) is CSVLogger
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+class Monitor(Callback):
+    """As ThroughputMonitor is written."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    @rank_zero_only
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.called.append(f"setup {stage}")
+
+    @rank_zero_only
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.called.append("train")
+
+    @rank_zero_only
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.called.append(f"batch {batch_idx}")
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.called.append("epoch")
+
+
+class Module(LightningModule):
+    started = 0
+
+    @rank_zero_only
+    def on_train_start(self) -> None:
+        self.started += 1
+
+
+@pytest.fixture
+def fit() -> Any:
+    state = SimpleNamespace(fn="fit")
+    return SimpleNamespace(callbacks=[Monitor()], lightning_module=Module(), state=state)
+
+
+def test_the_next_leader_calls_what_was_skipped_here_and_only_that(fit: Any) -> None:
+    ROLE.rank = 1
+    skipped = SkippedHooks()
+    for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
+        skipped.begins(hook)
+    for batch in range(3):
+        skipped.begins("on_train_batch_start", "data", batch)
+        if batch < 2:
+            skipped.ends("on_train_batch_start")
+    ROLE.rank = 0
+    skipped.run(fit)
+    (monitor,) = fit.callbacks
+    assert monitor.called == ["setup fit", "train", "batch 2"]  # "epoch" has no guard
+    assert fit.lightning_module.started == 1
+    skipped.run(fit)
+    ROLE.rank = 1  # it was evicted, and its peers train
+    skipped.begins("on_train_batch_start", "data", 9)
+    ROLE.rank = 0
+    skipped.run(fit)
+    assert monitor.called[3:] == ["batch 9"]
+
+
+def test_what_was_called_as_rank_zero_is_not_called_again(fit: Any) -> None:
+    skipped = SkippedHooks()  # the group that prints before there is a leader
+    skipped.begins("on_train_start")
+    skipped.run(fit)
+    assert fit.callbacks[0].called == []
+
+
+def test_the_guard_is_told_under_other_decorators() -> None:
+    import functools
+
+    def loud(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            return function(*args)
+
+        return call
+
+    assert is_guarded(Monitor().setup) and is_guarded(loud(Monitor.setup))
+    assert not is_guarded(Monitor().on_train_epoch_start) and not is_guarded(loud(print))
