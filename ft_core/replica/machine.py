@@ -554,7 +554,7 @@ class Replica:
     def may_vote(self) -> bool:
         """A yes counts. Not the same as `ready`: the collectives of a bound attempt may all be done
         when its quorum is revoked. Then its yes still counts, and the step may still commit."""
-        if self.stage is not Stage.MEMBER or not self.healed or self._vote is not None:
+        if self.stage is not Stage.MEMBER or not self.healed:
             return False
         return self.attempt is Attempt.BOUND or (self.attempt is Attempt.OPEN and self.ready)
 

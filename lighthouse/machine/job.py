@@ -258,11 +258,6 @@ class JobState:
                 return
             # A message made it give up this quorum: it joins as a newcomer.
             self._remove(join.replica_id, "started over", now, may_return=True)
-            member = None
-        if member is not None and member.join == join:  # repeated: it has heard nothing yet
-            self._reached(member, peer)
-            self._effects.append(self._announcer.explain_to(member, self._live))
-            return
         if refusal := self._refusal(join):
             self._send(peer, Refused(self.key, refusal))
         elif self._members.other_holder(join.name, join.replica_id):
@@ -537,7 +532,7 @@ class JobState:
         self._forming.decided(live, committed, now)
         voters = {r: self._members.by_id[r] for r in live.in_rank_order()}
         update_positions(live, voters, committed, after)
-        goes_on = committed and live.undisturbed() and self._least_epoch <= self.term.epoch
+        goes_on = live.undisturbed() and self._least_epoch <= self.term.epoch
         if goes_on and not self._forming.admits(live, now):
             live.next_step(after, now)
             self._effects.append(Send(tuple(m.peer for m in voters.values()), decision))

@@ -216,6 +216,8 @@ class JobStage:
             effects = machine.handle(b"tool", DeclareDead(JOB.job_id, who), self.now)
         elif words.name == "deadline":
             return [f"deadline {machine.deadline()}"]
+        elif words.name == "jobs":
+            return [f"jobs {len(list(machine.statuses()))}"]
         else:
             message = getattr(self, f"_{words.name}")(who, words)
             effects = machine.handle(peer, message, self.now)
@@ -243,8 +245,9 @@ class JobStage:
             quorum_id, step = ids_from(given["doubt"])
             doubt = InDoubt(quorum_id, step, _after(lineage, quorum_id, step))
         last = tuple(given["last"].split(",")) if "last" in given else ()
+        ranks = (who.encode(),) * words.number("ranks", 1)
         return Join(
-            JOB, given.get("name", who), who, words.number("step"), lineage, (who.encode(),),
+            JOB, given.get("name", who), who, words.number("step"), lineage, ranks,
             quorum_id=words.quorum("quorum"), last_members=last, in_doubt=doubt,
             min_replicas=words.number("min"), expected_replicas=words.number("expected"),
             can_heal=not words.flag("no_heal"),
@@ -309,7 +312,7 @@ class ReplicaStage:
 
     def __init__(self, words: Words, names: Names) -> None:
         self.now, self.names, self.hidden = 0.0, names, hidden_by(words)
-        self.fetches: dict[tuple[int, str], FetchState] = {}  # the newest of each state
+        self.fetches: dict[tuple[int, str], list[FetchState]] = {}  # of each state
         join = Join(JOB, "a", "a", words.number("step"), words.given.get("lineage", "root"),
                     (b"a",), group_commit=words.flag("group_commit"),
                     promised=NO_TERM if words.flag("fresh") else FIRST_TERM)  # fmt: skip
@@ -319,6 +322,8 @@ class ReplicaStage:
         machine, now = self.machine, self.now
         name, plain = words.name, words.plain
         effects: list[Any] = []
+        if name == "wants":
+            return [f"group {machine.status.wants_group}"]
         if name == "at":
             self.now = float(plain[0])
             wanted = machine.deadline()
@@ -326,7 +331,9 @@ class ReplicaStage:
         else:
             effects = machine.handle(self._event(words), now)
         machine.check()
-        self.fetches |= {(e.step, e.lineage): e for e in effects if isinstance(e, FetchState)}
+        for effect in effects:
+            if isinstance(effect, FetchState):
+                self.fetches.setdefault((effect.step, effect.lineage), []).append(effect)
         return [show(effect, self.hidden) for effect in effects] + [self._state()]
 
     def _event(self, words: Words) -> ReplicaEvent:
@@ -359,7 +366,8 @@ class ReplicaStage:
             missed, reached = (words.given.get(k, "").split() for k in ("missed", "reached"))
             return Tried(tuple(missed), tuple(reached))
         if name == "fetched":
-            fetch = self.fetches[int(plain[0]), self.names.resolve(plain[1])]
+            fetches = self.fetches[int(plain[0]), self.names.resolve(plain[1])]
+            fetch = fetches[0 if words.flag("first") else -1]
             return Fetched(fetch, error, denied=words.flag("denied"))
         if name == "overwrite":
             return Overwrite(in_step=words.flag("in_step"))

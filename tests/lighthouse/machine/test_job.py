@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lighthouse.config import LighthouseConfig, Timeouts
+from lighthouse.machine import job as job_module
 from lighthouse.machine.forming import MAX_DOUBLINGS, Patience
 from lighthouse.machine.job import Effect, JobState, Send
 from lighthouse.machine.jobs import Lighthouse
 from lighthouse.machine.members import REMEMBERED_DECISIONS, History, Members
 from lighthouse.machine.rules import Position
-from lighthouse.wire import codec
+from lighthouse.wire import codec, messages
 from lighthouse.wire.messages import (
     PHASES,
     TORN,
@@ -93,6 +94,20 @@ def test_a_quorum_change_is_few_messages_whatever_the_size() -> None:
     answers = sends(vote_all(job, names, 1, 0, "root"))
     assert len(answers) == 2  # the difference for the old members, the list for the new one
     assert len(codec.encode(answers[0].message)) < 400
+
+
+def test_a_term_ends_before_its_numbers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for one quorum in a term: the next one is of a new term, so that its id is higher."""
+    for module in (job_module, messages):
+        monkeypatch.setattr(module, "TERM_BITS", 1)
+    job, _ = full_job(1)
+    effects = job.handle(b"r0", Vote(KEY, "r0", 1, 0, "root", False, "broken"), 1.0)
+    offers = [send.message.offer for send in sends(effects) if isinstance(send.message, Waiting)]
+    assert offers == [Term(1, 1)]
+    again = join("r0", promised=Term(1, 1), quorum_id=1, last_members=("r0",))
+    quorums = [send.message for send in sends(job.handle(b"r0", again, 2.0))]
+    assert [quorum.quorum_id for quorum in quorums if isinstance(quorum, Quorum)] == [3]
+    job.check()
 
 
 def test_many_deaths_at_once_are_one_revoke() -> None:
