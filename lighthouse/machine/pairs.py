@@ -12,8 +12,9 @@ D2  No quorum holds a bad pair. Left out is the member with the most bad pairs; 
     equally many one that is behind; then the last in rank order; and so on until no bad pair is
     left. The last member that holds the newest state stays.
 D3  A bad pair rests for 1 s, then both ends are asked to connect to each other. If both can, they
-    may be in one quorum again. Else, or without an answer, it rests for twice as long, up to 60 s.
-    So a standing cut costs no quorum. After 16 commits together the pair's failures are forgotten.
+    may be in one quorum again. Else it rests for twice as long, up to 60 s. An end that does not
+    answer is asked again, since a message may be lost. So a standing cut costs no quorum. After 16
+    commits together the pair's failures are forgotten.
 D4  A quorum that ends before any member has started a collective, for the second time in a row and
     with the same members, is formed again after a pause: 50 ms, 100 ms .. 5 s (`forming.py`). So no
     fault, known or not, makes quorums follow each other in a hot loop.
@@ -32,7 +33,7 @@ Pair = frozenset[str]
 
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 ANSWER_S = 5.0
-"""How long an end may take to say whether it can connect."""
+"""How long an end may take to say whether it can connect, before it is asked again."""
 COMMITS_TO_FORGET = 16
 MOST_PAIRS = 4_096
 """Pairs that are remembered; the oldest are forgotten first."""
@@ -137,14 +138,12 @@ class Pairs:
         """D3: (asked, to reach) for each end that is to be asked now."""
         questions: list[tuple[str, str]] = []
         for pair, known in self._due(now):
-            if known.asked:
-                known.fail(now)
-            elif len(pair) == 1:
+            if len(pair) == 1:
                 known.good = True
-            else:
-                known.asked, known.until = set(pair), now + ANSWER_S
-                one, two = sorted(pair)
-                questions += [(one, two), (two, one)]
+                continue
+            known.asked, known.until = known.asked or set(pair), now + ANSWER_S
+            one, two = sorted(pair)
+            questions += [(a, b) for a, b in ((one, two), (two, one)) if a in known.asked]
         return questions
 
     def deadline(self) -> float | None:

@@ -102,15 +102,30 @@ def test_rests_grow_until_both_ends_can_connect() -> None:
     due = pairs.deadline()
     assert due is not None
     pairs.expire(due)
-    assert pairs.deadline() == due + ANSWER_S
-    pairs.expire(due + ANSWER_S)  # no answer
-    assert pairs.deadline() == due + ANSWER_S + LONGEST_REST_S
-    pairs.expire(due + ANSWER_S + LONGEST_REST_S)
     for end, other in ("ab", "ba"):
         assert pairs.apart("a", "bc")
         pairs.reported(end, (), [other], due + 99)
     assert not pairs.apart("a", "bc")
     assert pairs.deadline() is None
+
+
+def test_an_end_that_does_not_answer_is_asked_again() -> None:
+    """The question or the answer was lost: that says nothing about the pair, so its rest does not grow."""
+    pairs = pairs_of("a", "b")
+    pairs.reported("a", ["b"], (), 0.0)
+    assert pairs.expire(1.0) == [("a", "b"), ("b", "a")]
+    assert pairs.deadline() == 1.0 + ANSWER_S
+    assert pairs.expire(1.0 + ANSWER_S) == [("a", "b"), ("b", "a")]
+    pairs.reported("a", (), ["b"], 7.0)
+    assert pairs.expire(1.0 + 2 * ANSWER_S) == [("b", "a")]
+    assert pairs.bad()
+    pairs.reported("b", ["a"], (), 12.0)
+    assert pairs.deadline() == 14.0  # only now it has failed for the second time
+    assert pairs.expire(14.0) == [("a", "b"), ("b", "a")]
+    pairs.reported("b", (), ["a"], 14.0)
+    assert pairs.expire(14.0 + ANSWER_S) == [("a", "b")]
+    pairs.reported("a", (), ["b"], 20.0)
+    assert not pairs.bad()
 
 
 def test_answers_that_were_not_asked_for_change_nothing() -> None:
