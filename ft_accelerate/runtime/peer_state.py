@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -21,26 +22,39 @@ from torch import Tensor
 from ft_accelerate.runtime.script_position import Target
 from ft_core.heal import digest
 
+Accelerators = Mapping[int, Any]
+"""Those of a script that live, by their numbers in the order in which they were made."""
 
-def dump(accelerator: Any, target: Target | None) -> dict[str, Any]:
+
+def dump(accelerators: Accelerators, target: Target | None) -> dict[str, Any]:
     """The state as it is, and the place it belongs to. Tensors are the live ones."""
     state: dict[str, Any] = {
-        **places(accelerator),
-        "schedulers": [s.state_dict() for s in accelerator._schedulers],
-        "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
-        "custom": [o.state_dict() for o in accelerator._custom_objects],
-        "save_iteration": accelerator.project_configuration.iteration,
-        "generators": [g.get_state() for g in generators(accelerator)],
-        "seeds": [s.initial_seed for s in _seeded(accelerator)],
-        "loaders": [loader.dl_state_dict for loader in _stateful(accelerator)],
+        "accelerators": {str(n): _dump_one(each) for n, each in accelerators.items()}
     }
     if target is not None:
         state["place"] = {f.name: getattr(target, f.name) for f in fields(Target)}
     return state
 
 
-def places(accelerator: Any) -> dict[str, Any]:
+def _dump_one(accelerator: Any) -> dict[str, Any]:
+    return {
+        **_places_of_one(accelerator),
+        "schedulers": [s.state_dict() for s in accelerator._schedulers],
+        "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        "custom": [o.state_dict() for o in accelerator._custom_objects],
+        "save_iteration": accelerator.project_configuration.iteration,
+        "generators": [g.get_state() for g in _generators_of_one(accelerator)],
+        "seeds": [s.initial_seed for s in _seeded(accelerator)],
+        "loaders": [loader.dl_state_dict for loader in _stateful(accelerator)],
+    }
+
+
+def places(accelerators: Accelerators) -> dict[str, Any]:
     """The tensors into which a state may be received. Any thread, while the loop waits."""
+    return {"accelerators": {str(n): _places_of_one(each) for n, each in accelerators.items()}}
+
+
+def _places_of_one(accelerator: Any) -> dict[str, Any]:
     return {
         "models": [_unwrapped(m).state_dict() for m in accelerator._models],
         "optimizers": [o.optimizer.state_dict() for o in accelerator._optimizers],
@@ -57,12 +71,19 @@ def target_in(state: dict[str, Any]) -> Target:
     return Target(**place)
 
 
-def restore(accelerator: Any, state: dict[str, Any], *, models: bool) -> None:
+def restore(accelerators: Accelerators, state: dict[str, Any], *, models: bool) -> None:
     """Put a dumped state in place; it stays usable for another call.
 
-    `models` False: not models and optimizers, which a graph under way may refer to. Raises
-    RuntimeError if the script has prepared other things than its peers' scripts.
+    An accelerator that is not in the state keeps what it has: the peers' one is gone. `models` False:
+    not models and optimizers, which a graph under way may refer to. Raises RuntimeError if the script
+    has prepared other things than its peers' scripts.
     """
+    for number, accelerator in accelerators.items():
+        if (its := state["accelerators"].get(str(number))) is not None:
+            _restore_one(accelerator, its, models=models)
+
+
+def _restore_one(accelerator: Any, state: dict[str, Any], *, models: bool) -> None:
     for name, mine in (
         ("models", accelerator._models),
         ("optimizers", accelerator._optimizers),
@@ -87,7 +108,7 @@ def restore(accelerator: Any, state: dict[str, Any], *, models: bool) -> None:
     for thing, values in zip(accelerator._custom_objects, state["custom"], strict=True):
         thing.load_state_dict(copy.deepcopy(values))
     accelerator.project_configuration.iteration = state["save_iteration"]
-    for generator, value in zip(generators(accelerator), state["generators"], strict=False):
+    for generator, value in zip(_generators_of_one(accelerator), state["generators"], strict=False):
         generator.set_state(value)
     for sampler, seed in zip(_seeded(accelerator), state["seeds"], strict=False):
         sampler.initial_seed = seed
@@ -96,10 +117,11 @@ def restore(accelerator: Any, state: dict[str, Any], *, models: bool) -> None:
         loader.dl_state_dict = values
 
 
-def lineage_of_start(accelerator: Any, *, allow_objects: bool) -> str:
+def lineage_of_start(accelerators: Accelerators, *, allow_objects: bool) -> str:
     """Name of the state in which a run starts; equal for replica groups that start alike."""
-    state = dump(accelerator, None)
-    state.pop("custom")  # may rightly differ (paths, clocks), and may hold anything
+    state = dump(accelerators, None)
+    for each in state["accelerators"].values():
+        each.pop("custom")  # may rightly differ (paths, clocks), and may hold anything
     return f"start-{digest(state, allow_objects=allow_objects)}"
 
 
@@ -111,8 +133,13 @@ def reseed(*numbers: int) -> None:
     torch.manual_seed(int(seed) % (1 << 63))
 
 
-def generators(accelerator: Any) -> list[torch.Generator]:
-    """The generators of the prepared loaders' samplers, each once, in the order of preparation."""
+def generators(accelerators: Accelerators) -> list[torch.Generator]:
+    """The generators of all prepared loaders' samplers, in the order of preparation."""
+    return [found for each in accelerators.values() for found in _generators_of_one(each)]
+
+
+def _generators_of_one(accelerator: Any) -> list[torch.Generator]:
+    """Each once."""
     found: list[torch.Generator] = []
     for loader in accelerator._dataloaders:
         generator = generator_of(loader)

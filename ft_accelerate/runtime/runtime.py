@@ -57,6 +57,12 @@ PATIENCE = 0.25
 FINISHED = "the training has finished"
 """How the lighthouse's refusal begins when the others are done (lighthouse.machine.rules, R8)."""
 NO_QUORUM = -1
+LATER = (
+    "this process came back, and its peers are in a later training of the script (they have prepared "
+    "more models, or called Trainer.train more often): what was trained before can't be trained again "
+    "without them, so it does not join them. Let a script train once, or prepare all models before "
+    "the first training batch"
+)
 UNUSED_HINT = (
     "pass kwargs_handlers="
     "[DistributedDataParallelKwargs(find_unused_parameters=True)] to Accelerator"
@@ -175,22 +181,20 @@ class Runtime:
     # ------------------------------------------------------------------ accelerators and models
 
     def adopt(self, accelerator: Any) -> None:
-        """Heal this accelerator's objects; the last one made is it."""
+        """Heal this accelerator's objects, besides those of the others that live."""
         self._accelerators.append(weakref.ref(accelerator))
 
     @property
-    def accelerator(self) -> Any:
-        """The one whose objects are healed."""
-        for ref in reversed(self._accelerators):
-            found = ref()
-            if found is not None:
-                return found
-        raise RuntimeError("no Accelerator was created")
+    def accelerators(self) -> dict[int, Any]:
+        """Those that live, by their numbers in the order in which they were made."""
+        numbered = ((number, ref()) for number, ref in enumerate(self._accelerators))
+        return {number: found for number, found in numbered if found is not None}
 
     def wrap(self, module: Any, **kwargs: Any) -> FaultTolerantModel:
         """What `prepare_model` uses in place of DistributedDataParallel."""
         model = FaultTolerantModel(self.reducer, module, self.position, **kwargs)
         self._models.append(weakref.ref(model))
+        self.position.begun += 1
         return model
 
     @property
@@ -238,8 +242,12 @@ class Runtime:
     def _arrived(self) -> None:
         """The script stands where its peers' window began: forget what it did while it fast-forwarded."""
         self._restore(models=True)
-        for optimizer in self.accelerator._optimizers:
-            optimizer.optimizer.zero_grad()
+        for optimizer in self._optimizers():
+            optimizer.zero_grad()
+
+    def _optimizers(self) -> list[Any]:
+        all_ = self.accelerators.values()
+        return [wrapper.optimizer for each in all_ for wrapper in each._optimizers]
 
     def _go_live_if_there(self) -> None:
         """Go live if the peers have done no more than this script."""
@@ -257,7 +265,7 @@ class Runtime:
 
     def _restore(self, *, models: bool) -> None:
         if self._healed is not None:
-            states.restore(self.accelerator, self._healed, models=models)
+            states.restore(self.accelerators, self._healed, models=models)
 
     # ------------------------------------------------------------------ gradients
 
@@ -453,7 +461,10 @@ class Runtime:
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = self.accelerator.device
+        living = self.accelerators
+        if not living:
+            raise RuntimeError("no Accelerator was created")
+        device: torch.device = living[max(living)].device
         return device
 
     # ------------------------------------------------------------------ join
@@ -499,15 +510,15 @@ class Runtime:
         allow_objects = self.options.heal_allow_objects
         manager = self.group_ranks.manager(self._device)
         manager.set_state_dict_fns(self._load, self._dump)
-        manager.preallocate_state(*(o.optimizer for o in self.accelerator._optimizers))
+        manager.preallocate_state(*self._optimizers())
         if self._sink is not None:
             manager.telemetry.add_sink(self._sink)
         self.reducer.attach(manager)
         lineage = self.group_ranks.sync_initial_state(
-            lambda: states.lineage_of_start(self.accelerator, allow_objects=allow_objects),
-            give=lambda: states.dump(self.accelerator, None),
+            lambda: states.lineage_of_start(self.accelerators, allow_objects=allow_objects),
+            give=lambda: states.dump(self.accelerators, None),
             take=self._take_start,
-            into=lambda: states.places(self.accelerator),
+            into=lambda: states.places(self.accelerators),
         )
         manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
         manager.compare_states(not self.serve_copies)
@@ -518,9 +529,9 @@ class Runtime:
 
         A pass over data that is under way takes over that process's shuffling, too.
         """
-        generators = states.generators(self.accelerator)
+        generators = states.generators(self.accelerators)
         before = [generator.get_state() for generator in generators]
-        states.restore(self.accelerator, state, models=True)
+        states.restore(self.accelerators, state, models=True)
         for iteration in self.position.active:
             for generator, mine in zip(generators, before, strict=True):
                 known = iteration.generator_state
@@ -531,17 +542,19 @@ class Runtime:
 
     def _dump(self) -> dict[str, Any]:
         if threading.get_ident() != self._starting:  # the heal's thread asks where to receive
-            return states.places(self.accelerator)
+            return states.places(self.accelerators)
         if self.position.target is not None and self._healed is not None:
             return self._healed  # this script is on its way there, and so are parts of its state
-        state = states.dump(self.accelerator, self.position.describe(self._at))
+        state = states.dump(self.accelerators, self.position.describe(self._at))
         return tree_map(_copied, state) if self.serve_copies else state
 
     def _load(self, state: dict[str, Any]) -> None:
         """Take a peer's state, and set out for its place. Called inside `start_quorum`."""
-        self._healed = state
-        states.restore(self.accelerator, state, models=True)
         target = states.target_in(state)
+        if target.begun > self.position.begun:
+            raise RuntimeError(LATER)
+        self._healed = state
+        states.restore(self.accelerators, state, models=True)
         self.position.relocate(target)
         log.info(
             "healed; the others are in pass %s over the loaders, batch %s",

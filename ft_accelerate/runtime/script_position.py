@@ -65,6 +65,7 @@ class Target:
         events: events since the beginning.
         at: what it is about to do: "fetch", "op" or "grad".
         pending: gradients are averaged, but no optimizer has stepped on them yet.
+        begun: see `ScriptPosition.begun`.
     """
 
     window: Place | None
@@ -76,6 +77,7 @@ class Target:
     events: int
     at: str
     pending: bool = False
+    begun: int = 0
 
     @property
     def reachable(self) -> bool:
@@ -100,6 +102,8 @@ class ScriptPosition:
     grads: int = 0
     target: Target | None = None
     pending: bool = False
+    begun: int = 0
+    """Models that the script has prepared for training, and trainings of a Trainer that it has begun."""
     generator_states: dict[int, Any] = field(default_factory=dict)
     """Of passes that peers have under way, at their beginning."""
     _logged_bytes: int = 0
@@ -160,7 +164,7 @@ class ScriptPosition:
         active = tuple((i.seq, i.yielded, i.generator_state) for i in self.active)
         return Target(
             self.window, tuple(self.ops), self.grads, active, self.iterations,
-            dict(self.lengths), self.events, at, self.pending,
+            dict(self.lengths), self.events, at, self.pending, self.begun,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ coming back

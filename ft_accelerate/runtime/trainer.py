@@ -86,6 +86,7 @@ def _train(
         resume_from_checkpoint = _started_from(
             self.args.output_dir, resume_from_checkpoint or None, runtime
         )
+    runtime.position.begun += 1
     shared = _shared[self] = SharedTrainerState(self)
     self.accelerator.register_for_checkpointing(shared)
     runtime.on_live.append(shared.arrive)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -53,13 +54,14 @@ class FTFabricMixin(FabricStepMixin):
         self._thread = threading.get_ident()
         self._schedulers: list[Any] = []
         self._registered: dict[str, Any] = {}
-        self._finished = False
+        self._finished = self._asks_where = False
 
     # ------------------------------------------------------------------ what users call
 
     @property
     def current_step(self) -> int:
         """Committed optimizer steps: equal in all groups. Any thread."""
+        self._asks_where = True
         return self.progress.step
 
     def register(self, name: str, state: Any) -> None:
@@ -80,10 +82,17 @@ class FTFabricMixin(FabricStepMixin):
         resumptions (a process that joined its peers in epoch 3 continues with 4). Raises nothing
         itself. When it is exhausted, the training is finished: a process that comes back later does
         not start it over."""
+        self._asks_where = True
         while self.progress.epoch < total:
             yield self.progress.epoch
             self.progress.epoch += 1
         self._finished = True
+
+    def _at_exit(self) -> None:
+        """The script has ended: between two passes over its data, or by an error or a signal?"""
+        failed = hasattr(sys, "last_value") or self._sigterm.noted
+        self._finished |= not (failed or any(place.active for place in self.progress.places))
+        self.leave()
 
     def leave(self) -> None:
         """Leave the quorum for good. The end of the process does it, too; call it if long work
@@ -198,7 +207,7 @@ class FTFabricMixin(FabricStepMixin):
         def leave() -> None:
             strategy = me()
             if strategy is not None:
-                strategy.leave()
+                strategy._at_exit()
 
         atexit.register(leave)
         self._sigterm.watch()
@@ -244,6 +253,7 @@ class FTFabricMixin(FabricStepMixin):
             name, dtype, shape, op = state["round"]
             self._visit = (name, dtype, list(shape), op)
             return
+        self._refuse_lost_place(state)
         self._healed = True
         self._window.place = WindowPlace(*state["window"])
         self._window.results = list(state["results"])
@@ -260,3 +270,34 @@ class FTFabricMixin(FabricStepMixin):
                 thing.update(state["registered"][name])
             else:
                 thing.load_state_dict(state["registered"][name])
+
+    def _refuse_lost_place(self, state: dict[str, Any]) -> None:
+        """Raise RuntimeError if the loop would go on at another place than its peers' loops."""
+        places, lead = state["progress"]["places"], state["lead"]
+        if lead >= 0 and not self._asks_where:
+            mine, its = self.progress.places[lead].epoch, places[lead][0]
+            if mine != its:
+                raise RuntimeError(
+                    f"this process came back in pass {mine} over its data, and its peers are in pass "
+                    f"{its}: a loop over `range` can't go there, and would train on alone when they have "
+                    "finished. Write `for epoch in fabric.strategy.epochs(total)` in place of "
+                    "`for epoch in range(total)`"
+                )
+        if state["progress"]["step"] == self.progress.step:
+            return
+        known = [*self._schedulers, *self._registered.values()]
+        healed = {
+            id(_first_parameter(each.optimizer)) for each in known if hasattr(each, "optimizer")
+        }
+        for each in self._optimizers:
+            scheduled = any("initial_lr" in group for group in each.param_groups)
+            if scheduled and id(_first_parameter(each)) not in healed:
+                raise RuntimeError(
+                    "this process came back, and its learning rate scheduler does not know how far its "
+                    "peers' are: give it to fabric.setup(model, optimizer, scheduler=scheduler), or to "
+                    'fabric.strategy.register("scheduler", scheduler)'
+                )
+
+
+def _first_parameter(optimizer: Any) -> Any:
+    return optimizer.param_groups[0]["params"][0]

@@ -175,6 +175,17 @@ class Batches:
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
 
+    @staticmethod
+    def known_length(trainer: Any) -> bool:
+        """Whether the epoch under way ends after a number of batches that Lightning knows."""
+        return trainer.fit_loop._data_fetcher.length is not None
+
+    @staticmethod
+    def end_epoch(trainer: Any) -> None:
+        """The batch at hand is the last one of its epoch."""
+        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+        trainer.fit_loop._data_fetcher.done = True
+
     def release(self) -> None:
         """Give everything that was adopted its own class back."""
         for sampler in self._samplers:

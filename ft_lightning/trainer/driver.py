@@ -34,6 +34,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ft_core.collectives.agreement import agree
@@ -84,6 +85,7 @@ class StepDriver:
         before_leaving: called before the vote with which this group leaves the others.
         patience_s: how long a peer may be late at the end of a validation or an epoch, in seconds.
         min_replicas: replica groups that a step needs.
+        shares_ends: epochs of unknown length end in all groups with the first one's.
     """
 
     def __init__(
@@ -99,11 +101,13 @@ class StepDriver:
         before_leaving: Callable[[], None],
         patience_s: float,
         min_replicas: int,
+        shares_ends: bool,
     ) -> None:
         self._trainer, self._manager, self._batches = trainer, manager, batches
         self._decisions = decisions
         self._on_quorum, self._hooks, self._leave = on_quorum, hooks, leave
         self._before_leaving = before_leaving
+        self._shares_ends = shares_ends
         self._patience, self._min_replicas = timedelta(seconds=patience_s), min_replicas
         self._manual = not trainer.lightning_module.automatic_optimization
         retry = RetryHooks(begin=self._begin_gradients, vote=self._vote, again=self._try_again)
@@ -305,6 +309,7 @@ class StepDriver:
             # The vote announces it: the next quorum is formed without this group at once.
             self._before_leaving()
             self._manager.leave_after_step()
+        ends = self._any_ends()
         control = self._decisions.control(self._votes)
         self.last_committed = self._manager.should_commit(control=control)
         self.open = False
@@ -314,10 +319,21 @@ class StepDriver:
             return False
         if not leaving:
             self._check_same_step()
+        if ends is not None and float(ends) > 0:
+            self._batches.end_epoch(self._trainer)
         self._operations.clear()
         self._votes += 1
         self._follow_quorum()  # it may have changed while the step had reduced nothing yet
         return True
+
+    def _any_ends(self) -> Tensor | None:
+        """Over a stream of unknown length: whether the batch at hand is a participant's last of this
+        epoch. It is the last one of all then. Valid if the step is committed."""
+        if not self._shares_ends or self._batches.known_length(self._trainer):
+            return None
+        last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        ends = torch.tensor([float(last)], device=self._trainer.strategy.root_device)
+        return reduce_in_step(self._manager, ends, "sum")
 
     def _check_same_step(self) -> None:
         """Raise BatchAbandoned if what was committed is not what this group would apply."""

@@ -209,8 +209,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         show_in_bar(trainer, self.counts, visible=self._shows_bar and self.scope.rank == 0)
         self._decisions = Decisions(trainer)
         self._driver = self._make_driver(trainer)
-        # If the quorum does not decide each step, each group decides for itself.
-        agrees = self._votes_each_step and self._options.commit == "quorum"
+        agrees = self._agrees
         self._decisions.alone = not agrees
         self._rounds = Rounds(trainer, self._decisions, self._driver.round if agrees else None)
         if self._options.validation == "sharded":
@@ -231,6 +230,11 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         )
         self._callbacks, trainer.callbacks[:] = (first, last), [first, *trainer.callbacks, last]
 
+    @property
+    def _agrees(self) -> bool:
+        """If the quorum does not decide each step, each group decides for itself."""
+        return self._votes_each_step and self._options.commit == "quorum"
+
     def _make_driver(self, trainer: Any) -> Any:
         """What calls the manager at each step. Made before the model is wrapped."""
         assert self._manager is not None
@@ -248,6 +252,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             patience_s=4
             * self._options.timeout_s,  # the lighthouse evicts a group that hangs before
             min_replicas=self._options.min_replicas,
+            shares_ends=self._agrees,
         )
 
     def _setup_model(self, model: Any) -> Any:

@@ -258,3 +258,44 @@ def test_an_optimizer_that_raises_and_a_loop_that_goes_on(two: Groups, half: boo
     assert first == second
     assert first[0] == steps
     assert len(raised) == 1
+
+
+@pytest.mark.parametrize("lost", ["pass", "scheduler"])
+def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
+    two: Groups, server: LighthouseServer, lost: str
+) -> None:
+    """As Lightning's pages write it: `for epoch in range`, and a scheduler that Fabric is not told of.
+
+    Group 1 leaves, and comes back where its peer is in another pass, or (with `epochs`) at another
+    number of steps."""
+    held = threading.Event()
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 1)), 1))
+        steps = 0
+        for epoch in range(3) if lost == "pass" else fabric.strategy.epochs(3):
+            for number, (batch,) in enumerate(loader):
+                if index == 0 and (epoch, number) == (1, 2):
+                    held.set()
+                    two.wait_for_joiner(server, "1")
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+                if index == 1 and steps == 3:
+                    return "left"
+            scheduler.step()
+        return steps, scheduler.last_epoch
+
+    two.start(0, body)
+    two.start(1, body).join(PATIENCE_S)
+    assert two.results[1] == "left"
+    assert held.wait(PATIENCE_S)
+    two.start(1, body)
+    first, second = two.join()
+    assert first == (12, 3)
+    assert isinstance(second, RuntimeError)
+    wanted = {"pass": "fabric.strategy.epochs(total)", "scheduler": "scheduler=scheduler"}
+    assert wanted[lost] in str(second)

@@ -61,6 +61,25 @@ class ResumableLoader:
         self.stream.load_state_dict(state["stream"])
 
 
+class Endless(IterableDataset[Any]):
+    """A replica's samples, of which nothing tells how many there are. Rank 1 has more."""
+
+    def __init__(self, place: Place) -> None:
+        self.samples = data()[: (5 + 3 * place.rank) * BATCH]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(*self.samples, strict=True)
+
+
+def endless(place: Place, variant: str) -> Result:
+    """Streams of unknown length, one of which is longer: as after a heal of one that starts over."""
+    trace = Trace()
+    trainer = place.trainer(trace, max_epochs=3)
+    module = Net(place)
+    trainer.fit(module, DataLoader(Endless(place), BATCH), DataLoader(data(32, 5), 16))
+    return trace.result(trainer)
+
+
 def stream(place: Place, variant: str) -> Result:
     """One replica's learning rate goes wrong: it heals in mid-epoch, and its data must follow.
 
@@ -107,4 +126,4 @@ def stream(place: Place, variant: str) -> Result:
     }
 
 
-SCENARIOS = {"stream": stream}
+SCENARIOS = {"stream": stream, "endless": endless}

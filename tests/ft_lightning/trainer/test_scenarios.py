@@ -37,7 +37,7 @@ OWN = (
     "nothing_on_one", "scopes", "stops", "clocks", "plateau_by_step", "differing_rate",
     "leftovers", "refusals", "failing_saves", "resume", "around",
     "sharded:one", "sharded:two", "sharded:tiny", "replicated:one",
-    "stream:plain", "stream:dataset", "stream:loader",
+    "stream:plain", "stream:dataset", "stream:loader", "endless",
 )  # fmt: skip
 
 Runs = dict[str, Scenarios]
@@ -262,6 +262,16 @@ def test_streams_come_back_at_their_place_if_they_have_a_state(runs: Runs, kind:
     assert CHANGED_AT + 1 < step < BATCHES
     assert other["said"] == (kind == "plain")
     assert after == right[step - 1 :] if kind != "plain" else batch == 0
+
+
+def test_streams_of_unknown_length_end_in_all_with_the_first(runs: Runs) -> None:
+    mine, other = both(runs, "endless")
+    assert mine["participants"] == other["participants"] == [2]
+    batches = [[epoch, batch] for epoch in range(3) for batch in range(5)]
+    assert mine["runs"] == other["runs"] == batches
+    assert mine["digests"] == other["digests"]
+    assert mine["metrics"]["val"] == other["metrics"]["val"]
+    assert mine["epoch"] == other["epoch"] == 3
 
 
 def test_one_speaks_and_nobody_writes_before_the_first_quorum(runs: Runs) -> None:

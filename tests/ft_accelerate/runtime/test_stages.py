@@ -1,0 +1,45 @@
+"""Scripts with two Accelerators: a process that comes back has all that live, or is refused."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.ft_accelerate.harness import compare, running
+
+pytestmark = pytest.mark.process
+WORKER = Path(__file__).with_name("stages_worker.py")
+
+
+def test_what_both_accelerators_train_heals(tmp_path: Path, lighthouse: str) -> None:
+    with running(tmp_path, lighthouse, WORKER, holds=["step-1-5"]) as run:
+        zero, one = run.start(0), run.start(1)
+        one = run.killed_and_back(one, 1, hold="step-1-5", of=0)
+        run.wait(zero, one)
+    healed = [line for line in run.lines(1) if line["pid"] == one.pid]
+    assert healed and compare(run.lines(0), healed) == len(healed)
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+
+
+def test_killed_in_the_second_training_it_does_not_join_with_the_first(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    options = {"one_by_one": True, "holds": ["step-2-3", "step-2-20"]}
+    with running(tmp_path, lighthouse, WORKER, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        run.until_held(1, "step-2-3")
+        one.kill()
+        run.wait(one, code=-signal.SIGKILL)
+        run.until_held(0, "step-2-3")
+        asked = run.events(1, "waiting", "quorum")
+        again = run.start(1, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1")
+        run.until(lambda: run.events(1, "waiting", "quorum") > asked, "it asks for a quorum")
+        run.go("step-2-3")
+        run.wait(again, code=1)
+        assert "its peers are in a later training of the script" in run.output()
+        run.go("step-2-20")
+        run.wait(zero)
+    assert all(line["pid"] != again.pid for line in run.lines(1))
+    assert [line["step"] for line in run.lines(0) if line["stage"] == 2] == list(range(1, 25))
