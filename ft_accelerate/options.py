@@ -35,8 +35,8 @@ from ft_core.environment import (
     ENV_REPLICA_GROUP,
     ReplicaEnv,
 )
+from ft_core.launch import board
 from ft_core.launch.rank_group import rank_environment
-from ft_core.launch.supervisor import report_joined
 
 if TYPE_CHECKING:
     from ft_core.config import JobOptions
@@ -111,8 +111,11 @@ class FaultTolerancePlugin:
         "How long to wait for a quorum, in seconds. Default: as long as the lighthouse answers.",
         kind=float,
     )
-    max_restarts: int = _option(
-        10, "How often the launcher starts a replica group that died again."
+    max_restarts: int | None = _option(
+        None,
+        "How often within an hour the launcher starts a replica group that died again. Default: no "
+        "limit while the job makes progress.",
+        kind=int,
     )
     commit: str = _option(
         "quorum",
@@ -155,7 +158,7 @@ class FaultTolerancePlugin:
         """What the launcher and the split of the data need; the rest `JobOptions` checks."""
         groups = self.num_replica_groups
         for name, least in (("num_replica_groups", 1), ("max_restarts", 0), ("group_size", 0)):
-            if getattr(self, name) < least:
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 <= self.replica_group_id < groups:
             raise ValueError(
@@ -326,8 +329,7 @@ class Supervision:
     Attributes:
         pid: of the launcher, this process's parent, for `ft_core.launch.supervisor.die_with`; 0: none.
         restarts: how often this replica group has been started again (by torchrun, too).
-        child: number of this replica group among the launcher's children on this machine, for
-            `ft_core.launch.supervisor.report_joined`.
+        child: number of this replica group among the launcher's children on this machine.
         children: how many those are; 0: unknown.
     """
 
@@ -358,7 +360,7 @@ class Supervision:
 
     def tell_joined(self) -> None:
         """Let the launcher, if there is one, know that this process takes part in a quorum."""
-        report_joined(self.child)
+        board.slot().join()
 
 
 def is_enabled(env: Mapping[str, str] | None = None) -> bool:

@@ -19,6 +19,7 @@ from ft_core.config import JobOptions
 from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal.compared import ComparedState, Digest
 from ft_core.heal.objects import naming_option
+from ft_core.launch.board import slot
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
 from ft_core.replica.status import Attempt, Outcome, ReplicaStatus, Stage
@@ -59,6 +60,7 @@ class Attempts:
         self._untaken = False  # a vote was cast, and the loop does not know its outcome
         self._updates = NOT_COUNTED  # since the last commit
         self.compared = ComparedState(options.compare_steps)
+        self._slot = slot()
         self._session: Session | None = None
         self.last_outcome: Outcome | None = None
 
@@ -78,6 +80,7 @@ class Attempts:
     def begin(self, timeout: timedelta | None) -> None:
         """See `Manager.start_quorum`."""
         session = self.session
+        session.back()
         if self._untaken:
             self._settle(timeout)
         elif session.control.status.attempt is not Attempt.CLOSED:
@@ -248,6 +251,7 @@ class Attempts:
             self._state.batches_committed += part.participants
             self.step.end(True)
             self._discards_in_a_row, step = 0, outcome.step
+            self._slot.committed(step)
             self._telemetry.emit(COMMIT, step=step, participants=part.groups, seconds=seconds)
             return
         try:

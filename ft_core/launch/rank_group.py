@@ -20,8 +20,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from ft_core.launch.board import DUMP_SIGNAL, inherited
 from ft_core.launch.sigterm import EXIT_CODE
-from ft_core.launch.supervisor import ENV_JOINED, die_with
+from ft_core.launch.supervisor import die_with
 
 STOP_TIMEOUT_S = 20.0
 """Less than the supervisor's, after which it kills this process and so the ranks."""
@@ -86,7 +87,7 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
     """
     ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     port = free_port()
-    pipes = (int(env[ENV_JOINED]),) if ENV_JOINED in env else ()
+    board = inherited(env)
     ranks: list[subprocess.Popen[bytes]] = []
 
     def send_all(number: int) -> None:
@@ -104,11 +105,12 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
+    signal.signal(DUMP_SIGNAL, lambda number, frame: send_all(number))
     for rank in range(size):
         process = subprocess.Popen(
             command,
             env=rank_environment(env, rank=rank, size=size, port=port),
-            pass_fds=pipes,
+            pass_fds=board,
         )
         ranks.append(process)
         threading.Thread(

@@ -3,12 +3,16 @@
 The supervisor trains nothing: it holds the lighthouse and waits for its children. It does not poll.
 A thread per child waits for the child's end, signals arrive as events, and the main thread sleeps
 until an event or until the next restart is due. Children end with the supervisor (`die_with`).
+
+What follows the end of a child is decided by `RestartPolicy`. A child that was evicted because its
+loop hangs, and is not back in time, has to print its stacks; then it is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import queue
 import signal
@@ -17,15 +21,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
+from ft_core.launch.board import DUMP_SIGNAL, Board
+from ft_core.launch.restarts import REMEMBERED, Again, Death, GiveUp, History, RestartPolicy
+
 STOP_TIMEOUT_S = 30.0
+DUMP_S = 1.0
+"""A process that hangs has so long to print its stacks."""
 TELL_AGAIN_S, TELL_TIMEOUT_S = 0.5, 5.0
-ENV_JOINED = "FT_SUPERVISOR_JOINED"
+OVER_EXIT_CODE = 79
+"""Exit code of a process that comes back after the training has ended: nothing is left to do."""
 _PR_SET_PDEATHSIG = 1
 
 Environment = Callable[[int, int], dict[str, str]]
@@ -41,8 +49,13 @@ class Child:
         restarts: how often it was restarted.
         restart_at: when it is restarted (`time.monotonic()`), or None.
         joined: whether the process that runs (or ended last) has taken part in a quorum.
+        joined_at: since when; None: it has not.
+        step, commits: of that process: where it stands (-1: nowhere), and how many steps it made.
+        hung_until: when its loop, which hangs, must be back; 0: it does not hang.
+        kill_at: when it is killed, having printed its stacks.
         exit_code: of the last process that ended, as Popen's: negative for a signal.
         given_up: it will not run again, and that was told.
+        history: how its processes ended that failed.
     """
 
     index: int
@@ -51,8 +64,14 @@ class Child:
     restarts: int = 0
     restart_at: float | None = None
     joined: bool = False
+    joined_at: float | None = None
+    step: int = -1
+    commits: int = 0
+    hung_until: float = 0.0
+    kill_at: float | None = None
     exit_code: int | None = None
     given_up: bool = False
+    history: History = ()
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -75,48 +94,71 @@ class _Signalled:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A child asks for a look at the board."""
+
+
+_Event = _Ended | _Signalled | _Look
+
+
 @dataclass(slots=True)
-class Policy:
-    """What follows the end of a child. Pure: times are given, and nothing is started here.
+class Roster:
+    """The children, and what has become of them. Times are given, and nothing is started here.
 
     Attributes:
-        max_restarts: of each child.
+        policy: what follows the death of one.
         min_alive: with fewer children that run or will run, the rest cannot go on.
-        elsewhere: other supervisors have replica groups of this job.
+        commits: of all processes that have ended.
+        fault: the child whose end was an error of the script.
     """
 
-    max_restarts: int
+    policy: RestartPolicy
     min_alive: int
     children: list[Child] = field(default_factory=list)
-    elsewhere: bool = False
+    commits: int = 0
+    fault: Child | None = None
 
     def ended(self, child: Child, exit_code: int, now: float) -> str:
-        """Record the end of a child's process; returns a sentence: what happened, what follows."""
-        child.process, child.exit_code = None, exit_code
-        how = _how(exit_code)
+        """Record the end of a child's process; returns a sentence: what happened, what follows.
+
+        The child's `step` and `commits` are those of the process that has ended.
+        """
+        hung, child.kill_at = child.kill_at is not None, None
+        child.process, child.exit_code, child.hung_until = None, exit_code, 0.0
+        how = f"replica group {child.number} {_how(exit_code, hung)}"
+        if self.fault is not None:
+            return how
+        if exit_code == OVER_EXIT_CODE:
+            return f"replica group {child.number} came too late: the training is over"
+        self.commits += child.commits
+        trained_s = 0.0 if child.joined_at is None else now - child.joined_at
+        death = Death(now, exit_code, child.step, trained_s, self._all_commits())
+        child.commits = 0
         if exit_code == 0:
             return f"replica group {child.number} has finished"
+        child.history = (*child.history[-REMEMBERED:], death)
         if any(c.exit_code == 0 and not c.running for c in self.children):
             return (
-                f"replica group {child.number} {how}; it is not started again, since another has "
-                "finished and would not be there to heal from"
+                f"{how}; it is not started again, since another has finished and would not be there "
+                "to heal from"
             )
-        alone = not any(c.running for c in self.children)
-        if exit_code > 0 and alone and not (self.elsewhere and child.joined):
-            for other in self.children:
-                other.restart_at = None
-            return (
-                f"replica group {child.number} {how} and no other is alive: an error of the "
-                "script, so nothing is started again"
-            )
-        if child.restarts >= self.max_restarts:
-            return (
-                f"replica group {child.number} {how}; it is given up after "
-                f"{self.max_restarts} restarts"
-            )
-        pause_s = min(FIRST_PAUSE_S * 2**child.restarts, LONGEST_PAUSE_S)
-        child.restart_at = now + pause_s
-        return f"replica group {child.number} {how}; it is started again in {pause_s:g} s"
+        histories = [c.history for c in self.children]
+        lives = [c.commits if c.running else None for c in self.children]
+        verdict = self.policy.after(histories, self.children.index(child), lives)
+        if isinstance(verdict, Again):
+            child.history = (*child.history[:-1], replace(death, level=verdict.level))
+            child.restart_at = now + verdict.pause_s
+            return f"{how}; it is started again in {verdict.pause_s:g} s"
+        if isinstance(verdict, GiveUp):
+            return f"{how}; it is {verdict.why}"
+        for other in self.children:
+            other.restart_at = None
+        self.fault = child
+        return f"{how}, and {verdict.why}, so nothing is started again"
+
+    def _all_commits(self) -> int:
+        return self.commits + sum(c.commits for c in self.children if c.running)
 
     def too_late(self) -> list[Child]:
         """Children that run in vain: others have trained to the end before these joined, so that
@@ -133,18 +175,37 @@ class Policy:
         for child in due:
             child.restart_at = None
             child.restarts += 1
-            child.joined = False
+            child.joined, child.joined_at, child.step, child.commits = False, None, -1, 0
         return due
 
+    def hanging(self, now: float) -> list[Child]:
+        """Children that hang and are not back in time; each once: they are killed at `kill_at`."""
+        found = [c for c in self.children if c.running and 0.0 < c.hung_until <= now]
+        found = [c for c in found if c.kill_at is None]
+        for child in found:
+            child.kill_at = now + DUMP_S
+        return found
+
+    def doomed(self, now: float) -> list[Child]:
+        """Children to kill now, since they hang; each once."""
+        found = [c for c in self.children if c.running and c.kill_at is not None]
+        found = [c for c in found if c.kill_at is not None and c.kill_at <= now]
+        for child in found:
+            child.kill_at = math.inf
+        return found
+
     def next_due(self) -> float | None:
-        """When `due` returns a child next, or None."""
-        return min((c.restart_at for c in self.children if c.restart_at is not None), default=None)
+        """When `due`, `hanging` or `doomed` returns a child next, or None."""
+        times = [c.restart_at for c in self.children]
+        times += [c.hung_until or None for c in self.children if c.running and c.kill_at is None]
+        times += [c.kill_at for c in self.children if c.running and c.kill_at != math.inf]
+        return min((each for each in times if each is not None), default=None)
 
     def given_up(self) -> list[Child]:
         """Children that will not run again, and have not trained to the end; each is named once."""
         lost = [c for c in self.children if c.exit_code is not None and not c.given_up]
         lost = [c for c in lost if not c.running and c.restart_at is None]
-        lost = [c for c in lost if c.exit_code != 0 or not c.joined]
+        lost = [c for c in lost if c.exit_code not in (0, OVER_EXIT_CODE) or not c.joined]
         for child in lost:
             child.given_up = True
         return lost
@@ -164,7 +225,11 @@ class Policy:
 
         A process that was killed after others had finished has lost nothing.
         """
+        if self.fault is not None:
+            code = self.fault.exit_code or 0
+            return code if code > 0 else 128 - code
         codes = [c.exit_code or 0 for c in self.children]
+        codes = [0 if code == OVER_EXIT_CODE else code for code in codes]
         failed = [code for code in codes if code > 0]
         if failed:
             return failed[0]
@@ -179,7 +244,7 @@ def supervise(
     *,
     count: int,
     min_alive: int,
-    max_restarts: int,
+    max_restarts: int | None,
     first: int = 0,
     elsewhere: bool = False,
     speaker: str = "ft",
@@ -193,23 +258,26 @@ def supervise(
     Args:
         command: of every child.
         environment: called as `environment(index, restarts)`; returns a child's environment.
-        count, min_alive, max_restarts, elsewhere: see `Policy`.
+        count: of children.
+        min_alive: see `Roster`.
+        max_restarts, elsewhere: see `RestartPolicy`.
         first: the replica group number of the first child.
         speaker: what the lines on stderr begin with.
         on_given_up: called, in a thread of its own, with the number of a replica group of which no
             process will run again, unless its training is complete. `tell_lighthouse` makes one.
     """
-    say = partial(_say, speaker)
-    events: queue.SimpleQueue[_Ended | _Signalled] = queue.SimpleQueue()
-    joined, tell_joined = os.pipe()
-    os.set_blocking(joined, False)
+    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+    board = Board(count)
     children = [Child(i, first + i) for i in range(count)]
-    policy = Policy(max_restarts, min_alive, children, elsewhere)
+    roster = Roster(RestartPolicy(max_restarts, elsewhere), min_alive, children)
 
     def start(child: Child) -> None:
+        board.clear(child.index)
         # A process group of its own, so that the terminal's Ctrl-C reaches it only through us.
-        env = {**environment(child.index, child.restarts), ENV_JOINED: str(tell_joined)}
-        child.process = subprocess.Popen(command, env=env, process_group=0, pass_fds=(tell_joined,))
+        env = {**environment(child.index, child.restarts), **board.environment(child.index)}
+        child.process = subprocess.Popen(
+            command, env=env, process_group=0, pass_fds=board.descriptors
+        )
         waiter = threading.Thread(
             target=_wait, args=(child.index, child.process, events), daemon=True
         )
@@ -226,72 +294,114 @@ def supervise(
             tellers[-1].start()
 
     handlers = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    threading.Thread(target=_watch, args=(board, events), daemon=True).start()
     try:
-        for child in policy.children:
+        for child in roster.children:
             start(child)
-        return _loop(policy, events, start, joined, say, given_up)
+        return _Run(roster, board, events, start, partial(_say, speaker), given_up).to_the_end()
     finally:
         if elsewhere:
             for teller in tellers:
                 teller.join(TELL_TIMEOUT_S)
-        _signal_all(policy, signal.SIGKILL)
-        os.close(joined)
-        os.close(tell_joined)
+        _signal_all(roster, signal.SIGKILL)
+        board.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _loop(
-    policy: Policy,
-    events: queue.SimpleQueue[_Ended | _Signalled],
-    start: Callable[[Child], None],
-    joined: int,
-    say: Callable[[str], None],
-    given_up: Callable[[int], None],
-) -> int:
+@dataclass(slots=True)
+class _Run:
+    """The supervisor's loop.
+
+    Attributes:
+        stopped: none is started again: those that run are to end, and are killed at `kill_at`.
+        stopped_by: the signal for which.
+    """
+
+    roster: Roster
+    board: Board
+    events: queue.SimpleQueue[_Event]
+    start: Callable[[Child], None]
+    say: Callable[[str], None]
+    given_up: Callable[[int], None]
+    stopped: bool = False
     stopped_by: int | None = None
     kill_at: float | None = None
-    while not policy.over():
-        wake_at = kill_at if stopped_by is not None else policy.next_due()
-        try:
-            wait_s = None if wake_at is None else max(0.0, wake_at - time.monotonic())
-            event = events.get(timeout=wait_s)
-        except queue.Empty:
-            if stopped_by is not None:
-                _signal_all(policy, signal.SIGKILL)
-                kill_at = None
+
+    def to_the_end(self) -> int:
+        """Until all children have ended; returns the exit code."""
+        roster = self.roster
+        while not roster.over():
+            wake_at = self.kill_at if self.stopped else roster.next_due()
+            try:
+                wait_s = None if wake_at is None else max(0.0, wake_at - time.monotonic())
+                event = self.events.get(timeout=wait_s)
+            except queue.Empty:
+                self._time_is_up()
+                continue
+            if isinstance(event, _Signalled):
+                self._stop(event.number)
+            elif isinstance(event, _Look):
+                self._look()
             else:
-                for child in policy.due(time.monotonic()):
-                    start(child)
-            continue
-        if isinstance(event, _Signalled):
-            stopped_by = event.number
-            kill_at = time.monotonic() + STOP_TIMEOUT_S
-            _signal_all(policy, event.number)
-            for child in policy.children:
-                child.restart_at = None
-            continue
-        child = policy.children[event.index]
-        if stopped_by is not None:
-            child.process, child.exit_code = None, event.exit_code
-            continue
-        _read_joined(policy, joined)
-        say(policy.ended(child, event.exit_code, time.monotonic()))
-        for lost in policy.given_up():
-            given_up(lost.number)
-        for late in policy.too_late():
-            say(f"replica group {late.number} comes too late: the training is over")
-            assert late.process is not None
-            late.process.kill()
-        if policy.stuck():
-            say(f"fewer than min_replicas={policy.min_alive} replica groups are left: stopping")
-            stopped_by, kill_at = signal.SIGTERM, time.monotonic() + STOP_TIMEOUT_S
-            _signal_all(policy, signal.SIGTERM)
-            for other in policy.children:
-                other.restart_at = None
-    if stopped_by is not None:
-        return policy.exit_code() or 128 + stopped_by
-    return policy.exit_code()
+                self._ended(roster.children[event.index], event.exit_code)
+        if self.stopped_by is not None:
+            return roster.exit_code() or 128 + self.stopped_by
+        return roster.exit_code()
+
+    def _time_is_up(self) -> None:
+        if self.stopped:
+            _signal_all(self.roster, signal.SIGKILL)
+            self.kill_at = None
+            return
+        now = time.monotonic()
+        self._look()  # it may be back
+        for child in self.roster.hanging(now):
+            self.say(
+                f"replica group {child.number} was evicted, since its training loop hangs; it prints "
+                "its stacks and is killed"
+            )
+            _signal(child, DUMP_SIGNAL)
+        for child in self.roster.doomed(now):
+            _signal(child, signal.SIGKILL)
+        for child in self.roster.due(now):
+            self.start(child)
+
+    def _stop(self, number: int) -> None:
+        self.stopped, self.stopped_by = True, number
+        self.kill_at = time.monotonic() + STOP_TIMEOUT_S
+        _signal_all(self.roster, number)
+        for child in self.roster.children:
+            child.restart_at = None
+
+    def _look(self) -> None:
+        """Take over what the children that run have told."""
+        for child in self.roster.children:
+            if child.running:
+                seen = self.board.look(child.index)
+                child.step, child.commits, child.hung_until = seen.step, seen.commits, seen.hung_until
+                if seen.joined and not child.joined:
+                    child.joined, child.joined_at = True, time.monotonic()
+
+    def _ended(self, child: Child, exit_code: int) -> None:
+        self._look()
+        if self.stopped:
+            child.process, child.exit_code = None, exit_code
+            return
+        roster = self.roster
+        self.say(roster.ended(child, exit_code, time.monotonic()))
+        for lost in roster.given_up():
+            self.given_up(lost.number)
+        if roster.fault is not None:
+            self.stopped = True
+            _signal_all(roster, signal.SIGKILL)
+            return
+        for late in roster.too_late():
+            self.say(f"replica group {late.number} comes too late: the training is over")
+            _signal(late, signal.SIGKILL)
+        if roster.stuck():
+            self.say(f"fewer than min_replicas={roster.min_alive} replica groups are left: stopping")
+            self._stop(signal.SIGTERM)
 
 
 def tell_lighthouse(address: str, job_id: str) -> Callable[[int], None]:
@@ -309,27 +419,6 @@ def tell_lighthouse(address: str, job_id: str) -> Callable[[int], None]:
     return tell
 
 
-def report_joined(index: int) -> None:
-    """Tell the supervisor, if there is one, that child `index` takes part in a quorum.
-
-    Call it before the first vote.
-    """
-    if ENV_JOINED in os.environ:
-        try:
-            os.write(int(os.environ[ENV_JOINED]), b"%d\n" % index)
-        except OSError:  # the supervisor is gone, and so will be this process
-            pass
-
-
-def _read_joined(policy: Policy, joined: int) -> None:
-    """A child reports before its first vote, hence before any peer that it trained with can finish."""
-    try:
-        for text in os.read(joined, 4096).split():
-            policy.children[int(text)].joined = True
-    except BlockingIOError:
-        pass
-
-
 def die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends, even if the parent is killed.
 
@@ -342,19 +431,28 @@ def die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _wait(
-    index: int, process: subprocess.Popen[bytes], events: queue.SimpleQueue[_Ended | _Signalled]
-) -> None:
+def _wait(index: int, process: subprocess.Popen[bytes], events: queue.SimpleQueue[_Event]) -> None:
     events.put(_Ended(index, process.wait()))
 
 
-def _signal_all(policy: Policy, number: int) -> None:
-    for child in policy.children:
-        if child.process is not None:
-            child.process.send_signal(number)
+def _watch(board: Board, events: queue.SimpleQueue[_Event]) -> None:
+    while board.wait():
+        events.put(_Look())
 
 
-def _how(exit_code: int) -> str:
+def _signal(child: Child, number: int) -> None:
+    if child.process is not None:
+        child.process.send_signal(number)
+
+
+def _signal_all(roster: Roster, number: int) -> None:
+    for child in roster.children:
+        _signal(child, number)
+
+
+def _how(exit_code: int, hung: bool) -> str:
+    if hung:
+        return "hung, and was killed"
     if exit_code < 0:
         try:
             return f"was killed by {signal.Signals(-exit_code).name}"

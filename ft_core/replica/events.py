@@ -229,9 +229,10 @@ class FetchState:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Effect: something worth a log line."""
+    """Effect: something worth a log line. `hangs`: the loop is not back since it was evicted."""
 
     text: str
+    hangs: bool = False
 
 
 Effect = Transmit | Configure | TryToReach | Abort | FetchState | Remark

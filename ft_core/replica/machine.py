@@ -494,20 +494,20 @@ class Replica:
         if self.stage not in (Stage.WAITING, Stage.MEMBER):
             return []  # joining: the answer to something older
         self.reason = message.reason
-        effects: list[Effect] = [Remark(f"expelled: {message.reason}")]
+        in_doubt = self.attempt is Attempt.VOTED
+        hangs = message.hung and not in_doubt and not self._loop_waits
+        effects: list[Effect] = [Remark(f"expelled: {message.reason}", hangs)]
         if view is not None and self.stage is Stage.MEMBER:
             effects.append(Abort(view.quorum_id, message.reason))
         self.stage, self._revoked = Stage.OUT, True
         self._resend_at = self._grace_at = self._unanswered = None
-        in_doubt = self.attempt is Attempt.VOTED
         if not in_doubt:
             self._vote = None
         computing = self.attempt is Attempt.OPEN and not self._loop_waits and message.hung
         if self.attempt is Attempt.BOUND or computing:
             self.attempt, self.failure = Attempt.FAILED, message.reason
-        if in_doubt or self._loop_waits or not message.hung:
+        if not hangs:  # else it must not come back; the next begin joins
             effects += self._join(now)
-        # else: a hung loop must not come back; the next begin joins
         return effects
 
     def _discard_state(self, reason: str, now: float) -> list[Effect]:

@@ -106,7 +106,7 @@ class Control:
         link: Link,
         plane: Plane,
         *,
-        on_remark: Callable[[str], None],
+        on_remark: Callable[[Remark], None],
         on_tick: Callable[[ReplicaStatus, float], ReplicaEvent | None],
     ) -> None:
         self._replica, self.status = replica, replica.status
@@ -346,7 +346,7 @@ class Control:
             elif isinstance(effect, TryToReach):
                 self._plane.try_to_reach(effect)
             elif isinstance(effect, Remark):
-                self._on_remark(effect.text)
+                self._on_remark(effect)
             else:
                 self._jobs.put(effect)
 

@@ -12,8 +12,9 @@ import zmq
 
 from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken, GroupLeft
+from ft_core.launch.board import slot
 from ft_core.process_group import ProcessGroup
-from ft_core.replica.events import Depart, Fail
+from ft_core.replica.events import Depart, Fail, Remark
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, ParticipationRule, ReplicaStatus, Stage
@@ -31,6 +32,8 @@ from lighthouse.wire.messages import DECLARE_DEAD, JobKey, Join
 log = logging.getLogger("ft_core")
 
 REACH_AGAIN_S = 0.2
+HANG_TIMEOUTS = 5
+"""A loop that was evicted has so many times the timeout to come back. Then a supervisor ends it."""
 LOCAL_PATIENCE_S = 3.0
 """For a lighthouse on this machine that was there a moment ago, before another is started."""
 
@@ -63,7 +66,7 @@ class Session:
         self.room_id = room_id
         self._options, self._telemetry, self._waited_s = options, telemetry, waited_s
         self.lighthouse = options.lighthouse or _local_lighthouse()
-        self._closed = False
+        self._closed = self._hangs = False
         limits = options.timeouts
         self._reached, host = _reach(self.lighthouse, options.interface, limits.connect_timeout_s)
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
@@ -201,6 +204,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        self.back()
         if self.control.status.stage is not Stage.LEFT:
             reduced = self.plane.process_group.idle and not self._waited_s(time.monotonic())
             self.control.submit(Depart(reason, reduced))
@@ -214,7 +218,18 @@ class Session:
             self._store = None
         self._context.term()
 
-    def _on_remark(self, text: str) -> None:
+    def back(self) -> None:
+        """The loop, which was evicted since it did not come to its vote, does not hang."""
+        if self._hangs:
+            self._hangs = False
+            slot().hangs(self._options.group_rank, 0.0)
+
+    def _on_remark(self, remark: Remark) -> None:
+        text = remark.text
+        if remark.hangs and not self._closed:
+            self._hangs = True
+            patience_s = HANG_TIMEOUTS * self._options.timeouts.timeout_s
+            slot().hangs(self._options.group_rank, time.monotonic() + patience_s)
         if DECLARE_DEAD in text:  # a person has to do something
             where = (self.lighthouse, self._options.job_id)
             log.warning("%s: %s (lighthouse %s, job id %s)", self._options.name, text, *where)

@@ -29,14 +29,14 @@ through_main = False
 class SupervisorLauncher:
     """What Lightning calls instead of the user's run; it has the interface of its `_Launcher`.
 
-    If `job` names no lighthouse, this process runs one for as long as it lives. A replica group is
-    started again at most `max_restarts` times.
+    If `job` names no lighthouse, this process runs one for as long as it lives. `max_restarts`: see
+    `RestartPolicy`.
     """
 
     is_interactive_compatible = True
     """So that it is `launch` which says why there is nothing to start in a notebook."""
 
-    def __init__(self, scope: Scope, job: JobOptions, max_restarts: int) -> None:
+    def __init__(self, scope: Scope, job: JobOptions, max_restarts: int | None) -> None:
         self._scope, self._job, self._max_restarts = scope, job, max_restarts
 
     def launch(

@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from ft_core.config import JobOptions
 from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.errors import QuorumUnavailable
-from ft_core.launch.supervisor import report_joined
+from ft_core.launch import board
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_core.shell.intra_group import IntraGroup
@@ -57,7 +57,7 @@ class Options:
     replica_name: str | None
     commit: str
     max_retries: int | None
-    max_restarts: int
+    max_restarts: int | None
     heal_allow_objects: bool
     token: str
     job_id: str | None
@@ -84,7 +84,7 @@ class Options:
                 'validation="sharded" needs commit="quorum": with commit="group" nothing says '
                 "which groups are at the same validation"
             )
-        if self.max_restarts < 0:
+        if self.max_restarts is not None and self.max_restarts < 0:
             raise ValueError(f"max_restarts must not be negative, got {self.max_restarts}")
 
 
@@ -174,7 +174,7 @@ class StrategyBase(_Base):
         replica_name: str | None = None,
         commit: Literal["quorum", "group"] = "quorum",
         max_retries: int | None = None,
-        max_restarts: int = 10,
+        max_restarts: int | None = None,
         heal_allow_objects: bool = False,
         token: str = "",
         job_id: str | None = None,
@@ -198,7 +198,8 @@ class StrategyBase(_Base):
             commit: "quorum": all groups take a step or none does. "group": each decides by its own
                 success, which saves a round trip where links are slow.
             max_retries: raise after this many discarded steps in a row; None: never.
-            max_restarts: how often each replica group is restarted, if ``devices=N`` starts them.
+            max_restarts: how often each replica group is restarted within an hour, if ``devices=N``
+                starts them; None: no limit while the job makes progress.
             heal_allow_objects: let states hold any Python object (pickle); for trusted networks only.
             token: shared secret that a replica group must show before a peer gives it its state.
             job_id: keeps two jobs on one lighthouse apart. Default: FT_JOB_ID.
@@ -378,7 +379,7 @@ class StrategyBase(_Base):
         except QuorumUnavailable:
             return False  # the attempt has failed already; the next one tells
         act_as_leader(self._leader, self.scope)
-        report_joined(self.scope.number)
+        board.slot().join()
         return True
 
 

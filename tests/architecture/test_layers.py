@@ -44,6 +44,7 @@ PURE = [
     "ft_core.replica.status",
     "ft_core.replica.group_leader",
     "ft_core.heal.protocol",
+    "ft_core.launch.restarts",
     "ft_core.heal.transfer_plan",
     "ft_core.replica.machine",
     "ft_lightning.shared.topology",

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import zmq
 
+from ft_core.launch.board import Board
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
-from ft_core.launch.supervisor import Child, Policy
+from ft_core.launch.restarts import RestartPolicy
+from ft_core.launch.supervisor import DUMP_S, OVER_EXIT_CODE, Child, Roster
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.server import LighthouseServer
 from tests.harness.waiting import PATIENCE_S, gone, until
@@ -23,15 +25,18 @@ from tests.lighthouse.support import Player
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def policy(count: int, *, max_restarts: int = 2, min_alive: int = 1) -> Policy:
-    made = Policy(max_restarts, min_alive, [Child(i) for i in range(count)])
+def policy(
+    count: int, *, max_restarts: int | None = 2, min_alive: int = 1, elsewhere: bool = False
+) -> Roster:
+    policy = RestartPolicy(max_restarts, elsewhere)
+    made = Roster(policy, min_alive, [Child(i) for i in range(count)])
     for child in made.children:
         child.process = object()  # type: ignore[assignment]  # only whether it is there matters
     return made
 
 
 def test_killed_child_is_started_again_after_a_growing_pause() -> None:
-    rules = policy(2, max_restarts=3)
+    rules = policy(4, max_restarts=3)
     child = rules.children[1]
     pauses = []
     for _ in range(3):
@@ -63,9 +68,9 @@ def test_an_error_in_all_scripts_ends_it() -> None:
 
 
 def test_an_error_after_having_trained_with_groups_elsewhere_is_none_of_the_script() -> None:
-    rules = Policy(5, 1, [Child(0, 3)], elsewhere=True)
+    rules = policy(1, max_restarts=5, elsewhere=True)
     (child,) = rules.children
-    child.joined = True
+    child.number, child.joined, child.step = 3, True, 7
     assert rules.ended(child, 75, 1.0).startswith("replica group 3 failed with exit code 75; it is")
     assert rules.due(60.0) == [child]
     assert "an error of the script" in rules.ended(child, 1, 61.0)  # before it met anybody
@@ -95,6 +100,52 @@ def test_too_few_left_is_stuck() -> None:
     assert not rules.stuck()
     rules.ended(rules.children[0], -9, 1.0)
     assert rules.stuck()
+
+
+def test_the_same_end_of_all_ends_the_job_though_one_is_started_again_already() -> None:
+    rules = policy(2)
+    first, second = rules.children
+    first.step = second.step = 57
+    rules.ended(first, -11, 1.0)
+    assert rules.due(2.0) == [first]
+    first.process = object()  # type: ignore[assignment]
+    said = rules.ended(second, -11, 2.1)
+    assert said == (
+        "replica group 1 was killed by SIGSEGV, and so have all at step 57: an error of the script, so "
+        "nothing is started again"
+    )
+    rules.ended(first, -9, 2.2)
+    assert rules.over()
+    assert rules.exit_code() == 128 + 11
+
+
+def test_one_that_comes_after_the_end_is_no_failure() -> None:
+    rules = policy(2)
+    rules.children[0].joined = True
+    rules.ended(rules.children[0], 0, 1.0)
+    assert rules.ended(rules.children[1], OVER_EXIT_CODE, 2.0).endswith("the training is over")
+    assert rules.over()
+    assert rules.exit_code() == 0
+
+
+def test_one_that_hangs_is_killed_when_it_has_printed_its_stacks() -> None:
+    rules = policy(2)
+    child = rules.children[1]
+    child.hung_until = 10.0
+    assert (rules.hanging(9.9), rules.next_due()) == ([], 10.0)
+    assert rules.hanging(10.0) == [child]
+    assert (rules.hanging(10.1), rules.doomed(10.1)) == ([], [])
+    assert rules.next_due() == 10.0 + DUMP_S
+    assert rules.doomed(10.0 + DUMP_S) == [child]
+    assert (rules.doomed(20.0), rules.next_due()) == ([], None)
+    assert "hung, and was killed; it is started again" in rules.ended(child, -9, 20.0)
+
+
+def test_one_that_is_back_does_not_hang() -> None:
+    rules = policy(2)
+    rules.children[1].hung_until = 10.0
+    rules.children[1].hung_until = 0.0
+    assert (rules.hanging(10.0), rules.next_due()) == ([], None)
 
 
 def test_exit_code_of_a_script_that_failed_after_others_finished() -> None:
@@ -209,7 +260,75 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
 def test_failing_script_is_not_run_for_ever(tmp_path: Path) -> None:
     parent = start(tmp_path, "sys.exit(3)")
     assert parent.wait(PATIENCE_S) == 3
-    assert parent.communicate()[1].count(b"failed with exit code 3") >= 2
+    said = parent.communicate()[1]
+    assert said.count(b"failed with exit code 3") >= 2
+    assert said.count(b"an error of the script") == 1
+
+
+def test_one_that_hangs_prints_its_stacks_and_comes_back(tmp_path: Path) -> None:
+    """Its loop is told to be back at once. A group of two ranks, one of which hangs."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os, pathlib, sys, time
+from ft_core.launch.board import slot
+from ft_core.launch.supervisor import die_with
+die_with(os.getppid())
+log, life = pathlib.Path(sys.argv[1]), os.environ["LIFE"]
+def a_loader_that_hangs():
+    slot().hangs(1, time.monotonic())
+    time.sleep(3600)
+slot().join()
+slot().committed(3)
+if os.environ["RANK"] == "1" and life == "0":
+    a_loader_that_hangs()
+while not (log / "over").exists() and life == "0":
+    time.sleep(0.02)
+"""
+    )
+    (tmp_path / "parent.py").write_text(
+        """
+import os, sys
+from ft_core.launch.rank_group import group_command
+from ft_core.launch.supervisor import supervise
+command = group_command([sys.executable, sys.argv[1], sys.argv[2]], 2, parent_env="PARENT")
+sys.exit(supervise(command, lambda index, restarts: {**os.environ, "LIFE": str(restarts)},
+                   count=1, min_alive=1, max_restarts=None))
+"""
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "parent.py", script, tmp_path],
+        env=env,
+        timeout=PATIENCE_S,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "was evicted, since its training loop hangs" in ended.stderr
+    assert "in a_loader_that_hangs" in ended.stderr
+    assert "hung, and was killed; it is started again in 0.5 s" in ended.stderr
+
+
+def test_a_process_that_another_has_started_leaves_the_board_alone(tmp_path: Path) -> None:
+    """It inherits the environment, and its descriptors of these numbers are other files."""
+    board = Board(1)
+    with (tmp_path / "its own").open("w+b") as own:
+        own.write(bytes(4096))
+        own.flush()
+        shared, wake = board.descriptors
+        env = {**os.environ, **board.environment(0), "PYTHONPATH": str(ROOT)}
+        script = (
+            "import os, sys\n"
+            f"os.dup2(int(sys.argv[1]), {shared}); os.dup2(int(sys.argv[1]), {wake})\n"
+            "from ft_core.launch.board import slot\n"
+            "slot().join(); slot().committed(1); slot().hangs(0, 1.0)"
+        )
+        command = [sys.executable, "-c", script, str(own.fileno())]
+        subprocess.run(command, env=env, pass_fds=(own.fileno(),), check=True, timeout=PATIENCE_S)
+        assert (tmp_path / "its own").read_bytes() == bytes(4096)
+    assert board.look(0).commits == 0
+    board.close()
 
 
 @pytest.mark.parametrize("broken", ["0", "1"])

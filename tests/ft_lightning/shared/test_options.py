@@ -24,7 +24,7 @@ FINE: dict[str, Any] = {
     "replica_name": None,
     "commit": "quorum",
     "max_retries": None,
-    "max_restarts": 10,
+    "max_restarts": None,
     "heal_allow_objects": False,
     "token": "",
     "job_id": None,

@@ -1,0 +1,165 @@
+"""PURE. When a replica group that has died is started again, after which pause, and when not.
+
+| case | what follows |
+|---|---|
+| it was killed, or failed, and others live | it is started again after a pause |
+| the pause | 0.5 s; it doubles with each death of this group, up to 30 s, and is halved by each 30 s that a life has trained. While few are alive (half of the groups of this machine, or one) it is 0.5 s |
+| all have ended with the same error, or crashed by the same signal, at the same step | an error of the script: the job ends, whatever the order of exits. If other machines train too, or all were killed from outside (SIGKILL, SIGTERM ...): the second time in a row |
+| an error, and no other group is alive that has not failed itself | an error of the script, too |
+| `max_restarts` deaths of a group within an hour | it is given up; None: no limit |
+| ten deaths of a group in a row without one committed step of the job in between | it is given up |
+| another has finished | it is not started again |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EXTERNAL_SIGNALS = frozenset({1, 2, 3, 9, 14, 15})
+"""HUP, INT, QUIT, KILL, ALRM, TERM: sent by another process, so that they say nothing of the script."""
+REMEMBERED = 256
+"""Deaths of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How one process of a replica group has ended.
+
+    Attributes:
+        at: when, in seconds of any clock.
+        exit_code: as Popen's: negative for a signal.
+        step: at which its training stood; -1: it had not trained.
+        trained_s: for how long it had taken part in the training.
+        commits: how many steps the groups of this machine had committed until then, in all lives.
+        level: how often the pause that followed was doubled; -1: it was not grown at all.
+    """
+
+    at: float
+    exit_code: int
+    step: int = -1
+    trained_s: float = 0.0
+    commits: int = 0
+    level: int = -1
+
+    @property
+    def external(self) -> bool:
+        """Whether another process has ended it."""
+        return -self.exit_code in EXTERNAL_SIGNALS
+
+    @property
+    def manner(self) -> tuple[int, int]:
+        """How and where it ended."""
+        return self.exit_code, self.step
+
+
+History = tuple[Death, ...]
+"""Of one replica group, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Start it again after `pause_s`; `level` is to be remembered with its death."""
+
+    pause_s: float
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """This group is not started again; the others go on. `why` follows "it is"."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndJob:
+    """No group is started again. `why` is a sentence without its subject."""
+
+    why: str
+
+
+Verdict = Again | GiveUp | EndJob
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """The rules above. Durations are in seconds.
+
+    Attributes:
+        max_restarts: of one group within `window_s`; None: no limit.
+        elsewhere: other supervisors have replica groups of this job.
+        fruitless: so many deaths of a group without a step in between are too many.
+        healthy_s: training for so long halves the next pause.
+    """
+
+    max_restarts: int | None = None
+    elsewhere: bool = False
+    window_s: float = 3600.0
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 30.0
+    healthy_s: float = 30.0
+    fruitless: int = 10
+
+    def after(
+        self, histories: Sequence[History], index: int, lives: Sequence[int | None]
+    ) -> Verdict:
+        """What follows the newest death in `histories[index]`.
+
+        Args:
+            histories: one of each group of this supervisor.
+            lives: for each group, how many steps the process that runs has committed; None: none
+                runs.
+        """
+        mine = histories[index]
+        death = mine[-1]
+        if why := self._scripts_fault(histories, index, lives):
+            return EndJob(why)
+        recent = [d for d in mine if d.at > death.at - self.window_s]
+        if self.max_restarts is not None and len(recent) > self.max_restarts:
+            within = f" within {self.window_s / 60:g} minutes" if self.max_restarts else ""
+            return GiveUp(f"given up after {self.max_restarts} restarts{within}")
+        if self._in_vain(mine):
+            return GiveUp(
+                f"given up: the job has committed no step between {self.fruitless} of its ends"
+            )
+        return self._pause(mine, len(histories), sum(life is not None for life in lives))
+
+    def _scripts_fault(
+        self, histories: Sequence[History], index: int, lives: Sequence[int | None]
+    ) -> str:
+        death = histories[index][-1]
+        untold = self.elsewhere and death.step >= 0  # the cause may be on another machine
+        crashed = death.exit_code < 0
+        rounds = 2 if untold or death.external or (crashed and len(histories) == 1) else 1
+        alike = all(self._ended_like(each, death, rounds) for each in histories)
+        if alike and not any(lives):
+            if not death.external or death.step > 0:
+                where = f" at step {death.step}" if death.step >= 0 else ""
+                again = " again" if rounds > 1 else ""
+                return f"so have all{where}{again}: an error of the script"
+        others = [h for i, h in enumerate(histories) if i != index]
+        running = any(life is not None for life in lives)
+        failed = all(h and h[-1].exit_code > 0 for h in others)
+        if death.exit_code > 0 and not running and failed and not untold:
+            return "no other is alive: an error of the script"
+        return ""
+
+    @staticmethod
+    def _ended_like(history: History, death: Death, rounds: int) -> bool:
+        """Whether a group's last `rounds` lives have ended as `death`."""
+        last = history[-rounds:]
+        return len(last) == rounds and all(each.manner == death.manner for each in last)
+
+    def _in_vain(self, mine: History) -> bool:
+        last = mine[-self.fruitless :]
+        return len(last) == self.fruitless and last[0].commits == last[-1].commits
+
+    def _pause(self, mine: History, count: int, alive: int) -> Again:
+        death, before = mine[-1], mine[-2].level if len(mine) > 1 else -1
+        level = max(-1, before - int(death.trained_s / self.healthy_s))
+        few = not self.elsewhere and alive <= max(1, count // 2)
+        if few:
+            return Again(self.first_pause_s, level)
+        pause_s = min(self.first_pause_s * 2 ** min(level + 1, 30), self.longest_pause_s)
+        return Again(pause_s, level + 1)

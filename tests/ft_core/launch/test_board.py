@@ -1,0 +1,66 @@
+"""What a training process tells its supervisor by the memory that they share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from ft_core.launch.board import Board, Seen, slot
+from tests.harness.cluster import Replica, lighthouse, replicas
+from tests.harness.waiting import until
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+    """This process is the child 1 of its two."""
+    made = Board(2)
+    for child in (0, 1):
+        made.clear(child)
+    for name, value in made.environment(1).items():
+        monkeypatch.setenv(name, value)
+    slot.cache_clear()
+    yield made
+    slot.cache_clear()
+    made.close()
+
+
+def test_commits_count_from_the_first_quorum_of_the_training_on(board: Board) -> None:
+    with lighthouse() as server:
+        a = Replica(server, "a")
+        a.run_to(2)
+        assert board.look(1) == Seen(False, -1, 0, 0.0), "agreements before the training, say"
+        slot().join()
+        a.run_to(5)
+        a.close()
+    assert board.wait()
+    assert board.look(1) == Seen(True, 4, 3, 0.0)
+    assert board.look(0) == Seen(False, -1, 0, 0.0)
+    board.clear(1)
+    assert board.look(1) == Seen(False, -1, 0, 0.0)
+
+
+def test_a_loop_that_is_evicted_is_to_be_back_and_comes_back(board: Board) -> None:
+    short, back = timedelta(seconds=2), threading.Event()
+    with lighthouse(timeout_s=2.0, all_join=True, expected_replicas=2) as server:
+        a, b = (Replica(server, name, timeout=short) for name in "ab")
+
+        def goes_on() -> None:
+            while not back.is_set():
+                a.step()
+            a.close()
+
+        def hangs() -> None:
+            b.run_to(1)
+            try:
+                until(lambda: board.look(1).hung_until > 0, "the eviction")
+                while not b.step():
+                    pass
+            finally:
+                back.set()
+                b.close()
+            assert board.look(1).hung_until == 0
+
+        replicas(goes_on, hangs)
