@@ -6,6 +6,7 @@ calling thread sleeps until a message, the end of a connection, or the plan's ne
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -235,6 +236,8 @@ class _Fetch:
         if now >= self._deadline:
             raise self._error("the deadline passed")
         rest_s = self._plan.hopeless_s(now, self._deadline) if self._plan is not None else 0.0
+        if rest_s == math.inf:
+            raise self._error("its sources have fallen silent")
         if rest_s:
             left_s = self._deadline - now
             raise self._error(f"too slow, the rest would take {rest_s:.0f} s of {left_s:.0f} s left")

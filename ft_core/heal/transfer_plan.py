@@ -21,11 +21,13 @@ A chunk that fails its checksum is requested again, from another source if there
 failure of one chunk ends the heal.
 
 A transfer that can't end in time is given up early: members wait for it, and what it has cost them is
-lost. Its pace so far says so, with a margin, as links get faster, too.
+lost. Its pace so far says so, with a margin, as links get faster, too. So does a silence of all sources
+that is long for this transfer, however little is left.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,6 +44,9 @@ PACE_AFTER_S = 1.0
 """How long a transfer runs before its pace is judged; one that may take less than eight times as long
 is never judged."""
 PACE_MARGIN = 1.5
+SILENT_SHARE = 10
+"""A silence of this part of the time that the transfer has is the end of it, if it is also
+`STALL_FACTOR` times what it usually takes from one chunk to the next."""
 _SMOOTHING = 0.2
 
 
@@ -77,6 +82,7 @@ class TransferPlan:
         self._returned: deque[int] = deque()
         self._bad: dict[int, list[str]] = {}  # chunk -> sources that sent it corrupted
         self._began: float | None = None
+        self._last = 0.0  # when a source last delivered anything
         self.retries = 0
 
     @property
@@ -90,14 +96,21 @@ class TransferPlan:
         return self._left
 
     def hopeless_s(self, now: float, deadline: float) -> float:
-        """How long the rest will take at the pace so far, if that is past `deadline` by a margin; else
-        0. A chunk that each source may be sending counts as received."""
+        """How long the rest will take at the pace so far, if that is past `deadline` by a margin
+        (infinite: the sources have fallen silent); else 0. A chunk that each source may be sending
+        counts as received."""
         if self._began is None or deadline - self._began < 8 * PACE_AFTER_S:
             return 0.0
         took_s = now - self._began
         if took_s < max(PACE_AFTER_S, (deadline - self._began) / 30):
             return 0.0
-        chunks = self._count - self._left + max(1, len(self._sources))
+        done = self._count - self._left
+        if done:
+            usual_s = (self._last - self._began) / done
+            longest_s = max((deadline - self._began) / SILENT_SHARE, STALL_FACTOR * usual_s)
+            if now - self._last >= longest_s:
+                return math.inf
+        chunks = done + max(1, len(self._sources))
         rest_s = self._left * took_s / chunks
         return rest_s if rest_s > PACE_MARGIN * (deadline - now) else 0.0
 
@@ -160,6 +173,7 @@ class TransferPlan:
             self.retries += 1
 
     def _note_progress(self, name: str, chunk: int, now: float) -> None:
+        self._last = now
         source = self._sources.get(name)
         if source is None:
             return

@@ -360,6 +360,25 @@ def test_a_transfer_that_can_not_end_in_time_is_given_up_long_before(
         over.set()
 
 
+def test_a_transfer_that_falls_silent_is_given_up_long_before(make_server: MakeServer) -> None:
+    """The link is fast, and then nothing comes any more, while the connection stays up."""
+    server = make_server()
+    server.publish(KEY, state(64))
+    over, passed = threading.Event(), [0]
+
+    def dam(_: int, data: bytearray) -> bytearray:
+        passed[0] += len(data)
+        if passed[0] > 60 << 20:
+            over.wait(PATIENCE_S)
+        return data
+
+    with FaultyLink(server.address, dam) as link:
+        # On a machine that is very slow all of it may have been too slow before.
+        with pytest.raises(HealError, match=r"(fallen silent|too slow).* chunks missing"):
+            fetch([link.address], KEY, deadline=soon(40), same_host=False)
+        over.set()
+
+
 class TestFaults:
     """What a network, or a source, may do."""
 

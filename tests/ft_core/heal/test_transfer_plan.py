@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from dataclasses import dataclass, field
 
 import pytest
 
-from ft_core.heal.transfer_plan import FIRST_STALL_S, PACE_AFTER_S, WINDOW, TransferPlan
+from ft_core.heal.transfer_plan import (
+    FIRST_STALL_S,
+    PACE_AFTER_S,
+    SILENT_SHARE,
+    WINDOW,
+    TransferPlan,
+)
 
 
 @dataclass
@@ -195,6 +202,39 @@ def test_a_transfer_that_can_not_end_in_time_is_known_early() -> None:
     assert pace(1_000, 9, now=PACE_AFTER_S, deadline=600.0) == 0.0  # judged after 20 s
     assert pace(100_000, 9, now=20.0, deadline=600.0)
     assert not pace(3, 0, now=2.0)  # of few chunks one may take long
+
+
+def silent_since(last: float, *, done: int, count: int = 1_000, sources: int = 1) -> TransferPlan:
+    """A plan of which `done` chunks have come, evenly, the last one at `last`."""
+    plan = TransferPlan(count)
+    for number in range(sources):
+        plan.add_source(f"s{number}", 0.0)
+    for number in range(done):
+        now = last * (number + 1) / done
+        plan.next_requests(now)
+        plan.received(f"s{number % sources}", number, now)
+    return plan
+
+
+@pytest.mark.parametrize(("count", "done"), [(1_000, 500), (1_000, 999), (20, 18)])
+@pytest.mark.parametrize("sources", [1, 3])
+def test_a_transfer_that_falls_silent_is_given_up_early(
+    count: int, done: int, sources: int
+) -> None:
+    """However much has come: its peers wait for the rest in vain."""
+    plan = silent_since(1.0, done=done, count=count, sources=sources)
+    assert not plan.hopeless_s(1.0 + 30.0 / SILENT_SHARE - 0.1, 30.0)
+    assert plan.hopeless_s(1.0 + 30.0 / SILENT_SHARE, 30.0) == math.inf
+    plan.received("s0", count - 1, 4.0)
+    assert plan.finished or plan.hopeless_s(4.1, 30.0) < math.inf
+
+
+def test_silence_is_judged_by_the_usual_time_between_chunks() -> None:
+    slow = silent_since(4.0, done=8, count=16)  # two a second
+    assert not slow.hopeless_s(4.0 + 4.9, 30.0)
+    assert slow.hopeless_s(4.0 + 5.0, 30.0) == math.inf
+    assert not silent_since(1.0, done=500).hopeless_s(6.0, 7.9)  # the deadline is near anyway
+    assert not silent_since(0.0, done=0, count=1).hopeless_s(9.0, 30.0)  # nothing is usual yet
 
 
 def test_a_plan_without_sources_has_no_pace() -> None:
