@@ -58,3 +58,7 @@ class ProcessGroupError(FaultToleranceError, RuntimeError):
     def __init__(self, *args: object, missed: Iterable[int] = ()) -> None:
         super().__init__(*args)
         self.missed = tuple(missed)
+
+
+class AddressError(ProcessGroupError, ValueError):
+    """What members advertise are no addresses of process groups: `missed` has their numbers."""

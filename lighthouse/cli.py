@@ -273,12 +273,17 @@ def show(answer: dict[str, Any]) -> None:
     server = answer["server"]
     console.print(
         _plain(
-            f"lighthouse {server['address']}: {server['connections']} connections,"
-            f" {len(answer['jobs'])} jobs"
+            f"lighthouse {server['address']}: {_many(server['connections'], 'connection')},"
+            f" {_many(len(answer['jobs']), 'job')}"
         )
     )
     for job in answer["jobs"]:
         console.print(_table_of(job))
+
+
+def _many(number: int, noun: str) -> str:
+    """ "1 job", "2 jobs"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _table_of(job: dict[str, Any]) -> Table:

@@ -76,7 +76,7 @@ class Journal:
     def __init__(self, path: Path, *, max_jobs: int) -> None:
         self.path = path
         self.remembered = read(path)
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         """The last write's failure, or None."""
         self._max_jobs = max_jobs
         self._pending: Remembered | None = None
@@ -120,5 +120,5 @@ class Journal:
             try:
                 _write(self.path, pending)
                 self.error = None
-            except OSError as error:  # training goes on with a full disk
+            except Exception as error:  # training goes on with a full disk
                 self.error = error

@@ -124,8 +124,11 @@ def main(options: str) -> int:
 
 def _end_with_input(server: LighthouseServer, linger_s: float) -> None:
     os.read(0, 1)  # the launcher never writes
-    if linger_s > 0:
-        serve_until_idle(server, linger_s, threading.Event())
+    try:
+        if linger_s > 0:
+            serve_until_idle(server, linger_s, threading.Event())
+    except RuntimeError:
+        pass  # the server has failed meanwhile, which its `join` tells
     server.request_stop()
 
 

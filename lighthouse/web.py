@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any, Self
 
 from lighthouse.config import normalize_address, split_address
 from lighthouse.own_address import bracketed
+
+log = logging.getLogger("lighthouse")
 
 Status = Callable[[], dict[str, Any]]
 
@@ -32,6 +35,7 @@ const make = (tag, text, kind) => {
   const e = document.createElement(tag); e.textContent = text ?? ""; e.className = kind ?? "";
   return e;
 };
+const many = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 function row(table, cells, kind) {
   const tr = make("tr", "", kind);
   for (const cell of cells) tr.append(make("td", cell));
@@ -52,8 +56,8 @@ async function refresh() {
   const line = document.getElementById("server");
   try {
     const s = await (await fetch("status")).json();
-    line.textContent = `${s.server.address}: ${s.server.connections} connections, ` +
-      `${s.server.received} requests, ${s.server.lost_peers} connections lost`;
+    line.textContent = `${s.server.address}: ${many(s.server.connections, "connection")}, ` +
+      `${many(s.server.received, "request")}, ${many(s.server.lost_peers, "connection")} lost`;
     document.querySelector("main").replaceChildren(...s.jobs.map(show));
   } catch { line.textContent = "no answer from the lighthouse"; }
 }
@@ -99,6 +103,10 @@ class StatusPage:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser has hung up, say: nothing for the lighthouse's standard error."""
+        log.debug("a question for the page of %s failed", client_address, exc_info=True)
 
 
 class _Server6(_Server):

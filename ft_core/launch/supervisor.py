@@ -411,7 +411,8 @@ def tell_lighthouse(address: str, job_id: str) -> Callable[[int], None]:
         from lighthouse.client import LighthouseClient
         from lighthouse.errors import LighthouseError
 
-        with LighthouseClient(address) as client, contextlib.suppress(LighthouseError):
+        unheard = contextlib.suppress(LighthouseError, ValueError, OSError)
+        with unheard, LighthouseClient(address) as client:
             # The lighthouse may still see the connection of the process that has ended.
             while not client.declare_dead(str(number), job_id=job_id)[0]:
                 time.sleep(TELL_AGAIN_S)

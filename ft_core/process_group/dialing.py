@@ -131,7 +131,11 @@ class Dialer:
         attempt.setblocking(False)
         give_up_unacknowledged(attempt, 2 * self._limit_s)
         dial.sockets.append(attempt)
-        code = attempt.connect_ex((host, port))
+        try:
+            code = attempt.connect_ex((host, port))
+        except (OSError, ValueError) as error:  # a name that does not resolve
+            self._fail(dial, f"{host!r} is no address: {error}")
+            return
         if code not in _IN_PROGRESS:
             self._fail(dial, os.strerror(code) + _gone(code))
             return

@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Work
 
-from ft_core.errors import ProcessGroupError
+from ft_core.errors import AddressError, ProcessGroupError
 from ft_core.process_group.base import ProcessGroup, outputs_of
 from ft_core.process_group.dialing import connect_limit_s, unreachable
 from ft_core.process_group.rendezvous import Address, Listener, Rendezvous
@@ -190,11 +190,12 @@ class ReconfigurableProcessGroup(ProcessGroup):
         deadline = time.monotonic() + timeout_s
         own = self.address()
         # A ValueError must come here, before the previous quorum is revoked.
-        members = [Address.decode(address) for address in addresses]
         if not 0 <= rank < len(addresses) or addresses[rank] != own:
             raise ValueError(f"rank {rank} of the {len(addresses)} addresses is not this group's")
-        if len(set(addresses)) != len(addresses):
-            raise ValueError("two members have the same address")
+        known, wrong = _decoded(addresses)
+        if wrong:
+            raise AddressError("; ".join(wrong.values()), missed=wrong)
+        members = list(known.values())
         with self._configure_lock:
             previous = self._enter(quorum_id, rank, len(addresses))
             self._missed = set()
@@ -205,8 +206,8 @@ class ReconfigurableProcessGroup(ProcessGroup):
                 raise ProcessGroupError(*failure.args, missed=sorted(self._missed)) from error
 
     def unreachable(self, addresses: Sequence[bytes], timeout_s: float) -> set[int]:
-        members = dict(enumerate(map(Address.decode, addresses)))
-        return set(unreachable(members, connect_limit_s(timeout_s)))
+        members, wrong = _decoded(addresses)
+        return wrong.keys() | set(unreachable(members, connect_limit_s(timeout_s)))
 
     def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:
         with self._lock:
@@ -496,10 +497,13 @@ class ReconfigurableProcessGroup(ProcessGroup):
             return
 
         def work() -> None:
-            if failed is not None and notify:
-                failed.notify_abort()
-            for one in communicators:
-                one.close()
+            try:
+                if failed is not None and notify:
+                    failed.notify_abort()
+                for one in communicators:
+                    one.close()
+            except Exception:  # the thread's outer edge: nothing of the next quorum depends on it
+                _log.exception("a process group of an earlier quorum could not be closed")
 
         thread = threading.Thread(target=work, name="ft-pg-retire", daemon=True)
         thread.start()
@@ -520,3 +524,22 @@ def _shut_down_at_exit(group: weakref.ref[ReconfigurableProcessGroup]) -> None:
     alive = group()
     if alive is not None:
         alive.shutdown()
+
+
+def _decoded(addresses: Sequence[bytes]) -> tuple[dict[int, Address], dict[int, str]]:
+    """(those that can be connected to, what is wrong with the others), by number."""
+    known: dict[int, Address] = {}
+    wrong: dict[int, str] = {}
+    seen: set[bytes] = set()
+    for number, data in enumerate(addresses):
+        try:
+            address = Address.decode(data)
+        except ValueError as error:
+            wrong[number] = str(error)
+            continue
+        if data in seen:
+            wrong[number] = f"member {number} has the same address as another one"
+        else:
+            known[number] = address
+        seen.add(data)
+    return known, wrong

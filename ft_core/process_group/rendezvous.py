@@ -76,6 +76,8 @@ class Address:
             address = cls(host, int(port), bytes.fromhex(cookie))
         except ValueError as error:
             raise ValueError(f"{data!r} is no address of a process group") from error
+        if not (0 < address.port < 1 << 16 and host.isprintable()):
+            raise ValueError(f"{data!r} is no address of a process group")
         if magic != _MAGIC or len(address.cookie) != _COOKIE_BYTES or not host:
             raise ValueError(f"{data!r} is no address of a process group of this version")
         return address
@@ -269,6 +271,7 @@ class Rendezvous:
         self._listener.early.clear()
         for peer in range(self.rank + 1, len(self._peers)):
             self._dialer.dial(peer, self._peers[peer])
+        self._look(time.monotonic())  # some may have failed already: no event tells of these
         self.pump(lambda: all(handle is not None for handle in self.handles), deadline)
         self._met_at = time.monotonic()
         self._test_at = self._met_at + self._limit_s

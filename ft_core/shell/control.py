@@ -365,19 +365,26 @@ class Control:
                 self._send_outbox()
                 self._link.close(linger_s=GOODBYE_LINGER_S)
         except BaseException as error:
-            log.exception("fault tolerance: the control thread failed")
-            with self._state:
-                self._crash = error
-                self._notify_waiting()
+            self._note_crash(error)
 
     def _run_plane(self) -> None:
         """Runs effects that take time, in their order."""
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, FetchState):
-                self._plane.fetch(job)
-            elif job.quorum_id == self.status.wants_group:
-                self._plane.configure(job)
-            # else: revoked already, or superseded by a newer quorum whose Configure follows
+        try:
+            while (job := self._jobs.get()) is not None:
+                if isinstance(job, FetchState):
+                    self._plane.fetch(job)
+                elif job.quorum_id == self.status.wants_group:
+                    self._plane.configure(job)
+                # else: revoked already, or superseded by a newer quorum whose Configure follows
+        except BaseException as error:
+            self._note_crash(error)
+
+    def _note_crash(self, error: BaseException) -> None:
+        """A thread has failed: the loop's thread gets that instead of waiting for what never comes."""
+        log.exception("fault tolerance: the thread %s failed", threading.current_thread().name)
+        with self._state:
+            self._crash = error
+            self._notify_waiting()
 
     def _raise_crash(self) -> None:
         if self._crash is not None:

@@ -28,6 +28,7 @@ from ft_core.replica.events import (
 )
 from ft_core.replica.status import RanksHold
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
+from lighthouse.errors import ProtocolError
 from lighthouse.wire.codec import MessageCodec
 from lighthouse.wire.messages import MAX_NAMED, Member, name_of
 
@@ -74,7 +75,8 @@ class DataPlane:
         self.heal_stats: HealStats | None = None
         self.report: Callable[[Configured | Fetched | Tried], object] = lambda event: None
         self._heal: tuple[threading.Thread, Interrupt] | None = None  # the newest one
-        self._reaching: list[threading.Thread] = []
+        self._reach_lock = threading.Lock()
+        self._reaching: list[threading.Thread] = []  # guarded by `_reach_lock`
         self._warned = options.job_id != SHARED_JOB
 
     def address(self) -> bytes:
@@ -98,20 +100,29 @@ class DataPlane:
             members=[m.replica_id for m in effect.members],
             healing=[m.replica_id for m in effect.members if m.healing],
         )
+        if unreadable := self._unreadable(effect.members):
+            error = f"no address can be read of {', '.join(map(name_of, unreadable))}"
+            log.warning("quorum %s: no process group: %s", effect.quorum_id, error)
+            self.report(Configured(effect.quorum_id, error, _named(unreadable)))
+            return
         error, missed = "", []
         owners, mesh = self._mesh(effect.members)
         rank = owners.index(effect.members[effect.replica_rank].replica_id)
         rank += 0 if self._options.ranks_hold is RanksHold.SHARDS else self._options.group_rank
-        self.process_group.when_missed(
-            lambda ranks: self.report(Tried(_named(owners[each] for each in ranks), ()))
-        )
+        told: set[int] = set()
+
+        def tell(ranks: Iterable[int]) -> None:
+            told.update(ranks)
+            self.report(Tried(_named(owners[each] for each in sorted(told)), ()))
+
+        self.process_group.when_missed(tell)
         try:
             timeout_s = self._options.timeouts.timeout_s
             self.process_group.configure(effect.quorum_id, rank, mesh, timeout_s)
         except Exception as failure:  # whatever failed: there is no group, and the vote is no
             error = str(failure) or type(failure).__name__
             if isinstance(failure, ProcessGroupError):
-                missed = [owners[each] for each in failure.missed]
+                missed = [owners[each] for each in failure.missed if each not in told]
             given_up = self._aborted >= effect.quorum_id  # the machine knows, and has said why
             level = logging.DEBUG if given_up else logging.WARNING
             log.log(level, "quorum %s: no process group: %s", effect.quorum_id, error)
@@ -137,14 +148,21 @@ class DataPlane:
         thread = threading.Thread(
             target=self._try_to_reach, args=(effect,), name="ft-reach", daemon=True
         )
-        self._reaching = [each for each in self._reaching if each.is_alive()] + [thread]
-        thread.start()
+        with self._reach_lock:
+            thread.start()
+            self._reaching = [each for each in self._reaching if each.is_alive()] + [thread]
 
     def _try_to_reach(self, effect: TryToReach) -> None:
-        owners, mesh = self._mesh(effect.members)
-        failed = self.process_group.unreachable(mesh, self._options.timeouts.timeout_s)
-        missed = _named(owners[each] for each in failed)
-        reached = [m.replica_id for m in effect.members if m.replica_id not in missed]
+        unreadable = self._unreadable(effect.members)
+        asked = tuple(m for m in effect.members if m.replica_id not in unreadable)
+        owners, mesh = self._mesh(asked)
+        try:
+            failed = self.process_group.unreachable(mesh, self._options.timeouts.timeout_s)
+        except Exception:  # the thread's outer edge; without an answer the pair goes on resting
+            log.exception("could not try to connect to %s", ", ".join(m.replica_id for m in asked))
+            return
+        missed = _named([*unreadable, *(owners[each] for each in sorted(failed))])
+        reached = [m.replica_id for m in asked if m.replica_id not in missed]
         self.report(Tried(missed, tuple(reached[: MAX_NAMED - len(missed)])))
 
     def abort(self, effect: Abort) -> None:
@@ -177,7 +195,12 @@ class DataPlane:
         A fetch under way is stopped, and reports nothing any more: both may be received into the
         same memory.
         """
-        before, interrupt = self._stop_heal(), Interrupt()
+        before = self._stop_heal()
+        try:
+            interrupt = Interrupt()
+        except OSError as failure:  # no descriptors are left
+            self.report(Fetched(effect, str(failure)))
+            return
         thread = threading.Thread(
             target=self._run_fetch, args=(effect, interrupt, before), name="ft-heal", daemon=True
         )
@@ -269,7 +292,9 @@ class DataPlane:
     def close(self) -> None:
         """After the plane thread has ended."""
         heal = self._stop_heal()
-        for thread in (*self._reaching, *([heal] if heal is not None else [])):
+        with self._reach_lock:
+            reaching = list(self._reaching)
+        for thread in (*reaching, *([heal] if heal is not None else [])):
             thread.join()
         self._server.close()
         self.process_group.shutdown()
@@ -282,6 +307,18 @@ class DataPlane:
         owners = [m.replica_id for m in members for _ in m.addresses]
         frames = [frame for m in members for frame in m.addresses]
         return owners, [addresses.decode(frame).process_group for frame in frames]
+
+    def _unreadable(self, members: tuple[Member, ...]) -> list[str]:
+        """Members (replica_ids) whose addresses are not those of as many ranks as a group has here."""
+        found = []
+        for member in members:
+            try:
+                read = [addresses.decode(frame) for frame in member.addresses]
+            except ProtocolError:
+                read = []
+            if len(read) != self._options.group_world_size:
+                found.append(member.replica_id)
+        return found
 
     def _address_of(self, member: Member) -> RankAddress:
         """Of the rank of this one's number."""

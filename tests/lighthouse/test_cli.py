@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -214,6 +217,25 @@ def test_status_page(server: LighthouseServer) -> None:
         server.shutdown()
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(page.url + "status", timeout=PATIENCE_S)
+
+
+def test_a_browser_that_hangs_up_leaves_no_traceback(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="lighthouse")
+    asked = threading.Event()
+
+    def status() -> dict[str, Any]:
+        asked.set()
+        return {"jobs": "x" * (64 << 20)}  # more than the kernel takes
+
+    with StatusPage("127.0.0.1:0", status) as page:
+        host, _, port = page.url.removeprefix("http://").strip("/").partition(":")
+        with socket.create_connection((host, int(port))) as browser:
+            browser.sendall(b"GET /status HTTP/1.1\r\n\r\n")
+            assert asked.wait(PATIENCE_S)
+        until(lambda: "a question for the page" in caplog.text)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_command_serves_the_page() -> None:
