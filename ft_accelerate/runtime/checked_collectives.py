@@ -13,7 +13,7 @@ all processes begin with headers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -76,6 +76,8 @@ class CheckedCollectives:
         device: of the tensors that are sent.
         kind, event: what the script is about to do, and the event's number.
         agreed: events that this process has done together with others since it came (back).
+        whole: its script has been there for all events; see `main_of`.
+        on_headers: called with what all say of `whole`, by process and in the order of ranks.
         patience_s: how long to wait for the others' headers; None: as long as for any collective.
     """
 
@@ -87,6 +89,8 @@ class CheckedCollectives:
     event: int
     agreed: int
     patience_s: float | None = None
+    whole: bool = True
+    on_headers: Callable[[dict[int, bool]], None] | None = None
 
     def check(self, nbytes: int = 0, shape: Sequence[int] = ()) -> list[Header | None] | None:
         """Exchange headers; the first collective of an attempt.
@@ -97,13 +101,15 @@ class CheckedCollectives:
         mine = Header(self.kind.value, self.event, nbytes, hash(tuple(shape)) % (1 << 31))
         known = exchange_headers(
             self.manager.step,
-            [self.process_index, *mine, self.agreed],
+            [self.process_index, *mine, self.agreed, int(self.whole)],
             device=self.device,
             patience_s=self.patience_s,
         )
         if not known:
             return None
-        found = {index: (Header(*header), agreed) for index, *header, agreed in known}
+        if self.on_headers is not None:
+            self.on_headers({index: bool(whole) for index, *_, whole in known})
+        found = {index: (Header(*header), agreed) for index, *header, agreed, _ in known}
         # The processes that have done most together are right; of those the first.
         right, _ = found[max(found, key=lambda index: (found[index][1], -index))]
         if right[:2] != mine[:2]:
@@ -151,6 +157,15 @@ class CheckedCollectives:
 
 Attempt = Callable[[CheckedCollectives], Any]
 """Does an operation once. What it returns counts if the attempt is committed."""
+
+
+def main_of(whole: Mapping[int, bool]) -> int:
+    """The main process of those that take part; `whole` is in the order of ranks.
+
+    The first whose script has been there for all events, since its variables (a best metric, a list of
+    results) lack nothing. If there is none: the first.
+    """
+    return next((index for index, is_whole in whole.items() if is_whole), next(iter(whole)))
 
 
 def check_alike(headers: Sequence[Header | None], what: str) -> None:

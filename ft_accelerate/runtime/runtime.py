@@ -29,7 +29,13 @@ from torch.utils._pytree import tree_map
 
 from ft_accelerate.options import FaultTolerancePlugin, Supervision
 from ft_accelerate.runtime import peer_state as states
-from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
+from ft_accelerate.runtime.checked_collectives import (
+    Attempt,
+    CheckedCollectives,
+    Diverged,
+    Kind,
+    main_of,
+)
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.script_position import Iteration, Phase, ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
@@ -111,6 +117,7 @@ class Runtime:
         self._leader = self.process_index == 0 and (
             supervision.restarts == 0 or ranks.is_only_group
         )
+        self._led_in, self._warned = NO_QUORUM, False
         self._open = self._joined = self._aside = self._closed = self._has_turn = False
         self._at = "fetch"
         self._starting = 0  # the thread in which a quorum is being started
@@ -134,7 +141,8 @@ class Runtime:
 
     @property
     def leader(self) -> bool:
-        """Whether this process is the main one: the first of those that take part."""
+        """Whether this process is the main one: the first of those that take part and whose scripts
+        have been there for all events; if there is none, the first."""
         leads = self._leader and self.live
         self.denied += not leads
         return leads
@@ -396,6 +404,8 @@ class Runtime:
             position.events,
             position.agreed,
             patience_s,
+            position.missed == 0,
+            self._take_main,
         )
         try:
             return attempt(collectives)
@@ -425,12 +435,47 @@ class Runtime:
         self._open = self._joined = True
         try:
             rank = manager.participating_rank()
-            self._leader, self.contributes = rank == 0, rank is not None
+            self.contributes = rank is not None
+            self._follow_quorum(rank)
         except QuorumUnavailable:
             return  # the attempt has failed already; its vote tells
         if self._owes_report:
             self._owes_report = False
             self._supervision.tell_joined()
+
+    def _follow_quorum(self, rank: int | None) -> None:
+        """Whether this process is the main one in its quorum, as far as that is known.
+
+        It is known with the headers of the quorum's first event. Until then the first process is the
+        main one, if its script has been there for all events, has been the main one before, or is alone.
+        """
+        part = self._manager.step.part
+        quorum_id = NO_QUORUM if part is None else part.quorum_id
+        if rank is None:
+            self._leader = False
+        elif quorum_id != self._led_in:
+            alone = part is not None and part.groups == 1
+            knows = self.position.missed == 0 or self._leader or alone
+            self._lead(rank == 0 and knows)
+
+    def _take_main(self, whole: dict[int, bool]) -> None:
+        """The headers of this quorum are there."""
+        part = self._manager.step.part
+        self._led_in = NO_QUORUM if part is None else part.quorum_id
+        self._lead(main_of(whole) == self.process_index)
+
+    def _lead(self, leads: bool) -> None:
+        self._leader = leads
+        missed = self.position.missed
+        if leads and missed and not self._warned and not self.on_live:  # Trainer's state heals
+            self._warned = True
+            log.warning(
+                "this process is the main one now, and came back after its peers had done %s events "
+                "(steps and operations) without it: what the script keeps in variables of its own, such "
+                "as the best metric so far, lacks them, unless it is registered with "
+                "accelerator.register_for_checkpointing",
+                missed,
+            )
 
     def _vote(self) -> bool:
         if self._sigterm.noted:

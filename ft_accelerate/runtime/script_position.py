@@ -96,6 +96,8 @@ class ScriptPosition:
     events: int = 0
     agreed: int = 0
     """Events that this process has done together with others since it came (back)."""
+    missed: int = 0
+    """Events that this script was led past: what it keeps in its own variables lacks them."""
     window: Place | None = None
     stepped: bool = True
     ops: list[Any] = field(default_factory=list)
@@ -106,6 +108,7 @@ class ScriptPosition:
     """Models that the script has prepared for training, and trainings of a Trainer that it has begun."""
     generator_states: dict[int, Any] = field(default_factory=dict)
     """Of passes that peers have under way, at their beginning."""
+    _left_at: int = 0
     _logged_bytes: int = 0
     _unstepped: tuple[Place, int, int] | None = None
     """Where the window would have begun if an optimizer had stepped on the gradients that are averaged,
@@ -171,6 +174,8 @@ class ScriptPosition:
 
     def relocate(self, target: Target) -> None:
         """The state is now that of a peer at `target`: get the script there."""
+        if self.phase is Phase.LIVE:
+            self._left_at = self.events
         self.target, self.agreed = target, 0
         self.lengths = {**target.lengths, **self.lengths}
         self.generator_states = {seq: state for seq, _, state in target.active}
@@ -251,5 +256,6 @@ class ScriptPosition:
         """
         if self.target is None or self.op_is_done or self.grad_is_done:
             return False
+        self.missed += max(0, self.target.events - self._left_at)
         self.phase, self.events, self.target = Phase.LIVE, self.target.events, None
         return True

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lighthouse import LighthouseServer
 from tests.ft_accelerate.harness import Line, Run, compare, running
+from tests.harness.lighthouses import patient_lighthouse
 
 pytestmark = pytest.mark.process
 
@@ -117,6 +119,35 @@ def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
     both = [{e["epoch"]: e for e in run.evaluations(i, live=True)} for i in (0, 1)]
     common = both[0].keys() & both[1].keys()
     assert [both[0][e] for e in common] == [both[1][e] for e in common]
+
+
+def test_one_that_has_come_back_is_not_the_main_process_while_another_was_always_there(
+    tmp_path: Path,
+) -> None:
+    """A lighthouse that is started again orders processes by their names: the one that has come back is
+    the first. It becomes the main one when the other dies, and says what it does not know."""
+    said = "came back after its peers had done"
+    options = {"epochs": EPOCHS, "holds": ["step-8", "step-20", "step-30"]}
+    first = patient_lighthouse()
+    with running(tmp_path, first.address(), **options) as run:
+        zero, one = run.start(0), run.start(1)
+        zero = run.killed_and_back(zero, 0, hold="step-8", of=1)  # the main process
+        for index in (0, 1):
+            run.until_held(index, "step-20")
+        first.shutdown()
+        with LighthouseServer(first.address(), config=first.config):
+            run.go("step-20")
+            run.until_held(1, "step-30")
+            run.until_held(0, "step-30")
+            between = [[x["main"] for x in run.lines(i) if x["step"] > 20] for i in (0, 1)]
+            assert said not in run.output()
+            one.kill()
+            one.wait()
+            run.go("step-30")
+            run.wait(zero)
+    assert between == [[False] * 10, [True] * 10]
+    assert run.end(0)["main"]
+    assert run.output().count(said) == 1
 
 
 def test_killed_within_accumulation_with_operations_in_it(tmp_path: Path, lighthouse: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from ft_accelerate.runtime.checked_collectives import main_of
 from ft_accelerate.runtime.script_position import Iteration, Phase, ScriptPosition, Target
 
 
@@ -41,6 +42,28 @@ def test_a_fast_forward_arrives_at_the_window_and_goes_live() -> None:
     assert position.settle()
     assert position.phase is Phase.LIVE
     assert (position.events, position.window) == (7, (1, 2))
+
+
+def test_a_script_knows_how_much_it_was_led_past() -> None:
+    position = ScriptPosition()
+    position.relocate(peers(events=0, window=None))  # all begin with the state of one
+    assert position.settle() and position.missed == 0
+    position.log("a", 0)
+    position.log("b", 0)
+    position.relocate(peers())
+    position.relocate(peers(events=9))  # it has joined again on its way
+    assert position.arrive(run_to(position, [3, 2])) and position.settle()
+    assert position.missed == 7
+    position.graded()
+    position.relocate(peers(events=12, window=(1, 4)))  # evicted, and back
+    position.phase, position.grads = Phase.REPLAY, 0
+    assert position.settle() and position.missed == 9
+
+
+def test_the_main_process_is_the_first_whose_script_was_always_there() -> None:
+    assert main_of({2: True, 0: True}) == 2
+    assert main_of({2: False, 0: True, 1: True}) == 0
+    assert main_of({1: False, 0: False}) == 1
 
 
 def test_operations_before_the_gradient_step_are_replayed_with_real_work() -> None:
