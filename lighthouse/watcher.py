@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lighthouse.config import Timeouts
-from lighthouse.wire.messages import DeathNotice, JobKey
+from lighthouse.wire.messages import NO_QUORUM, NO_TERM, DeathNotice, JobKey, Term
 
 log = logging.getLogger("lighthouse.watcher")
 
@@ -49,10 +49,12 @@ _ATTRIBUTE_BYTES = 64  # generous: glibc and musl need 4
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Which replica group, of which job, is dead when this process is."""
+    """Which replica group, of which job, is dead when this process is; the rest as in `DeathNotice`."""
 
     job: JobKey
     replica_id: str
+    promised: Term = NO_TERM
+    quorum_id: int = NO_QUORUM
 
 
 class ProcessWatch:
@@ -174,8 +176,11 @@ class ProcessWatch:
         self._child.stdin.flush()
 
 
-def _as_json(reports: Iterable[Report]) -> list[tuple[str, str, str]]:
-    return [(r.job.job_id, r.job.room_id, r.replica_id) for r in reports]
+def _as_json(reports: Iterable[Report]) -> list[tuple[str, str, str, int, int, int]]:
+    return [
+        (r.job.job_id, r.job.room_id, r.replica_id, r.promised.epoch, r.promised.nonce, r.quorum_id)
+        for r in reports
+    ]
 
 
 class _RobustMutex:
@@ -262,7 +267,7 @@ class _Watcher:
 
     def __init__(self, mutex_fd: int, parent_pid: int) -> None:
         self._parent = _pidfd_of(parent_pid)
-        self._reports: list[list[str]] = []
+        self._reports: list[tuple[str, str, str, int, int, int]] = []
         self._lines = b""
         news, self._news_write = os.pipe()
         self._ends = [news] if self._parent is None else [news, self._parent]
@@ -344,8 +349,9 @@ class _Watcher:
                 os.write(sys.stdout.fileno(), b"r")
 
     def _death_notices(self) -> None:
-        for job_id, room_id, replica_id in self._reports:
-            self._connection.send(DeathNotice(JobKey(job_id, room_id), replica_id, CAUSE))
+        for job_id, room_id, replica_id, epoch, nonce, quorum_id in self._reports:
+            job, promised = JobKey(job_id, room_id), Term(epoch, nonce)
+            self._connection.send(DeathNotice(job, replica_id, CAUSE, promised, quorum_id))
         self._connection.close(linger_s=FLUSH_MS / 1000)
         self._context.term()
 

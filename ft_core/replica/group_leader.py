@@ -230,7 +230,8 @@ class GroupLeader:
         job, last = JobKey(), self._last_join
         if last is not None:
             job = last.job
-            self._effects.append(SendUp(Leave(job, last.replica_id, f"rank {rank} is gone")))
+            leave = Leave(job, last.replica_id, f"rank {rank} is gone", promised=last.promised)
+            self._effects.append(SendUp(leave))
         self._send(
             (r for r in range(self._size) if r not in self._gone), Refused(job, self._broken)
         )
@@ -284,6 +285,7 @@ class GroupLeader:
                     step=min(j.step for j in joins) if torn else first.step,
                     lineage=f"{TORN}{first.replica_id}" if torn else first.lineage,
                     in_doubt=first.in_doubt if len(doubts) == 1 else None,
+                    basis=None if torn else first.basis,
                     can_heal=all(j.can_heal for j in joins),
                     schema=first.schema if len(schemas) == 1 else "|".join(sorted(schemas))[:200],
                     attempt=0,

@@ -89,6 +89,7 @@ class Replica:
         self.leaving = False  # the next vote says that it is the last one
         self._configured = NO_QUORUM
         self._revoked = False
+        self._knows = True  # what has become of its own votes in the last quorum
         self._vote: messages.Vote | None = None
         self._before = (template.step, template.lineage)  # position before the last vote
         self._unattended = False  # voted, and the loop does not wait for the answer
@@ -208,7 +209,7 @@ class Replica:
         self._resend_at = self._grace_at = None
         if self.attempt is not Attempt.CLOSED:
             self._close(Outcome(self.step, False, f"left: {reason}"))
-        leave = messages.Leave(self._template.job, self.replica_id, reason, reduced)
+        leave = messages.Leave(self._template.job, self.replica_id, reason, reduced, self.promised)
         return [] if was_out else [Transmit(leave)]
 
     def _on_rejoin(self, event: events.Rejoin, now: float) -> list[Effect]:
@@ -225,6 +226,7 @@ class Replica:
     ) -> list[Effect]:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
+        self._knows = self._knows and position is not None and self.attempt is not Attempt.VOTED
         effects: list[Effect] = [Abort(self.view.quorum_id, reason)] if self.view else []
         effects += self._leave(f"{leaves}{reason}"[:500])
         self.step, self.lineage = position or (0, f"{TORN}{self.replica_id}")
@@ -264,8 +266,9 @@ class Replica:
             return []
         self.reason = f"heal failed: {event.error}"
         if event.denied:
-            leave = messages.Leave(self._template.job, self.replica_id, self.reason[:500])
-            refused = messages.Refused(self._template.job, self.reason)
+            job, reason = self._template.job, self.reason[:500]
+            leave = messages.Leave(job, self.replica_id, reason, promised=self.promised)
+            refused = messages.Refused(job, self.reason)
             return [Transmit(leave), *self._on_refused(refused, now)]
         effects: list[Effect] = [Remark(self.reason)]
         if self.attempt is Attempt.BOUND:
@@ -412,7 +415,8 @@ class Replica:
         self._end_doubt(message)
         effects = self._superseded()
         self.stage = Stage.MEMBER
-        self.view = View.of(message, members)
+        self.view = View.of(message, members, old.members if old is not None else ())
+        self._knows = True
         self.reason = message.reason
         self._vote = self._unanswered = None
         self._revoked, self._grace_at = False, None
@@ -605,7 +609,7 @@ class Replica:
             genesis=genesis, held=held, attempt=self._spent,
         )  # fmt: skip
         if self.view is not None:
-            join = self.view.recall(join, in_doubt=self.attempt is Attempt.VOTED)
+            join = self.view.recall(join, in_doubt=self.attempt is Attempt.VOTED, knows=self._knows)
         self._resend_at = now + self._resend_s
         return [Transmit(join)]
 

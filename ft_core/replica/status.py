@@ -11,7 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from lighthouse.wire.messages import InDoubt, Join, Member, Quorum, healed, next_lineage
+from lighthouse.wire.messages import (
+    EACH,
+    ON_LAST,
+    OWN,
+    Basis,
+    InDoubt,
+    Join,
+    Member,
+    Quorum,
+    healed,
+    next_lineage,
+)
 
 
 class Stage(Enum):
@@ -59,21 +70,29 @@ class View:
     genesis: int = 0
     held: int = 0
     compare: bool = False
+    basis: Basis | None = None
 
     @classmethod
-    def of(cls, quorum: Quorum, members: tuple[Member, ...]) -> View:
-        """`quorum` with its full member list."""
+    def of(cls, quorum: Quorum, members: tuple[Member, ...], base: tuple[Member, ...] = ()) -> View:
+        """`quorum` with its full member list; `base`: that of the receiver's last quorum."""
         q = quorum
+        on = {OWN: members, ON_LAST: base}.get(q.rests)
+        bases = q.bases if on is None else (tuple(m.replica_id for m in on),)
+        basis = Basis(q.step, q.lineage, each=q.rests == EACH, bases=bases)
         return cls(
-            q.quorum_id, q.step, q.lineage, members, q.reason, q.nonce, q.genesis, q.held, q.compare
-        )
+            q.quorum_id, q.step, q.lineage, members, q.reason, q.nonce, q.genesis, q.held, q.compare,
+            basis,
+        )  # fmt: skip
 
-    def recall(self, join: Join, *, in_doubt: bool) -> Join:
+    def recall(self, join: Join, *, in_doubt: bool, knows: bool) -> Join:
         """`join` of a rank whose last quorum this was. `in_doubt`: it has said yes to its step, and
-        has heard no answer."""
+        has heard no answer. `knows`: it has not given up what it had heard."""
         doubt = InDoubt(self.quorum_id, self.step, self.position_after()[1]) if in_doubt else None
         last_members = tuple(m.replica_id for m in self.members)
-        return replace(join, quorum_id=self.quorum_id, last_members=last_members, in_doubt=doubt)
+        return replace(
+            join, quorum_id=self.quorum_id, last_members=last_members, in_doubt=doubt,
+            basis=self.basis if knows else None, genesis=join.genesis or (self.genesis if doubt else 0),
+        )  # fmt: skip
 
     def rank_of(self, replica_id: str) -> int:
         return next(i for i, m in enumerate(self.members) if m.replica_id == replica_id)
@@ -96,10 +115,13 @@ class View:
     def after_commit(self) -> View:
         """Its step is committed: the same quorum at the next one, and no member is behind."""
         step, lineage = self.position_after()
-        own = self.quorum_id
+        own, basis = self.quorum_id, self.basis
+        if basis is not None and not basis.committed:
+            basis = Basis(basis.step, basis.lineage, committed=True)
         return View(
-            own, step, lineage, healed(self.members), self.reason, self.nonce, self.genesis, own
-        )
+            own, step, lineage, healed(self.members), self.reason, self.nonce, self.genesis, own,
+            basis=basis,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from ft_core.replica.events import (
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import ReplicaStatus, Stage
-from lighthouse.wire.messages import Message, Request
+from lighthouse.wire.messages import NO_QUORUM, NO_TERM, Message, Request, Term
 
 log = logging.getLogger("ft_core")
 
@@ -93,6 +93,8 @@ class Control:
         link: to the lighthouse, or to the group's leader.
         plane: carries out the effects on the process group and the state.
         on_remark: gets the machine's remarks (any thread, quick).
+        on_place: gets the term that the machine obeys and its newest quorum, before it says anything
+            that binds it to them (any thread, quick).
         on_tick: called when the machine's deadline has passed; an event that it returns is handled.
 
     Attributes:
@@ -107,11 +109,13 @@ class Control:
         plane: Plane,
         *,
         on_remark: Callable[[Remark], None],
+        on_place: Callable[[Term, int], None],
         on_tick: Callable[[ReplicaStatus, float], ReplicaEvent | None],
     ) -> None:
         self._replica, self.status = replica, replica.status
         self._link, self._plane = link, plane
-        self._on_remark, self._on_tick = on_remark, on_tick
+        self._on_remark, self._on_tick, self._on_place = on_remark, on_tick, on_place
+        self._place = NO_TERM, NO_QUORUM
         self._state = threading.Condition(threading.RLock())
         self._io = threading.Lock()
         self._outbox: deque[Request] = deque()
@@ -338,6 +342,11 @@ class Control:
     # ------------------------------------------------------------------ effects and threads
 
     def _carry_out(self, effects: list[Effect]) -> None:
+        view = self._replica.view
+        place = self._replica.promised, NO_QUORUM if view is None else view.quorum_id
+        if effects and place != self._place:
+            self._place = place
+            self._on_place(*place)
         for effect in effects:
             if isinstance(effect, Transmit):
                 self._outbox.append(effect.message)

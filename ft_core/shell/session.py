@@ -27,7 +27,7 @@ from lighthouse.config import normalize_address
 from lighthouse.errors import JoinRefused, LighthouseUnavailable
 from lighthouse.own_address import address_that_answers, advertised_host
 from lighthouse.watcher import ProcessWatch, Report
-from lighthouse.wire.messages import DECLARE_DEAD, JobKey, Join
+from lighthouse.wire.messages import DECLARE_DEAD, JobKey, Join, Term
 
 log = logging.getLogger("ft_core")
 
@@ -107,7 +107,12 @@ class Session:
             self._watch = ProcessWatch(self._reached, limits, identity)
             self._watch.start([Report(job, replica_id)])
         self.control = Control(
-            replica, link, self.plane, on_remark=self._on_remark, on_tick=self._check_stall
+            replica,
+            link,
+            self.plane,
+            on_remark=self._on_remark,
+            on_place=lambda promised, quorum_id: self._record(job, replica_id, promised, quorum_id),
+            on_tick=self._check_stall,
         )
         self.plane.report = self.control.submit
 
@@ -217,6 +222,11 @@ class Session:
             self._group.close()
             self._store = None
         self._context.term()
+
+    def _record(self, job: JobKey, replica_id: str, promised: Term, quorum_id: int) -> None:
+        """What the watcher says when this process dies."""
+        if self._watch is not None:
+            self._watch.update([Report(job, replica_id, promised, quorum_id)])
 
     def back(self) -> None:
         """The loop, which was evicted since it did not come to its vote, does not hang."""

@@ -13,7 +13,10 @@ from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.members import History, Members, MemberState
 from lighthouse.machine.rules import Choice, Position
 from lighthouse.wire.messages import (
+    EACH,
     NO_QUORUM,
+    ON_LAST,
+    OWN,
     Decision,
     JobKey,
     Join,
@@ -70,11 +73,14 @@ class Announcer:
     Attributes:
         reason: why the quorum is what it is, or why there is none.
         left_out: by replica_id, why a member is left out of it.
+        rests, bases: on what it rests; see `Quorum`.
     """
 
     def __init__(self, job: JobKey) -> None:
         self.reason = "no replica group waits"
         self.left_out: Mapping[str, str] = {}
+        self.rests = ""
+        self.bases: tuple[tuple[str, ...], ...] = ()
         self._job = job
         self._base_id = NO_QUORUM
         self._base: tuple[Member, ...] = ()
@@ -128,6 +134,19 @@ class Announcer:
     def ended(self, live: Ballot) -> None:
         """`live` is over; members that voted in it certainly hold its member list."""
         self._base_id, self._base = live.quorum_id, live.members
+
+    def rest_on(self, history: History, live: Ballot) -> None:
+        """The quorum `live`, which is to be told, rests on what `history` says."""
+        last = frozenset(m.replica_id for m in self._base)
+        self.rests, self.bases = "", ()
+        if history.each:
+            self.rests = EACH
+        elif history.bases == (frozenset(live.names),):
+            self.rests = OWN
+        elif history.bases == (last,):
+            self.rests = ON_LAST
+        else:
+            self.bases = tuple(tuple(sorted(base)) for base in history.bases)
 
     def full(self, live: Ballot, member: MemberState) -> Quorum:
         """The live quorum in full, for one member."""
@@ -183,6 +202,11 @@ class Announcer:
 
     def _build(self, live: Ballot, delta: Delta | None, settle: str, control: bytes) -> Quorum:
         removed, changed = delta if delta is not None else ((), live.members)
+        rests, bases = self.rests, self.bases
+        if live.is_base:
+            rests, bases = OWN, ()
+        elif rests == ON_LAST and delta is None:
+            rests, bases = "", (tuple(m.replica_id for m in self._base),)
         return Quorum(
             self._job,
             live.quorum_id,
@@ -198,6 +222,8 @@ class Announcer:
             live.genesis,
             live.held,
             compare=bool(live.unproven),
+            rests=rests,
+            bases=bases,
         )
 
 

@@ -38,6 +38,7 @@ class Ballot:
         stalled: a member's collective waited longer than its timeout.
         genesis, held: see `Quorum`; of `position`.
         deadline: when silent members are to be evicted.
+        is_base: a commit is known under this quorum: the next one rests on its members.
     """
 
     quorum_id: int
@@ -59,6 +60,7 @@ class Ballot:
     genesis: int = 0
     held: int = 0
     unproven: Set[str] = frozenset()
+    is_base: bool = False
 
     @classmethod
     def open(
@@ -126,13 +128,14 @@ class Ballot:
         """Members that voted yes, whether they still live or not."""
         return {r for r, vote in self.votes.items() if vote.ok}
 
-    def result(self, group_commit: bool) -> tuple[bool, bytes]:
+    def result(self, group_commit: bool, enough: bool) -> tuple[bool, bytes]:
         """(committed, control bytes), now that no living member is silent.
 
+        `enough`: those that said yes suffice (F2 of `fence.py`).
         The control bytes are the lowest-ranked yes voter's; empty for a discard.
         """
         assert not self.silent
-        if not self.commits(group_commit):
+        if not (enough and self.commits(group_commit)):
             return False, b""
         yes = self.yes()
         first = next(m.replica_id for m in self.members if m.replica_id in yes)

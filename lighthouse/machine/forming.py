@@ -7,15 +7,15 @@ waiting, how many members it wants, and which ones are better left out for a whi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from lighthouse.config import LighthouseConfig
-from lighthouse.machine import rules
+from lighthouse.machine import fence, rules
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.members import History, Members, MemberState
 from lighthouse.machine.pairs import Pairs, leave_out
-from lighthouse.wire.messages import ReachReport
+from lighthouse.wire.messages import NO_QUORUM, ReachReport, name_of
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 8
 """Bounds, in heal timeouts, of the time that a member which keeps failing stays out."""
@@ -86,7 +86,10 @@ class Forming:
         self._torn_timeout_s = limits.timeout_s  # a source's replacement needs time to start
         self._config = config
         self._previous: tuple[str, ...] = ()  # members of the last quorum, in rank order
-        self._heard_of: set[int] = set()  # earlier lighthouses' quorums, named by their members
+        self._newest = NO_QUORUM  # before the term's first quorum: the newest that a member reports
+        self._takeover: fence.Takeover | None = None  # what that quorum starts from
+        self._all_here = False  # the next quorum is formed since all are here, or are waited for no more
+        self._strict = False  # and its first commit needs each of them
         self._after_discard = False
         self._worked = False  # a member of the live quorum has started a collective
         self._fruitless = 0  # quorums of the same members in a row that ended before any work
@@ -103,10 +106,9 @@ class Forming:
         if join.replica_id in history.missed:
             self._members.mark_was_member(member)
         history.joined(join.replica_id, join.name)
-        if not self._previous and join.quorum_id not in self._heard_of:
-            self._heard_of.add(join.quorum_id)  # its other members bring the same list
-            away = (r for r in join.last_members if r not in here and not history.is_dead(r))
-            history.missed.update(away)
+        if history.head is None and join.quorum_id > self._newest:
+            self._newest = join.quorum_id  # its other members bring the same lists
+            history.reported(join, here)
 
     def decided(self, live: Ballot, committed: bool, now: float) -> None:
         """The step of `live` is decided: members that cost the others the step must pause."""
@@ -125,7 +127,7 @@ class Forming:
     def new_term(self, now: float) -> None:
         """All members must join again."""
         self._previous = ()
-        self._heard_of.clear()
+        self._newest = NO_QUORUM
         self._after_discard = False
         self.since = now
 
@@ -142,7 +144,6 @@ class Forming:
             if self._fruitless > 1:  # D4
                 pause_s = FIRST_PAUSE_S * 2.0 ** min(self._fruitless - 2, MAX_DOUBLINGS)
                 self._paused_until = now + min(pause_s, LONGEST_PAUSE_S)
-        self._heard_of.clear()
         self._after_discard = not committed
         self.since = now
 
@@ -198,7 +199,7 @@ class Forming:
         needed = wish or option  # a lighthouse of several jobs has one option for all of them
         return rules.Roll(
             max(wish, option),
-            needed if now >= self.since + self._join_timeout_s and self._has_steps() else 0,
+            needed if now >= self.since + self._join_timeout_s and self._has_past() else 0,
             self._members.names,
             self._history.dead,
             self.since,
@@ -206,47 +207,75 @@ class Forming:
             self._config.go_on_after_s,
         )
 
-    def _has_steps(self) -> bool:
+    def _has_past(self) -> bool:
         """Whether there is a step to lose: groups that all begin at step 0 need not wait for one that
         will heal from them."""
         head = self._history.head
+        if head is None and (self._members.were_members or self._history.missed):
+            return True
         if head is not None and head.step > 0:
             return True
         return any(member.position.step > 0 for member in self._members.by_id.values())
 
+    @property
+    def _numbered(self) -> bool:
+        """Whether the job says how many groups it has: one that does not goes on with those that are
+        here, since none of them could tell when all are."""
+        return max(self._members.rules.expected_replicas, self._config.expected_replicas) > 0
+
+    def suffice(self, here: Collection[str]) -> bool:
+        """Whether a step is committed to which those of `here` say yes (F2)."""
+        return not self._numbered or self._history.suffice(here)
+
+    @property
+    def doubt(self) -> str:
+        """What becomes of a step in doubt (`History.settle`), by the last verdict."""
+        if self._history.head is not None:
+            return ""
+        return "either" if self._takeover is None else self._takeover.doubt
+
+    def rests_on(self, members: Collection[str]) -> tuple[tuple[fence.Members, ...], Collection[str]]:
+        """(bases, each) of the quorum of `members` that the last verdict has chosen; see `History`."""
+        history, found = self._history, self._takeover
+        if self._all_here and not self._strict:
+            return (frozenset(members),), ()
+        if self._all_here or history.each:
+            return (), members
+        return (history.bases if found is None else found.bases), ()
+
     def verdict(self, now: float) -> rules.Verdict:
         """Apply the rules to the members."""
-        all_members, missed, head = self._members.by_id, self._history.missed, self._history.head
+        all_members, head = self._members.by_id, self._history.head
         roll = self._roll(now)
         if self._history.finished and head is not None:
             held = any(member.position.step >= head.step for member in all_members.values())
             late = rules.too_late(roll, held, head.step, now)
             if late is not None:
                 return late
-        holds_head = head is not None and any(m.position == head for m in all_members.values())
-        early = rules.too_early(
-            roll,
-            self._min_replicas,
-            self._members.were_members == 0,
-            now,
-            () if holds_head else missed,
-        )
+        first = self._members.were_members == 0
+        early = rules.too_early(roll, self._min_replicas, first, now, self._history.missed)
         if early is not None:
             return early
         if self._offered and head is None and now < roll.expires:
             reason = f"waiting for {len(self._offered)} that are here to follow this lighthouse"
             return rules.Verdict(None, reason, roll.expires)
+        self._all_here, self._takeover = False, None
+        if head is None:
+            self._takeover = self._history.takeover(self._members, complete=False)
+        elif now < roll.expires and not any(m.position == head for m in all_members.values()):
+            if lacking := self._lacking():
+                return rules.Verdict(None, rules.missing(lacking), roll.expires)
         situation = rules.Situation(
             candidates=self._reachable(self._candidates(now), now),
             min_replicas=self._min_replicas,
             roll=roll,
             previous=self._previous,
-            missed=frozenset(missed),
             head=head,
             torn_timeout_s=self._torn_timeout_s,
-            has_past=self._members.were_members > 0,
         )
         verdict = rules.decide(situation, now)
+        if verdict.choice is not None:
+            verdict = self._fenced(verdict, verdict.choice, roll, now)
         choice = verdict.choice
         if choice is not None and now < self._paused_until and choice.members == self._previous:
             pause = f"the last {self._fruitless} quorums of these members ended before any work"
@@ -255,6 +284,51 @@ class Forming:
             reason = "; ".join((verdict.reason, *self.left_out.values()))
             verdict = replace(verdict, reason=reason)
         return verdict
+
+    def _fenced(
+        self, verdict: rules.Verdict, choice: rules.Choice, roll: rules.Roll, now: float
+    ) -> rules.Verdict:
+        """F2, F3: wait unless the members of `choice` suffice for a commit, or all are here (F7)."""
+        history = self._history
+        if history.head is None:
+            lacking: Collection[str] = history.missed  # they were waited for
+            enough = self._takeover is not None
+        else:
+            enough = choice.position == history.head and self.suffice(choice.members)
+            lacking = () if enough else self._lacking()
+        waited_for, until = ("", now) if enough else roll.wait(now)
+        if lacking and now < roll.expires:
+            waited_for, until = rules.missing(lacking), roll.expires
+        wait = rules.waiting(waited_for, until, now)
+        if wait is not None:
+            return wait
+        late = rules.missing(lacking) if lacking else waited_for
+        if late:
+            verdict = replace(verdict, reason=f"{verdict.reason} (gave up {late})")
+        if enough:
+            return verdict
+        self._all_here = True
+        self._strict = self._numbered and choice.position.step > 0  # else it begins anew
+        if history.head is None:
+            self._takeover = history.takeover(self._members, complete=True)
+        idle = self._strict and self._members_without(choice)
+        if idle:
+            return rules.Verdict(None, f"waiting until {', '.join(idle)} can take part")
+        return verdict
+
+    def _members_without(self, choice: rules.Choice) -> list[str]:
+        """Members that `choice` leaves out, and which another lighthouse could go on with (F7)."""
+        return [
+            member.name
+            for r, member in self._members.by_id.items()
+            if member.was_member and member.join.can_heal and r not in choice.members
+        ]
+
+    def _lacking(self) -> set[str]:
+        """Members on which the next commit rests, and for which the job waits: a process whose name is here
+        again is gone."""
+        names = self._members.names
+        return {r for r in self._history.lacking(self._members.by_id) if name_of(r) not in names}
 
     def _reachable(
         self, candidates: tuple[rules.Candidate, ...], now: float
@@ -294,6 +368,9 @@ class Forming:
             and self._patience.allows(c.name, now)
         )
         if len(kept) == len(all_members) or len(kept) < self._min_replicas:
+            return all_members
+        goes_on = any(c.position == head for c in kept) and self.suffice({c.replica_id for c in kept})
+        if self._numbered and not goes_on:
             return all_members
         best = rules.newest(all_members, head)
         if not any(c.position == best for c in kept):

@@ -117,7 +117,7 @@ class JobState:
         self._members = Members()
         self._conflicts: dict[str, NameConflict] = {}
         self._live: Ballot | None = None
-        self._history = History(remembered)
+        self._history = History(remembered, self.term)
         self._forming = Forming(config, self._members, self._history, self._offered)
         self._announcer = Announcer(key)
         self._effects: list[Effect] = []
@@ -149,8 +149,8 @@ class JobState:
     def death_notice(self, peer: Peer, notice: DeathNotice, now: float) -> list[Effect]:
         """A watcher says that the process of a replica group is dead."""
         if self._speaks_for(peer, notice.replica_id):
-            self._forget(notice.replica_id, now, dead=True)
-            self._remove(notice.replica_id, notice.cause or "process died", now, may_return=False)
+            self._forget(notice.replica_id, now, (notice.promised, notice.quorum_id))
+            self._remove(notice.replica_id, notice.cause or "process died", now)
         return self._take_effects()
 
     def alive(self, group: str) -> str:
@@ -173,19 +173,20 @@ class JobState:
         spoke = known.peer if known is not None else self._offered.get(replica_id)
         return spoke is None or spoke == peer or same_process(spoke, peer)
 
-    def _forget(self, replica_id: str, now: float, *, dead: bool = False) -> None:
-        """`replica_id`, if it was held back or was offered the term, waits no longer."""
+    def _forget(self, replica_id: str, now: float, ended: tuple[Term, int] | None = None) -> None:
+        """`replica_id`, if it was held back or was offered the term, waits no longer. `ended`: its state
+        is gone; the term that it had promised itself to, and its last quorum."""
         self._conflicts.pop(replica_id, None)
         waited_for = self._offered.pop(replica_id, None) is not None
-        if dead:
-            self._history.died(self._members, replica_id)
-        if (dead or waited_for) and self._live is None:
+        if ended is not None:
+            self._history.died(self._members, replica_id, *ended)
+        if (ended is not None or waited_for) and self._live is None:
             self._wake_at = now
 
     def lost(self, replica_id: str, cause: str, now: float) -> list[Effect]:
         """`replica_id` can't be reached; it may come back."""
         self._forget(replica_id, now)
-        self._remove(replica_id, cause, now, may_return=True)
+        self._remove(replica_id, cause, now)
         return self._take_effects()
 
     def expire(self, now: float) -> list[Effect]:
@@ -248,6 +249,9 @@ class JobState:
         if join.promised != self.term:
             self._offer(peer, join, now)
             return
+        if self._history.is_newer(join, self._genesis):
+            self._offer(peer, join, now)
+            return
         self._offered.pop(join.replica_id, None)
         live, member = self._live, self._members.by_id.get(join.replica_id)
         if member is not None and live is not None and join.replica_id in live.living:
@@ -257,7 +261,7 @@ class JobState:
                 self._send(peer, self._announcer.full(live, member))
                 return
             # A message made it give up this quorum: it joins as a newcomer.
-            self._remove(join.replica_id, "started over", now, may_return=True)
+            self._remove(join.replica_id, "started over", now)
         if refusal := self._refusal(join):
             self._send(peer, Refused(self.key, refusal))
         elif self._members.other_holder(join.name, join.replica_id):
@@ -285,7 +289,7 @@ class JobState:
             self._send(peer, Refused(self.key, f"the job is full ({count} replica groups)"))
         else:
             self._conflicts.pop(replica_id, None)
-            self._remove(replica_id, "followed another lighthouse", now, may_return=True)
+            self._remove(replica_id, "followed another lighthouse", now)
             self._offered[replica_id] = peer
             self._least_epoch = max(self._least_epoch, least)
             if self._live is None and self._least_epoch > self.term.epoch:
@@ -304,7 +308,7 @@ class JobState:
         assert self._live is None
         self.term = Term(max(self._least_epoch, self.term.epoch + 1), self.term.nonce)
         self._formed = 0
-        self._history.new_term(self._members)
+        self._history.new_term(self._members, self.term)
         self._forming.new_term(now)
         for member in list(self._members.by_id.values()):
             self._members.take(member.replica_id)
@@ -345,6 +349,7 @@ class JobState:
             self._forming.since = now
         self._conflicts.pop(join.replica_id, None)
         member = self._members.put(join, peer)
+        self._history.recall(member)
         self._forming.joined(member)
         if self._live is None:
             self._form_and_announce(now)
@@ -367,7 +372,7 @@ class JobState:
         self._reached(member, peer)
         if not is_plausible(vote, live, member):
             self._expel(peer, vote.quorum_id, "its state is not what the quorum takes it for")
-            self._remove(vote.replica_id, "diverged", now, may_return=False)
+            self._remove(vote.replica_id, "diverged", now)
             return
         member.doubt, member.settle, member.control = None, "", b""
         if not live.cast(vote):
@@ -415,10 +420,10 @@ class JobState:
             self._send(peer, Revoke(self.key, live.quorum_id, live.position.step, live.revoked))
 
     def _on_leave(self, leave: Leave, now: float) -> None:
-        self._forget(leave.replica_id, now, dead=True)
+        self._forget(leave.replica_id, now, (leave.promised, NO_QUORUM))
         known = leave.replica_id in self._members.by_id
         cause = f"left: {leave.reason or 'shutdown'}"
-        self._remove(leave.replica_id, cause, now, may_return=False, revoke=not leave.reduced)
+        self._remove(leave.replica_id, cause, now, revoke=not leave.reduced)
         if known:
             self._history.finished = leave.reason == FINISHED
 
@@ -455,18 +460,14 @@ class JobState:
             message = Revoke(self.key, live.quorum_id, live.position.step, reason)
             self._effects.append(Send(peers, message))
 
-    def _remove(
-        self, replica_id: str, cause: str, now: float, *, may_return: bool, revoke: bool = True
-    ) -> None:
-        """`replica_id` is no longer a member. `may_return`: it may come back with its state.
-        `revoke`: the others' collectives can't end without it."""
+    def _remove(self, replica_id: str, cause: str, now: float, *, revoke: bool = True) -> None:
+        """`replica_id` is no longer a member. `revoke`: the others' collectives can't end without it."""
         member = self._members.by_id.get(replica_id)
         if member is None:
             return
-        head = self._history.head
-        if may_return and (member.position == head or (head is None and member.was_member)):
-            self._history.missed.add(replica_id)
         live = self._live
+        if self._history.head is None and member.was_member and not self._history.is_dead(replica_id):
+            self._history.missed.add(replica_id)
         if live is not None and replica_id in live.living:
             live.lose(replica_id, cause)
             if revoke:
@@ -504,7 +505,7 @@ class JobState:
                 peer = self._members.by_id[replica_id].peer
                 self._expel(peer, live.quorum_id, f"evicted: {why}", hung=hung)
                 live.hung.add(replica_id)
-                self._remove(replica_id, f"evicted: {why}", now, may_return=True)
+                self._remove(replica_id, f"evicted: {why}", now)
 
     # ------------------------------------------------------------------ decisions
 
@@ -513,7 +514,8 @@ class JobState:
         if not self._part_with_different(live, now):
             return
         before = live.position
-        committed, control = live.result(self._members.rules.group_commit)
+        enough = self._forming.suffice(live.yes())
+        committed, control = live.result(self._members.rules.group_commit, enough)
         decision = Decision(
             self.key,
             live.quorum_id,
@@ -522,12 +524,8 @@ class JobState:
             live.revoked or "ok",
             control=control,
         )
-        after = self._history.decided(decision, live.nonce, before)
-        if committed:
-            # A vote by a dead member may be a commit that it learns of when it returns.
-            if self._history.missed:
-                self._history.missed.intersection_update(live.votes)
-        elif live.reduced():
+        after = self._history.decided(decision, live)
+        if not committed and live.reduced():
             self._history.discards += 1  # else nothing is lost
         self._forming.decided(live, committed, now)
         voters = {r: self._members.by_id[r] for r in live.in_rank_order()}
@@ -574,12 +572,10 @@ class JobState:
             if replica_id in blamed:
                 why = "evicted: kept the others' collectives waiting"
                 self._expel(member.peer, live.quorum_id, why, hung=True)
-                if member.position == self._history.head:
-                    self._history.missed.add(replica_id)
             else:
                 answered.append(member)
             if live.votes[replica_id].leaving:
-                self._history.died(self._members, replica_id)
+                self._history.died(self._members, replica_id, self.term)
             if replica_id in blamed or live.votes[replica_id].leaving:
                 self._members.take(replica_id)
         if self._least_epoch > self.term.epoch:
@@ -607,7 +603,8 @@ class JobState:
             self._new_term(now)
         verdict = self._forming.verdict(now)
         self._announcer.left_out = self._forming.left_out
-        if verdict.choice is not None and self._history.settle(self._members):
+        doubt = self._forming.doubt
+        if verdict.choice is not None and self._history.settle(self._members, doubt):
             verdict = self._forming.verdict(now)
             if verdict.choice is None:
                 self._history.unsettle(self._members)
@@ -652,7 +649,9 @@ class JobState:
         best = max(holders, key=lambda member: member.held)
         live.held = best.held
         self._genesis = live.genesis = best.genesis or self._genesis or self.term.nonce
-        self._history.start(choice.position, choice.healing)
+        self._history.start(choice.position, best.held, choice.healing)
+        self._history.rest_on(*self._forming.rests_on(choice.members))
+        self._announcer.rest_on(self._history, live)
         live.unproven = self._history.unproven & live.living
         self._announcer.reason = reason
         listed = short_list(list(names.values()))

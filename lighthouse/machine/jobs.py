@@ -54,6 +54,7 @@ class Lighthouse:
         self._on_failure = on_failure
         self._jobs: dict[JobKey, JobState] = {}
         self._declared: OrderedDict[tuple[str, str], None] = OrderedDict()  # (job_id, member)
+        self._notices: OrderedDict[tuple[JobKey, str], tuple[Peer, DeathNotice]] = OrderedDict()
         for key, (_, members) in (remembered or {}).items():
             self._jobs[key] = JobState(key, config, nonces(), remembered=members)
 
@@ -67,8 +68,13 @@ class Lighthouse:
         if isinstance(message, Join) and self._declared:
             self._declared.pop((message.job.job_id, message.name), None)
             self._declared.pop((message.job.job_id, message.replica_id), None)
+        if isinstance(message, Join):
+            self._notices.pop((message.job, message.replica_id), None)
         if isinstance(message, DeathNotice):
-            if job is None:
+            if job is None:  # its peers may not have found this lighthouse yet
+                self._notices[message.job, message.replica_id] = peer, message
+                if len(self._notices) > REMEMBERED_DEAD:
+                    self._notices.popitem(last=False)
                 return []
             try:
                 return job.death_notice(peer, message, now)
@@ -84,6 +90,8 @@ class Lighthouse:
                 for job_id, member in self._declared:
                     if job_id == message.job.job_id:
                         job.declare_dead(member, now)
+                for watcher, notice in [n for k, n in self._notices.items() if k[0] == job.key]:
+                    job.death_notice(watcher, notice, now)
         try:
             effects = job.handle(peer, message, now)
         except Exception as error:

@@ -5,7 +5,7 @@ one. A name conflict is a newcomer whose name still belongs to a member whose pr
 
 The history: decisions, the head, and the members that may hold a newer state. All of it is bounded,
 and none of it survives the lighthouse. A job without a past learns it from the replica groups that
-join (`settle`; R5 of `rules.py`).
+join (`takeover`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from lighthouse.machine import fence
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.rules import Position
 from lighthouse.wire.messages import (
@@ -25,7 +26,9 @@ from lighthouse.wire.messages import (
     Join,
     Member,
     Peer,
+    Term,
     Vote,
+    epoch_of,
     name_of,
     next_lineage,
 )
@@ -227,16 +230,21 @@ def is_plausible(vote: Vote, live: Ballot, member: MemberState) -> bool:
 
 REMEMBERED_DECISIONS = 1_024
 REMEMBERED_DEAD = 16_384
+NO_BALLOT: fence.Ballot = (NO_TERM.epoch, NO_TERM.nonce)
 
 
 class History:
     """The decisions and commits that this lighthouse has seen in one job. One owner.
 
     Attributes:
-        head: position of the last quorum or commit; None: no quorum was formed yet.
+        head: position of the last quorum or commit of this term; None: no quorum was formed yet.
         finished: the last members that left said that the training is complete, and no quorum
             has formed since.
-        missed: replica_ids that may hold a newer state than any member (R5).
+        missed: before the first quorum of a term: members of the newest quorum that one of those
+            here was in, which are not here and not known to be dead.
+        bases: lists of members of each of which the next commit needs half (F2 of `fence.py`).
+        each: members all of which must say yes to the next commit, but those that are dead; if it is
+            not empty, `bases` do not count.
         dead: replica groups, by name, of which no process is here since the last one has died or
             left; True: one was declared dead. Read only: `died` and `joined` change it.
         different: why the state of members was not their peers', by replica_id, until they have
@@ -246,12 +254,18 @@ class History:
         commits, discards: how many steps were committed, and how many discarded after work.
     """
 
-    def __init__(self, missed: tuple[str, ...]) -> None:
+    def __init__(self, missed: tuple[str, ...], term: Term = NO_TERM) -> None:
         self.head: Position | None = None
         self.finished = False
         self.missed = set(missed)
+        self._remembered = frozenset(missed)  # by the file of an earlier lighthouse
+        self.bases: tuple[fence.Members, ...] = ()
+        self.each: fence.Members = frozenset()
+        self.committed = False  # a step in this term
+        self.began: tuple[int, int] = (NO_QUORUM, 0)  # (held, step) of this term's first quorum
         self.dead: OrderedDict[str, bool] = OrderedDict()
-        self._dead_ids: OrderedDict[str, None] = OrderedDict()
+        self._ballot: fence.Ballot = (term.epoch, term.nonce)
+        self._dead_ids: OrderedDict[str, tuple[fence.Ballot, int]] = OrderedDict()
         self.different: OrderedDict[str, str] = OrderedDict()
         self._newest_joins: OrderedDict[str, tuple[int, bool, int]] = OrderedDict()
         self.unproven: set[str] = set()
@@ -264,37 +278,53 @@ class History:
         """The decision on a step; None if it is not (or no longer) known."""
         return self._decisions.get((quorum_id, step))
 
-    def start(self, position: Position, healing: frozenset[str] = frozenset()) -> None:
+    def start(self, position: Position, held: int, healing: frozenset[str] = frozenset()) -> None:
         """A quorum starts from `position`: every step that led there is committed."""
         self.unproven |= healing
+        if self.head is None:
+            self.began = (held, position.step)
         if self.head != position:
             self._commit(position.lineage, b"")
         self.head = position
         self.finished = False
         self.missed.clear()
 
-    def decided(self, decision: Decision, nonce: int, before: Position) -> Position:
-        """Record the decision on a step that started from `before`; returns the new head."""
+    def decided(self, decision: Decision, live: Ballot) -> Position:
+        """Record the decision on the step of `live`; returns the new head."""
+        before = live.position
         self._decisions[(decision.quorum_id, decision.step)] = decision
         if len(self._decisions) > REMEMBERED_DECISIONS:
             self._decisions.popitem(last=False)
         if decision.committed:
-            lineage = next_lineage(before.lineage, nonce, decision.quorum_id, decision.step)
+            lineage = next_lineage(before.lineage, live.nonce, decision.quorum_id, decision.step)
             self._commit(lineage, decision.control)
             self.commits += 1
+            self.committed = True
             self.unproven.clear()  # who did not say yes is behind now, and heals again
             self.head = Position(before.step + 1, lineage)
+            if not live.is_base:
+                live.is_base = True
+                self.bases, self.each = (frozenset(live.names),), frozenset()
         else:
             self.head = before
         return self.head
 
-    def died(self, members: Members, replica_id: str, declared: bool = False) -> None:
+    # ------------------------------------------------------------------ who is dead
+
+    def died(
+        self,
+        members: Members,
+        replica_id: str,
+        promised: Term = NO_TERM,
+        quorum_id: int = NO_QUORUM,
+        declared: bool = False,
+    ) -> None:
         """The process `replica_id` is dead, or has left: its state is gone with it.
 
-        `declared`: that was said of all processes of its replica group.
+        `promised`, `quorum_id`: see `DeathNotice`. `declared`: a person says so.
         """
         self.missed.discard(replica_id)
-        self._dead_ids[replica_id] = None
+        self._dead_ids[replica_id] = (promised.epoch, promised.nonce), quorum_id
         member = members.by_id.get(replica_id)
         name = member.name if member is not None else name_of(replica_id)
         if not members.other_holder(name, replica_id):
@@ -324,6 +354,14 @@ class History:
             self._newest_joins.popitem(last=False)
         return False
 
+    def is_newer(self, join: Join, genesis: int) -> bool:
+        """Whether the sender of `join` holds a newer state than the one with which this term has gone on, of
+        which no commit is known: it must not be told to heal from that, so all start a new term."""
+        if self.head is None or self.committed or join.genesis not in (0, genesis):
+            return False
+        earlier = join.held > 0 and epoch_of(join.quorum_id) < self._ballot[0]
+        return earlier and (join.held, join.step) > self.began and join.lineage not in self._lineages
+
     def is_dead(self, replica_id: str) -> bool:
         """Whether the state of `replica_id` is gone."""
         return replica_id in self._dead_ids or self.dead.get(name_of(replica_id), False)
@@ -334,9 +372,82 @@ class History:
         if len(self.different) > REMEMBERED_DECISIONS:
             self.different.popitem(last=False)
 
-    def new_term(self, members: Members) -> None:
+    # ------------------------------------------------------------------ who suffices
+
+    def _dead_of(self, lists: Collection[fence.Members]) -> dict[str, fence.Ballot]:
+        """Those of `lists` that are dead, and what they had promised."""
+        found = {}
+        for replica_id in {r for members in lists for r in members}:
+            if replica_id in self._dead_ids:
+                found[replica_id] = self._dead_ids[replica_id][0]
+            elif self.dead.get(name_of(replica_id), False):
+                found[replica_id] = NO_BALLOT
+        return found
+
+    def suffice(self, here: Collection[str]) -> bool:
+        """Whether a step that those of `here` say yes to is committed (F2)."""
+        if self.each:
+            dead = self._dead_of((self.each,))
+            needed = {r for r in self.each if r not in dead or dead[r] > self._ballot}
+            return bool(needed) and needed.issubset(here)
+        if len(self.bases) == 1 and self.bases[0].issubset(here):
+            return True  # the usual case
+        dead = self._dead_of(self.bases)
+        return all(fence.enough(here, base, self._ballot, dead, more=False) for base in self.bases)
+
+    def lacking(self, here: Collection[str]) -> set[str]:
+        """Members on which the next commit rests that are not here, and not known to be dead."""
+        lists = (self.each, *self.bases) if self.each else self.bases
+        return {r for members in lists for r in members if r not in here and not self.is_dead(r)}
+
+    def reported(self, join: Join, here: Collection[str]) -> None:
+        """Before the first quorum of the term: `join` says on whom its last quorum rests."""
+        basis = join.basis
+        lists = [join.last_members]
+        if basis is not None and not basis.committed:
+            lists += basis.bases
+        for replica_id in (r for names in lists for r in names):
+            if replica_id not in here and not self.is_dead(replica_id):
+                self.missed.add(replica_id)
+                self.dead.pop(name_of(replica_id), None)  # another process of that name lives
+
+    def takeover(self, members: Members, complete: bool) -> fence.Takeover | None:
+        """What this term, which had no quorum yet, goes on with (F3, F5); None: it has to wait."""
+        joins = {r: m.join for r, m in members.by_id.items() if m.join.basis is not None}
+        peers: Counter[int] = Counter()
+        for join in joins.values():
+            peers[join.genesis] = max(peers[join.genesis], len(join.last_members))
+        # Where two branches meet, the one whose last quorum had more members wins (R2).
+        genesis = max((g for g in peers if g), key=lambda g: (peers[g], g), default=0)
+        joins = {r: join for r, join in joins.items() if join.genesis in (0, genesis)}
+        top = max((join.quorum_id for join in joins.values()), default=NO_QUORUM)
+        latest = [join for join in joins.values() if join.quorum_id == top]
+        if not joins and self._remembered:
+            here, lists = members.by_id.keys(), (self._remembered,)
+            dead = self._dead_of(lists)
+            enough = fence.enough(here, self._remembered, self._ballot, dead, more=True)
+            return fence.Takeover(lists, "", "either") if enough else None
+        if not latest or any(quorum_id > top for _, quorum_id in self._dead_ids.values()):
+            return None  # one that is dead has seen a newer quorum: all names are needed (F7)
+        first = max(latest, key=lambda join: (len(join.last_members), join.last_members))
+        record = _record(first)
+        dead = self._dead_of((record.members, *record.bases))
+        reports = {r: _promise(join) for r, join in joins.items()}
+        obituaries = {
+            r: (ballot, fence.Promise(NO_QUORUM, False, 0, "", NO_QUORUM))
+            for r, ballot in dead.items()
+        }
+        return fence.takeover(self._ballot, reports, obituaries, record, complete=complete)
+
+    def rest_on(self, bases: tuple[fence.Members, ...], each: Collection[str] = ()) -> None:
+        """What the next commit needs."""
+        self.bases, self.each = bases, frozenset(each)
+
+    def new_term(self, members: Members, term: Term) -> None:
         """All must join again: any of those that have been in a quorum may hold the newest state."""
-        self.head = None
+        self.head, self.committed = None, False
+        self._ballot = term.epoch, term.nonce
+        self.rest_on(())
         self.missed.update(m.replica_id for m in members.by_id.values() if m.was_member)
 
     def _commit(self, lineage: str, control: bytes) -> None:
@@ -344,28 +455,46 @@ class History:
         if len(self._lineages) > REMEMBERED_DECISIONS:
             self._lineages.popitem(last=False)
 
-    def settle(self, members: Members) -> bool:
+    # ------------------------------------------------------------------ steps in doubt
+
+    def recall(self, member: MemberState) -> None:
+        """Settle the step in doubt of `member`, if its commit is known here."""
+        doubt = member.doubt
+        if doubt is not None and doubt.lineage_if_committed in self._lineages:
+            self._commits(member, doubt)
+
+    def _commits(self, member: MemberState, doubt: InDoubt) -> None:
+        member.settle = "commit"
+        member.control = self._lineages.get(doubt.lineage_if_committed, b"")
+        member.position = Position(doubt.step + 1, doubt.lineage_if_committed)
+        member.held = doubt.quorum_id
+
+    def settle(self, members: Members, doubt: str) -> bool:
         """Settle every step in doubt, now that a quorum can form; True if a position changed.
 
-        What this lighthouse remembers decides. A restarted one remembers nothing and asks the
-        members. If one of them holds the committed state, the step was committed. If all members
-        of that quorum are here and in doubt, all had voted yes, and committing loses nothing.
-        Otherwise the step is discarded: no member has acted on it.
+        What this lighthouse remembers decides, and what a member holds. `doubt`: else, what becomes
+        of the step of the newest quorum (`fence.Takeover`); "": that quorum was of this term. Any other
+        is discarded: the newest quorum has started from something else.
         """
         all_members = members.by_id.values()
         unsettled = [m for m in all_members if m.doubt is not None and not m.settle]
         if not unsettled:
             return False
         held = {m.position.lineage for m in all_members}
+        top = max(m.join.quorum_id for m in all_members)
         doubts = Counter(m.doubt for m in unsettled)
         changed = False
         for member in unsettled:
-            doubt = member.doubt
-            assert doubt is not None
-            if self._was_committed(member, doubt, members, held, doubts[doubt]):
-                member.settle = "commit"
-                member.control = self._lineages.get(doubt.lineage_if_committed, b"")
-                member.position = Position(doubt.step + 1, doubt.lineage_if_committed)
+            known = member.doubt
+            assert known is not None
+            lineage = known.lineage_if_committed
+            committed = lineage in held
+            if not committed and known.quorum_id == top and self.decision(top, known.step) is None:
+                everyone = member.join.last_members
+                all_yes = doubts[known] == len(everyone) and all(r in members.by_id for r in everyone)
+                committed = doubt == "commit" or (doubt == "either" and all_yes)
+            if committed:
+                self._commits(member, known)
                 changed = True
             else:
                 member.settle = "discard"
@@ -377,14 +506,21 @@ class History:
             if member.settle and member.doubt is not None:
                 member.settle, member.control = "", b""
                 member.position = Position(member.join.step, member.join.lineage)
+                member.held = member.join.held
+                self.recall(member)
 
-    def _was_committed(
-        self, member: MemberState, doubt: InDoubt, members: Members, held: set[str], doubters: int
-    ) -> bool:
-        lineage = doubt.lineage_if_committed
-        if lineage in self._lineages or lineage in held:
-            return True
-        if self._lineages:
-            return False
-        last = member.join.last_members
-        return bool(last) and doubters == len(last) and all(r in members.by_id for r in last)
+
+def _record(join: Join) -> fence.Record:
+    """The last quorum of the sender of `join`."""
+    basis, members = join.basis, frozenset(join.last_members)
+    assert basis is not None
+    bases = tuple(frozenset(names) for names in basis.bases)
+    if basis.each:
+        bases = tuple(frozenset((name,)) for name in join.last_members)
+    return fence.Record(members, bases, basis.step, basis.lineage)
+
+
+def _promise(join: Join) -> fence.Promise:
+    doubt = None if join.in_doubt is None else join.in_doubt.lineage_if_committed
+    known = join.basis is not None and join.basis.committed
+    return fence.Promise(join.quorum_id, known, join.step, join.lineage, join.held, doubt)

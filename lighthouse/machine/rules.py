@@ -15,18 +15,17 @@ R2  They go on from the job's own head as long as one of them holds it: however 
     all candidates are torn they wait up to `torn_timeout_s` for one that is whole; then they are
     refused and must start again.
 R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
-R4  If a candidate holds the job's head, no member of the last quorum holds a newer state: form at
+R4  If a candidate holds the job's head, and the candidates suffice for a commit (`fence.py`), form at
     once.
-R5  Members of an earlier quorum may hold a newer state than any candidate (the lighthouse was
-    restarted, or all of them are away). While one of them is missing, wait, but no longer than the
-    join timeout: a state that does not come back is lost, and the rest goes on. The first quorum of
-    a term waits in the same way for processes that are connected and about to join (`forming.py`).
-R6  If no candidate has been in a quorum of the job yet, or if the job would go back behind its head
-    since all its holders are dead, the next quorum waits for the *roll*: until as many replica groups
-    are here as the job is meant to have, since any of them may hold a newer state. Each name is one
-    process. One that was declared dead is not waited for; after the join timeout, nor are those that
-    are known to be dead. The rest is waited for until `go_on_at`. A job that names no number, or has
-    no step to lose, waits for stragglers, until the join timeout.
+R5  Else the members on which the next commit rests are waited for, until the join timeout; then as many
+    as suffice. The first quorum of a term waits in the same way for processes that are connected and
+    about to join (`forming.py`).
+R6  If no candidate has been in a quorum of the job yet, if the job would go back behind its head since all
+    its holders are dead, or if too few are here, the next quorum waits for the *roll*: until as many
+    replica groups are here as the job is meant to have, since any of them may hold a newer state. Each
+    name is one process. One that was declared dead is not waited for; after the join timeout, nor are
+    those that are known to be dead. The rest is waited for until `go_on_at`. A job that names no
+    number, or has no step to lose, waits for stragglers, until the join timeout.
 R7  Ranks: members of the last quorum keep their order. Newcomers follow in natural order of their
     names when a job starts, and in order of arrival later.
 R8  If the last members said that the training has finished, candidates that come with less than its
@@ -136,21 +135,16 @@ class Situation:
         min_replicas: see `LighthouseConfig`.
         roll: which of the job's replica groups are here.
         previous: replica_ids of the last quorum in rank order; empty: there was none.
-        missed: replica_ids of an earlier quorum that are not candidates, and may come back with
-            a newer state.
         head: position of the last commit that this lighthouse knows.
         torn_timeout_s: how long candidates wait if all of them hold torn states.
-        has_past: some candidate has been in a quorum of this job before.
     """
 
     candidates: tuple[Candidate, ...]
     min_replicas: int
     roll: Roll = Roll()
     previous: tuple[str, ...] = ()
-    missed: frozenset[str] = frozenset()
     head: Position | None = None
     torn_timeout_s: float = 60.0
-    has_past: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,17 +176,17 @@ def too_early(
 
     Without it, a job that fills up with N replica groups would examine all of them N times.
     `first`: no candidate has been in a quorum yet. `missed`: members of an earlier quorum to wait
-    for (R5); empty if R4 applies.
+    for (R5).
     """
     count = len(roll.here)
     if count < min_replicas:
         return Verdict(None, f"waiting for {min_replicas - count} of min_replicas={min_replicas}")
     if missed and now < roll.expires:
-        return Verdict(None, _missing(missed), roll.expires)
-    return _waiting(*roll.wait(now), now) if first else None
+        return Verdict(None, missing(missed), roll.expires)
+    return waiting(*roll.wait(now), now) if first else None
 
 
-def _waiting(reason: str, until: float, now: float) -> Verdict | None:
+def waiting(reason: str, until: float, now: float) -> Verdict | None:
     """None: there is no reason to wait, or not any more."""
     if not reason or now >= until:
         return None
@@ -230,17 +224,12 @@ def decide(situation: Situation, now: float) -> Verdict:
         refused = len(situation.candidates) - len(able)
         extra = f"; {refused} behind and not allowed to heal" if refused else ""
         return Verdict(None, f"waiting for {short} of min_replicas={situation.min_replicas}{extra}")
-    waiting_for, until = _stragglers(situation, able, position, now)
-    wait = _waiting(waiting_for, until, now)
-    if wait is not None:
-        return wait
     choice = Choice(
         members=rank_order(able, situation.previous),
         position=position,
         healing=frozenset(c.replica_id for c in able if c.position != position),
     )
-    late = f" (gave up {waiting_for})" if waiting_for else ""
-    return Verdict(choice, f"{len(able)} replica groups at step {position.step}{late}")
+    return Verdict(choice, f"{len(able)} replica groups at step {position.step}")
 
 
 def newest(candidates: Iterable[Candidate], head: Position | None) -> Position | None:
@@ -284,29 +273,12 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts if p)
 
 
-def _stragglers(
-    situation: Situation, able: Sequence[Candidate], position: Position, now: float
-) -> tuple[str, float]:
-    """Why to wait although `min_replicas` can train, and until when; empty: no reason (R4, R5, R6)."""
-    if any(c.position == situation.head for c in able):
-        return "", now  # R4
-    why, until = "", now
-    if situation.missed:
-        why, until = _missing(situation.missed), situation.roll.expires
-    goes_back = situation.head is not None and position.step < situation.head.step
-    if now >= until and (goes_back or not situation.has_past):
-        reason, ends = situation.roll.wait(now)
-        if now < ends or not why:
-            return reason, ends
-    return why, until
-
-
 _TORN = (
     "every waiting replica group holds a state that was partly overwritten by a heal whose source "
     "is gone: start the replica groups again, from a checkpoint if there is one"
 )
 
 
-def _missing(missed: Collection[str]) -> str:
+def missing(missed: Collection[str]) -> str:
     named = f" ({', '.join(sorted(missed))})" if len(missed) <= MOST_NAMED else ""
     return f"waiting for {len(missed)} members of the last quorum to come back{named}"

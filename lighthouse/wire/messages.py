@@ -24,6 +24,8 @@ MAX_CONTROL_BYTES = 1_024
 MAX_GROUP_WORLD_SIZE = 65_536
 MAX_NAMED = 64
 """Members that a `ReachReport` names at most."""
+MAX_BASES = 64
+"""Lists of members on which a quorum rests."""
 MAX_DIGEST_BYTES = 16
 NOT_COUNTED = -1
 """`Vote.updates` of a member that has healed since the last commit, or has seen none yet."""
@@ -166,6 +168,29 @@ class InDoubt:
 
 
 @dataclass(frozen=True, slots=True)
+class Basis:
+    """On what a quorum rests: what a later lighthouse needs to know of it (`lighthouse.machine.fence`).
+
+    Attributes:
+        step, lineage: the state from which the quorum started.
+        committed: a commit under it is known, so it rests on the list of its own members.
+        each: its first commit needs all of its members: it was formed since all were there.
+        bases: else, the lists of members of each of which its first commit needs half.
+    """
+
+    step: int
+    lineage: str
+    committed: bool = False
+    each: bool = False
+    bases: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_id(self.lineage, "lineage")
+        _check_place(NO_QUORUM, self.step)
+        _check(len(self.bases) <= MAX_BASES, f"a quorum rests on at most {MAX_BASES} lists")
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """One replica group in a quorum.
 
@@ -196,6 +221,7 @@ class Join:
 
     `name` is the replica group's name for people, stable over restarts; `replica_id` is new at
     every start. `quorum_id` and `last_members`: the last quorum this process was in, if any.
+    `basis`: on what that quorum rests; None: its sender was in none, or has given up what it knew.
     `promised`: the term whose quorums and decisions its sender obeys. A lighthouse counts the `Join`
     if that is its own term, and else offers it (`Waiting.offer`). `held`: the quorum that has
     committed the step which led to (step, lineage); `genesis`: of its job. Both are 0 for a state
@@ -225,6 +251,7 @@ class Join:
     genesis: int = 0
     held: int = NO_QUORUM
     attempt: int = 0
+    basis: Basis | None = None
 
     def __post_init__(self) -> None:
         _check_id(self.name, "name")
@@ -317,13 +344,14 @@ class Leave:
     """The replica group stops taking part now, as intended.
 
     `reduced`: all collectives that it has started in this step are done, so the others' are to end
-    by themselves. Their step may still commit.
+    by themselves. Their step may still commit. `promised`: the term that its sender has obeyed last.
     """
 
     job: JobKey
     replica_id: str
     reason: str = ""
     reduced: bool = False
+    promised: Term = NO_TERM
 
     def __post_init__(self) -> None:
         _check_reason(self.reason)
@@ -349,14 +377,20 @@ class ReachReport:
 
 @dataclass(frozen=True, slots=True)
 class DeathNotice:
-    """A watcher saw the process behind `replica_id` die (before its sockets closed)."""
+    """A watcher saw the process behind `replica_id` die (before its sockets closed).
+
+    `promised`, `quorum_id`: the term that the process had promised itself to last, and its last quorum.
+    """
 
     job: JobKey
     replica_id: str
     cause: str = ""
+    promised: Term = NO_TERM
+    quorum_id: int = NO_QUORUM
 
     def __post_init__(self) -> None:
         _check_id(self.replica_id, "replica_id")
+        _check_place(self.quorum_id, 0)
         _check_reason(self.cause)
 
 
@@ -383,6 +417,10 @@ class StatusRequest:
 # ---------------------------------------------------------------- lighthouse -> replica group
 
 
+EACH, OWN, ON_LAST = "each", "own", "last"
+"""On what a quorum rests: see `Quorum`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quorum:
     """A new quorum: which members train together from (step, lineage) on.
@@ -397,6 +435,8 @@ class Quorum:
     that of the step's `Decision`, where it is still known. `attempt`: from the leader of a replica
     group of several ranks, how many attempts its ranks have spent; the lighthouse leaves it out.
     `compare`: members have healed since the last commit, so that all compare all of their states.
+    `rests`: on what the quorum rests (`Basis`): on `bases`, on each of its members (`EACH`), on
+    half of them (`OWN`), or, where `base_id` is given, on half of that quorum's (`ON_LAST`).
     """
 
     job: JobKey
@@ -414,6 +454,8 @@ class Quorum:
     held: int = NO_QUORUM
     attempt: int = ONE_RANK
     compare: bool = False
+    rests: str = ""
+    bases: tuple[tuple[str, ...], ...] = ()
 
     @property
     def term(self) -> Term:
@@ -422,6 +464,7 @@ class Quorum:
     def __post_init__(self) -> None:
         _check_control(self.control)
         _check(self.settle in ("", "commit", "discard"), "settle: commit, discard or empty")
+        _check(self.rests in ("", EACH, OWN, ON_LAST), "rests: each, own, last or empty")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from lighthouse.config import Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.wire.messages import (
     NO_TERM,
+    Basis,
     Decision,
     JobKey,
     Join,
@@ -63,7 +64,12 @@ class Player:
         assert self.connection.send(message)
 
     def join(self, **fields: Any) -> None:
-        """Ask to join, and follow the lighthouse that answers: returns once it has been heard."""
+        """Ask to join, and follow the lighthouse that answers: returns once it has been heard.
+
+        The last quorum, if there is one, rests on its own members, unless `basis` is given."""
+        if "last_members" in fields:
+            basis = Basis(self.step, self.lineage, bases=(fields["last_members"],))
+            fields.setdefault("basis", basis)
         self._join = join = Join(
             self.job, self.name, self.replica_id, self.step, self.lineage, (b"a",),
             promised=self.promised, **fields,

@@ -392,14 +392,16 @@ def test_many_processes_worth_of_connections_come_and_go(
         for one in players:
             one.await_quorum()
         commit_together(players)
-        for one in players[1:]:
+        stay = players[:10]  # with fewer than half the others could be going on elsewhere
+        for one in players[10:]:
             one.close()
-        assert players[0].await_message(Revoke).step == 1
-        players[0].vote()
-        decision = players[0].await_message(Decision)
-        assert decision.committed, wave
-        players[0].say(Leave(players[0].job, players[0].replica_id))
-        players[0].connection.close(linger_s=PATIENCE_S)
+        for one in stay:
+            assert one.await_message(Revoke).step == 1
+            one.vote()
+        for one in stay:
+            assert one.await_message(Decision).committed, wave
+            one.say(Leave(one.job, one.replica_id))
+            one.connection.close(linger_s=PATIENCE_S)
 
 
 def test_killed_process_is_seen_by_its_socket(

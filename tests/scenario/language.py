@@ -54,6 +54,7 @@ from lighthouse.wire.messages import (
     NOT_COUNTED,
     ONE_RANK,
     TERM_BITS,
+    Basis,
     DeathNotice,
     Decision,
     DeclareDead,
@@ -76,7 +77,7 @@ from lighthouse.wire.messages import (
 
 JOB = JobKey("job", "room")
 HIDDEN = ("job", "addresses", "schema_text", "name", "group_world_size", "nonce", "promised",
-          "genesis", "held", "attempt", "compare")  # fmt: skip
+          "genesis", "held", "attempt", "compare", "rests", "bases", "basis")  # fmt: skip
 FIRST_TERM = Term(0, 1)
 
 
@@ -211,7 +212,7 @@ class JobStage:
         elif words.name == "lost":
             effects = machine.disconnected(peer, self.now)
         elif words.name == "death_notice":
-            effects = machine.handle(peer + b"#watcher", DeathNotice(JOB, who, "killed"), self.now)
+            effects = machine.handle(peer + b"#watcher", self._death_notice(who, words), self.now)
         elif words.name == "declare_dead":
             effects = machine.handle(b"tool", DeclareDead(JOB.job_id, who), self.now)
         elif words.name == "deadline":
@@ -236,6 +237,13 @@ class JobStage:
         assert isinstance(effect, Note)
         return f"log: {effect.text}"
 
+    def _death_notice(self, who: str, words: Words) -> DeathNotice:
+        """Its process had promised itself to the term that it was offered, if it is not said."""
+        promised = self.promised.get(who, NO_TERM)
+        if "promised" in words.given:
+            promised = term_from(words.given["promised"])
+        return DeathNotice(JOB, who, "killed", promised, words.quorum("quorum"))
+
     def _join(self, who: str, words: Words) -> Join:
         given, doubt = words.given, None
         lineage = self.names.resolve(given.get("lineage", "root"))
@@ -256,7 +264,20 @@ class JobStage:
             genesis=words.number("genesis"), held=words.quorum("held"),
             promised=term_from(given["promised"]) if "promised" in given
             else self.promised.get(who, NO_TERM),
+            basis=self._basis(words, last, lineage),
         )  # fmt: skip
+
+    def _basis(self, words: Words, last: tuple[str, ...], lineage: str) -> Basis | None:
+        """`start=STEP/LINEAGE`, `committed`, `each`, `bases=a,b/c`: of the last quorum, which started, if
+        it is not said, from the state that is held. `forgot`: nothing is known of it."""
+        given = words.given
+        if not last or words.flag("forgot"):
+            return None
+        step, _, start = given.get("start", f"{words.number('step')}/{lineage}").partition("/")
+        committed, each = words.flag("committed"), words.flag("each")
+        lists = given.get("bases", "" if committed or each else ",".join(last))
+        bases = tuple(tuple(names.split(",")) for names in lists.split("/") if names)
+        return Basis(int(step), self.names.resolve(start), committed, each, bases)
 
     def _follow(self, peer: bytes, join: Join, effects: list[Any]) -> list[Any]:
         """If `peer` was offered the job's term, it joins again, and what was said first is left out."""

@@ -91,7 +91,7 @@ class Checker:
     cut_since: Callable[[float], frozenset[str]]
     life: Callable[[], int]
     group_commit: bool = False
-    branches: bool = False  # several lighthouses decide, so S2 and S6 are not asked for
+    lighthouses: int = 1
     births: dict[int, Birth] = field(default_factory=dict)
     lists: dict[int, tuple[str, ...]] = field(default_factory=dict)
     healing: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -287,10 +287,13 @@ class Checker:
             older, newer = sorted(
                 ((other_id, other), (quorum_id, after)), key=lambda child: self.births[child[0]].number
             )
-            if self.group_commit or self.branches:
+            if self.group_commit:
                 continue
             birth = self._goes_back(self.births[older[0]], before) or self.births[newer[0]]
-            ignored = self._descendants(older[1]) & self.living() & birth.reachable
+            holders, reachable = self._descendants(older[1]) & self.living(), birth.reachable
+            if self.lighthouses > 1:  # whether they can be reached is no excuse, but at the first step
+                reachable = frozenset() if before[0] == 0 else holders
+            ignored = holders & reachable
             self.require(not ignored,
                          f"S2: {before} has children of quorums {older[0]} and {newer[0]}, "
                          f"though {sorted(ignored)} held the former")  # fmt: skip
@@ -304,7 +307,7 @@ class Checker:
 
     def _unanimous(self, quorum_id: int, step: int) -> None:
         """S6: no step is committed against a member's no, unless that had been removed."""
-        if self.group_commit or self.branches:
+        if self.group_commit or self.lighthouses > 1:
             return
         for replica_id, voted_at in self.noes.get((quorum_id, step), {}).items():
             removed = replica_id in self.expelled or replica_id in self.cut_since(voted_at)
@@ -324,7 +327,7 @@ class Checker:
         """S6: all that voted yes on one (quorum_id, step) hear the same."""
         told = self.told.setdefault((quorum_id, step), {})
         told[replica_id] = committed
-        if self.group_commit or self.branches or len(set(told.values())) == 1:
+        if self.group_commit or self.lighthouses > 1 or len(set(told.values())) == 1:
             return
         voted_at, life = self.ballots[(quorum_id, step)]
         # A lighthouse that lost its memory meanwhile settles by the members that it can reach.

@@ -22,6 +22,7 @@ from lighthouse.wire.messages import (
     Join,
     Quorum,
     Request,
+    Term,
 )
 from tests.sim.checker import Checker
 from tests.sim.clock import Clock
@@ -92,6 +93,7 @@ class Cluster:
             ),
             life=lambda: sum(self.network.lives),
             group_commit=profile.group_commit,
+            lighthouses=profile.lighthouses,
         )
 
     def _front(self, link: Link) -> int:
@@ -141,7 +143,9 @@ class Cluster:
         late = self.fault_rng.choice((0.002, 0.1, self.profile.timeouts.heartbeat_timeout_s))
         self.network.break_link(process.link, lighthouse_s=late, process_s=0.0)
         if self.fault_rng.random() < self.profile.death_notices:
-            self.clock.after(0.001, self.death_notice, process.job, process.replica_id)
+            self.clock.after(
+                0.001, self.death_notice, process.job, process.replica_id, process.place
+            )
 
     def process_ended(self, process: Process) -> None:
         """The process has left by itself."""
@@ -221,12 +225,12 @@ class Cluster:
         if place.machine is not None:
             self._carry_out(home, [])
 
-    def death_notice(self, job: JobKey, replica_id: str) -> None:
+    def death_notice(self, job: JobKey, replica_id: str, place: tuple[Term, int]) -> None:
         """Its watcher tells the lighthouse that its process had reached."""
         link = next((each for each in self.network.links if each.name == replica_id), None)
         home = link.home if link is not None else 0
         watcher = f"{replica_id}#watcher".encode()
-        self._request(home, watcher, DeathNotice(job, replica_id, "watched it die"))
+        self._request(home, watcher, DeathNotice(job, replica_id, "watched it die", *place))
 
     def declare_dead(self, job: JobKey, slot: str) -> None:
         """A person does what the reason of the wait asks for."""

@@ -41,7 +41,17 @@ from ft_core.replica.events import (
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
-from lighthouse.wire.messages import NOT_COUNTED, TORN, JobKey, Join, Leave, Reply, Vote
+from lighthouse.wire.messages import (
+    NO_QUORUM,
+    NOT_COUNTED,
+    TORN,
+    JobKey,
+    Join,
+    Leave,
+    Reply,
+    Term,
+    Vote,
+)
 from tests.sim.checker import id_of, key_of, state_after
 from tests.sim.network import Link
 from tests.sim.plane import Contribution, Sum
@@ -359,6 +369,12 @@ class Process:
         if state is not None:
             self.fetched_state = (key, state)
         self._tell(Fetched(effect, error))
+
+    @property
+    def place(self) -> tuple[Term, int]:
+        """What its watcher says of it: the term that it obeys, and its newest quorum."""
+        view = self.replica.view
+        return self.replica.promised, NO_QUORUM if view is None else view.quorum_id
 
     # ------------------------------------------------------------------ the training loop
 

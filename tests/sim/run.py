@@ -255,7 +255,7 @@ def _leave_after_step(cluster: Cluster, process: Process, for_s: float) -> None:
 
 def _false_death_notice(cluster: Cluster, process: Process, for_s: float) -> None:
     cluster.cut(process, cluster.clock.now)
-    cluster.death_notice(process.job, process.replica_id)
+    cluster.death_notice(process.job, process.replica_id, process.place)
 
 
 def _bad_heal(cluster: Cluster, process: Process, for_s: float) -> None:

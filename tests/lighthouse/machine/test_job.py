@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine import job as job_module
+from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.forming import MAX_DOUBLINGS, Patience
 from lighthouse.machine.job import Effect, JobState, Send
 from lighthouse.machine.jobs import Lighthouse
@@ -182,9 +183,10 @@ def test_pauses_grow_from_what_a_failure_cost_and_end_with_a_success() -> None:
 def test_history_is_bounded() -> None:
     history = History(())
     position = Position(0, "root")
-    history.start(position)
+    history.start(position, 0)
+    live = Ballot.open(1, TERM.nonce, position, (), {"a": "a"}, 0.0)
     for step in range(2 * REMEMBERED_DECISIONS):
-        position = history.decided(Decision(KEY, 1, step, True), TERM.nonce, position)
+        live.position = history.decided(Decision(KEY, 1, step, True), live)
     assert history.decision(1, 0) is None
     assert history.decision(1, 2 * REMEMBERED_DECISIONS - 1) is not None
     assert history.commits == 2 * REMEMBERED_DECISIONS

@@ -15,7 +15,6 @@ from lighthouse.machine.rules import (
     Position,
     Roll,
     Situation,
-    Verdict,
     decide,
     natural,
     too_early,
@@ -56,17 +55,13 @@ def situations(draw: st.DrawFn) -> tuple[Situation, float]:
         )
         for name, at in zip(names, arrivals, strict=True)
     )  # fmt: skip
-    here = {c.replica_id for c in candidates}
-    others = [i for i in ids.values() if i not in here]
     return (
         Situation(
             candidates=candidates,
             min_replicas=draw(st.integers(1, 4)),
             roll=draw(rolls(names)),
             previous=tuple(draw(st.permutations(sorted(ids.values())))[: draw(st.integers(0, 4))]),
-            missed=frozenset(draw(st.lists(st.sampled_from(others), max_size=2))),
             head=draw(st.none() | whole),
-            has_past=draw(st.booleans()),
         ),
         draw(st.sampled_from([10.0, 14.9, 15.0, 17.9, 18.0, 1e9])),
     )
@@ -140,12 +135,6 @@ def twin(s: Situation, now: float) -> list[str] | None:
         chosen.append(c)
     if len(chosen) < s.min_replicas:  # R1
         return None
-    if not any(c.position == s.head for c in chosen):  # else R4
-        if s.missed and now < 15.0:  # R5
-            return None
-        lost = s.head is not None and position.step < s.head.step
-        if (not s.has_past or lost) and twin_awaits(s.roll, now):  # R6
-            return None
     return twin_ranks(chosen, s.previous)
 
 
@@ -198,24 +187,17 @@ def test_time_alone_changes_the_answer_only_when_announced(case: tuple[Situation
 
 
 @settings(max_examples=1_000)
-@given(situations())
-def test_the_short_cut_never_contradicts_the_rules(case: tuple[Situation, float]) -> None:
-    """`too_early` is an optimisation: where it says wait, so do the rules (all may heal)."""
+@given(situations(), st.booleans(), st.sets(st.sampled_from(NAMES)))
+def test_what_is_waited_for_in_numbers(case: tuple[Situation, float], first: bool, missed: set[str]) -> None:
+    """R1; members of an earlier quorum, until the join timeout; R6."""
     situation, now = case
-    healthy = tuple(replace(c, can_heal=True) for c in situation.candidates)
-    situation = replace(situation, candidates=healthy)
-    first = not situation.has_past
-    if first:  # as in a job: no candidate holds what a quorum made
-        situation = replace(situation, head=None)
-    held = any(c.position == situation.head for c in healthy)
-    missed = frozenset() if held else situation.missed
-    early = too_early(situation.roll, situation.min_replicas, first, now, missed)
-    if early is None or twin_position(situation) is None:
-        return  # `decide` waits for a whole state, however long
-    verdict: Verdict = decide(situation, now)
-    assert early.choice is None
-    assert verdict.choice is None
-    assert early.wake_at == verdict.wake_at
+    roll, least = situation.roll, situation.min_replicas
+    early = too_early(roll, least, first, now, missed)
+    awaited = len(roll.here) < least or (missed and now < 15.0) or (first and twin_awaits(roll, now))
+    assert bool(awaited) == (early is not None)
+    if early is not None and early.wake_at is not None:
+        assert early.wake_at > now
+        assert too_early(roll, least, first, early.wake_at, missed) != early
 
 
 @given(situations(), st.randoms())
