@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ from tests.sim.profile import Profile
 
 Start = tuple[Position, int, tuple[int, int]]
 START: Start = ((0, "root"), 0, (0, 0))
+Journal = dict[JobKey, tuple[int, tuple[str, ...]]]
+TOGETHER_S = 4.0
+"""Where a training may be complete the processes of the next one are started together, at multiples of this."""
 CLOCK_ERROR_S = 1e-6
 """What a float loses when a lighthouse's clock is far ahead."""
 
@@ -43,7 +47,8 @@ class LighthouseHost:
 
     skew_s: float = 0.0
     machine: Lighthouse | None = None
-    journal: dict[JobKey, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    journal: Journal = field(default_factory=dict)
+    old: Journal = field(default_factory=dict)  # some quorums ago
     wake: float | None = None
     paused: bool = False
     missed: list[tuple[Callable[..., None], bytes, Request | None]] = field(default_factory=list)
@@ -123,6 +128,8 @@ class Cluster:
             asynchronous=profile.asynchronous,
             checkpoint_every=profile.checkpoint_every,
         )
+        if profile.own_checkpoints:
+            habits.checkpoint_every = 2 + profile.slots.index(slot)
         start = self.checkpoints.get(slot, START)
         process = Process(self, slot, self.job_of(slot), self._lives[slot], habits, start)
         self.running[process.replica_id] = process
@@ -154,8 +161,10 @@ class Cluster:
             process.alive = False
             self._end(process)
             self.network.break_link(process.link, lighthouse_s=0.002, process_s=0.0)
-            away_s = self.profile.restart_s + process.stays_away_s
-            self.clock.after(away_s, self.spawn, process.slot)  # by its supervisor
+            back_at = self.clock.now + self.profile.restart_s + process.stays_away_s
+            if any(fault.kind == "finish" for fault in self.profile.faults):
+                back_at = math.ceil(back_at / TOGETHER_S) * TOGETHER_S
+            self.clock.at(back_at, self.spawn, process.slot)  # by its supervisor
 
     def _end(self, process: Process) -> None:
         self.running.pop(process.replica_id, None)
@@ -164,17 +173,20 @@ class Cluster:
     def cut(self, process: Process, until: float) -> None:
         """For the checker: what `process` and the lighthouse say to each other may be lost until both
         have noticed that `until` is over."""
-        noticed = until + self.profile.timeouts.heartbeat_timeout_s
+        profile = self.profile
+        noticed = until + profile.timeouts.heartbeat_timeout_s + profile.network.reconnect_s
         known = self._cut_until.get(process.replica_id, 0.0)
         self._cut_until[process.replica_id] = max(known, noticed)
 
     def _unreachable(self, job: JobKey) -> frozenset[str]:
         """Those that the lighthouse need not wait for: they may be back later than the join timeout."""
         since = self.clock.now - self.profile.timeouts.join_timeout_s
+        joins_s = self.profile.timeouts.resend_s  # it takes to follow a lighthouse and to join
         return frozenset(
             r for r, p in self.running.items()
             if p.job == job
             and (p.paused or p.habits.hung or p.link.blocked or p.left
+                 or p.link.state != UP or p.link.since > self.clock.now - joins_s
                  or self._cut_until.get(r, 0.0) > since)
         )  # fmt: skip
 
@@ -186,6 +198,10 @@ class Cluster:
         if place.machine is not None:
             return
         profile = self.profile
+        if profile.other_clocks:
+            place.skew_s = self.fault_rng.uniform(-1e6, 1e6)
+        if profile.old_journal:
+            place.journal = dict(place.old)
         config = LighthouseConfig(
             min_replicas=profile.min_replicas,
             expected_replicas=profile.expected_replicas,
@@ -303,6 +319,8 @@ class Cluster:
                 checker = self.checkers[effect.job]
                 checker.announced(effect.nonce, effect.quorum_id, effect.members)
                 if self.profile.journal:
+                    if effect.quorum_id % 3 == 0:
+                        place.old = dict(place.journal)
                     place.journal[effect.job] = (effect.quorum_id, effect.members)
             else:
                 assert isinstance(effect, Note)
@@ -344,5 +362,3 @@ class Cluster:
             shown.append(f"{name}={value}")
         return f"{type(inner).__name__} {' '.join(shown)}"
 
-    def linked(self, process: Process) -> bool:
-        return process.link.state == UP

@@ -42,6 +42,7 @@ class NetworkProfile:
     reorder_s: float = 0.3
     stable_peers: bool = False
     heartbeat_timeout_s: float = 0.3
+    reconnect_s: float = 0.02
 
     @property
     def harsh(self) -> bool:
@@ -60,6 +61,7 @@ class Link:
         "outbox",
         "owner",
         "peer",
+        "since",
         "state",
         "up_at",
     )  # fmt: skip
@@ -74,6 +76,7 @@ class Link:
         self.outbox: list[Request] = []
         self.blocked = False
         self.up_at = self.down_at = 0.0
+        self.since = 0.0  # when it was connected last
 
 
 class Endpoint(Protocol):
@@ -113,7 +116,7 @@ class Network:
 
     def connect(self, link: Link) -> None:
         """Connect soon, if nothing is in the way; a later `unblock` or lighthouse start retries."""
-        self._clock.after(self._rng.uniform(0.001, 0.02), self._connected, link)
+        self._clock.after(self._rng.uniform(0.001, self.profile.reconnect_s), self._connected, link)
 
     def _connected(self, link: Link) -> None:
         if link.state != DOWN or link.blocked or not link.owner.alive:
@@ -127,7 +130,7 @@ class Network:
         link.connection += 1
         text = link.name if self.profile.stable_peers else f"{link.name}#{link.connection}"
         link.peer = text.encode()
-        link.up_at = link.down_at = self._clock.now
+        link.up_at = link.down_at = link.since = self._clock.now
         self._peers[link.peer] = (link, link.connection)
         waiting, link.outbox = link.outbox, []
         for message in waiting:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +35,11 @@ from ft_core.replica.events import (
     Rejoin,
     Remark,
     ReplicaEvent,
+    StopWaiting,
     Transmit,
     Tried,
     TryToReach,
+    Unapplied,
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, Stage
@@ -78,6 +80,8 @@ class Habits:
     error_rate: float = 0.0
     checkpoint_every: int = 0
     gives_up: bool = False  # after its next decision, if another process holds the state
+    stops_waiting: bool = False  # for the answer to its next vote
+    update_fails: bool = False  # the next one, if another process holds the state
 
 
 class Process:
@@ -102,9 +106,11 @@ class Process:
         template = Join(
             job, slot, self.replica_id, step, lineage, (self.replica_id.encode(),),
             group_commit=options.group_commit, min_replicas=options.min_replicas,
-            expected_replicas=cluster.expected(job),
+            expected_replicas=cluster.expected(job), can_heal=slot not in options.no_heal,
             genesis=genesis, held=held,
         )  # fmt: skip
+        if options.own_rules and cluster.work_rng.random() < 0.5:
+            template = replace(template, min_replicas=0, expected_replicas=0)
         limits = options.timeouts
         self.replica: Replica = cluster.make_replica(
             template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s
@@ -552,7 +558,7 @@ class Process:
             self._tell(Fail("a collective stalled", stalled=True))
 
     def _end_step(self, total: Sum | None) -> Generator[Wait, None, None]:
-        replica, clock = self.replica, self.clock
+        replica, clock, habits = self.replica, self.clock, self.habits
         ok = replica.may_vote and total is not None
         step_before, lineage_before = replica.step, replica.lineage
         quorum_id = self.group_key
@@ -564,9 +570,17 @@ class Process:
         if self.cluster.profile.compares:
             updates, digest = self.updates, (self.state % (1 << 64)).to_bytes(8, "little")
         self._tell(CastVote(ok, reason, control, updates, digest))
+        settles = ok and habits.stops_waiting and not self.cluster.profile.group_commit
+        if settles and replica.outcome is None:
+            settles = yield from self._stop_waiting()
         yield lambda: replica.outcome is not None or replica.stage is Stage.REFUSED
         outcome = replica.outcome
         if outcome is None:
+            return
+        if settles and outcome.committed and not replica.lineage.startswith(TORN):
+            self._tell(Unapplied("the loop went on without the outcome of its vote"))
+            self.snapshot, self.fetched_state, self.updates = None, None, NOT_COUNTED
+            self.fetches += 1
             return
         position = (replica.step, replica.lineage)
         self.attempts[-1] = (self.attempts[-1][0], outcome.committed)
@@ -578,6 +592,10 @@ class Process:
             return  # the state was given up, by another rank of the group, before the loop went on
         self.checker.require(total is not None, f"{self.replica_id} committed without a sum")
         assert total is not None
+        if habits.update_fails and self._dispensable() and not self._over():
+            habits.update_fails = False
+            self._give_up()
+            return
         self.state, self.updates = state_after(self.state, total), 1
         self.checker.committed(
             self.replica_id, (step_before, lineage_before), position, self.state, total, outcome,
@@ -587,3 +605,13 @@ class Process:
         every = self.habits.checkpoint_every
         if every and self.commits % every == 0:
             self.cluster.checkpoints[self.slot] = (position, self.state, replica.origin)
+
+    def _stop_waiting(self) -> Generator[Wait, None, bool]:
+        """The loop gives up the wait for its answer, and asks again later; True: it has begun another step
+        meanwhile, and will not apply the outcome."""
+        self.habits.stops_waiting = False
+        self._tell(StopWaiting())
+        yield self.rng.random() * 0.3
+        if not self._over():
+            self._tell(CastVote(True))
+        return self.rng.random() < 0.5

@@ -16,6 +16,8 @@ FAULTS = (
 )  # fmt: skip
 
 
+MORE_FAULTS = ("lighthouse_pause", "kill_all", "stop_waiting", "update_fails", "finish")
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """At `at_s` something strikes `slot` (where it needs one) and lasts `for_s`."""
@@ -51,6 +53,11 @@ class Profile:
     heal_in_place: bool = False
     healing_stays_out: bool = True
     compares: bool = True  # votes tell what the state is
+    no_heal: tuple[str, ...] = ()  # slots that may not heal
+    own_rules: bool = False  # slots wish for other numbers of members
+    own_checkpoints: bool = False  # slots make checkpoints at other steps
+    other_clocks: bool = False  # a lighthouse starts again on a host with another clock
+    old_journal: bool = False  # ... with what its journal held some quorums ago
 
     @property
     def recovery_s(self) -> float:
@@ -98,7 +105,8 @@ def profile_of(seed: int) -> Profile:
         start_spread_s=rng.choice((0.01, 0.2, 1.0)),
     )
     faults = _faults(rng, profile) + _given_up(seed, profile) + _cut(seed, profile)
-    return replace(profile, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+    profile = replace(profile, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+    return _more(seed, profile)
 
 
 def dense_profile_of(seed: int) -> Profile:
@@ -106,7 +114,8 @@ def dense_profile_of(seed: int) -> Profile:
     says about one of them crosses what it hears about another."""
     rng = random.Random(f"dense {seed}")
     profile = replace(profile_of(seed), faulty_s=rng.uniform(2.0, 5.0))
-    kinds = rng.sample((*FAULTS, "give_up", "cut"), rng.choice((1, 2, 2, 3)))
+    some = (*FAULTS, *MORE_FAULTS, "give_up", "cut")
+    kinds = rng.sample(some, rng.choice((1, 2, 2, 3)))
     limit = profile.timeouts.heartbeat_timeout_s
     faults = [
         Fault(
@@ -138,6 +147,35 @@ def _cut(seed: int, profile: Profile) -> tuple[Fault, ...]:
     times = [rng.uniform(0.0, profile.faulty_s) for _ in range(rng.choice((1, 2, 5)))]
     return tuple(
         Fault(at_s, "cut", rng.choice(profile.slots), rng.choice((0.5, 2.0, 5.0))) for at_s in times
+    )
+
+
+def _more(seed: int, profile: Profile) -> Profile:
+    """In every fourth run members and lighthouses have habits of their own, and all processes are struck
+    at once. Drawn apart, as above."""
+    rng = random.Random(f"more {seed}")
+    if rng.random() > 0.25:
+        return profile
+    limit, kinds = profile.timeouts.heartbeat_timeout_s, rng.sample(MORE_FAULTS, rng.choice((1, 2)))
+    faults = [
+        Fault(
+            rng.uniform(0.0, profile.faulty_s),
+            rng.choice(kinds),
+            rng.choice(profile.slots),
+            rng.choice((0.5 * limit, 3 * limit, 2.0)),
+        )
+        for _ in range(rng.choice((1, 3, 6)))
+    ]
+    for_all = profile.min_replicas == 1 and not profile.expected_replicas
+    return replace(
+        profile,
+        network=replace(profile.network, reconnect_s=rng.choice((0.02, 0.5, 3.0))),
+        no_heal=(profile.slots[-1],) if for_all and rng.random() < 0.3 else (),
+        own_rules=rng.random() < 0.3,
+        own_checkpoints=rng.random() < 0.5,
+        other_clocks=rng.random() < 0.5,
+        old_journal=rng.random() < 0.5,
+        faults=tuple(sorted((*profile.faults, *faults), key=lambda fault: fault.at_s)),
     )
 
 

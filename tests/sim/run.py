@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ft_core.replica.events import LeaveAfterStep
-from lighthouse.wire.messages import DECLARE_DEAD
+from lighthouse.wire.messages import DECLARE_DEAD, FINISHED
 from tests.sim.checker import Violation
 from tests.sim.cluster import Cluster
 from tests.sim.process import Process
@@ -133,6 +133,7 @@ def _calm(cluster: Cluster) -> list[Process]:
     """End all faults; the core is what lives in jobs with at least `min_replicas`."""
     profile = cluster.profile
     cluster.start_lighthouse()
+    cluster.resume_lighthouse(0)
     for plane in cluster.planes.values():
         plane.mend()
     for process in list(cluster.running.values()):
@@ -142,21 +143,24 @@ def _calm(cluster: Cluster) -> list[Process]:
     for process in core:
         crowd[process.job] += not process.habits.hung
     return [p for p in core
-            if crowd[p.job] >= profile.min_replicas and not p.habits.hung]  # fmt: skip
+            if crowd[p.job] >= profile.min_replicas and not p.habits.hung
+            and p.slot not in profile.no_heal]  # fmt: skip
 
 
 def _recover(cluster: Cluster, process: Process) -> None:
     habits = process.habits
     habits.heal_failures = habits.configure_failures = habits.error_rate = 0.0
-    habits.gives_up = False
+    habits.gives_up = habits.stops_waiting = habits.update_fails = False
     habits.heal_s, habits.configure_s = 0.05, 0.005
     habits.forward_s = cluster.profile.forward_s
     if process.paused:
         _resume(cluster, process)
     if process.link.blocked:
         cluster.network.unblock(process.link)
-    if habits.hung and cluster.fault_rng.random() < 0.5:
-        process.unhang()  # else it stays hung, and must not hold up the core
+    # One that stays hung must not hold up the core; but a training that is complete starts anew with all.
+    all_needed = any(fault.kind == "finish" for fault in cluster.profile.faults)
+    if habits.hung and (cluster.fault_rng.random() < 0.5 or all_needed):
+        process.unhang()
 
 
 # ---------------------------------------------------------------------- faults
@@ -167,6 +171,10 @@ def strike(cluster: Cluster, fault: Fault) -> None:
     if fault.kind == "lighthouse":
         cluster.crash_lighthouse()
         cluster.clock.after(fault.for_s, cluster.start_lighthouse)
+        return
+    if fault.kind in _STRIKES_ALL:
+        cluster.log(f"fault: {fault.kind} for {fault.for_s:g} s")
+        _STRIKES_ALL[fault.kind](cluster, fault.for_s)
         return
     process = cluster.process_in(fault.slot)
     if process is None or process.left:
@@ -287,6 +295,36 @@ def _give_up(cluster: Cluster, process: Process, for_s: float) -> None:
     cluster.cut(process, cluster.clock.now + for_s)
 
 
+def _stop_waiting(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.habits.stops_waiting = True
+
+
+def _update_fails(cluster: Cluster, process: Process, for_s: float) -> None:
+    process.habits.update_fails = True
+    cluster.cut(process, cluster.clock.now + for_s)
+
+
+def _pause_lighthouse(cluster: Cluster, for_s: float) -> None:
+    for process in cluster.running.values():
+        cluster.cut(process, cluster.clock.now + for_s)
+    cluster.pause_lighthouse(0, for_s)
+
+
+def _kill_all(cluster: Cluster, for_s: float) -> None:
+    """They come back from their checkpoints, which may be of different steps."""
+    for process in list(cluster.running.values()):
+        _crash(cluster, process, for_s)
+
+
+def _finish(cluster: Cluster, for_s: float) -> None:
+    """The training is complete, and all start another one in the same room."""
+    cluster.checkpoints.clear()
+    for process in list(cluster.running.values()):
+        if not process.left:
+            cluster.cut(process, float("inf"))  # what only it holds goes with it
+            process.leave(FINISHED)
+
+
 def _cut(cluster: Cluster, process: Process, for_s: float) -> None:
     """No packet gets to (or from, or both) another host for a while; all reach the lighthouse."""
     rng, plane = cluster.fault_rng, process.plane
@@ -302,5 +340,9 @@ _STRIKES: dict[str, Callable[[Cluster, Process, float], None]] = {
     "hang": _hang, "leave": _leave, "leave_after_step": _leave_after_step,
     "false_death_notice": _false_death_notice, "bad_heal": _bad_heal, "slow_heal": _slow_heal,
     "bad_configure": _bad_configure, "slow_configure": _slow_configure, "errors": _errors,
-    "slow": _slow, "give_up": _give_up, "cut": _cut,
+    "slow": _slow, "give_up": _give_up, "cut": _cut, "stop_waiting": _stop_waiting,
+    "update_fails": _update_fails,
+}  # fmt: skip
+_STRIKES_ALL: dict[str, Callable[[Cluster, float], None]] = {
+    "lighthouse_pause": _pause_lighthouse, "kill_all": _kill_all, "finish": _finish,
 }  # fmt: skip

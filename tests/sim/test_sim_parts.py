@@ -14,7 +14,7 @@ from tests.sim.cluster import Cluster
 from tests.sim.network import Link, Network, NetworkProfile
 from tests.sim.plane import Contribution, Plane
 from tests.sim.process import Process
-from tests.sim.profile import FAULTS, Fault, Profile, profile_of
+from tests.sim.profile import FAULTS, MORE_FAULTS, Fault, Profile, profile_of
 from tests.sim.run import run
 
 JOB = JobKey("job", "room")
@@ -241,7 +241,7 @@ def test_a_paused_process_finds_what_it_missed() -> None:
     assert process.commits > before + 5
 
 
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("kind", [*FAULTS, *MORE_FAULTS])
 def test_each_fault_alone_is_survived(kind: str) -> None:
     faults = (Fault(2.0, kind, "a", 1.0), Fault(3.0, kind, "b", 1.0))
     result = run(f"only {kind}", Profile(faults=faults, faulty_s=6.0))
@@ -251,11 +251,14 @@ def test_each_fault_alone_is_survived(kind: str) -> None:
 
 def test_seeds_cover_every_fault_and_mode() -> None:
     profiles = [profile_of(seed) for seed in range(300)]
-    assert {fault.kind for p in profiles for fault in p.faults} == {*FAULTS, "give_up", "cut"}
+    assert {fault.kind for p in profiles for fault in p.faults} == {*FAULTS, *MORE_FAULTS, "give_up", "cut"}
     assert any(p.network.harsh for p in profiles)
     assert any(p.group_commit for p in profiles)
     assert any(p.asynchronous for p in profiles)
     assert any(p.jobs > 1 for p in profiles)
+    for habit in ("no_heal", "own_rules", "own_checkpoints", "other_clocks", "old_journal"):
+        assert any(getattr(p, habit) for p in profiles), habit
+    assert any(p.network.reconnect_s > 1.0 for p in profiles)
 
 
 def test_a_job_that_can_not_commit_breaks_the_liveness_promise() -> None:
