@@ -46,10 +46,6 @@ class Telemetry:
         """Call `sink` with each event from now on, in the thread in which the event happens."""
         self._sinks = [*self._sinks, sink]
 
-    def remove_sink(self, sink: Sink) -> None:
-        """Undo `add_sink`; does nothing if `sink` was not added."""
-        self._sinks = [s for s in self._sinks if s != sink]
-
     def emit(self, kind: str, **data: Any) -> None:
         """Give an event of `kind` to all sinks, in this thread."""
         if self._sinks:

@@ -303,16 +303,19 @@ class GroupLeader:
         self._spent = max(self._spent, vote.attempt)
         if vote.leaving:
             self._leavers.add(rank)
+        if self._member:  # else the group has left this quorum, which counts its vote no more
+            self._speak(vote)
+        self._accounted_for(rank)
+
+    def _speak(self, newest: Vote) -> None:
+        """Say the group's no, or its yes if all ranks have voted; `newest` was counted last."""
         against = [v for v in self._votes.values() if not v.ok]
-        if not self._member:
-            pass  # the group has left this quorum, which counts its vote no more
-        elif against:
-            self._say_no(against[0] if vote.ok else vote)
+        if against:
+            self._say_no(against[0] if newest.ok else newest)
         elif len(self._votes) == self._size:
             if any(v.leaving for v in self._votes.values()):
-                self._last_vote = key
+                self._last_vote = (newest.quorum_id, newest.step)
             self._effects.append(SendUp(_common([self._votes[r] for r in range(self._size)])))
-        self._accounted_for(rank)
 
     def _say_no(self, vote: Vote) -> None:
         """The first no is the group's; its repetition is passed on as a repetition.

@@ -30,7 +30,12 @@ from torch.distributed import ReduceOp
 from ft_core.collectives.agreement import agree, exchange_headers
 from ft_lightning.fabric.loop_position import Where, Window
 from ft_lightning.shared.launch_env import leave_torchrun
-from ft_lightning.shared.step_collectives import gather_in_step, reduce_in_step, refuse_gradients
+from ft_lightning.shared.step_collectives import (
+    end_step_as_stranger,
+    gather_in_step,
+    reduce_in_step,
+    refuse_gradients,
+)
 from ft_lightning.shared.strategy_base import StrategyBase
 
 if TYPE_CHECKING:
@@ -230,11 +235,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         manager = self._manager
         assert manager is not None
         self._exchange(call, empty)
-        manager.compare_states(False)  # what it was given is no state
-        try:
-            manager.should_commit(no_update=True)
-        finally:
-            manager.compare_states(True)
+        end_step_as_stranger(manager)
         self._visit = None  # again, if the quorum has changed meanwhile
         manager.rejoin("joined while its peers were between steps", join_now=True)
 

@@ -133,3 +133,13 @@ def unpacked_tensor(packed: list[Any]) -> Tensor:
     if raw:
         byte_view(tensor).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     return tensor
+
+
+def end_step_as_stranger(manager: Manager) -> None:
+    """Vote at the end of a step to which this member has contributed nothing, and whose state is none
+    that its loop could go on from: peers are not to compare it with theirs. Raises as `should_commit`."""
+    manager.compare_states(False)
+    try:
+        manager.should_commit(no_update=True)
+    finally:
+        manager.compare_states(True)

@@ -44,6 +44,7 @@ from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.manager import Manager
 from ft_core.replica.status import Participation
 from ft_lightning.shared.step_collectives import (
+    end_step_as_stranger,
     forget_unscaling,
     gather_bytes,
     gather_in_step,
@@ -219,11 +220,7 @@ class StepDriver:
         if doing != Place.STEP.value:
             if doing == "gather":
                 gather_bytes(self._manager, b"")
-            self._manager.compare_states(False)  # what it was given is no state
-            try:
-                self._manager.should_commit(no_update=True)
-            finally:
-                self._manager.compare_states(True)
+            end_step_as_stranger(self._manager)
             self._visit = None  # again, if the quorum changed meanwhile
         # Joined before they commit the step: so it is admitted where that step ends.
         self._manager.rejoin(f"joined while its peers were {doing}", join_now=True)

@@ -97,6 +97,8 @@ class Pairs:
     def __init__(self, here: Mapping[str, MemberState]) -> None:
         self._here = here
         self._pairs: dict[Pair, BadPair] = {}
+        self._due_at: float | None = None  # what `deadline` says, unless `_changed`
+        self._changed = False
 
     def __bool__(self) -> bool:
         """Whether a pair is remembered."""
@@ -108,6 +110,7 @@ class Pairs:
         self, replica_id: str, missed: Collection[str], reached: Iterable[str], now: float
     ) -> None:
         """D1, D3: `replica_id` could not connect to `missed`, and could connect to `reached`."""
+        self._changed = True
         for other in missed:
             pair = frozenset((replica_id, other))
             if other in self._here:
@@ -127,6 +130,7 @@ class Pairs:
 
     def committed(self, members: Collection[str]) -> None:
         """`members` have made a commit together, so all of them can connect."""
+        self._changed = True
         for pair, known in list(self._pairs.items()):
             if all(end in members for end in pair):
                 known.good, known.commits = True, known.commits + 1
@@ -137,25 +141,27 @@ class Pairs:
     def expire(self, now: float) -> list[tuple[str, str]]:
         """D3: (asked, to reach) for each end that is to be asked now."""
         questions: list[tuple[str, str]] = []
-        for pair, known in self._due(now):
-            if len(pair) == 1:
-                known.good = True
+        self._changed = True
+        for pair, known in list(self._pairs.items()):
+            if known.good or known.until > now:
                 continue
-            known.asked, known.until = known.asked or set(pair), now + ANSWER_S
-            one, two = sorted(pair)
-            questions += [(a, b) for a, b in ((one, two), (two, one)) if a in known.asked]
+            if not pair <= self._here.keys():
+                del self._pairs[pair]  # an end is gone; one that returns is found out again
+            elif len(pair) == 1:
+                known.good = True
+            else:
+                known.asked, known.until = known.asked or set(pair), now + ANSWER_S
+                one, two = sorted(pair)
+                questions += [(a, b) for a, b in ((one, two), (two, one)) if a in known.asked]
         return questions
 
     def deadline(self) -> float | None:
-        """When `expire` wants to be called; None: not before another event."""
-        return min((known.until for _, known in self._due()), default=None)
-
-    def _due(self, now: float = float("inf")) -> list[tuple[Pair, BadPair]]:
-        return [
-            (pair, known)
-            for pair, known in self._pairs.items()
-            if not known.good and known.until <= now and all(end in self._here for end in pair)
-        ]
+        """When `expire` wants to be called; None: not before another event. The server asks after each
+        message, so it looks at all pairs only after a change."""
+        if self._changed:
+            resting = (known.until for known in self._pairs.values() if not known.good)
+            self._due_at, self._changed = min(resting, default=None), False
+        return self._due_at
 
     # ------------------------------------------------------------------ questions
 

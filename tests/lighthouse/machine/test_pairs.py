@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,43 @@ def test_rests_grow_until_both_ends_can_connect() -> None:
         pairs.reported(end, (), [other], due + 99)
     assert not pairs.apart("a", "bc")
     assert pairs.deadline() is None
+
+
+def test_the_deadline_of_many_pairs_is_known_without_a_look_at_them() -> None:
+    """The server asks after each message."""
+
+    class Counted(dict[Any, Any]):
+        looks = 0
+
+        def values(self) -> Any:
+            self.looks += 1
+            return super().values()
+
+    ends = [f"m{number}" for number in range(60)]
+    pairs = pairs_of(*ends)
+    pairs._pairs = counted = Counted()
+    for number, end in enumerate(ends):
+        pairs.reported(end, ends[number + 1 :], (), number / 100)
+    assert len(counted) == 60 * 59 // 2
+    assert {pairs.deadline() for _ in range(1_000)} == {1.0}
+    assert counted.looks == 1
+    pairs.expire(1.0)
+    assert {pairs.deadline() for _ in range(1_000)} == {1.01}
+    pairs.committed(ends)
+    assert {pairs.deadline() for _ in range(1_000)} == {None}
+    assert counted.looks == 3
+
+
+def test_pairs_of_members_that_are_gone_wake_the_server_once() -> None:
+    here: dict[str, Any] = {name: None for name in "abc"}
+    pairs = Pairs(here)
+    pairs.reported("a", ["b"], (), 0.0)
+    pairs.reported("c", ["c"], (), 1.0)
+    del here["b"]
+    assert pairs.deadline() == 1.0
+    assert pairs.expire(1.0) == []
+    assert pairs.deadline() == 2.0
+    assert pairs.bad() == {frozenset("c")}
 
 
 def test_an_end_that_does_not_answer_is_asked_again() -> None:
