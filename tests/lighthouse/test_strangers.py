@@ -325,6 +325,38 @@ def test_what_another_process_says_of_a_member_has_no_effect(
         assert decision.next_quorum is None
 
 
+@pytest.mark.parametrize("said", ["no", "leave", "death"])
+def test_a_member_s_routing_id_gives_no_part_in_what_it_says_and_hears(
+    server: LighthouseServer, player: PlayerFactory, said: str
+) -> None:
+    """ZeroMQ's routing ids are numbers that a peer may choose, too; they are not who speaks."""
+    a, b = player("a"), player("b")
+    for one in (a, b):
+        one.join(expected_replicas=2)
+    (quorum_id,) = {one.await_quorum().quorum_id for one in (a, b)}
+    forged: Request = {
+        "no": Vote(a.job, a.replica_id, quorum_id, 0, "init", False, "forged"),
+        "leave": Leave(a.job, a.replica_id, "forged"),
+        "death": DeathNotice(a.job, a.replica_id, "forged"),
+    }[said]
+    frame = codec.encode(forged)
+    routes = [
+        r for p, r in server._endpoint._route_of.items() if p.startswith(a.replica_id.encode())
+    ]
+    assert len(routes) == 1
+    assert routes[0].startswith(b"\0")
+    with closing(_connect(server)) as forger:
+        _greet(forger, b"forger", routes[0])
+        forger.sendall(bytes([0, len(frame)]) + frame)
+        until(lambda: server.status()["server"]["connections"] == 3)
+        for decision in commit_together([a, b]):
+            assert decision.quorum_id == quorum_id
+    until(lambda: server.status()["server"]["connections"] == 2)
+    for decision in commit_together([a, b]):
+        assert decision.quorum_id == quorum_id
+        assert decision.next_quorum is None
+
+
 def _hear(connection: zmq.Socket[bytes]) -> Message:
     assert connection.poll(PATIENCE_S * 1000)
     return codec.decode(connection.recv())

@@ -136,7 +136,7 @@ def test_the_deadline_of_many_pairs_is_known_without_a_look_at_them() -> None:
 
 
 def test_pairs_of_members_that_are_gone_wake_the_server_once() -> None:
-    here: dict[str, Any] = {name: None for name in "abc"}
+    here: dict[str, Any] = dict.fromkeys("abc")
     pairs = Pairs(here)
     pairs.reported("a", ["b"], (), 0.0)
     pairs.reported("c", ["c"], (), 1.0)
