@@ -493,6 +493,7 @@ class GroupStage(ReplicaStage):
             group_commit=words.flag("group_commit"), schema=given.get("schema", ""),
             promised=term_from(given["promised"]) if "promised" in given else FIRST_TERM,
             attempt=words.number("attempt"),
+            basis=Basis(words.number("step"), lineage) if words.flag("reports") else None,
         )  # fmt: skip
 
     def _says_vote(self, rank: str, words: Words) -> Vote:
