@@ -31,3 +31,7 @@ class LighthouseUnavailable(LighthouseError):
 
 class JoinRefused(LighthouseError):
     """This replica group is refused for good."""
+
+
+class TrainingOver(JoinRefused):
+    """The training has finished while this process was away: nothing is left to do for it."""

@@ -44,11 +44,12 @@ from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.environment import ReplicaEnv
 from ft_core.errors import GroupBroken, QuorumUnavailable
+from ft_core.launch.board import slot
 from ft_core.launch.sigterm import Sigterm
-from ft_core.launch.supervisor import die_with
+from ft_core.launch.supervisor import OVER_EXIT_CODE, die_with
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
-from lighthouse.errors import JoinRefused
+from lighthouse.errors import TrainingOver
 from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_accelerate")
@@ -60,7 +61,6 @@ let in again only after a pause that the lighthouse makes (lighthouse.machine.fo
 UNREACHABLE_PAUSE_S = 0.05
 PATIENCE = 0.25
 """Of the timeout: how long a header waits for processes that may be at a gradient step without one."""
-FINISHED = "the training has finished"
 """How the lighthouse's refusal begins when the others are done (lighthouse.machine.rules, R8)."""
 NO_QUORUM = -1
 LATER = (
@@ -466,6 +466,8 @@ class Runtime:
 
     def _lead(self, leads: bool) -> None:
         self._leader = leads
+        if self.group_ranks.place.group_rank == 0:
+            slot().leads(leads)  # for the launcher
         missed = self.position.missed
         if leads and missed and not self._warned and not self.on_live:  # Trainer's state heals
             self._warned = True
@@ -526,13 +528,13 @@ class Runtime:
             self._aside = False
             try:
                 self._start(at)
-            except JoinRefused as error:
-                if FINISHED not in str(error):
-                    raise
+            except TrainingOver as error:
                 # Nothing is left to do, and nothing has failed.
-                log.warning("this process came back too late: %s", error)
+                late = self._healed is None
+                how = "came back too late" if late else "was still catching up"
+                log.warning("this process %s: %s", how, error)
                 self._leave_for_good()
-                raise SystemExit(0) from None
+                raise SystemExit(OVER_EXIT_CODE if late else 0) from None
             target = self.position.target
             if target is None or self.live:
                 return
@@ -648,6 +650,8 @@ class Runtime:
         self._sigterm.unwatch()
         self.startup.close()
         self.group_ranks.close()
+        if finished and self.group_ranks.place.group_rank == 0:
+            slot().over(True)
         self._leave_for_good(finished=finished)
         if self._sink is not None:
             self._sink.close()

@@ -22,7 +22,8 @@ ENV_BOARD = "FT_SUPERVISOR_BOARD"
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGABRT
 """Has a process print the stacks of all of its threads."""
 _SLOT_BYTES, _RANKS_AT, _RANKS = 2048, 64, 128
-_JOINED, _PROGRESS, _HUNG = struct.Struct("<q"), struct.Struct("<qq"), struct.Struct("<d")
+_FLAG, _PROGRESS, _HUNG = struct.Struct("<q"), struct.Struct("<qq"), struct.Struct("<d")
+_JOINED_AT, _PROGRESS_AT, _LEADS_AT, _OVER_AT, _DEAD_AT = 0, 8, 24, 32, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Seen:
         joined: it has taken part in a quorum.
         step: of its last commit; -1: none.
         commits: of this life.
+        leads: it writes for all.
+        over: its training has ended, and it goes on with what follows.
         hung_until: when the first of its ranks that hang must be back (`time.monotonic()`); 0: none
             hangs.
     """
@@ -40,13 +43,16 @@ class Seen:
     joined: bool
     step: int
     commits: int
+    leads: bool
+    over: bool
     hung_until: float
 
 
 class Board:
-    """The supervisor's end."""
+    """The supervisor's end. `whole`: its children are all of the job."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, whole: bool = True) -> None:
+        self._whole = whole
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self._file.truncate(count * _SLOT_BYTES)
         self._memory = mmap.mmap(self._file.fileno(), count * _SLOT_BYTES)
@@ -56,22 +62,29 @@ class Board:
     def environment(self, child: int) -> dict[str, str]:
         """What `child` needs to find its slot."""
         shared, wake = self.descriptors
-        return {ENV_BOARD: f"{shared}:{wake}:{child}:{_node(shared)}:{_node(wake)}"}
+        return {ENV_BOARD: f"{shared}:{wake}:{child}:{self._whole:d}:{_node(shared)}:{_node(wake)}"}
 
     def clear(self, child: int) -> None:
         """A new life begins."""
         at = child * _SLOT_BYTES
         self._memory[at : at + _SLOT_BYTES] = bytes(_SLOT_BYTES)
-        _PROGRESS.pack_into(self._memory, at + _JOINED.size, -1, 0)
+        _PROGRESS.pack_into(self._memory, at + _PROGRESS_AT, -1, 0)
+
+    def died(self, child: int) -> None:
+        """Its process has ended, and not well: the others see it."""
+        _FLAG.pack_into(self._memory, child * _SLOT_BYTES + _DEAD_AT, 1)
 
     def look(self, child: int) -> Seen:
         """A child's slot."""
         at = child * _SLOT_BYTES
-        (joined,) = _JOINED.unpack_from(self._memory, at)
-        step, commits = _PROGRESS.unpack_from(self._memory, at + _JOINED.size)
+        joined, leads, over = (
+            bool(_FLAG.unpack_from(self._memory, at + flag)[0])
+            for flag in (_JOINED_AT, _LEADS_AT, _OVER_AT)
+        )
+        step, commits = _PROGRESS.unpack_from(self._memory, at + _PROGRESS_AT)
         ranks = self._memory[at + _RANKS_AT : at + _RANKS_AT + _RANKS * _HUNG.size]
         hung = min((until for (until,) in _HUNG.iter_unpack(ranks) if until), default=0.0)
-        return Seen(bool(joined), step, commits, hung)
+        return Seen(joined, step, commits, leads, over, hung)
 
     def wait(self) -> bool:
         """Wait until a child asks for a look; False: the board is closed. A thread of its own."""
@@ -90,8 +103,11 @@ class Board:
 class Slot:
     """A child's end. Any thread; costs no system call but for `joined` and `hung`."""
 
-    def __init__(self, memory: mmap.mmap | None = None, wake: int = -1, child: int = 0) -> None:
+    def __init__(
+        self, memory: mmap.mmap | None = None, wake: int = -1, child: int = 0, *, whole: bool = False
+    ) -> None:
         self._memory, self._wake, self._at = memory, wake, child * _SLOT_BYTES
+        self._whole = whole
         self._joined, self._commits = False, 0
 
     def join(self) -> None:
@@ -99,14 +115,40 @@ class Slot:
         that it trains with can finish."""
         if not self._joined and self._memory is not None:
             self._joined = True
-            _JOINED.pack_into(self._memory, self._at, 1)
+            self._set(_JOINED_AT, True)
             self._tell()
 
     def committed(self, step: int) -> None:
         """A step was committed. Counts from `join` on: what comes before is no training."""
         if self._joined and self._memory is not None:
             self._commits += 1
-            _PROGRESS.pack_into(self._memory, self._at + _JOINED.size, step, self._commits)
+            _PROGRESS.pack_into(self._memory, self._at + _PROGRESS_AT, step, self._commits)
+
+    def leads(self, yes: bool) -> None:
+        """Whether this process writes for all. Rank 0 of a replica group calls it."""
+        self._set(_LEADS_AT, yes)
+
+    def over(self, yes: bool) -> None:
+        """Whether this process's training has ended, and it goes on with what follows."""
+        self._set(_OVER_AT, yes)
+
+    def takes_over(self) -> bool:
+        """Whether this process, whose training is over, has to write now: the one that did is dead,
+        and this is the first that is left. Never where other machines train, too: it can't see them."""
+        if self._memory is None or not self._whole:
+            return False
+        living = [at for at in range(0, len(self._memory), _SLOT_BYTES) if not self._get(at + _DEAD_AT)]
+        if any(self._get(at + _LEADS_AT) for at in living):
+            return False
+        return self._at == min((at for at in living if self._get(at + _OVER_AT)), default=-1)
+
+    def _get(self, at: int) -> bool:
+        assert self._memory is not None
+        return bool(_FLAG.unpack_from(self._memory, at)[0])
+
+    def _set(self, flag: int, yes: bool) -> None:
+        if self._memory is not None:
+            _FLAG.pack_into(self._memory, self._at + flag, yes)
 
     def hangs(self, rank: int, until: float) -> None:
         """The loop of `rank` hangs, and is to be back by `until` (`time.monotonic()`); 0: it is."""
@@ -136,7 +178,7 @@ def slot() -> Slot:
     told = os.environ.get(ENV_BOARD, "")
     if not told:
         return Slot()
-    shared, wake, child, *nodes = map(int, told.split(":"))
+    shared, wake, child, whole, *nodes = map(int, told.split(":"))
     try:
         if [_node(shared), _node(wake)] != nodes:
             return Slot()
@@ -145,7 +187,7 @@ def slot() -> Slot:
         return Slot()
     with contextlib.suppress(AttributeError, ValueError, OSError, RuntimeError):
         faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True, chain=False)
-    return Slot(memory, wake, child)
+    return Slot(memory, wake, child, whole=bool(whole))
 
 
 def _node(descriptor: int) -> int:

@@ -51,6 +51,8 @@ class Child:
         joined: whether the process that runs (or ended last) has taken part in a quorum.
         joined_at: since when; None: it has not.
         step, commits: of that process: where it stands (-1: nowhere), and how many steps it made.
+        leads: that process writes for all, or did when it ended.
+        over: its training has ended.
         hung_until: when its loop, which hangs, must be back; 0: it does not hang.
         kill_at: when it is killed, having printed its stacks.
         exit_code: of the last process that ended, as Popen's: negative for a signal.
@@ -67,6 +69,8 @@ class Child:
     joined_at: float | None = None
     step: int = -1
     commits: int = 0
+    leads: bool = False
+    over: bool = False
     hung_until: float = 0.0
     kill_at: float | None = None
     exit_code: int | None = None
@@ -111,6 +115,7 @@ class Roster:
         min_alive: with fewer children that run or will run, the rest cannot go on.
         commits: of all processes that have ended.
         fault: the child whose end was an error of the script.
+        unwritten: (number, exit code) of the child that died when it wrote for all, after the training.
     """
 
     policy: RestartPolicy
@@ -118,6 +123,7 @@ class Roster:
     children: list[Child] = field(default_factory=list)
     commits: int = 0
     fault: Child | None = None
+    unwritten: tuple[int, int] | None = None
 
     def ended(self, child: Child, exit_code: int, now: float) -> str:
         """Record the end of a child's process; returns a sentence: what happened, what follows.
@@ -135,6 +141,10 @@ class Roster:
         trained_s = 0.0 if child.joined_at is None else now - child.joined_at
         death = Death(now, exit_code, child.step, trained_s, self._all_commits())
         child.commits = 0
+        others = [c for c in self.children if c is not child]
+        if exit_code and child.leads and any(c.over for c in others) and not self.policy.elsewhere:
+            self.unwritten = child.number, exit_code
+        child.leads = child.leads and exit_code == 0
         if exit_code == 0:
             return f"replica group {child.number} has finished"
         child.history = (*child.history[-REMEMBERED:], death)
@@ -176,6 +186,7 @@ class Roster:
             child.restart_at = None
             child.restarts += 1
             child.joined, child.joined_at, child.step, child.commits = False, None, -1, 0
+            child.leads = child.over = False
         return due
 
     def hanging(self, now: float) -> list[Child]:
@@ -220,10 +231,20 @@ class Roster:
         finished = any(c.exit_code == 0 and not c.running for c in self.children)
         return 0 < alive < self.min_alive and not finished
 
+    def missing(self) -> str:
+        """A sentence, if what one process had to write for all may not be written; else ""."""
+        if self.unwritten is None or any(c.leads for c in self.children):
+            return ""
+        number, code = self.unwritten
+        return (
+            f"replica group {number} {_how(code, False)} when it wrote for all, after the training, and "
+            "no other has taken over: what it had not written is missing"
+        )
+
     def exit_code(self) -> int:
         """The exit code of the supervisor: 0 if the training finished and no script failed.
 
-        A process that was killed after others had finished has lost nothing.
+        A process that was killed after others had finished has lost nothing, unless it wrote for all.
         """
         if self.fault is not None:
             code = self.fault.exit_code or 0
@@ -233,6 +254,9 @@ class Roster:
         failed = [code for code in codes if code > 0]
         if failed:
             return failed[0]
+        if self.unwritten is not None and self.missing():
+            code = self.unwritten[1]
+            return code if code > 0 else 128 - code
         if any(code == 0 for code in codes):
             return 0
         return 128 - codes[0]
@@ -267,7 +291,7 @@ def supervise(
             process will run again, unless its training is complete. `tell_lighthouse` makes one.
     """
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-    board = Board(count)
+    board = Board(count, whole=not elsewhere)
     children = [Child(i, first + i) for i in range(count)]
     roster = Roster(RestartPolicy(max_restarts, elsewhere), min_alive, children)
 
@@ -347,6 +371,8 @@ class _Run:
                 self._ended(roster.children[event.index], event.exit_code)
         if self.stopped_by is not None:
             return roster.exit_code() or 128 + self.stopped_by
+        if sentence := roster.missing():
+            self.say(sentence)
         return roster.exit_code()
 
     def _time_is_up(self) -> None:
@@ -380,6 +406,7 @@ class _Run:
             if child.running:
                 seen = self.board.look(child.index)
                 child.step, child.commits, child.hung_until = seen.step, seen.commits, seen.hung_until
+                child.leads, child.over = seen.leads, seen.over
                 if seen.joined and not child.joined:
                     child.joined, child.joined_at = True, time.monotonic()
 
@@ -389,6 +416,8 @@ class _Run:
             child.process, child.exit_code = None, exit_code
             return
         roster = self.roster
+        if exit_code:
+            self.board.died(child.index)
         self.say(roster.ended(child, exit_code, time.monotonic()))
         for lost in roster.given_up():
             self.given_up(lost.number)

@@ -24,10 +24,10 @@ from ft_core.shell.group_server import GroupLink, GroupServer, announce_leader, 
 from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import normalize_address
-from lighthouse.errors import JoinRefused, LighthouseUnavailable
+from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
 from lighthouse.own_address import address_that_answers, advertised_host
 from lighthouse.watcher import ProcessWatch, Report
-from lighthouse.wire.messages import DECLARE_DEAD, JobKey, Join, Term
+from lighthouse.wire.messages import DECLARE_DEAD, OVER, JobKey, Join, Term
 
 log = logging.getLogger("ft_core")
 
@@ -146,13 +146,15 @@ class Session:
         return group, leader.replica_id, leader.identity.encode()
 
     def check_refused(self) -> None:
-        """Raises JoinRefused if the lighthouse refuses this replica group, GroupBroken (GroupLeft)
+        """Raises JoinRefused (TrainingOver) if the lighthouse refuses this replica group, GroupBroken (GroupLeft)
         if the group has lost a rank (has left with one that was told to end)."""
         status = self.control.status
         if status.stage is Stage.REFUSED:
             if status.reason.startswith(LEFT):
                 raise GroupLeft(status.reason)
-            raise (GroupBroken if status.reason.startswith(BROKEN) else JoinRefused)(status.reason)
+            if status.reason.startswith(BROKEN):
+                raise GroupBroken(status.reason)
+            raise (TrainingOver if OVER in status.reason else JoinRefused)(status.reason)
 
     def await_lighthouse(self) -> None:
         """Raises LighthouseUnavailable unless a lighthouse answers within the connect timeout."""

@@ -18,9 +18,10 @@ from ft_core.config import JobOptions
 from ft_core.environment import new_job_id
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
-from ft_core.launch.supervisor import die_with, supervise, tell_lighthouse
+from ft_core.launch.supervisor import OVER_EXIT_CODE, die_with, supervise, tell_lighthouse
 from ft_lightning.shared.launch_env import ENV_SUPERVISOR, child_environment
 from ft_lightning.shared.topology import Scope
+from lighthouse.errors import TrainingOver
 
 through_main = False
 """Whether this process was started by `python -m ft_lightning`: then children are, too."""
@@ -134,24 +135,28 @@ def script_command(processes: int) -> list[str]:
 def live_with_group(scope: Scope) -> None:
     """Let a process that trains end with its supervisor, if it has one, and with its group.
 
-    If another rank of its group ends, this one ends with a line and an exit code instead of a
-    traceback, since the script is not at fault. The launcher restarts the group as a whole.
+    If another rank of its group ends, or the training is over when it comes back, this one ends with a
+    line and an exit code instead of a traceback, since the script is not at fault. The launcher
+    restarts a group that lost a rank as a whole.
     """
     if scope.supervisor_pid:
         die_with(scope.supervisor_pid)
-    if scope.group_size > 1 and not hasattr(sys.excepthook, "ft_lightning"):
-        sys.excepthook = _ending_with_group(sys.excepthook)
+    if not hasattr(sys.excepthook, "ft_lightning"):
+        sys.excepthook = _ending_with_a_line(sys.excepthook)
 
 
-def _ending_with_group(otherwise: Any) -> Any:
+def _ending_with_a_line(otherwise: Any) -> Any:
+    codes = {GroupBroken: BROKEN_EXIT_CODE, TrainingOver: OVER_EXIT_CODE}
+
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not issubclass(kind, GroupBroken):
+        code = next((code for each, code in codes.items() if issubclass(kind, each)), None)
+        if code is None:
             otherwise(kind, error, trace)
             return
         print(f"ft_lightning: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(BROKEN_EXIT_CODE)
+        os._exit(code)
 
     hook.ft_lightning = True  # type: ignore[attr-defined]
     return hook

@@ -161,6 +161,8 @@ class StrategyBase(_Base):
     _manager: Manager | None = None
     _sink: JsonlSink | None = None
     _leader = False
+    _over = False
+    """The last training of this process has ended regularly."""
     participants = 0
     """How many processes contributed when this one last looked."""
 
@@ -255,9 +257,15 @@ class StrategyBase(_Base):
     def is_global_zero(self) -> bool:
         """Whether this process is the leader, which saves: the first that takes part in the step.
 
-        Before the first quorum of a fit none is; outside of a fit, rank 0 of a fresh start. Any
-        thread; it may change with each step.
+        Before the first quorum of a fit none is; outside of a fit, rank 0 of a fresh start. After a
+        fit it is the leader of its last step; if that one has died, and a supervisor has started all,
+        the first that is left. Any thread; it may change with each step.
         """
+        if self._over and not self._leader and self.scope.group_rank == 0:
+            self._leader = board.slot().takes_over()
+            if self._leader:
+                act_as_leader(True, self.scope)
+                board.slot().leads(True)
         return self._leader
 
     @property
@@ -370,6 +378,12 @@ class StrategyBase(_Base):
             if why:
                 raise JoinRefused(why)
 
+    def _training_is_over(self, yes: bool) -> None:
+        """A training has ended regularly; `yes` False: another one begins."""
+        self._over = yes
+        if self.scope.group_rank == 0:
+            board.slot().over(yes)
+
     def _on_quorum(self) -> bool:
         """Membership may have changed, and with it the leader. False: there is no quorum now."""
         assert self._manager is not None
@@ -380,6 +394,8 @@ class StrategyBase(_Base):
             return False  # the attempt has failed already; the next one tells
         act_as_leader(self._leader, self.scope)
         board.slot().join()
+        if self.scope.group_rank == 0:
+            board.slot().leads(self._leader)
         return True
 
 

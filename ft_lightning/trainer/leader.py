@@ -17,6 +17,7 @@ as the newest file is missing, no file that it was to replace is removed.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -136,13 +137,17 @@ class Checkpoints:
     def __init__(self) -> None:
         self.failed = 0
         """Saves in a row that failed."""
+        self.error: Exception | None = None
+        """Of the last save, if none has worked in this fit."""
+        self._worked = False
         self.loaded: dict[str, Any] = {}
         """The manager's part of the checkpoint that was loaded last."""
 
     def save(
         self, io: Any, checkpoint: dict[str, Any], path: Any, options: Any, *, plain: bool
     ) -> bool:
-        """Write through Lightning's `CheckpointIO`; whether it worked.
+        """Write through Lightning's `CheckpointIO`; whether it worked. Raises what it raises where no
+        callback saves, but the user's own call of `save_checkpoint`.
 
         `plain`: it writes one file, and now. On a disk of this machine that file is written whole:
         a process that dies meanwhile leaves no half file under the right name.
@@ -152,11 +157,25 @@ class Checkpoints:
             with replace_whole(path) if whole else contextlib.nullcontext(path) as target:
                 io.save_checkpoint(checkpoint, target, storage_options=options)
         except Exception as error:  # a storage's own errors are of any kind
+            if not _in_callback():
+                raise
             self.failed += 1
+            self.error = None if self._worked else error
             log.warning("checkpoint %s could not be saved (%s): training goes on", path, error)
             return False
-        self.failed = 0
+        self.failed, self.error, self._worked = 0, None, True
         return True
+
+    def begin(self) -> None:
+        """A fit begins."""
+        self.failed, self.error, self._worked = 0, None, False
+
+    def end(self) -> None:
+        """The fit has ended. Raises RuntimeError if saves have failed, and none has worked."""
+        if self.error is not None:
+            raise RuntimeError(
+                f"the fit has ended, and none of its checkpoints could be saved: {self.error}"
+            ) from self.error
 
     def may_remove(self, path: Any) -> bool:
         """Whether a file that a newer one was to replace may go."""
@@ -167,6 +186,17 @@ class Checkpoints:
     def take(self, checkpoint: dict[str, Any]) -> None:
         """Remove the manager's part from a loaded checkpoint, so that hooks do not see it."""
         self.loaded = dict(checkpoint.pop(KEY, None) or {})
+
+
+def _in_callback() -> bool:
+    """Whether a callback that makes checkpoints has called this."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if any(cls.__name__ == "Checkpoint" for cls in type(owner).__mro__):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class CheckpointMixin(_Base):
@@ -191,7 +221,8 @@ class CheckpointMixin(_Base):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Called on all; the leader writes. A failure to write is logged, and the training goes on.
+        """Called on all; the leader writes. A failure of a callback to write is logged, and the training
+        goes on; the fit raises at its end if no save has worked. The user's own call raises at once.
 
         The thread that calls `Trainer.save_checkpoint`, which must be the loop's."""
         if not self.is_global_zero:

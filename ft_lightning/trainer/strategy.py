@@ -203,6 +203,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             return
         check_counters(trainer)
         self._shut_down()
+        self._training_is_over(False)
+        self._checkpoints.begin()
         self._batches = Batches(self._from("fabric.utilities.data")._set_sampler_epoch)
         self._manager = self._make_manager()
         self.counts = count(self._manager, self.scope.num_groups)
@@ -382,6 +384,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if not leader.searching(self._trainer):
             # Before any user code that follows the fit, so that peers do not wait for it.
             self._shut_down(finished=True)
+            self._training_is_over(True)
+            self._checkpoints.end()
 
     def teardown(self) -> None:
         self.release_machine()

@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lighthouse.wire.messages import DECLARE_DEAD, TORN
+from lighthouse.wire.messages import DECLARE_DEAD, OVER, TORN
 
 MOST_NAMED = 8
 """Members that a reason to wait names; of more it gives the number."""
@@ -201,8 +201,8 @@ def too_late(roll: Roll, held: bool, step: int, now: float) -> Verdict | None:
     if held or len(roll.here) >= roll.expected:
         return None
     reason = (
-        f"the training has finished at step {step}, and a replica group that comes back does not "
-        f"start it over: that takes all {roll.expected}, or another job id"
+        f"{OVER} at step {step}, and a replica group that comes back does not start it over: that "
+        f"takes all {roll.expected}, or another job id"
     )
     if now >= roll.expires:
         return Verdict(None, reason, hopeless=True)

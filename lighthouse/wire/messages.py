@@ -332,6 +332,8 @@ class Heartbeat:
 
 
 FINISHED = "finished"
+OVER = "the training has finished"
+"""So begins what is said to one that comes back after that."""
 """Reason of a `Leave` that says that the training is complete."""
 GAVE_UP = "gave up its state: "
 """A `Leave` whose reason starts so is followed by a `Join`: its sender leaves in order to heal."""

@@ -16,7 +16,7 @@ from ft_core.manager import Manager, WorldSizeMode
 from ft_core.process_group import ProcessGroupGloo
 from ft_core.shell.control import SPIN_S
 from ft_core.telemetry import REVOKED
-from lighthouse.errors import JoinRefused, LighthouseUnavailable
+from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S, until
 
@@ -578,3 +578,18 @@ def test_a_step_that_was_never_ended_is_a_no():
 
         both(a, b, script)
         assert a.manager.current_step() == b.manager.current_step() == 1
+
+
+def test_one_that_comes_back_after_the_end_is_told_so() -> None:
+    with lighthouse(all_join=False, expected_replicas=2) as server:
+
+        def trains(name: str) -> None:
+            replica = Replica(server, name)
+            replica.run_to(2)
+            replica.manager.shutdown(finished=True)
+
+        replicas(lambda: trains("a"), lambda: trains("b"))
+        late = Replica(server, "a")
+        with pytest.raises(TrainingOver, match="the training has finished at step"):
+            late.manager.start_quorum()
+        late.close()

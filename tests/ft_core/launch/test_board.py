@@ -31,15 +31,53 @@ def test_commits_count_from_the_first_quorum_of_the_training_on(board: Board) ->
     with lighthouse() as server:
         a = Replica(server, "a")
         a.run_to(2)
-        assert board.look(1) == Seen(False, -1, 0, 0.0), "agreements before the training, say"
+        assert board.look(1) == Seen(False, -1, 0, False, False, 0.0), "agreements before the training, say"
         slot().join()
         a.run_to(5)
         a.close()
     assert board.wait()
-    assert board.look(1) == Seen(True, 4, 3, 0.0)
-    assert board.look(0) == Seen(False, -1, 0, 0.0)
+    assert board.look(1) == Seen(True, 4, 3, False, False, 0.0)
+    assert board.look(0) == Seen(False, -1, 0, False, False, 0.0)
     board.clear(1)
-    assert board.look(1) == Seen(False, -1, 0, 0.0)
+    assert board.look(1) == Seen(False, -1, 0, False, False, 0.0)
+
+
+def test_the_first_that_is_left_after_the_training_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, slots = Board(3), []
+    for child in range(3):
+        made.clear(child)
+        monkeypatch.setenv(*next(iter(made.environment(child).items())))
+        slot.cache_clear()
+        slots.append(slot())
+    slot.cache_clear()
+
+    def takers() -> list[int]:
+        return [i for i, each in enumerate(slots) if each.takes_over()]
+
+    slots[1].leads(True)
+    for each in slots:
+        each.over(True)
+    assert takers() == [], "the leader lives"
+    made.died(1)
+    assert takers() == [0]
+    made.clear(1)  # started again: it has not trained
+    assert takers() == [0]
+    made.died(0)
+    assert takers() == [2]
+    slots[2].leads(True)
+    assert takers() == []
+    made.close()
+
+
+def test_nothing_is_taken_over_where_other_machines_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Board(1, whole=False)
+    made.clear(0)
+    monkeypatch.setenv(*next(iter(made.environment(0).items())))
+    slot.cache_clear()
+    slot().over(True)
+    assert not slot().takes_over()
+    slot.cache_clear()
+    made.close()
 
 
 def test_a_loop_that_is_evicted_is_to_be_back_and_comes_back(board: Board) -> None:

@@ -128,6 +128,22 @@ def test_one_that_comes_after_the_end_is_no_failure() -> None:
     assert rules.exit_code() == 0
 
 
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_the_job_fails_if_what_its_leader_had_to_write_is_not_written(taken_over: bool) -> None:
+    rules = policy(2)
+    leader, other = rules.children
+    leader.joined = other.joined = leader.leads = leader.over = other.over = True
+    rules.ended(leader, -9, 1.0)
+    other.leads = taken_over
+    assert rules.due(2.0) == [leader]
+    leader.process = object()  # type: ignore[assignment]
+    rules.ended(other, 0, 3.0)
+    rules.ended(leader, OVER_EXIT_CODE, 4.0)
+    assert rules.over()
+    assert ("what it had not written is missing" in rules.missing()) == (not taken_over)
+    assert rules.exit_code() == (0 if taken_over else 128 + 9)
+
+
 def test_one_that_hangs_is_killed_when_it_has_printed_its_stacks() -> None:
     rules = policy(2)
     child = rules.children[1]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ft_core.launch.supervisor import OVER_EXIT_CODE
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import Run, compare, running
 from tests.harness.lighthouses import patient_lighthouse
@@ -107,8 +108,10 @@ def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
             steps = len(run.lines(1))
             if how == "nodes":
                 late = scheduled(run, how, 1)
-                assert late.wait(PATIENCE_S) == 1
+                assert late.wait(PATIENCE_S) == OVER_EXIT_CODE
+                assert "ft_lightning: the training has finished" in run.output()
                 assert "does not start it over" in run.output()
+                assert "Traceback" not in run.output()
                 assert len(run.lines(1)) == steps
 
 
@@ -132,3 +135,27 @@ Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(Borin
     assert done.returncode == 1
     assert "devices=2 starts 2 processes that run your script again" in done.stderr
     assert "put the training into a script" in done.stderr
+
+
+def test_a_restart_loop_ends_when_the_training_is_over(tmp_path: Path) -> None:
+    """One line without a stack, and an exit code of its own, as in the loops of docs/lightning.md."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+from ft_lightning.shared.launch_env import LaunchEnv
+from ft_lightning.shared.launcher import live_with_group
+from ft_lightning.shared.topology import resolve
+from lighthouse.errors import TrainingOver
+live_with_group(resolve(LaunchEnv.read(num_nodes=1), devices=1, num_nodes=1, group_size=None,
+                        num_replica_groups=None, replica_name=None, lighthouse=None))
+raise TrainingOver("the training has finished at step 9, and this one is late")
+"""
+    )
+    loop = f"until {sys.executable} {script} || [ $? -eq 79 ]; do exit 1; done"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHFT_LIGHTHOUSE": "tcp://h:1"}
+    env |= {"REPLICA_GROUP_ID": "1", "NUM_REPLICA_GROUPS": "2"}
+    done = subprocess.run(
+        ["bash", "-c", loop], env=env, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "ft_lightning: the training has finished at step 9, and this one is late\n"

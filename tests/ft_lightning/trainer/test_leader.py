@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_lightning.shared.strategy_base import act_as_leader
 from ft_lightning.shared.topology import Role, Scope
-from ft_lightning.trainer.leader import before_quorum, without_quorum
+from ft_lightning.trainer.leader import Checkpoints, before_quorum, without_quorum
 
 
 class Logger:
@@ -111,3 +111,40 @@ def test_which_group_writes_after_a_fit_without_a_quorum(
 ) -> None:
     assert without_quorum(trainer(interrupted=interrupted), place) is writes
     assert speaks() is writes
+
+
+class FullDisk:
+    """Fails for the names given."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        if path in self.names:
+            raise OSError(f"no space left for {path}")
+
+
+class Checkpoint:
+    """A callback that saves: Lightning's base class has this name."""
+
+    def saves(self, checkpoints: Checkpoints, disk: FullDisk, *names: str) -> list[bool]:
+        return [checkpoints.save(disk, {}, name, None, plain=False) for name in names]
+
+
+def test_a_fit_of_which_no_checkpoint_was_saved_raises_at_its_end() -> None:
+    checkpoints, callback = Checkpoints(), Checkpoint()
+    checkpoints.begin()
+    assert callback.saves(checkpoints, FullDisk("a", "b"), "a", "b") == [False, False]
+    with pytest.raises(RuntimeError, match="none of its checkpoints could be saved: no space .* b"):
+        checkpoints.end()
+    checkpoints.begin()
+    assert callback.saves(checkpoints, FullDisk("b"), "a", "b") == [True, False]
+    checkpoints.end()
+    checkpoints.begin()
+    assert callback.saves(checkpoints, FullDisk("a"), "a", "b") == [False, True]
+    checkpoints.end()
+
+
+def test_the_users_own_save_raises() -> None:
+    with pytest.raises(OSError, match="no space left for a"):
+        Checkpoints().save(FullDisk("a"), {}, "a", None, plain=False)
