@@ -38,7 +38,7 @@ from ft_core.replica.status import (
 from ft_core.shell.session import Session
 from ft_core.state import State
 from ft_core.telemetry import Telemetry
-from lighthouse.wire.messages import FINISHED
+from lighthouse.wire.messages import FINISHED, OTHERS_FINISHED
 
 log = logging.getLogger("ft_core")
 T = TypeVar("T")
@@ -553,6 +553,15 @@ class Manager:
     def in_quorum(self) -> bool:
         """Whether this group is in a quorum now. Never waits."""
         return self._session is not None and self._session.control.status.stage is Stage.MEMBER
+
+    def others_finished(self) -> bool:
+        """Whether the open step is one that other members have not made: they have left with
+        `shutdown(finished=True)`. Never waits."""
+        view = None if self._session is None else self._session.control.status.view
+        part = self.step.part
+        if view is None or part is None or part.quorum_id != view.quorum_id:
+            return False
+        return view.reason.endswith(OTHERS_FINISHED)
 
     def left(self) -> bool:
         """Whether this group has left its quorum for good."""

@@ -89,9 +89,10 @@ class FTFabricMixin(FabricStepMixin):
         self._finished = True
 
     def _at_exit(self) -> None:
-        """The script has ended: between two passes over its data, or by an error or a signal?"""
+        """The script has ended: at the end of its data, or by an error or a signal?"""
         failed = hasattr(sys, "last_value") or self._sigterm.noted
-        self._finished |= not (failed or any(place.active for place in self.progress.places))
+        if self._lead is not None and self._lead.exhausted and not failed:
+            self._finished = True
         self.leave()
 
     def leave(self) -> None:

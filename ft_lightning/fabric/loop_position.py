@@ -44,6 +44,7 @@ class LoaderPlace:
         epoch: how often the loader was iterated before, which samplers are seeded with.
         batch: how many batches of this epoch were given out.
         active: an iteration is under way.
+        exhausted: the last iteration came to the end of the data.
         moved: the iteration under way must continue at another place.
         resumed: the next iteration continues this epoch instead of beginning the next.
         placeable: the loader can go to a place, and its epochs are as long in all processes.
@@ -52,6 +53,7 @@ class LoaderPlace:
     epoch: int = -1
     batch: int = 0
     active: bool = False
+    exhausted: bool = False
     moved: bool = False
     resumed: bool = False
     placeable: bool = True
@@ -154,7 +156,7 @@ def _batches(
         place.resumed, place.moved = False, place.batch > 0
     else:
         place.epoch, place.batch, place.moved = place.epoch + 1, 0, False
-    place.active = True
+    place.active, place.exhausted = True, False
     length = len(loader) if sampler is not None else None
     batches: Iterator[Any] | None = None
     try:
@@ -162,6 +164,7 @@ def _batches(
             if length is None or place.batch < length:
                 boundary()
             if length is not None and place.batch >= length:
+                place.exhausted = True
                 return
             if batches is None or place.moved:
                 batches = None  # ends the workers of the old one
@@ -180,6 +183,7 @@ def _batches(
             try:
                 batch = next(batches)
             except StopIteration:
+                place.exhausted = True
                 return
             place.batch += 1
             yield batch

@@ -392,6 +392,11 @@ class StrategyBase(_Base):
             self._leader = self._manager.participating_rank() == 0
         except QuorumUnavailable:
             return False  # the attempt has failed already; the next one tells
+        if self._manager.others_finished() and self._options.commit == "quorum":
+            raise RuntimeError(
+                "this process goes on training, and its peers have finished: its loop or its data is "
+                "longer than theirs. It ends here, so that it does not write over what they have saved"
+            )
         act_as_leader(self._leader, self.scope)
         board.slot().join()
         if self.scope.group_rank == 0:

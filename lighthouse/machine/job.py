@@ -422,6 +422,7 @@ class JobState:
     def _on_leave(self, leave: Leave, now: float) -> None:
         self._forget(leave.replica_id, now, (leave.promised, NO_QUORUM))
         known = leave.replica_id in self._members.by_id
+        self._history.others_finished |= known and leave.reason == FINISHED
         cause = f"left: {leave.reason or 'shutdown'}"
         self._remove(leave.replica_id, cause, now, revoke=not leave.reduced)
         if known:
@@ -634,6 +635,7 @@ class JobState:
         """The quorum of `choice` is live."""
         self._formed += 1
         quorum_id = (self.term.epoch << TERM_BITS) + self._formed
+        reason += self._history.note_of_others(self._members.by_id[r] for r in choice.members)
         members, names, foreign = [], {}, foreign_states(choice, self._members, self._history.head)
         for replica_id in choice.members:
             member = self._members.by_id[replica_id]

@@ -11,7 +11,7 @@ join (`takeover`).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lighthouse.machine import fence
@@ -20,6 +20,7 @@ from lighthouse.machine.rules import Position
 from lighthouse.wire.messages import (
     NO_QUORUM,
     NO_TERM,
+    OTHERS_FINISHED,
     TORN,
     Decision,
     InDoubt,
@@ -240,6 +241,7 @@ class History:
         head: position of the last quorum or commit of this term; None: no quorum was formed yet.
         finished: the last members that left said that the training is complete, and no quorum
             has formed since.
+        others_finished: a member has left so, with which a present one has been in a quorum.
         missed: before the first quorum of a term: members of the newest quorum that one of those
             here was in, which are not here and not known to be dead.
         bases: lists of members of each of which the next commit needs half (F2 of `fence.py`).
@@ -257,6 +259,7 @@ class History:
     def __init__(self, missed: tuple[str, ...], term: Term = NO_TERM) -> None:
         self.head: Position | None = None
         self.finished = False
+        self.others_finished = False
         self.missed = set(missed)
         self._remembered = frozenset(missed)  # by the file of an earlier lighthouse
         self.bases: tuple[fence.Members, ...] = ()
@@ -288,6 +291,11 @@ class History:
         self.head = position
         self.finished = False
         self.missed.clear()
+
+    def note_of_others(self, chosen: Iterable[MemberState]) -> str:
+        """What is added to the reason of a quorum of these members."""
+        self.others_finished &= any(member.was_member for member in chosen)
+        return f"; {OTHERS_FINISHED}" if self.others_finished else ""
 
     def decided(self, decision: Decision, live: Ballot) -> Position:
         """Record the decision on the step of `live`; returns the new head."""

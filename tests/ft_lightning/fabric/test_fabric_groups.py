@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lighthouse import LighthouseServer
 from tests.harness.lighthouses import patient_lighthouse
@@ -299,3 +299,29 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     assert isinstance(second, RuntimeError)
     wanted = {"pass": "fabric.strategy.epochs(total)", "scheduler": "scheduler=scheduler"}
     assert wanted[lost] in str(second)
+
+
+def test_a_loop_that_is_longer_than_its_peers_ends_when_they_have_finished(two: Groups) -> None:
+    """Streams of unknown length, of which that of group 1 is longer."""
+
+    class Stream(IterableDataset[Any]):
+        def __init__(self, length: int) -> None:
+            self.length = length
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(torch.ones(self.length, 1))
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        loader = fabric.setup_dataloaders(DataLoader(Stream(3 + 4 * index), 1))
+        for _ in fabric.strategy.epochs(2):
+            for batch in loader:
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return fabric.strategy.current_step
+
+    first, second = two.run(body)
+    assert first == 6
+    assert isinstance(second, RuntimeError)
+    assert "its peers have finished" in str(second)
