@@ -15,11 +15,13 @@ another pass over memory. Without one it divides while it copies, by the size of
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +53,20 @@ _REFUSED = {
 }
 
 
+def refuse_arguments(given: Mapping[str, Any], *also: str) -> None:
+    """Raise ValueError, in one sentence, for arguments of DistributedDataParallel that there are not, or
+    that cannot work. Before there is a module to wrap. `also`: names that are no mistake."""
+    for name, why in _REFUSED.items():
+        if given.get(name) not in (None, False):
+            raise ValueError(f"{name} is not available with fault tolerance: {why}")
+    known = [*inspect.signature(parallel.DistributedDataParallel).parameters, *also]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, set(known) - set(_REFUSED), 1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise ValueError(f"there is no argument {name}{hint}")
+
+
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's DistributedDataParallel whose gradients are averaged by a `Manager`.
 
@@ -78,9 +94,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     """
 
     def __init__(self, manager: GradientManager, module: nn.Module, **kwargs: Any) -> None:
-        for name, why in _REFUSED.items():
-            if kwargs.pop(name, None) not in (None, False):
-                raise ValueError(f"{name} is not available with fault tolerance: {why}")
+        refuse_arguments(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _REFUSED}
         buffers_follow = kwargs.pop("forward_sync_buffers", None)
         old_name = kwargs.pop("broadcast_buffers", None)
         if buffers_follow is None:

@@ -6,6 +6,7 @@ it, so that `help()`, LightningCLI and type checkers see every option with its t
 
 from __future__ import annotations
 
+import inspect
 import uuid
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_core.config import JobOptions
+from ft_core.ddp import refuse_arguments
 from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.launch import board
@@ -96,6 +98,10 @@ _REFUSED = {
     "start_method": "each replica group runs the script itself",
     "process_group_backend": "it follows from the device",
 }
+NO_SYNC_BATCHNORM = (
+    "ft_ddp does not synchronize batch norm over replica groups, which come and go: leave out "
+    "sync_batchnorm=True"
+)
 _DEFAULTS = {"start_method": "popen", "init_sync": True}
 
 
@@ -213,6 +219,9 @@ class StrategyBase(_Base):
         """
         said = locals()
         refuse_ddp_options(kwargs)
+        names = [each.name for each in fields(Options)]
+        stock = inspect.signature(self._stock_class.__init__).parameters
+        refuse_arguments({k: v for k, v in kwargs.items() if k not in stock}, *names, *stock)
         super().__init__(**kwargs)
         self._options = Options(**{each.name: said[each.name] for each in fields(Options)})
         self._prepare()
@@ -331,7 +340,16 @@ class StrategyBase(_Base):
         return size
 
     def _configure_launcher(self) -> None:
-        """Called by Lightning when the Trainer or the Fabric is made."""
+        """Called by Lightning when the Trainer or the Fabric is made: what can't work is said here,
+        before processes start."""
+        if getattr(self, "_layer_sync", None) is not None:
+            raise ValueError(NO_SYNC_BATCHNORM)
+        groups, least = self.scope.num_groups, self._options.min_replicas
+        if self.scope.role is not Role.MEMBER and groups < least:
+            raise ValueError(
+                f"min_replicas ({least}) must be at most the number of replica groups ({groups}, from "
+                "devices and num_nodes), or no step is ever taken"
+            )
         if self.scope.role is Role.MEMBER:
             live_with_group(self.scope)
             self._launcher = None

@@ -193,11 +193,6 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self.set_world_ranks()
 
     def setup(self, trainer: Any) -> None:
-        if self._layer_sync is not None:
-            raise ValueError(
-                "ft_ddp does not synchronize batch norm over replica groups, which come and go: "
-                "leave out sync_batchnorm=True"
-            )
         if trainer.state.fn != "fit":
             super(self._stock_class, self).setup(trainer)
             return

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from ft_core.environment import ReplicaEnv
 from ft_lightning import fabric_lf, fabric_lightning, pl, pytorch
+from ft_lightning.pytorch import FTDDPStrategy
 from ft_lightning.shared.strategy_base import Options, job_of, refuse_ddp_options
 from ft_lightning.shared.topology import Role, Scope
 from ft_lightning.trainer.decisions import Hyperparameters
@@ -78,6 +80,40 @@ def test_options_of_stock_ddp_that_do_not_fit(name: str) -> None:
     refuse_ddp_options({"find_unused_parameters": True, name: None})
     with pytest.raises(ValueError, match=f"takes no {name}"):
         refuse_ddp_options({name: object()})
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"min_replica": 2}, "there is no argument min_replica: did you mean min_replicas?"),
+        ({"find_unused_parameter": True}, "did you mean find_unused_parameters?"),
+        ({"nonsense": 1}, "there is no argument nonsense$"),
+        ({"static_graph": True}, "static_graph is not available with fault tolerance: its first step"),
+    ],
+)
+def test_arguments_that_there_are_not_are_found_when_the_strategy_is_made(
+    given: dict[str, Any], sentence: str
+) -> None:
+    for strategy in (FTDDPStrategy, fabric_lightning.FTDDPStrategy):
+        strategy(find_unused_parameters=True, static_graph=False, timeout=None)
+        with pytest.raises(ValueError, match=sentence):
+            strategy(**given)
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer", "sentence"),
+    [
+        ({"min_replicas": 3}, {}, r"min_replicas \(3\) must be at most the number .* \(2, from"),
+        ({}, {"sync_batchnorm": True}, "leave out sync_batchnorm=True"),
+    ],
+)
+def test_what_cannot_work_is_found_before_processes_start(
+    options: dict[str, Any], trainer: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Trainer(
+            strategy=FTDDPStrategy(**options), devices=2, accelerator="cpu", logger=False, **trainer
+        )
 
 
 def test_who_is_alone_has_a_job_of_its_own() -> None:
