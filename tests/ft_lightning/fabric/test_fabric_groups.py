@@ -325,3 +325,23 @@ def test_a_loop_that_is_longer_than_its_peers_ends_when_they_have_finished(two: 
     assert first == 6
     assert isinstance(second, RuntimeError)
     assert "its peers have finished" in str(second)
+
+
+def test_a_script_without_epochs_that_has_ended_is_not_started_over_by_one_group(
+    two: Groups, server: LighthouseServer
+) -> None:
+    def body(fabric: Any, index: int) -> Any:
+        train(fabric)
+        fabric.strategy._at_exit()  # what the end of the process calls
+        return fabric.strategy.progress.step
+
+    def refused() -> bool:
+        job = two.options["job_id"]
+        reasons = [each["reason"] for each in server.status()["jobs"] if each["job_id"] == job]
+        return any("the training has finished at step 2" in reason for reason in reasons)
+
+    assert two.run(body) == [2, 2]
+    two.start(1, body)
+    until(refused, "group 1 to hear that the training is over")
+    two.start(0, body)  # all of them start it over
+    assert two.join() == [2, 2]
