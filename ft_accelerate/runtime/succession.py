@@ -30,6 +30,7 @@ from ft_accelerate import seams
 from ft_accelerate.runtime.process import while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.seams import Seam
+from ft_core.launch import wandb_log
 from ft_core.launch.import_hook import when_imported
 
 log = logging.getLogger("ft_accelerate")
@@ -43,6 +44,7 @@ END_OF = {
     "on_step_begin": "on_step_end",
 }
 """Events that set something up, each with the one with which that ends."""
+KEPT_ROWS = 1000
 _MISSING = object()
 _asked: list[bool] = [False]
 
@@ -72,7 +74,7 @@ class OwedHooks:
     ) -> Any:  # fmt: skip
         """`call_event` in any process."""
         if runtime.leader:
-            self._pay(original, handler, args, state, control)
+            self._pay(original, handler, event, args, state, control)
         elif event in END_OF:
             return self._note(runtime, original, handler, event, args, state, control, **kwargs)
         if self._owed:
@@ -100,7 +102,9 @@ class OwedHooks:
                 self._owed.append(_Owed(event, callback, changed))
         return control
 
-    def _pay(self, original: CallEvent, handler: Any, args: Any, state: Any, control: Any) -> None:
+    def _pay(
+        self, original: CallEvent, handler: Any, event: str, args: Any, state: Any, control: Any
+    ) -> None:
         """This is the main process now: what sets up runs, in the order in which it was called."""
         owed, self._owed = self._owed, []
         for each in owed:
@@ -117,6 +121,12 @@ class OwedHooks:
             try:
                 with _only(handler, each.callback):
                     original(handler, each.event, args, state, control)
+                    if each.event == "on_train_begin":
+                        # The row of an event that is under way is in the history already.
+                        rows = state.log_history[: -1 if event == "on_log" else None]
+                        known = _stored_by(each.callback)
+                        if known is not None:
+                            _write_again(original, handler, args, state, control, rows, known)
             except Exception as error:  # a tracker's own errors are of any kind
                 name = type(each.callback).__name__
                 log.warning(
@@ -125,6 +135,54 @@ class OwedHooks:
                     name, each.event, type(error).__name__, error,
                 )  # fmt: skip
                 handler.callbacks[:] = [c for c in handler.callbacks if c is not each.callback]
+
+
+def _write_again(
+    original: CallEvent, handler: Any, args: Any, state: Any, control: Any, rows: list[Any],
+    known: dict[str, int],
+) -> None:  # fmt: skip
+    """Log what the main processes before had not written when they died.
+
+    `rows`: of Trainer's history, which heals. `known`: last step of each name that is stored.
+    """
+    now = state.global_step, state.epoch
+    try:
+        for logged in rows[-KEPT_ROWS:]:
+            step = logged["step"]
+            missing = {n: v for n, v in logged.items() if n != "step" and step > known.get(n, -1)}
+            state.global_step, state.epoch = step, logged.get("epoch")
+            if missing:
+                original(handler, "on_log", args, state, control, logs=missing)
+    finally:
+        state.global_step, state.epoch = now
+
+
+def _stored_by(callback: Any) -> dict[str, int] | None:
+    """The last step of each name of Trainer's that a callback's tracker has stored; None: it writes at
+    once, or can't be asked."""
+    kinds = {cls.__name__ for cls in type(callback).__mro__}
+    if "WandbCallback" in kinds:
+        import wandb
+        from transformers.integrations.integration_utils import rewrite_logs
+
+        if wandb.run is None:
+            return None
+        found = wandb_log.last_steps(wandb.run, "train/global_step")
+        names = {f"eval_{n.removeprefix('eval/')}" for n in found if n.startswith("eval/")}
+        names |= {n.removeprefix("train/") for n in found if n.startswith("train/")}
+        stored = {name: next(iter(rewrite_logs({name: 0}))) for name in names}
+        return {name: found[stored[name]] for name in names if stored[name] in found}
+    if "MLflowCallback" in kinds:
+        import mlflow
+
+        run, client = mlflow.active_run(), mlflow.MlflowClient()
+        if run is None:
+            return None
+        return {
+            name: max(m.step for m in client.get_metric_history(run.info.run_id, name))
+            for name in client.get_run(run.info.run_id).data.metrics
+        }
+    return None
 
 
 def owed_hooks(handler: Any) -> OwedHooks:

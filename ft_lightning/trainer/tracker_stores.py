@@ -8,18 +8,12 @@ the logger. Any thread.
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BLOCK = 32 * 1024
-"""Of wandb's files, whose records are framed as those of LevelDB's log."""
-HEADER = struct.Struct("<IHB")
-FULL, FIRST, LAST = 1, 2, 4
+from ft_core.launch import wandb_log
 
 
 def kind_of(logger: Any) -> str:
@@ -83,49 +77,4 @@ def _in_mlflow(logger: Any) -> dict[str, int]:
 
 
 def _in_wandb(logger: Any) -> dict[str, int]:
-    """Of a run that goes on. Continues its numbers of rows, too, which wandb counts in each process."""
-    run = logger.experiment
-    if not run.offline:  # what the server has
-        step = run.summary.get("trainer/global_step", -1)
-        return dict.fromkeys(run.summary.keys(), int(step))
-    last: dict[str, int] = {}
-    rows = 0
-    for path in sorted(Path(run.dir).parent.parent.glob(f"*-{run.id}/run-{run.id}.wandb")):
-        for row in wandb_rows(path):
-            rows = max(rows, int(row.get("_step", -1)) + 1)
-            for name in row:
-                last[name] = max(int(row.get("trainer/global_step", 0)), last.get(name, 0))
-    if rows:
-        run.log({}, step=rows)
-    return last
-
-
-def wandb_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows in a file of wandb's, up to where it is torn."""
-    from wandb.proto import wandb_internal_pb2 as protocol
-
-    for packed in _records(path.read_bytes()):
-        record = protocol.Record()
-        record.ParseFromString(packed)
-        if record.WhichOneof("record_type") == "history":
-            yield {
-                ".".join(item.nested_key) or item.key: json.loads(item.value_json)
-                for item in record.history.item
-            }
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    at, record = HEADER.size, b""  # after the file's own header
-    while at + HEADER.size <= len(data):
-        left = BLOCK - at % BLOCK
-        if left < HEADER.size:
-            at += left
-            continue
-        _, size, kind = HEADER.unpack_from(data, at)
-        at += HEADER.size
-        if not FULL <= kind <= LAST or at + size > len(data):
-            return
-        record = data[at : at + size] if kind in (FULL, FIRST) else record + data[at : at + size]
-        at += size
-        if kind in (FULL, LAST):
-            yield record
+    return wandb_log.last_steps(logger.experiment, "trainer/global_step")

@@ -30,7 +30,9 @@ ALLOWED["ft_lightning"] |= {
 # Optional: only where a script has imported it.
 ALLOWED["ft_accelerate"] |= {"rich", "transformers"}
 # Optional: only where a script logs to them.
-ALLOWED["ft_lightning"] |= {"tensorboard", "wandb"}
+ALLOWED["ft_lightning"] |= {"tensorboard"}
+ALLOWED["ft_core"] |= {"wandb"}
+ALLOWED["ft_accelerate"] |= {"mlflow", "wandb"}
 
 ALWAYS = {"__future__", "__main__"}
 

@@ -31,11 +31,11 @@ def in_tensorboard(folder: Path, metric: str) -> list[int]:
 
 def in_wandb(folder: Path, metric: str, step: str = "trainer/global_step") -> list[int]:
     """`folder` has the processes' files: of one run, and each row has a number of its own."""
-    from ft_lightning.trainer.tracker_stores import wandb_rows
+    from ft_core.launch.wandb_log import rows_of
 
     paths = sorted(folder.glob("wandb/*-run-*/run-*.wandb"))
     assert len({path.name for path in paths}) == 1, paths
-    rows = [row for path in paths for row in wandb_rows(path)]
+    rows = [row for path in paths for row in rows_of(path)]
     numbers = [row["_step"] for row in rows]
     assert numbers == sorted(set(numbers)), numbers
     return [row[step] for row in rows if metric in row]
@@ -45,7 +45,9 @@ def make_mlflow(database: Path, experiment: str) -> None:
     """Processes that each make the tables of a new database fail, also under plain DDP."""
     from mlflow.tracking import MlflowClient
 
-    MlflowClient(f"sqlite:///{database}").create_experiment(experiment)
+    client = MlflowClient(f"sqlite:///{database}")
+    if client.get_experiment_by_name(experiment) is None:
+        client.create_experiment(experiment)
 
 
 def in_mlflow(database: Path, experiment: str, metric: str) -> list[int]:

@@ -15,6 +15,13 @@ import pytest
 import yaml
 
 from tests.ft_accelerate.installed import installed
+from tests.harness.trackers import (
+    in_mlflow,
+    in_tensorboard,
+    in_wandb,
+    installed_trackers,
+    make_mlflow,
+)
 from tests.harness.waiting import PATIENCE_S
 from tests.harness.workers import start
 
@@ -73,6 +80,7 @@ def protected(
     min_replicas: int = 2,
     group_size: int = 1,
     hold: Path | None = None,
+    **more: str,
 ) -> tuple[list[Report], str]:
     """The same script in two replica groups."""
     out.mkdir(exist_ok=True)
@@ -84,7 +92,7 @@ def protected(
         "-m", "ft_accelerate.launch.command", "launch", "--config_file", str(config),
         str(script), "--out", str(out), *argv,
     ]  # fmt: skip
-    env = installed(out / "site", TRAINER_KILLS=kills, TRAINER_HOLD=str(hold or ""))
+    env = installed(out / "site", TRAINER_KILLS=kills, TRAINER_HOLD=str(hold or ""), **more)
     env["FT_EVENT_LOG"] = str(out / "events")
     said = run(command, env, out)
     assert said.count("was killed by SIGKILL; it is started again") == len(kills.split()), said
@@ -127,10 +135,25 @@ def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
         "1:0:on_step_end:7 0:0:on_prediction_step:2 1:1:on_epoch_end:2 0:1:on_substep_end:31 "
         "1:2:writing:1"
     )
-    found, said = protected(TRAINER, tmp_path / "ft", *BEST, kills=kills)
-    tracked = [int(text) for text in (tmp_path / "ft" / "tracked").read_text().split()]
+    out, trackers = tmp_path / "ft", installed_trackers()
+    out.mkdir()
+    if "mlflow" in trackers:
+        make_mlflow(out / "mlflow.db", "Default")
+    found, said = protected(
+        TRAINER, out, *BEST, kills=kills,
+        TRAINER_REPORT_TO=" ".join(trackers) or "none",
+        TENSORBOARD_LOGGING_DIR=str(out / "tensorboard" / "one"),
+        WANDB_MODE="offline", WANDB_DIR=str(out), MLFLOW_TRACKING_URI=f"sqlite:///{out}/mlflow.db",
+    )  # fmt: skip
+    tracked = [int(text) for text in (out / "tracked").read_text().split()]
     assert sorted(tracked) == sorted([*range(5, 40, 5), 13, 26, 39, 39])  # each row once
     assert "39/39" in said
+    if "tensorboard" in trackers:
+        assert in_tensorboard(out / "tensorboard", "train/loss") == list(range(5, 40, 5))
+    if "mlflow" in trackers:
+        assert in_mlflow(out / "mlflow.db", "Default", "loss") == list(range(5, 40, 5))
+    if "wandb" in trackers:
+        assert in_wandb(out, "train/loss", "train/global_step") == list(range(5, 40, 5))
     for report, expected in zip(found, oracle, strict=True):
         same(report, expected)
         steps = [(e.get("step"), e.get("eval_loss")) for e in report["logs"]]

@@ -193,6 +193,7 @@ def main() -> None:
         load_best_model_at_end=bool(options.patience),
         metric_for_best_model="eval_loss",
         seed=1,
+        report_to=os.environ.get("TRAINER_REPORT_TO", "none").split(),
         use_cpu=True,
         dataloader_pin_memory=False,
     )

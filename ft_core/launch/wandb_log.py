@@ -1,0 +1,69 @@
+"""What a run of wandb's has stored, for a process that continues the run of one that died.
+
+wandb writes a run's records to a local file, in blocks: what a process had not written when it was
+killed is lost. Offline that file is all there is. Needs wandb, and imports it where it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCK = 32 * 1024
+"""Records are framed as those of LevelDB's log, in blocks of so many bytes."""
+HEADER = struct.Struct("<IHB")
+FULL, FIRST, LAST = 1, 2, 4
+
+
+def last_steps(run: Any, step_name: str) -> dict[str, int]:
+    """For each metric of a run that was just resumed, its last value of `step_name`. Any thread.
+
+    Offline wandb counts rows anew in each process. So this run is told to count on, too.
+    """
+    if not run.offline:  # what the server has
+        step = int(run.summary.get(step_name, -1))
+        return dict.fromkeys(run.summary.keys(), step)
+    last: dict[str, int] = {}
+    rows = 0
+    for path in sorted(Path(run.dir).parent.parent.glob(f"*-{run.id}/run-{run.id}.wandb")):
+        for row in rows_of(path):
+            rows = max(rows, int(row.get("_step", -1)) + 1)
+            for name in row:
+                last[name] = max(int(row.get(step_name, 0)), last.get(name, 0))
+    if rows:
+        run.log({}, step=rows)
+    return last
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows in a run's file, up to where it is torn."""
+    from wandb.proto import wandb_internal_pb2 as protocol
+
+    for packed in _records(path.read_bytes()):
+        record = protocol.Record()
+        record.ParseFromString(packed)
+        if record.WhichOneof("record_type") == "history":
+            yield {
+                ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    at, record = HEADER.size, b""  # after the file's own header
+    while at + HEADER.size <= len(data):
+        left = BLOCK - at % BLOCK
+        if left < HEADER.size:
+            at += left
+            continue
+        _, size, kind = HEADER.unpack_from(data, at)
+        at += HEADER.size
+        if not FULL <= kind <= LAST or at + size > len(data):
+            return
+        record = data[at : at + size] if kind in (FULL, FIRST) else record + data[at : at + size]
+        at += size
+        if kind in (FULL, LAST):
+            yield record
