@@ -262,6 +262,9 @@ class JobState:
                 return
             # A message made it give up this quorum: it joins as a newcomer.
             self._remove(join.replica_id, "started over", now)
+            if self.term != join.promised:  # the step that it has ended was the last of the term
+                self._offer(peer, join, now)
+                return
         if refusal := self._refusal(join):
             self._send(peer, Refused(self.key, refusal))
         elif self._members.other_holder(join.name, join.replica_id):

@@ -109,7 +109,8 @@ class Process:
             expected_replicas=cluster.expected(job), can_heal=slot not in options.no_heal,
             genesis=genesis, held=held,
         )  # fmt: skip
-        if options.own_rules and cluster.work_rng.random() < 0.5:
+        # Where there are several jobs, the lighthouse's option is the number of all their processes.
+        if options.own_rules and cluster.work_rng.random() < 0.5 and options.jobs == 1:
             template = replace(template, min_replicas=0, expected_replicas=0)
         limits = options.timeouts
         self.replica: Replica = cluster.make_replica(

@@ -24,6 +24,7 @@ from lighthouse.wire import codec, messages
 from lighthouse.wire.messages import (
     PHASES,
     TORN,
+    Basis,
     DeathNotice,
     Decision,
     Heartbeat,
@@ -118,6 +119,18 @@ def test_many_deaths_at_once_are_one_revoke() -> None:
         effects += job.lost(name, "power cut", 1.0)
     assert len(sends(effects)) == 1
     job.check()
+
+
+def test_a_death_notice_may_come_before_the_first_join() -> None:
+    """The lighthouse is started again while b dies: its watcher may be back sooner than its peers."""
+    config = LighthouseConfig(expected_replicas=2, timeouts=LIMITS)
+    lighthouse = Lighthouse(config, nonces())
+    lighthouse.handle(b"b#watcher", DeathNotice(KEY, "b:1", "killed", Term(0, 9), 7), 0.0)
+    basis = Basis(5, "x", committed=True)
+    here = join("a", quorum_id=7, last_members=("a", "b:1"), basis=basis, step=5, lineage="x")
+    lighthouse.handle(b"a", replace(here, promised=Term(0, 9)), 0.1)  # it is offered a higher term
+    said = sends(lighthouse.handle(b"a", replace(here, promised=Term(1, 1)), 0.1))
+    assert [type(send.message) for send in said] == [Quorum]
 
 
 def test_a_full_lighthouse_refuses_but_reuses_jobs_that_all_have_left() -> None:
@@ -224,6 +237,7 @@ def any_request(
             who, step=step, lineage=lineage, quorum_id=rng.choice([0, *ids]),
             name=rng.choice([who, "a"]), in_doubt=rng.choice([None, doubt]),
             last_members=tuple(rng.sample("abcd", rng.randrange(4))),
+            basis=rng.choice([None, Basis(0, "x", rng.random() < 0.5, rng.random() < 0.5, (("a", "b"),))]),
             can_heal=rng.random() < 0.8, group_commit=rng.random() < 0.05,
             promised=rng.choice(terms),
         )  # fmt: skip
