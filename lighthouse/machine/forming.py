@@ -246,6 +246,8 @@ class Forming:
     def verdict(self, now: float) -> rules.Verdict:
         """Apply the rules to the members."""
         all_members, head = self._members.by_id, self._history.head
+        if not all_members:
+            return rules.Verdict(None, "no replica group is here")
         roll = self._roll(now)
         if self._history.finished and head is not None:
             held = any(member.position.step >= head.step for member in all_members.values())

@@ -456,9 +456,10 @@ class JobState:
         assert live is not None
         if live.revoked:
             return
+        what = "ends" if reason == f"left: {FINISHED}" else "revoked"  # nothing is wrong then
         reason = f"{live.names[replica_id]}: {reason}"
         live.revoke(replica_id, reason, now, self._timeouts.revoke_timeout_s)
-        self._effects.append(Note(self.key, f"step {live.position.step} revoked: {reason}"))
+        self._effects.append(Note(self.key, f"step {live.position.step} {what}: {reason}"))
         if live.silent:
             peers = tuple(self._members.by_id[r].peer for r in sorted(live.silent))
             message = Revoke(self.key, live.quorum_id, live.position.step, reason)
