@@ -55,14 +55,21 @@ def ask(*, num_processes: int, num_machines: int) -> dict[str, Any]:
             None,
             "Please enter an address such as tcp://10.0.0.1:29510.",
         )
-    for name, question in (
-        ("timeout_s", "After how many seconds should a replica group that hangs be evicted?"),
-        ("max_restarts", "How often should a replica group that died be restarted?"),
-    ):
-        default = default_of(name)
-        section[argument_name(name)] = _field(
-            f"{question} [{default:g}]: ", _reader(name), default, "Please enter a number."
-        )
+    timeout_s = default_of("timeout_s")
+    section[argument_name("timeout_s")] = _field(
+        f"After how many seconds should a replica group that hangs be evicted? [{timeout_s:g}]: ",
+        _reader("timeout_s"),
+        timeout_s,
+        "Please enter a number.",
+    )
+    restarts = _field(
+        "How often within an hour may a replica group that died be restarted? [no limit]: ",
+        lambda text: _reader("max_restarts")(text) if text else None,
+        None,
+        "Please enter a number.",
+    )
+    if restarts is not None:
+        section[argument_name("max_restarts")] = restarts
     section[argument_name("commit")] = _commit()
     _ask_more(section)
     return read_section(section)

@@ -32,7 +32,7 @@ from lighthouse.wire.messages import DECLARE_DEAD, OVER, JobKey, Join, Term
 log = logging.getLogger("ft_core")
 
 REACH_AGAIN_S = 0.2
-HANG_TIMEOUTS = 5
+HANG_TIMEOUTS = 10
 """A loop that was evicted has so many times the timeout to come back. Then a supervisor ends it."""
 LOCAL_PATIENCE_S = 3.0
 """For a lighthouse on this machine that was there a moment ago, before another is started."""

@@ -412,7 +412,6 @@ def test_accelerate_config_asks_our_questions_too(tmp_path: Path) -> None:
         "fault_tolerance_group_size": 2,
         "fault_tolerance_min_replicas": 2,
         "fault_tolerance_timeout_s": 30.0,
-        "fault_tolerance_max_restarts": 10,
         "fault_tolerance_commit": "quorum",
     }, said
 
