@@ -161,7 +161,7 @@ def test_an_error_of_the_plane_thread_reaches_the_loop(monkeypatch: pytest.Monke
         raise OSError("no descriptors are left")
 
     monkeypatch.setattr(DataPlane, "configure", fail)
-    with lighthouse(timeout_s=PATIENCE_S) as server:
+    with lighthouse(expected_replicas=1) as server:
         replica = Replica(server, "r0")
         with pytest.raises(RuntimeError, match="stopped working in this process"):
             replica.manager.start_quorum()
