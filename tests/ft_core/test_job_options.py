@@ -18,6 +18,7 @@ import zmq
 from lightning.pytorch import Trainer
 
 from ft_accelerate.options import FaultTolerancePlugin, field_names
+from ft_core.attempt import FIRST_CHECKS
 from ft_core.config import UNNAMED, JobOptions
 from ft_core.environment import ReplicaEnv
 from ft_core.errors import QuorumUnavailable
@@ -169,7 +170,7 @@ def test_a_source_trains_on_and_the_target_is_told_why(caplog: pytest.LogCapture
     with lighthouse() as server:
         a = with_note(Replica(server, "r0", init_sync=False), "")
         a.note = "plain"  # type: ignore[assignment]
-        a.run_to(3)
+        a.run_to(1 + FIRST_CHECKS)
         for told, note in (("Note.*set Manager", Note("x")), ("no disk", OSError("no disk"))):
 
             def save(note: Any = note) -> dict[str, Any]:
