@@ -34,4 +34,5 @@ class JoinRefused(LighthouseError):
 
 
 class TrainingOver(JoinRefused):
-    """The training has finished while this process was away: nothing is left to do for it."""
+    """The training has finished while this process was away, or the script's next one has begun: nothing
+    is left to do for it."""

@@ -599,7 +599,7 @@ class Runtime:
         """Take a peer's state, and set out for its place. Called inside `start_quorum`."""
         target = states.target_in(state)
         if target.begun > self.position.begun:
-            raise RuntimeError(LATER)
+            raise TrainingOver(LATER)
         self._healed = state
         states.restore(self.accelerators, state, models=True)
         self.position.relocate(target)

@@ -29,7 +29,7 @@ from ft_lightning.shared import trainings
 from ft_lightning.shared.launch_env import ENV_DEVICE, LaunchEnv
 from ft_lightning.shared.launcher import SupervisorLauncher, live_with_group
 from ft_lightning.shared.topology import Role, Scope, resolve
-from lighthouse.errors import JoinRefused
+from lighthouse.errors import TrainingOver
 
 if TYPE_CHECKING:
 
@@ -387,14 +387,14 @@ class StrategyBase(_Base):
         return manager
 
     def _refuse_if_over(self) -> None:
-        """Raise JoinRefused if this group's peers are in a later training of the script. All ranks of
+        """Raise TrainingOver if this group's peers are in a later training of the script. All ranks of
         the group call it, before they first ask for a quorum."""
         job = self._training
         assert job is not None
         if self.scope.num_groups > 1:
             why = self._in_group.from_rank_0(lambda: trainings.over(job))
             if why:
-                raise JoinRefused(why)
+                raise TrainingOver(why)
 
     def _training_is_over(self, yes: bool) -> None:
         """A training has ended regularly; `yes` False: another one begins."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ft_core.launch.supervisor import OVER_EXIT_CODE
 from tests.ft_accelerate.harness import compare, running
 
 pytestmark = pytest.mark.process
@@ -37,7 +38,7 @@ def test_killed_in_the_second_training_it_does_not_join_with_the_first(
         again = run.start(1, ACCELERATE_FAULT_TOLERANCE_RESTARTS="1")
         run.until(lambda: run.events(1, "waiting", "quorum") > asked, "it asks for a quorum")
         run.go("step-2-3")
-        run.wait(again, code=1)
+        run.wait(again, code=OVER_EXIT_CODE)
         assert "its peers are in a later training of the script" in run.output()
         run.go("step-2-20")
         run.wait(zero)

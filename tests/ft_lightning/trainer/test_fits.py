@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ft_core.launch.supervisor import OVER_EXIT_CODE
 from tests.ft_lightning.harness import running
 
 pytestmark = pytest.mark.process
@@ -26,7 +27,7 @@ def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
         os.kill(second.pid, signal.SIGKILL)
         run.wait(second, code=-signal.SIGKILL)
         back = run.start(1)
-        run.wait(back, code=1)
+        run.wait(back, code=OVER_EXIT_CODE)
         assert "is at training 1 of its script, and its peers are in training 2" in run.output()
         trained = run.lines(1, "trained")
         run.go("step:2:2")
