@@ -580,7 +580,7 @@ class JobState:
             else:
                 answered.append(member)
             if live.votes[replica_id].leaving:
-                self._history.died(self._members, replica_id, self.term)
+                self._history.died(self._members, replica_id, self.term, live.quorum_id)
             if replica_id in blamed or live.votes[replica_id].leaving:
                 self._members.take(replica_id)
         if self._least_epoch > self.term.epoch:

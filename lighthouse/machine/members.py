@@ -333,6 +333,7 @@ class History:
         """
         self.missed.discard(replica_id)
         self._dead_ids[replica_id] = (promised.epoch, promised.nonce), quorum_id
+        self._has_said(replica_id, promised, quorum_id)
         member = members.by_id.get(replica_id)
         name = member.name if member is not None else name_of(replica_id)
         if not members.other_holder(name, replica_id):
@@ -354,10 +355,14 @@ class History:
 
     def is_old(self, join: Join) -> bool:
         """Whether the sender of `join` has sent a newer one. Its promise and its last quorum only grow."""
-        said = join.promised.epoch, join.promised != NO_TERM, join.quorum_id
-        if said < self._newest_joins.get(join.replica_id, said):
+        return self._has_said(join.replica_id, join.promised, join.quorum_id)
+
+    def _has_said(self, replica_id: str, promised: Term, quorum_id: int) -> bool:
+        """Note what a process has said of itself; True if it had said more before."""
+        said = promised.epoch, promised != NO_TERM, quorum_id
+        if said < self._newest_joins.get(replica_id, said):
             return True
-        self._newest_joins[join.replica_id] = said
+        self._newest_joins[replica_id] = said
         if len(self._newest_joins) > REMEMBERED_DEAD:
             self._newest_joins.popitem(last=False)
         return False
