@@ -289,9 +289,9 @@ class Manager:
         """Begin a step: be in a quorum, serve peers that must heal, heal if behind.
 
         `room_id`: several quorums in one job; the first call chooses it ("default": what the options
-        say). `allow_heal` False: a
-        replica group that is behind is not admitted. `shrink_only` is taken and has no effect:
-        no member is admitted within a step. `timeout`: for this quorum only.
+        say). `allow_heal` False: a replica group that is behind is not admitted. `shrink_only` is
+        taken and has no effect: no member is admitted within a step. `timeout`: for this quorum
+        only.
 
         Raises:
             QuorumUnavailable: no quorum within the timeout; says what it waited for.

@@ -30,7 +30,7 @@ from ft_accelerate import seams
 from ft_accelerate.runtime.process import while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.seams import Seam
-from ft_core.launch import wandb_log
+from ft_core.launch import stored_runs
 from ft_core.launch.import_hook import when_imported
 
 log = logging.getLogger("ft_accelerate")
@@ -167,7 +167,7 @@ def _stored_by(callback: Any) -> dict[str, int] | None:
 
         if wandb.run is None:
             return None
-        found = wandb_log.last_steps(wandb.run, "train/global_step")
+        found = stored_runs.wandb_steps(wandb.run, "train/global_step")
         names = {f"eval_{n.removeprefix('eval/')}" for n in found if n.startswith("eval/")}
         names |= {n.removeprefix("train/") for n in found if n.startswith("train/")}
         stored = {name: next(iter(rewrite_logs({name: 0}))) for name in names}
@@ -175,13 +175,8 @@ def _stored_by(callback: Any) -> dict[str, int] | None:
     if "MLflowCallback" in kinds:
         import mlflow
 
-        run, client = mlflow.active_run(), mlflow.MlflowClient()
-        if run is None:
-            return None
-        return {
-            name: max(m.step for m in client.get_metric_history(run.info.run_id, name))
-            for name in client.get_run(run.info.run_id).data.metrics
-        }
+        run = mlflow.active_run()
+        return run and stored_runs.mlflow_steps(mlflow.MlflowClient(), run.info.run_id)
     return None
 
 

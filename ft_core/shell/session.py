@@ -146,8 +146,8 @@ class Session:
         return group, leader.replica_id, leader.identity.encode()
 
     def check_refused(self) -> None:
-        """Raises JoinRefused (TrainingOver) if the lighthouse refuses this replica group, GroupBroken (GroupLeft)
-        if the group has lost a rank (has left with one that was told to end)."""
+        """Raises JoinRefused (TrainingOver) if the lighthouse refuses this replica group, GroupBroken
+        (GroupLeft) if the group has lost a rank (has left with one that was told to end)."""
         status = self.control.status
         if status.stage is Stage.REFUSED:
             if status.reason.startswith(LEFT):

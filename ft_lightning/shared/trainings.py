@@ -35,7 +35,8 @@ def next_room(job: JobOptions) -> str:
 def over(job: JobOptions) -> str:
     """Why the training of `job.room_id` can't be joined, as a sentence; "": it can.
 
-    Asks the lighthouse, and tells it that this group will not come. Raises LighthouseUnavailable after the connect timeout.
+    Asks the lighthouse, and tells it that this group will not come. Raises LighthouseUnavailable
+    after the connect timeout.
     """
     address = job.lighthouse or ensure_local_lighthouse()
     with LighthouseClient(address, timeout_s=job.timeouts.connect_timeout_s) as client:

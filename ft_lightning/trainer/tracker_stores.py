@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ft_core.launch import wandb_log
+from ft_core.launch import stored_runs
 
 
 def kind_of(logger: Any) -> str:
@@ -69,12 +69,8 @@ def _in_tensorboard(logger: Any) -> dict[str, int] | None:
 
 
 def _in_mlflow(logger: Any) -> dict[str, int]:
-    client, run = logger.experiment, logger.run_id
-    return {
-        name: max(metric.step for metric in client.get_metric_history(run, name))
-        for name in client.get_run(run).data.metrics
-    }
+    return stored_runs.mlflow_steps(logger.experiment, logger.run_id)
 
 
 def _in_wandb(logger: Any) -> dict[str, int]:
-    return wandb_log.last_steps(logger.experiment, "trainer/global_step")
+    return stored_runs.wandb_steps(logger.experiment, "trainer/global_step")

@@ -128,22 +128,20 @@ class Ballot:
         """Members that voted yes, whether they still live or not."""
         return {r for r, vote in self.votes.items() if vote.ok}
 
-    def result(self, group_commit: bool, enough: bool) -> tuple[bool, bytes]:
-        """(committed, control bytes), now that no living member is silent.
+    def result(self, yes: Set[str], group_commit: bool, enough: bool) -> tuple[bool, bytes]:
+        """(committed, control bytes), now that no living member is silent, of the votes `yes`.
 
         `enough`: those that said yes suffice (F2 of `fence.py`).
         The control bytes are the lowest-ranked yes voter's; empty for a discard.
         """
         assert not self.silent
-        if not (enough and self.commits(group_commit)):
+        if not (enough and self.commits(yes, group_commit)):
             return False, b""
-        yes = self.yes()
         first = next(m.replica_id for m in self.members if m.replica_id in yes)
         return True, self.votes[first].control
 
-    def commits(self, group_commit: bool) -> bool:
-        """Whether the votes commit the step."""
-        yes = self.yes()
+    def commits(self, yes: Set[str], group_commit: bool) -> bool:
+        """Whether the votes, of which `yes` are such, commit the step."""
         # If no living member held the result, committing it would lose the state itself.
         held = not yes.isdisjoint(self.living)
         return held and (group_commit or len(yes) == len(self.votes))

@@ -519,8 +519,8 @@ class JobState:
         if not self._part_with_different(live, now):
             return
         before = live.position
-        enough = self._forming.suffice(live.yes())
-        committed, control = live.result(self._members.rules.group_commit, enough)
+        yes, group_commit = live.yes(), self._members.rules.group_commit
+        committed, control = live.result(yes, group_commit, self._forming.suffice(yes))
         decision = Decision(
             self.key,
             live.quorum_id,

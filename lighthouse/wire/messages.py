@@ -332,9 +332,9 @@ class Heartbeat:
 
 
 FINISHED = "finished"
+"""Reason of a `Leave` that says that the training is complete."""
 OVER = "the training has finished"
 """So begins what is said to one that comes back after that."""
-"""Reason of a `Leave` that says that the training is complete."""
 OTHERS_FINISHED = "others have finished the training"
 """The end of the reason of a quorum after such a `Leave`: its members do more than the others did."""
 GAVE_UP = "gave up its state: "

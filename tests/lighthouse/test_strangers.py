@@ -295,6 +295,19 @@ def test_a_message_that_the_rules_fail_on_ends_its_job_only(
     assert LighthouseConfig(timeouts=FAST).max_jobs > 2
 
 
+def forge(said: str, member: Any, quorum_id: int) -> Request:
+    """What `member` has not said."""
+    job, replica_id = member.job, member.replica_id
+    forged: dict[str, Request] = {
+        "no": Vote(job, replica_id, quorum_id, 0, "init", False, "forged"),
+        "leave": Leave(job, replica_id, "forged"),
+        "death": DeathNotice(job, replica_id, "forged"),
+        "heartbeat": Heartbeat(job, replica_id, quorum_id - 1, 0),
+        "join": Join(job, "a", replica_id, 9, "forged", (b"a",)),
+    }
+    return forged[said]
+
+
 @pytest.mark.parametrize("said", ["no", "leave", "death", "heartbeat", "join"])
 def test_what_another_process_says_of_a_member_has_no_effect(
     server: LighthouseServer, context: zmq.Context[Any], player: PlayerFactory, said: str
@@ -304,13 +317,7 @@ def test_what_another_process_says_of_a_member_has_no_effect(
     for one in (a, b):
         one.join(expected_replicas=2)
     (quorum_id,) = {one.await_quorum().quorum_id for one in (a, b)}
-    forged: Request = {
-        "no": Vote(a.job, a.replica_id, quorum_id, 0, "init", False, "forged"),
-        "leave": Leave(a.job, a.replica_id, "forged"),
-        "death": DeathNotice(a.job, a.replica_id, "forged"),
-        "heartbeat": Heartbeat(a.job, a.replica_id, quorum_id - 1, 0),
-        "join": Join(a.job, "a", a.replica_id, 9, "forged", (b"a",)),
-    }[said]
+    forged = forge(said, a, quorum_id)
     with dealer(context, b"forger") as forger:
         forger.connect(server.address())
         forger.send(codec.encode(forged))
@@ -334,12 +341,7 @@ def test_a_member_s_routing_id_gives_no_part_in_what_it_says_and_hears(
     for one in (a, b):
         one.join(expected_replicas=2)
     (quorum_id,) = {one.await_quorum().quorum_id for one in (a, b)}
-    forged: Request = {
-        "no": Vote(a.job, a.replica_id, quorum_id, 0, "init", False, "forged"),
-        "leave": Leave(a.job, a.replica_id, "forged"),
-        "death": DeathNotice(a.job, a.replica_id, "forged"),
-    }[said]
-    frame = codec.encode(forged)
+    frame = codec.encode(forge(said, a, quorum_id))
     routes = [
         r for p, r in server._endpoint._route_of.items() if p.startswith(a.replica_id.encode())
     ]

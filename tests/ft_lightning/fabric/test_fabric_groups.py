@@ -74,6 +74,15 @@ class Groups:
             assert not thread.is_alive()
         return [self.results[index] for index in range(self.count)]
 
+    def join_again(self, ready: threading.Event, body: Callable[[Any, int], Any]) -> list[Any]:
+        """Results of two: group 1 leaves, and starts again when group 0 has set `ready`."""
+        self.start(0, body)
+        self.start(1, body).join(PATIENCE_S)
+        assert self.results[1] == "left"
+        assert ready.wait(PATIENCE_S)
+        self.start(1, body)
+        return self.join()
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LighthouseServer]:
@@ -176,12 +185,7 @@ def test_who_comes_back_in_a_validation_heals_after_it(
             metrics += [float(gathered(fabric, index)) for _ in range(3)]
         return metrics, fabric.strategy.current_step, model.weight.item()
 
-    two.start(0, body)
-    two.start(1, body).join(PATIENCE_S)
-    assert two.results[1] == "left"
-    assert validating.wait(PATIENCE_S)
-    two.start(1, body)
-    first, second = two.join()
+    first, second = two.join_again(validating, body)
     alone, both = [10.0] * 3, [10.0 + 11.0] * 3
     assert first == (alone + both + both, 12, first[2])
     assert second == (both + both, *first[1:])
@@ -218,12 +222,7 @@ def test_joins_between_two_updates_of_a_batch(two: Groups, server: LighthouseSer
             sums.append(float(gathered(fabric, index)))
         return seen, sums, fabric.strategy.current_step, model.weight.item(), large.weight.tolist()
 
-    two.start(0, body)
-    two.start(1, body).join(PATIENCE_S)
-    assert two.results[1] == "left"
-    assert between.wait(PATIENCE_S)
-    two.start(1, body)
-    first, second = two.join()
+    first, second = two.join_again(between, body)
     assert sorted({*first[0]}) == [0, 2, 4, 6, 8, 10, 12, 14]
     assert second[0] == [7, 9, 11, 13, 15]
     # Of the agreement that it was not there for it is given what its peer has got.
@@ -289,12 +288,7 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
             scheduler.step()
         return steps, scheduler.last_epoch
 
-    two.start(0, body)
-    two.start(1, body).join(PATIENCE_S)
-    assert two.results[1] == "left"
-    assert held.wait(PATIENCE_S)
-    two.start(1, body)
-    first, second = two.join()
+    first, second = two.join_again(held, body)
     assert first == (12, 3)
     assert isinstance(second, RuntimeError)
     wanted = {"pass": "fabric.strategy.epochs(total)", "scheduler": "scheduler=scheduler"}

@@ -1,7 +1,8 @@
-"""What a run of wandb's has stored, for a process that continues the run of one that died.
+"""What a tracker has stored of a run, for a process that continues the run of one that died.
 
-wandb writes a run's records to a local file, in blocks: what a process had not written when it was
-killed is lost. Offline that file is all there is. Needs wandb, and imports it where it is used.
+MLflow is asked for it. wandb writes a run's records to a local file, in blocks: what a process had
+not written when it was killed is lost. Offline that file is all there is. Needs the tracker, and
+imports it where it is used.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ HEADER = struct.Struct("<IHB")
 FULL, FIRST, LAST = 1, 2, 4
 
 
-def last_steps(run: Any, step_name: str) -> dict[str, int]:
+def mlflow_steps(client: Any, run_id: str) -> dict[str, int]:
+    """The last step of each metric of a run, from an `MlflowClient`. Any thread."""
+    return {
+        name: max(metric.step for metric in client.get_metric_history(run_id, name))
+        for name in client.get_run(run_id).data.metrics
+    }
+
+
+def wandb_steps(run: Any, step_name: str) -> dict[str, int]:
     """For each metric of a run that was just resumed, its last value of `step_name`. Any thread.
 
     Offline wandb counts rows anew in each process. So this run is told to count on, too.
