@@ -1,7 +1,8 @@
-"""Hosts without an IPv4 address but the loopback's, and hosts that have no route yet."""
+"""Hosts without an IPv4 address but the loopback's, that have no route yet, that are cut off."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from contextlib import closing
 
@@ -48,6 +49,26 @@ def test_members_train_and_heal_in_networks_that_have_ipv6_only() -> None:
             first, second = replicas(lambda: member(0), lambda: member(1))
         assert torch.equal(first, second)
         assert healed.is_set(), "they began with other weights"
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (0, 2), (2, 0)], ids=str)
+def test_a_cut_loses_what_is_sent_until_it_is_mended(source: int, target: int) -> None:
+    """The harness's own: host 2 is the lighthouse's."""
+    if not networks.available():
+        pytest.skip("network namespaces need root and `ip`")
+    with networks.networks(2) as made:
+        with made.inside(source):
+            sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with made.inside(target) as host:
+            receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            receiver.bind((host, 0))
+            receiver.settimeout(PATIENCE_S)
+        with sender, receiver:
+            for cut, said in [(False, b"before"), (True, b"lost"), (False, b"after")]:
+                (made.cut if cut else made.mend)(source, target)
+                sender.sendto(said, receiver.getsockname())
+                if not cut:
+                    assert receiver.recv(16) == said
 
 
 def test_a_member_that_starts_before_its_host_has_a_route_waits_for_it(

@@ -61,15 +61,15 @@ class Networks:
         hub = self.name(self.count)
         _ip("netns", "add", hub)
         _ip("-n", hub, "link", "set", "lo", "up")
-        _ip("-n", hub, "link", "add", "bridge0", "type", "bridge")
-        _ip("-n", hub, "link", "set", "bridge0", "up")
-        self._name_host(self.count, "bridge0")
+        _ip("-n", hub, "link", "add", "eth0", "type", "bridge")
+        _ip("-n", hub, "link", "set", "eth0", "up")
+        self._name_host(self.count, "eth0")
         for index in range(self.count):
             name, port = self.name(index), f"port{index}"
             _ip("netns", "add", name)
             pair = f"{port} type veth peer name eth0 netns {name}"
             _ip("-n", hub, "link", "add", *pair.split())
-            _ip("-n", hub, "link", "set", port, "master", "bridge0", "up")
+            _ip("-n", hub, "link", "set", port, "master", "eth0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
             self._name_host(index, "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
