@@ -125,10 +125,11 @@ class ProcessGroup(dist.ProcessGroup):
         """Of the last `configure`; -1 before the first."""
         return -1
 
-    def unanswered(self) -> bool:
-        """Whether a collective waits in vain: a member's machine confirms nothing of what is sent to
-        it, so there is no way to it any more. The default does not know. Any thread; quick."""
-        return False
+    def unanswered(self) -> set[int]:
+        """Members for which a collective waits in vain: their machines confirm nothing of what is sent
+        to them, so there is no way to them any more. This one itself stands for a machine that can't
+        be told. The default does not know, and returns none. Any thread; quick."""
+        return set()
 
     @property
     def idle(self) -> bool:

@@ -120,9 +120,9 @@ class _GlooCommunicator(Communicator):
     def quiescent(self) -> bool:
         return workers_asleep()
 
-    def unanswered(self) -> bool:
+    def unanswered(self) -> set[str]:
         with self._lock:
-            return self._sockets is not None and self._sockets.unanswered()
+            return set() if self._sockets is None else self._sockets.unanswered()
 
     def operation_orphaned(self, until: float) -> None:
         super().operation_orphaned(until)

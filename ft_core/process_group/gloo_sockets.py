@@ -116,19 +116,16 @@ class DeviceSockets:
             os.close(copy)
         return len(copies)
 
-    def unanswered(self) -> bool:
-        """Whether another machine confirms nothing of what was sent to it, for more than a second.
+    def unanswered(self) -> set[str]:
+        """Hosts that confirm nothing of what was sent to them, for more than a second.
 
         A peer that is slow or stopped is none: its kernel confirms. Any thread.
         """
         targets = list(_targets(self._epoll))
         if all(inode != self._listener_inode for _, inode in targets):
-            return False
-        return any(
-            _repeats(descriptor, inode) >= _REPEATS
-            for descriptor, inode in targets
-            if inode != self._listener_inode
-        )
+            return set()
+        hosts = {_silent_host(number, inode) for number, inode in targets}
+        return hosts - {""}
 
     def knock(self, sequences: Sequence[int]) -> None:
         """Release pairs that wait for a peer to dial in: dial in for the peer and close.
@@ -217,17 +214,20 @@ def _copy_if_same(descriptor: int, inode: int) -> int:
     return -1
 
 
-def _repeats(descriptor: int, inode: int) -> int:
-    """How often the kernel has sent the same bytes again without an answer; 0: it is no connection."""
+def _silent_host(descriptor: int, inode: int) -> str:
+    """The host at the other end, if the kernel has sent the same bytes to it again and again without
+    an answer; else nothing."""
     copy = _copy_if_same(descriptor, inode)
     if copy < 0:
-        return 0
+        return ""
     with socket.socket(fileno=copy) as connection:
         try:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        except OSError:  # not TCP
-            return 0
-    return info[_RETRANSMITS]
+            if info[_RETRANSMITS] < _REPEATS:
+                return ""
+            return str(connection.getpeername()[0])
+        except OSError:  # not TCP, the listener, or closed
+            return ""
 
 
 class OrphanedOperations:

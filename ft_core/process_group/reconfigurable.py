@@ -75,9 +75,9 @@ class Communicator(ABC):
         """After an interrupt: whether operations that remain are asleep and leave their tensors
         alone. Any thread."""
 
-    def unanswered(self) -> bool:
-        """Whether another machine confirms nothing of what was sent to it. Any thread."""
-        return False
+    def unanswered(self) -> set[str]:
+        """Hosts that confirm nothing of what was sent to them. Any thread."""
+        return set()
 
     def operation_orphaned(self, until: float) -> None:
         """An operation remains in the backend, which ends it at `until` (`time.monotonic()`). Any
@@ -149,6 +149,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._connecting: Communicator | None = None
         self._communicator: Communicator | None = None
         self._missed: set[int] = set()  # by the configure under way
+        self._members: list[Address] = []  # of the last quorum that was configured
         self._previous_error: tuple[int, ProcessGroupError | None] = (
             -1,
             None,
@@ -227,9 +228,14 @@ class ReconfigurableProcessGroup(ProcessGroup):
             communicator.interrupt()
             self._abandon(communicator, list(self._in_flight), error)
 
-    def unanswered(self) -> bool:
-        communicator = self._communicator
-        return self._open and communicator is not None and communicator.unanswered()
+    def unanswered(self) -> set[int]:
+        with self._lock:
+            communicator, members = self._communicator, self._members
+            if not self._open or communicator is None:
+                return set()
+        hosts = communicator.unanswered()
+        ranks = {rank for rank, member in enumerate(members) if member.host in hosts}
+        return ranks - {self._rank} or ({self._rank} if hosts else set())
 
     @property
     def idle(self) -> bool:
@@ -444,7 +450,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
                 raise builder.error
             with self._issue_lock, self._lock:
                 self._raise_if_revoked()
-                self._communicator = communicator
+                self._communicator, self._members = communicator, members
                 self._open = connected = True
             rendezvous.finish()
         finally:

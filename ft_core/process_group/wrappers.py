@@ -53,7 +53,7 @@ class ProcessGroupWrapper(ProcessGroup):
     def quorum_id(self) -> int:
         return self.parent.quorum_id
 
-    def unanswered(self) -> bool:
+    def unanswered(self) -> set[int]:
         return self.parent.unanswered()
 
     @property

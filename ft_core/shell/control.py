@@ -95,7 +95,8 @@ class Control:
         on_remark: gets the machine's remarks (any thread, quick).
         on_place: gets the term that the machine obeys and its newest quorum, before it says anything
             that binds it to them (any thread, quick).
-        on_tick: called when the machine's deadline has passed; an event that it returns is handled.
+        on_tick: called when the machine's deadline has passed; gives events, which are handled, and
+            when it wants to be called again before the next deadline (`time.monotonic()`, or None).
 
     Attributes:
         status: of the machine after its last event. Replaced, never changed. Any thread.
@@ -110,12 +111,13 @@ class Control:
         *,
         on_remark: Callable[[Remark], None],
         on_place: Callable[[Term, int], None],
-        on_tick: Callable[[ReplicaStatus, float], ReplicaEvent | None],
+        on_tick: Callable[[ReplicaStatus, float], tuple[list[ReplicaEvent], float | None]],
     ) -> None:
         self._replica, self.status = replica, replica.status
         self._link, self._plane = link, plane
         self._on_remark, self._on_tick, self._on_place = on_remark, on_tick, on_place
         self._place = NO_TERM, NO_QUORUM
+        self._tick_at: float | None = None
         self._state = threading.Condition(threading.RLock())
         self._io = threading.Lock()
         self._outbox: deque[Request] = deque()
@@ -267,7 +269,7 @@ class Control:
                     pass  # the other thread has taken it
 
     def _timeout(self, deadline: float | None = None) -> float | None:
-        times = [t for t in (self.status.deadline, deadline) if t is not None]
+        times = [t for t in (self.status.deadline, self._tick_at, deadline) if t is not None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _turn(self) -> None:
@@ -290,6 +292,8 @@ class Control:
                 wanted = self.status.deadline
                 if wanted is not None and wanted <= now:
                     self._expire(now)
+                elif self._tick_at is not None and self._tick_at <= now:
+                    self._tick(now)
                 if events or messages:
                     self._notify_waiting()
             if not self._outbox:
@@ -334,8 +338,12 @@ class Control:
         effects = self._replica.expire(now)
         self.status = self._replica.status
         self._carry_out(effects)
-        event = self._on_tick(self.status, now)
-        if event is not None:
+        self._tick(now)
+
+    def _tick(self, now: float) -> None:
+        """Holds `_state`."""
+        events, self._tick_at = self._on_tick(self.status, now)
+        for event in events:
             self._handle(event, now)
         self._notify_waiting()
 

@@ -78,6 +78,7 @@ class DataPlane:
         self._reach_lock = threading.Lock()
         self._reaching: list[threading.Thread] = []  # guarded by `_reach_lock`
         self._warned = options.job_id != SHARED_JOB
+        self._own, self._owners = "", [""]  # replica_ids: this one's, by rank of the last group
 
     def address(self) -> bytes:
         """This rank's `RankAddress`, encoded."""
@@ -109,6 +110,7 @@ class DataPlane:
         owners, mesh = self._mesh(effect.members)
         rank = owners.index(effect.members[effect.replica_rank].replica_id)
         rank += 0 if self._options.ranks_hold is RanksHold.SHARDS else self._options.group_rank
+        self._own, self._owners = owners[rank], owners
         told: set[int] = set()
 
         def tell(ranks: Iterable[int]) -> None:
@@ -127,6 +129,13 @@ class DataPlane:
             level = logging.DEBUG if given_up else logging.WARNING
             log.log(level, "quorum %s: no process group: %s", effect.quorum_id, error)
         self.report(Configured(effect.quorum_id, error, _named(missed)))
+
+    def unanswered(self) -> tuple[str, ...] | None:
+        """Members for which a collective waits in vain, as far as they can be told: their machines
+        confirm nothing of what is sent to them. None: there are none. Any thread."""
+        ranks, owners = self.process_group.unanswered(), self._owners
+        missed = [owners[each] for each in sorted(ranks) if owners[each] != self._own]
+        return _named(missed) if ranks else None
 
     def _say_company(self, members: list[str]) -> None:
         """Warn once of members that may belong to another job, where no job id tells."""

@@ -14,7 +14,7 @@ from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.launch.board import slot
 from ft_core.process_group import ProcessGroup
-from ft_core.replica.events import Depart, Fail, Remark
+from ft_core.replica.events import Depart, Fail, Remark, ReplicaEvent, Tried
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, ParticipationRule, ReplicaStatus, Stage
@@ -32,6 +32,8 @@ from lighthouse.wire.messages import DECLARE_DEAD, OVER, JobKey, Join, Term
 log = logging.getLogger("ft_core")
 
 REACH_AGAIN_S = 0.2
+LOOK_EVERY_S = 0.25
+"""How often a collective that takes longer than this is looked at."""
 HANG_TIMEOUTS = 10
 """A loop that was evicted has so many times the timeout to come back. Then a supervisor ends it."""
 LOCAL_PATIENCE_S = 3.0
@@ -192,19 +194,29 @@ class Session:
                     f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
                 )
 
-    def _check_stall(self, status: ReplicaStatus, now: float) -> Fail | None:
-        """Control thread: a collective that takes too long waits for a member that hangs."""
+    def _check_stall(
+        self, status: ReplicaStatus, now: float
+    ) -> tuple[list[ReplicaEvent], float | None]:
+        """Control thread: a collective that takes too long waits for a member that hangs, or to which
+        there is no way any more. (What follows from it, when to look again)."""
         if status.attempt is not Attempt.BOUND:
-            return None
+            return [], None
         view, limits = status.view, self._options.timeouts
         healing = view is not None and any(m.healing for m in view.members)
         patience_s = limits.heal_timeout_s if healing else limits.timeout_s
         waited_s = self._waited_s(now)
-        if waited_s > limits.resend_s and self.plane.process_group.unanswered():
-            return Fail("a member's machine does not confirm what is sent to it")
+        if waited_s < LOOK_EVERY_S:
+            return [], None
+        missed = self.plane.unanswered()
+        if missed is not None:
+            # The next quorum does without the pair: it need not fail to connect first.
+            return [
+                *([Tried(missed, ())] if missed else []),
+                Fail("a member's machine does not confirm what is sent to it"),
+            ], None
         if waited_s < patience_s:
-            return None
-        return Fail(f"a collective waited {waited_s:.1f} s", stalled=True)
+            return [], now + LOOK_EVERY_S
+        return [Fail(f"a collective waited {waited_s:.1f} s", stalled=True)], None
 
     def close(self, reason: str = "shutdown") -> None:
         """Leave, and free threads, sockets, processes. Idempotent."""

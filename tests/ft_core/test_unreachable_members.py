@@ -179,6 +179,7 @@ def test_no_packet_gets_through_from_some_step_on(ways: tuple[tuple[int, int], .
         training.cut = lambda: [networks_of.cut(*way) for way in ways]
         training.mend = lambda: [networks_of.mend(*way) for way in ways]
         training.run(kept="ab", left_out="c")
+        assert training.quorums_at_first == 2, "one of all three, one of two: none fails to connect"
 
 
 def test_an_address_that_leads_nowhere() -> None:

@@ -176,7 +176,8 @@ class Plane:
     ) -> None:
         """Nothing that this member has sent was confirmed."""
         if not operation.under_way:
-            process.reduced(group.quorum_id, sequence, None)
+            missed = self.missed(process.replica_id, group.members)
+            process.noticed(group.quorum_id, sequence, missed)
 
     def _deliver(self, group: Group, sequence: int, operation: Operation) -> None:
         operation.under_way = True

@@ -213,6 +213,14 @@ class Process:
     def _reduced(self, quorum_id: int, sequence: int, total: Sum | None) -> None:
         self.results.setdefault((quorum_id, sequence), total)
 
+    def noticed(self, quorum_id: int, sequence: int, missed: tuple[str, ...]) -> None:
+        self._event(self._noticed, quorum_id, sequence, missed)
+
+    def _noticed(self, quorum_id: int, sequence: int, missed: tuple[str, ...]) -> None:
+        if (quorum_id, sequence) not in self.results:
+            self._tell(Tried(missed, ()))
+        self._reduced(quorum_id, sequence, None)
+
     def crash(self) -> None:
         self.alive = False
         self._loop.close()

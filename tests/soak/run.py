@@ -332,6 +332,8 @@ class Soak:
             for pid in self._serving():
                 os.kill(pid, signal.SIGKILL)
             return
+        if self._lighthouse.poll() is not None:
+            return  # it is down already, and about to be started
         port = int(self._address.rpartition(":")[2])
         self._lighthouse.kill()
         self._lighthouse.wait()
