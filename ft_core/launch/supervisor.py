@@ -322,7 +322,7 @@ def supervise(
     try:
         for child in roster.children:
             start(child)
-        return _Run(roster, board, events, start, partial(_say, speaker), given_up).to_the_end()
+        return _Run(roster, board, events, start, partial(say, speaker), given_up).to_the_end()
     finally:
         if elsewhere:
             for teller in tellers:
@@ -491,5 +491,6 @@ def _how(exit_code: int, hung: bool) -> str:
     return f"failed with exit code {exit_code}"
 
 
-def _say(speaker: str, text: str) -> None:
+def say(speaker: str, text: str) -> None:
+    """A line on stderr for the person who has started this. Any thread."""
     print(f"{speaker}: {text}", file=sys.stderr, flush=True)

@@ -172,6 +172,7 @@ class FTFabricMixin(FabricStepMixin):
 
     def _ensure_manager(self) -> Manager:
         if self._manager is None:
+            self._next_training()
             self._manager = self._make_manager()
             local_only = self._in_group.local_only()
             self._manager.set_state_dict_fns(local_only(self._load), local_only(self._state))

@@ -65,6 +65,7 @@ class Options:
     job_id: str | None
     group_size: int | None = None
     validation: str = "replicated"
+    resume: bool = True
 
     def __post_init__(self) -> None:
         mine = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -188,6 +189,7 @@ class StrategyBase(_Base):
         job_id: str | None = None,
         group_size: int | None = None,
         validation: Literal["replicated", "sharded"] = "replicated",
+        resume: bool = True,
         **kwargs: Any,
     ) -> None:
         """Take the options. Raises ValueError, in one sentence, for those that cannot work.
@@ -215,6 +217,8 @@ class StrategyBase(_Base):
                 devices of a machine with ``num_nodes`` > 1; WORLD_SIZE under torchrun.
             validation: "replicated": each group validates on all of the data. "sharded" (Trainer
                 only): the groups divide it; metrics are those of all of it, also if a group dies.
+            resume: after all processes of the job have ended, a fit without a ckpt_path goes on from
+                the newest whole checkpoint that this job has written (Trainer only).
             **kwargs: options of :class:`DDPStrategy` and of torch's DistributedDataParallel.
         """
         said = locals()
@@ -371,13 +375,17 @@ class StrategyBase(_Base):
         Never waits; any thread."""
         return self.participants
 
-    def _make_manager(self) -> Manager:
-        """The manager of one training. Opens no connection yet."""
-        scope, job = self.scope, self._job
-        job_id = job_of(self._options, scope, ReplicaEnv.read())
-        if job_id is not None:
-            job = replace(job, job_id=job_id)
+    def _next_training(self) -> JobOptions:
+        """The job of the training that begins now. Once for each."""
+        job_id = job_of(self._options, self.scope, ReplicaEnv.read())
+        job = self._job if job_id is None else replace(self._job, job_id=job_id)
         self._training = job = replace(job, room_id=trainings.next_room(job))
+        return job
+
+    def _make_manager(self) -> Manager:
+        """The manager of the training under way. Opens no connection yet."""
+        scope, job = self.scope, self._training
+        assert job is not None
         manager = Manager.from_options(process_group_for(self.root_device, job.timeout_s), job)
         if scope.event_log and scope.group_rank == 0:
             self._sink = JsonlSink(Path(scope.event_log), name=scope.name)

@@ -42,8 +42,8 @@ def over(job: JobOptions) -> str:
     with LighthouseClient(address, timeout_s=job.timeouts.connect_timeout_s) as client:
         jobs = client.status()["jobs"]
         rooms = [each for each in jobs if each["job_id"] == job.job_id]
-        peopled = {_number(each["room_id"]) for each in rooms if _others(each, job.name)}
-        mine = _number(job.room_id)
+        peopled = {number_of(each["room_id"]) for each in rooms if _others(each, job.name)}
+        mine = number_of(job.room_id)
         if mine in peopled or not any(number > mine for number in peopled):
             return ""
         client.declare_dead(job.name, job_id=job.job_id)  # so that its peers do not wait for it
@@ -55,7 +55,7 @@ def over(job: JobOptions) -> str:
     )
 
 
-def _number(room: str) -> int:
+def number_of(room: str) -> int:
     """Of a training, from 1; 0: the room is of another kind."""
     if room == _FIRST:
         return 1

@@ -27,6 +27,7 @@ from ft_core.manager import Manager
 from ft_lightning.shared.strategy_base import act_as_leader
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.loggers import Loggers, keep_metrics, released
+from ft_lightning.trainer.resumption import Resumption
 from lighthouse.files import replace_whole
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ KEY = "ft_lightning"
 
 _LIVE = (
     "_manager", "_driver", "_batches", "_decisions", "_rounds", "_sink", "_prepare_lock", "_sigterm",
-    "_loggers",
+    "_loggers", "_resumption",
 )  # fmt: skip
 """Attributes of the strategy that belong to a fit under way."""
 
@@ -205,6 +206,7 @@ class CheckpointMixin(_Base):
     _manager: Manager | None
     _from: Callable[[str], Any]
     _saved: Checkpoints | None = None
+    _resumption: Resumption | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a fit under way (sockets, threads), which a copy has not."""
@@ -232,7 +234,9 @@ class CheckpointMixin(_Base):
             checkpoint = {**checkpoint, KEY: self._manager.state_dict()}
         io = self.checkpoint_io
         plain = isinstance(io, self._from("plugins.io").TorchCheckpointIO)
-        self._checkpoints.save(io, checkpoint, filepath, storage_options, plain=plain)
+        whole = self._checkpoints.save(io, checkpoint, filepath, storage_options, plain=plain)
+        if whole and self._resumption is not None and "optimizer_states" in checkpoint:
+            self._resumption.saved(filepath)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero and self._checkpoints.may_remove(filepath):

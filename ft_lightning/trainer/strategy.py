@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from ft_core.launch.sigterm import Sigterm
+from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
 from ft_lightning.shared.step_collectives import refuse_gradients
 from ft_lightning.shared.strategy_base import StrategyBase, refuse_lbfgs
@@ -38,6 +39,7 @@ from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
 from ft_lightning.trainer.loggers import Loggers
 from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
+from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.skipped_hooks import SkippedHooks
 from ft_lightning.trainer.validation import Validation
 from lighthouse.files import machine_lock
@@ -186,6 +188,13 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             writes, self._loggers = leader.before_quorum(self._trainer, self.scope, dummy)
             self._leader = self._writes = writes
             self._skipped, self._met = SkippedHooks(), False
+            self._resumption = Resumption(
+                self._trainer,
+                self._next_training(),
+                self.scope,
+                wanted=self._options.resume,
+                ask=self._in_group.from_rank_0,
+            )
 
     def setup_distributed(self) -> None:
         """No default process group: Lightning would take the replica group for the world."""
@@ -343,6 +352,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def _on_quorum(self) -> bool:
         if not super()._on_quorum():
             return False
+        assert self._resumption is not None
         if self._loggers is not None:
             self._loggers.in_quorum(self._leader, takes_over=self._met)
         begins, self._writes = self._leader and not self._writes, self._leader
@@ -351,6 +361,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             with self._in_group.local_only():
                 leader.begin(self._trainer, log_hyperparams, takes_over=self._met)
                 self._skipped.run(self._trainer)
+            if self._met:
+                self._resumption.took_over()
+            elif sentence := self._resumption.begin():
+                say("ft_lightning", sentence)
         self._met = True
         return True
 
@@ -380,6 +394,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             # Before any user code that follows the fit, so that peers do not wait for it.
             self._shut_down(finished=True)
             self._training_is_over(True)
+            if self._leader and self._resumption is not None:
+                self._resumption.finished()
             self._checkpoints.end()
 
     def teardown(self) -> None:
@@ -404,6 +420,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     def _shut_down(self, *, finished: bool = False) -> None:
         """Leave the quorum, and release what was adopted of Lightning. Idempotent."""
+        if self._resumption is not None:
+            self._resumption.release()
         if self._driver is not None:
             self._driver.close()
         if self._batches is not None:

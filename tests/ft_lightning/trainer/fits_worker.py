@@ -7,6 +7,7 @@ Each fit trains on data of its own and appends its result to `<log>/<name>.fits`
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from tests.harness.script import Log, digest, options_of, process_name
 OPTIONS: dict[str, Any] = {
     "log": "",
     "fits": 2,
+    "epochs": 2,
+    "devices": 1,
+    "strategy": {"timeout_s": 20},
+    "ckpt_path": None,
     "holds": [],  # places to wait at: "step:<fit>:<global step>"
 }
 
@@ -55,20 +60,21 @@ def data(fold: int) -> DataLoader[Any]:
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     files = Log(options["log"], process_name(), options["holds"])
-    files.begin_life()
-    files.ready()
+    if "REPLICA_GROUP_ID" in os.environ:  # not in the process that starts the replicas
+        files.begin_life()
+        files.ready()
     for number in range(1, options["fits"] + 1):
         seed_everything(number, verbose=False)
         model = Model(number, files)
-        strategy = ft_lightning.FTDDPStrategy(timeout_s=20)
+        strategy = ft_lightning.FTDDPStrategy(**options["strategy"])
         trainer = Trainer(
             accelerator="cpu",
-            devices=1,
+            devices=options["devices"],
             strategy=strategy,
-            max_epochs=2,
+            max_epochs=options["epochs"],
             default_root_dir=options["log"],
         )
-        trainer.fit(model, data(number), data(-number))
+        trainer.fit(model, data(number), data(-number), ckpt_path=options["ckpt_path"])
         files.append(
             "fits",
             fit=number,

@@ -1,0 +1,175 @@
+"""A job of which all processes have died goes on from its newest whole checkpoint.
+
+Each job has a record of its checkpoint files: `.ft_lightning/JOB.json` in the Trainer's
+`default_root_dir`. The leader writes it after each save. Which record is of this job its id says:
+
+| job id | started again by its launcher | started anew |
+|---|---|---|
+| a supervisor's (a new one for each start of a script) | goes on | has no record |
+| `FT_JOB_ID`, `job_id=`, or SLURM's | goes on | goes on; a fit that has finished begins anew |
+| none | goes on | begins anew |
+
+A process that comes back to peers that train reads the checkpoint, too, and then takes their state.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ft_core.config import JobOptions
+from ft_core.environment import SHARED_JOB
+from ft_lightning.shared.topology import Scope
+from ft_lightning.shared.trainings import number_of
+from ft_lightning.trainer.batches import adopt, adopted, release
+from ft_lightning.trainer.loggers import adopt_log_places, log_places
+from lighthouse.files import replace_whole
+
+log = logging.getLogger("ft_lightning")
+
+FOLDER = ".ft_lightning"
+KEPT_SAVES = 100
+"""Of a fit, in its record."""
+KEPT_RECORDS = 20
+"""In a folder: each start of a script under a supervisor makes one."""
+
+
+class Resumption:
+    """The record of one fit. The loop's thread.
+
+    Args:
+        wanted: the option `resume`.
+        ask: `ask(question)` is the answer of rank 0 of this replica group.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        job: JobOptions,
+        scope: Scope,
+        *,
+        wanted: bool,
+        ask: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        self._trainer, self._wanted = trainer, wanted
+        self._number = str(number_of(job.room_id))
+        root = str(trainer.default_root_dir)
+        alone = job.job_id.startswith("alone-") and scope.group_size == 1
+        self._path: Path | None = None
+        if not alone and "://" not in root:
+            self._path = Path(root) / FOLDER / f"{re.sub(r'[^A-Za-z0-9._-]', '_', job.job_id)}.json"
+        self._named = job.job_id != SHARED_JOB and not job.job_id.startswith("alone-")
+        self._restarted = scope.restarts > 0
+        self._known: dict[str, Any] = ask(self._read) or {}
+        self.source = ""
+        """The checkpoint from which this process has begun; "": none of this job."""
+        if self._continues():
+            adopt_log_places(trainer, self._known.get("logs", []))
+            adopt(trainer._checkpoint_connector, self._methods)
+
+    def _continues(self) -> bool:
+        known = self._known
+        if not self._wanted or not known.get("saves"):
+            return False
+        return self._restarted or (self._named and not known.get("finished"))
+
+    def _methods(self, cls: Any) -> dict[str, Any]:
+        resumption = self
+
+        def resume_start(self: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            if checkpoint_path:
+                cls.resume_start(self, checkpoint_path, *args, **kwargs)
+                return
+            for path, _ in reversed(resumption._known["saves"]):
+                try:
+                    if "://" in path or os.path.exists(path):
+                        cls.resume_start(self, path, *args, **{**kwargs, "weights_only": False})
+                        resumption.source = path
+                        return
+                except Exception as error:  # of a storage, or of any unpickler
+                    log.warning(
+                        "checkpoint %s can't be read (%s): an older one is tried", path, error
+                    )
+            cls.resume_start(self, None, *args, **kwargs)
+
+        return {"resume_start": resume_start}
+
+    # ------------------------------------------------------------------ the leader's
+
+    def begin(self) -> str:
+        """The first leader begins; returns a sentence for the user, or "". What an earlier run of
+        this job has saved is forgotten, unless this one goes on from it."""
+        if self.source:
+            return (
+                f"all had ended; the job goes on from {self.source} (step "
+                f"{self._trainer.global_step:,}). FTDDPStrategy(resume=False) begins anew"
+            )
+        earlier, self._known = self._known, {}
+        self._change(lambda fits: {n: fit for n, fit in fits.items() if int(n) < int(self._number)})
+        if not earlier.get("saves") or earlier.get("finished") or self._trainer.global_step:
+            return ""
+        path, step = earlier["saves"][-1]
+        return (
+            f"an earlier run has not finished; its newest checkpoint is {path} (step {step:,}). This one "
+            "begins anew: set ckpt_path to go on from there, or FT_JOB_ID so that it always does"
+        )
+
+    def saved(self, path: Any) -> None:
+        """A whole checkpoint of this fit was written."""
+        path = str(path)
+        path = path if "://" in path else os.path.abspath(path)
+        known = self._known
+        saves = [each for each in known.get("saves", []) if each[0] != path]
+        known["saves"] = [*saves[-KEPT_SAVES:], [path, self._trainer.global_step]]
+        known["logs"] = log_places(self._trainer)
+        self._change(lambda fits: {**fits, self._number: known})
+
+    def took_over(self) -> None:
+        """Another process was the leader: what it has saved counts."""
+        self._known = self._read()
+
+    def finished(self) -> None:
+        """The fit has ended regularly."""
+        if self._known.get("saves"):
+            self._known["finished"] = True
+            self._change(lambda fits: {**fits, self._number: self._known})
+
+    # ------------------------------------------------------------------ the file
+
+    def _read(self) -> dict[str, Any]:
+        fit: dict[str, Any] = self._fits().get(self._number, {})
+        return fit
+
+    def _fits(self) -> dict[str, Any]:
+        if self._path is None:
+            return {}
+        try:
+            fits: dict[str, Any] = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return fits
+
+    def _change(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        before = self._fits()
+        after = change(before)
+        if self._path is None or before == after:
+            return
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            with replace_whole(self._path) as draft:
+                draft.write_text(json.dumps(after))
+            records = sorted(self._path.parent.glob("*.json"), key=os.path.getmtime)
+            for old in records[:-KEPT_RECORDS]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s can't be written (%s): the job can't go on from it", self._path, error)
+
+    def release(self) -> None:
+        """Lightning's object is itself again."""
+        if adopted(self._trainer._checkpoint_connector):
+            release(self._trainer._checkpoint_connector)

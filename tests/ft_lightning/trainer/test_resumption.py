@@ -1,0 +1,165 @@
+"""All processes die: the job goes on from its newest whole checkpoint, and another one does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ft_core.config import JobOptions
+from ft_lightning.shared.topology import Role, Scope
+from ft_lightning.trainer.resumption import FOLDER, Resumption
+from tests.ft_lightning.harness import Run, running
+from tests.harness.runs import Process
+
+WORKER = Path(__file__).with_name("fits_worker.py")
+EPOCHS, STEPS = 4, 16
+KILLED_AT, SAVED_AT = 10, 8
+
+
+def kill_all(run: Run, place: str) -> None:
+    """Both groups wait at this place, and die there."""
+    for name in (0, 1):
+        run.until_held(name, place)
+    for name in (0, 1):
+        os.kill(run.lives(name)[-1], signal.SIGKILL)
+
+
+def first_steps(run: Run, name: int) -> list[int]:
+    """The first step of each life of a group that has trained."""
+    lives: dict[int, int] = {}
+    for line in run.lines(name, "trained"):
+        lives.setdefault(line["pid"], line["step"])
+    return list(lives.values())
+
+
+@pytest.mark.process
+def test_a_supervised_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    """All groups are killed, and started again. The script run once more begins anew."""
+    place = f"step:1:{KILLED_AT}"
+    options: dict[str, Any] = {"fits": 1, "epochs": EPOCHS, "devices": 2, "strategy": {}}
+    with running(tmp_path, worker=WORKER, holds=[place, "life:2"], **options) as run:
+        main = run.start()
+        kill_all(run, place)
+        for name in (0, 1):  # whichever is started again first finds that all are dead
+            run.until_held(name, "life:2")
+        run.go(place)
+        run.go("life:2")
+        run.wait(main)
+        assert [first_steps(run, name) for name in (0, 1)] == [[0, SAVED_AT]] * 2
+        said = "ft_lightning: all had ended; the job goes on from "
+        assert run.output().count(said) == 1
+        run.wait(run.start())
+        assert [first_steps(run, name) for name in (0, 1)] == [[0, SAVED_AT, 0]] * 2
+        assert run.output().count(said) == 1
+        done = [run.lines(name, "fits") for name in (0, 1)]
+        assert {line["step"] for lines in done for line in lines} == {STEPS}
+        assert len({line["digest"] for lines in done for line in lines}) == 1
+
+
+def add_torn_file(folder: Path, whole: Path) -> None:
+    """A newer checkpoint of the job, of which the first half was written."""
+    torn = whole.with_name("torn.ckpt")
+    torn.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    (record,) = (folder / FOLDER).glob("*.json")
+    fits = json.loads(record.read_text())
+    fits["1"]["saves"].append([str(torn), SAVED_AT + 1])
+    record.write_text(json.dumps(fits))
+
+
+def life(run: Run) -> list[Process]:
+    return [run.start(index) for index in (0, 1)]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_job_with_an_id_goes_on_when_it_is_started_again(
+    tmp_path: Path, lighthouse: str, resume: bool
+) -> None:
+    """By hand, with FT_JOB_ID. The newest file is torn: the one before it is taken. A job that has
+    finished begins anew."""
+    place = f"step:1:{KILLED_AT}"
+    strategy: dict[str, Any] = {"timeout_s": 20, "resume": resume}
+    options: dict[str, Any] = {"fits": 1, "epochs": EPOCHS, "strategy": strategy}
+    with running(tmp_path, lighthouse, worker=WORKER, holds=[place], **options) as run:
+        killed = life(run)
+        kill_all(run, place)
+        run.wait(*killed, code=-signal.SIGKILL)
+        (whole,) = tmp_path.glob("lightning_logs/version_*/checkpoints/*.ckpt")
+        add_torn_file(tmp_path, whole)
+        run.go(place)
+        run.wait(*life(run))
+        begins = SAVED_AT if resume else 0
+        assert [first_steps(run, name) for name in (0, 1)] == [[0, begins]] * 2
+        run.wait(*life(run))
+        assert [first_steps(run, name) for name in (0, 1)] == [[0, begins, 0]] * 2
+        assert run.output().count(f"goes on from {whole}") == resume
+
+
+class Connector:
+    """Lightning's, which remembers what it was to load."""
+
+    started: Any = "nothing"
+
+    def resume_start(self, checkpoint_path: Any = None, weights_only: Any = None) -> None:
+        self.started = checkpoint_path
+
+
+def started_from(root: Path, job: str, restarts: int, *, wanted: bool, given: Any = None) -> Any:
+    """The checkpoint that another process of the job loads, and what its leader says."""
+    resumption = fit(root, job, restarts, wanted=wanted)
+    trainer = resumption._trainer
+    trainer._checkpoint_connector.resume_start(given)
+    resumption.release()
+    assert type(trainer._checkpoint_connector) is Connector
+    trainer.global_step = 5 if trainer._checkpoint_connector.started else 0
+    return trainer._checkpoint_connector.started, resumption.begin()
+
+
+def fit(root: Path, job: str, restarts: int = 0, *, wanted: bool = True) -> Resumption:
+    trainer = SimpleNamespace(
+        default_root_dir=str(root), global_step=0, loggers=[], _checkpoint_connector=Connector()
+    )
+    scope = Scope(role=Role.MEMBER, name="0", index=0, num_groups=2, restarts=restarts)
+    options = JobOptions(name="0", job_id=job)
+    return Resumption(trainer, options, scope, wanted=wanted, ask=lambda question: question())
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize(
+    ("job", "restarts"), [("mine", 0), ("mine", 1), ("default", 0), ("default", 1), ("another", 1)]
+)
+def test_which_start_goes_on(
+    tmp_path: Path, job: str, restarts: int, wanted: bool, finished: bool
+) -> None:
+    """A fit saves two checkpoints, the second of which is removed, and ends. Then another begins."""
+    saved = [tmp_path / "a.ckpt", tmp_path / "b.ckpt"]
+    for name in ("mine", "default"):
+        first = fit(tmp_path, name)
+        assert not first.begin()
+        for path in saved:
+            path.touch()
+            first.saved(path)
+        if finished:
+            first.finished()
+    saved[1].unlink()
+    goes_on = wanted and job != "another" and (restarts > 0 or (job == "mine" and not finished))
+    path, said = started_from(tmp_path, job, restarts, wanted=wanted)
+    assert path == (str(saved[0]) if goes_on else None)
+    assert ("the job goes on from" in said) == goes_on
+    assert ("has not finished" in said) == (not goes_on and job != "another" and not finished)
+    again = started_from(tmp_path, job, 1, wanted=True)[0]  # one that began anew has saved nothing
+    assert again == path
+
+
+def test_a_path_that_is_given_is_loaded(tmp_path: Path) -> None:
+    first = fit(tmp_path, "mine")
+    (tmp_path / "a.ckpt").touch()
+    first.saved(tmp_path / "a.ckpt")
+    assert started_from(tmp_path, "mine", 1, wanted=True, given="b.ckpt") == ("b.ckpt", "")
