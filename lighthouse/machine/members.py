@@ -39,9 +39,9 @@ from lighthouse.wire.messages import (
 class JobRules:
     """What a member asks of its job. `group_commit` is equal in all members."""
 
-    min_replicas: int
-    expected_replicas: int
-    group_commit: bool
+    min_replicas: int = 1
+    expected_replicas: int = 0
+    group_commit: bool = False
 
 
 @dataclass(slots=True)
@@ -113,6 +113,8 @@ class Members:
         """By replica_id. Read only: `put` and `take` change it."""
         self.were_members = 0
         """How many of them have been in a quorum of this job. Read only."""
+        self.rules = JobRules()
+        """What holds for the job: the strictest that a member asks for. Read only."""
         self._rules: Counter[JobRules] = Counter()
         self._by_name: dict[str, str] = {}
         self._by_peer: dict[Peer, set[str]] = {}
@@ -131,7 +133,7 @@ class Members:
         self.by_id[join.replica_id] = member
         self._by_name[join.name] = join.replica_id
         self._by_peer.setdefault(peer, set()).add(join.replica_id)
-        self._rules[member.rules] += 1
+        self._count_rules(member, 1)
         if join.quorum_id != NO_QUORUM:
             self.mark_was_member(member)
         return member
@@ -147,16 +149,16 @@ class Members:
         if member is not None:
             del self._by_name[member.name]
             self._forget_peer(member)
-            self._rules[member.rules] -= 1
-            if not self._rules[member.rules]:
-                del self._rules[member.rules]
+            self._count_rules(member, -1)
             self.were_members -= member.was_member
         return member
 
-    @property
-    def rules(self) -> JobRules:
-        """What holds for the job: the strictest that a member asks for. It ends with its members."""
-        return JobRules(
+    def _count_rules(self, member: MemberState, by: int) -> None:
+        """One more, or one less, asks for what `member` does. Not each step: see `rules`."""
+        self._rules[member.rules] += by
+        if not self._rules[member.rules]:
+            del self._rules[member.rules]
+        self.rules = JobRules(
             max((rules.min_replicas for rules in self._rules), default=1),
             max((rules.expected_replicas for rules in self._rules), default=0),
             any(rules.group_commit for rules in self._rules),
