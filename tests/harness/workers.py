@@ -1,7 +1,8 @@
 """Worker processes as forks of a process that has imported the frameworks once.
 
 Importing torch takes two seconds of a core and Lightning six; a fork takes some milliseconds. Each
-pytest process has one fork server for each set of frameworks, started when it is first needed:
+pytest process has one fork server for each set of frameworks, started when it is first needed. The
+server that has imported torch is forked to become each of the others:
 
     worker = start("lightning", [str(script), "argument"], env=env, stdout=file)
 
@@ -38,15 +39,15 @@ from tests.harness.leaks import fork_servers
 from tests.harness.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCH = ("torch._dynamo", "ft_core.manager", "ft_core.ddp", "ft_core.diloco.diloco")
+SERVER = ("-m", "tests.harness.workers")
 FRAMEWORKS = {
-    "torch": TORCH,
-    "lightning": (*TORCH, "lightning.pytorch", "lightning.fabric", "ft_lightning.fabric"),
-    "accelerate": (*TORCH, "accelerate", "ft_accelerate.install"),
-    "transformers": (*TORCH, "transformers.trainer", "trl", "ft_accelerate.install"),
+    "torch": ("torch._dynamo", "ft_core.manager", "ft_core.ddp", "ft_core.diloco.diloco"),
+    "lightning": ("lightning.pytorch", "lightning.fabric", "ft_lightning.fabric"),
+    "accelerate": ("accelerate", "ft_accelerate.install"),
+    "transformers": ("transformers.trainer", "trl", "ft_accelerate.install"),
 }
-"""What a server has imported. None of it starts a thread or reads what a test puts into the
-environment."""
+"""What a server has imported, the others on top of torch's. None of it starts a thread or reads what
+a test puts into the environment."""
 NOT_INHERITED = ("FT_", "TORCHFT_", "ACCELERATE_", "PL_", "LT_", "REPLICA_", "NUM_REPLICA")
 
 SETTINGS = {
@@ -84,9 +85,11 @@ def start(
     `env` is its whole environment. Standard streams are given as to subprocess.Popen.
     """
     with _starting:
-        server = _servers.get(framework)
-        if server is None:
-            server = _servers[framework] = Server(FRAMEWORKS[framework])
+        if "torch" not in _servers:
+            _servers["torch"] = Server(FRAMEWORKS["torch"])
+        if framework not in _servers:
+            _servers[framework] = Server(FRAMEWORKS[framework], fork_of=_servers["torch"])
+        server = _servers[framework]
     return Worker(server, command, env, cwd, stdin, stdout, stderr)
 
 
@@ -105,7 +108,7 @@ def run(
 
 
 def close() -> None:
-    """End all servers, and with them every worker that still runs."""
+    """End all servers, torch's last, and with them every worker that still runs."""
     while _servers:
         _servers.popitem()[1].close()
 
@@ -196,17 +199,19 @@ class Worker:
 class Server:
     """One fork server, of this process's. Any thread may use it."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(NOT_INHERITED)}
+    def __init__(self, modules: Sequence[str], *, fork_of: Server | None = None) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(NOT_INHERITED)}
         self._home = tempfile.TemporaryDirectory()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.harness.workers", *modules],
-            env={**env, **SETTINGS, "PYTHONPATH": search_path(), "HF_HOME": self._home.name},
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for pytest, at whose end this one ends
-        )
+        env = {**kept, **SETTINGS, "PYTHONPATH": search_path(), "HF_HOME": self._home.name}
+        command, pipe = [*SERVER, *modules], subprocess.PIPE
+        self._process: subprocess.Popen[bytes] | Worker
+        if fork_of is None:
+            self._process = subprocess.Popen(
+                [sys.executable, *command], env=env, cwd=ROOT, stdin=pipe, stdout=pipe,
+                start_new_session=True,  # Ctrl-C is for pytest, at whose end this one ends
+            )  # fmt: skip
+        else:
+            self._process = Worker(fork_of, command, env, ROOT, pipe, pipe, None)
         self._lock = threading.Lock()
         fork_servers.add(self._process.pid)
 
@@ -247,12 +252,17 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> dict[str, Any] | None:
                 requests.close()
                 answers.close()
                 return request  # type: ignore[no-any-return]
-            if not request["adopted"]:
+            if not request["adopted"] and not _is_server(request):
                 running.add(answer)
         answers.write(json.dumps(answer).encode() + b"\n")
     for pid in running:
         os.kill(pid, signal.SIGKILL)
     return None
+
+
+def _is_server(request: Mapping[str, Any]) -> bool:
+    """It ends by itself, when pytest has: it then kills what it has forked."""
+    return tuple(request["argv"][:2]) == SERVER
 
 
 def _fork(request: Mapping[str, Any]) -> int:
@@ -418,7 +428,9 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def main(modules: Sequence[str]) -> None:
+def forked(modules: Sequence[str]) -> dict[str, Any] | None:
+    """Import `modules` and serve. The request that this process, a fork by now, was made for; None
+    in the server, when there are no more."""
     for module in modules:
         importlib.import_module(module)
     threads = len(os.listdir("/proc/self/task"))
@@ -430,7 +442,17 @@ def main(modules: Sequence[str]) -> None:
     os.dup2(2, 1)
     gc.collect()
     gc.freeze()  # so that a collection in a child does not copy what all share
-    request, code = serve(requests, answers), 0
+    request = serve(requests, answers)
+    if request is None or not _is_server(request):
+        return request
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(request["env"])
+    return forked(request["argv"][2:])
+
+
+def main(modules: Sequence[str]) -> None:
+    request, code = forked(modules), 0
     try:
         if request is not None:
             become(request)
