@@ -4,54 +4,33 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.ft_accelerate.installed import accelerate, installed
-from tests.harness.waiting import PATIENCE_S
-from tests.harness.workers import Worker, start
+from tests.ft_accelerate.installed import installed
+from tests.harness import workers
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.process
 
 
-def run(path: str, folder: Path, *more: str, framework: str = "") -> str:
-    """What the command in the first lines of `path` prints, with `more` arguments.
-
-    As a fork of a process that has imported `framework`; without one the command starts as it does
-    for a user.
-    """
+def run(path: str, folder: Path, *more: str, framework: str) -> str:
+    """What the command in the first lines of `path` prints, with `more` arguments. It runs as a fork
+    of a process that has imported `framework`."""
     found = re.search(r"(python|accelerate launch) (.*examples/\S+)", (ROOT / path).read_text())
     assert found is not None, f"{path} does not say how to run it"
     words = [*found[2].split(), *more]
-    env, said, errors = installed(folder), folder / "said", folder / "errors"
-    with said.open("wb") as stdout, errors.open("wb") as stderr:
-        streams: Any = {"cwd": ROOT, "env": env, "stdout": stdout, "stderr": stderr}
-        process: subprocess.Popen[bytes] | Worker
-        if framework:
-            launcher = ["-m", "accelerate.commands.accelerate_cli", "launch"]
-            process = start(
-                framework, [*(launcher if found[1] != "python" else []), *words], **streams
-            )
-        else:
-            program = [sys.executable] if found[1] == "python" else accelerate("launch")
-            process = subprocess.Popen([*program, *words], **streams)
-    try:
-        code = process.wait(PATIENCE_S)
-    finally:
-        process.kill()
-        process.wait()
-    assert code == 0, errors.read_text()[-3000:]
-    return said.read_text()
+    if found[1] != "python":
+        words = ["-m", "accelerate.commands.accelerate_cli", "launch", *words]
+    done = workers.run(framework, words, env=installed(folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize(
     ("path", "framework", "steps"),
-    [("examples/train_gan.py", "lightning", 90), ("examples/train_fabric.py", "", 72)],
+    [("examples/train_gan.py", "lightning", 90), ("examples/train_fabric.py", "torch", 72)],
 )
 def test_two_replica_groups_end_equal(
     path: str, framework: str, steps: int, tmp_path: Path
@@ -76,11 +55,9 @@ def test_streaming_diloco_with_lightning(tmp_path: Path) -> None:
     assert ends[0]["digest"] == ends[1]["digest"]
 
 
-@pytest.mark.parametrize(
-    ("name", "framework"), [("accelerate_loop", ""), ("accelerate_local_sgd", "accelerate")]
-)
-def test_accelerate_loops(name: str, framework: str, tmp_path: Path) -> None:
-    said = run(f"examples/{name}.py", tmp_path, framework=framework)
+@pytest.mark.parametrize("name", ["accelerate_loop", "accelerate_local_sgd"])
+def test_accelerate_loops(name: str, tmp_path: Path) -> None:
+    said = run(f"examples/{name}.py", tmp_path, framework="accelerate")
     last = re.findall(r"epoch (\d+): (\S+)% of (\d+) digits are right", said)[-1]
     assert float(last[1]) > 85
     assert last[2] == "297"  # each of the test's digits counts once

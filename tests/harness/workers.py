@@ -7,7 +7,8 @@ server that has imported torch is forked to become each of the others:
     worker = start("lightning", [str(script), "argument"], env=env, stdout=file)
 
 `Worker` behaves as subprocess.Popen does: pid, exit code and signals are those of the real process.
-Tests of imports, of registration and of launchers start their processes cold, by sys.executable.
+A test of what comes before torch is imported, such as its entry points, starts its process cold, by
+sys.executable.
 
 This file is also the server (`python -m tests.harness.workers MODULE ...`). It reads a request a line and
 answers with a line. It stays single-threaded, since a fork copies only the thread that forks.
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -41,13 +43,21 @@ from tests.harness.waiting import PATIENCE_S
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = ("-m", "tests.harness.workers")
 FRAMEWORKS = {
-    "torch": ("torch._dynamo", "ft_core.manager", "ft_core.ddp", "ft_core.diloco.diloco"),
+    "torch": (
+        "torch._dynamo",
+        "ft_core.manager",
+        "ft_core.ddp",
+        "ft_core.diloco.diloco",
+        "torchmetrics",
+        "sklearn.datasets",
+    ),
     "lightning": ("lightning.pytorch", "lightning.fabric", "ft_lightning.fabric"),
     "accelerate": ("accelerate", "ft_accelerate.install"),
     "transformers": ("transformers.trainer", "trl", "ft_accelerate.install"),
 }
 """What a server has imported, the others on top of torch's. None of it starts a thread or reads what
-a test puts into the environment."""
+a test puts into the environment. torch's has what takes long of all of them: a test of how a framework
+is imported, and what that does, forks there."""
 NOT_INHERITED = ("FT_", "TORCHFT_", "ACCELERATE_", "PL_", "LT_", "REPLICA_", "NUM_REPLICA")
 
 SETTINGS = {
@@ -80,7 +90,8 @@ def start(
     stdout: IO[bytes] | int | None = None,
     stderr: IO[bytes] | int | None = None,
 ) -> Worker:
-    """Start `command` (a script or `-m` and a module, and arguments) where `framework` is imported.
+    """Start `command` (a script, `-m` and a module or `-c` and a text, and arguments) where
+    `framework` is imported.
 
     `env` is its whole environment. Standard streams are given as to subprocess.Popen.
     """
@@ -323,6 +334,11 @@ def become(request: Mapping[str, Any]) -> None:
         sys.argv[:] = rest
         sys.path[0] = request["cwd"]
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv[:] = ["-c", *rest[1:]]
+        sys.path[0] = ""
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(main))
     else:
         sys.argv[:] = [first, *rest]
         sys.path[0] = str(Path(first).resolve().parent)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness.waiting import PATIENCE_S
+from tests.harness import workers
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.process
@@ -82,7 +80,7 @@ assert type(Fabric(accelerator="cpu", devices=1).strategy).__module__ == "{fabri
 def test_every_way_without_code(tmp_path: Path, names: tuple[str, str, str, str]) -> None:
     namespace, home, fabric, fabric_home = names
     script = WAYS.format(namespace=namespace, home=home, fabric=fabric, fabric_home=fabric_home)
-    run_cold(tmp_path, "-c", script)
+    run(tmp_path, "-c", script)
 
 
 STEP = """
@@ -100,24 +98,17 @@ print("committed", fabric.strategy.last_step_committed, fabric.strategy.num_part
 
 
 def test_fabrics_command(tmp_path: Path) -> None:
-    """`fabric run` and the script that it starts, which no process has warmed up for them."""
+    """`fabric run` and the script that it starts: each imports Lightning by itself."""
     (tmp_path / "train.py").write_text(STEP)
     command = "import ft_lightning; from lightning.fabric.cli import _main; _main()"
     options = ["--strategy", "ft_ddp", "--accelerator", "cpu", "--devices", "1"]
-    assert "committed True 1" in run_cold(tmp_path, "-c", command, "run", *options, "train.py")
+    assert "committed True 1" in run(tmp_path, "-c", command, "run", *options, "train.py")
 
 
-def run_cold(folder: Path, *words: str) -> str:
-    """What Python writes, started in `folder` as by a user."""
+def run(folder: Path, *words: str) -> str:
+    """What Python writes, started in `folder` where torch is imported and no Lightning."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
-    done = subprocess.run(
-        [sys.executable, *words],
-        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FT_JOB_ID": str(folder)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FT_JOB_ID": str(folder)}
+    done = workers.run("torch", words, env=env, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

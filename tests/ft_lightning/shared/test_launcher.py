@@ -14,6 +14,7 @@ import pytest
 from ft_core.launch.supervisor import OVER_EXIT_CODE
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import Run, compare, running
+from tests.harness import workers
 from tests.harness.lighthouses import patient_lighthouse
 from tests.harness.waiting import PATIENCE_S, children_of, gone, until
 
@@ -124,14 +125,7 @@ import ft_lightning
 Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**env, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = workers.run("lightning", ["-c", script], env={**env, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 1
     assert "devices=2 starts 2 processes that run your script again" in done.stderr
     assert "put the training into a script" in done.stderr
