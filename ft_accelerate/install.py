@@ -19,7 +19,12 @@ from accelerate.utils import KwargsHandler
 from torch import nn
 
 from ft_accelerate import seams
-from ft_accelerate.options import FaultTolerancePlugin, as_one_process, refuse_excluded
+from ft_accelerate.options import (
+    FaultTolerancePlugin,
+    as_one_process,
+    is_enabled,
+    refuse_excluded,
+)
 from ft_accelerate.runtime import periodic, succession, trainer
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
@@ -135,6 +140,18 @@ def _main_process_first(runtime: Runtime, original: Any, self: Any) -> Any:
     if runtime.ready or runtime.startup.together():
         return original(self)
     return runtime.one_at_a_time()
+
+
+@around
+def _launch_from_notebook(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(function, *args, **kwargs).arguments
+    if is_enabled() and given.get("num_processes") != 1:
+        raise ValueError(
+            f"{original.__name__} ends all of its processes when one of them dies, so fault "
+            "tolerance has nothing to protect: write the code to a script for `accelerate launch`, "
+            "or switch fault tolerance off (ACCELERATE_USE_FAULT_TOLERANCE=false)"
+        )
+    return original(function, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------- Accelerator
@@ -292,6 +309,11 @@ SEAMS = (
     Seam("accelerate.local_sgd", "LocalSGD.__exit__", ("self",), while_active(periodic.leave)),
     Seam("accelerate.local_sgd", "LocalSGD._sync_and_avg_model_params", ("self",),
          while_active(periodic.average)),
+    *(
+        Seam(module, name, ("function",), _launch_from_notebook)
+        for module in ("accelerate.launchers", "accelerate")
+        for name in ("notebook_launcher", "debug_launcher")
+    ),
     Seam("accelerate.optimizer", "AcceleratedOptimizer.step", ("self", "closure"),
          _optimizer_step),
     Seam("accelerate.scheduler", "AcceleratedScheduler.step", ("self",), unless_catching_up),

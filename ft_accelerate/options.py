@@ -26,7 +26,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ft_core.environment import (
     ENV_JOB,
@@ -131,6 +131,14 @@ class FaultTolerancePlugin:
         "makes it one, or with several machines all processes of a machine.",
     )
     token: str = _option("", "Shared secret that a process must name to fetch a state.")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        for name in kwargs:
+            if name not in cls.__dataclass_fields__:
+                near = difflib.get_close_matches(name, cls.__dataclass_fields__, 1)
+                hint = f": did you mean {near[0]}?" if near else ""
+                raise ValueError(f"{cls.__name__} has no field {name}{hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._fill(vars(self), os.environ)
@@ -317,6 +325,26 @@ def read_section(section: Any) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{SECTION}: {error}") from None
     return found
+
+
+def refuse_top_level_keys(config: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise SectionError for a key of a config file that is meant for the section, or is its name
+    misspelt. `known`: the keys that Accelerate takes."""
+    ours = [SWITCH, *map(argument_name, field_names())]
+    for key, value in config.items():
+        if key in known or key == SECTION:
+            continue
+        said = f"the config file has unknown keys ({key!r}): "
+        if isinstance(value, Mapping):
+            near = difflib.get_close_matches(str(key), [SECTION, *known], 1)
+            if near == [SECTION]:
+                raise SectionError(f"{said}did you mean {SECTION!r}?")
+            continue
+        near = difflib.get_close_matches(str(key), [SECTION, *ours, *known], 1)
+        if near == [SECTION]:
+            raise SectionError(f"{said}did you mean {SECTION!r}, which holds keys and values?")
+        if near and near[0] in ours:
+            raise SectionError(f"{said}did you mean {near[0]!r} in the section {SECTION!r}?")
 
 
 # ---------------------------------------------------------------------- the environment

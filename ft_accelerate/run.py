@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from ft_accelerate.options import switch_on
+from ft_core.launch.board import reported
 
 USAGE = "usage: python -m ft_accelerate.run [-m] SCRIPT_OR_MODULE [ARGUMENTS ...]"
 
@@ -24,11 +25,18 @@ def main(argv: Sequence[str]) -> None:
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)
         return
+    if rest[:1] == ["-c"]:
+        raise SystemExit("ft_accelerate.run: code for -c must be written to a script first")
     if not rest or rest[0].startswith("-"):
         raise SystemExit(USAGE)
     if not as_module and not os.path.exists(rest[0]):
         raise SystemExit(f"ft_accelerate.run: there is no script {rest[0]!r}")
     switch_on()
+    with reported():
+        _become(rest, as_module=as_module)
+
+
+def _become(rest: Sequence[str], *, as_module: bool) -> None:
     # First, and alone: the package's entry point acts at the end of this import, if it is there.
     import accelerate  # noqa: F401
 

@@ -21,6 +21,7 @@ from ft_accelerate.options import (
     FaultTolerancePlugin,
     Supervision,
     argument_name,
+    env_name,
     field_names,
     given_in,
     is_enabled,
@@ -271,6 +272,27 @@ def refuse(args: argparse.Namespace) -> None:
         raise ValueError("fault tolerance trains Python scripts: leave out --no_python")
 
 
+def hints(args: argparse.Namespace, env: Mapping[str, str] | None = None) -> list[str]:
+    """Sentences on what looks like a wish for fault tolerance, where it is not switched on."""
+    if wanted(args, env) or switched_off(env):
+        return []
+    ours = {f"--{name}" for name in ("use_fault_tolerance", *map(argument_name, field_names()))}
+    behind = [text for text in getattr(args, "training_script_args", ()) if text in ours]
+    found = [
+        f"{flag} is behind the script's name, so the script gets it; fault tolerance is off, and "
+        "is switched on by flags before the script's name"
+        for flag in behind
+    ]
+    names = [env_name(name) for name in given_in(os.environ if env is None else env)]
+    set_ = [name for name in names if name in (os.environ if env is None else env)]
+    if set_:
+        found.append(
+            f"{set_[0]} is set, but fault tolerance is off: ACCELERATE_USE_FAULT_TOLERANCE=true "
+            "switches it on, and false ends this line"
+        )
+    return found
+
+
 def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]) -> int:
     """Run this machine's replica groups to their end; returns the exit code. Main thread only.
 
@@ -282,6 +304,8 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
     devices = [] if on_cpu else visible_devices(env)
     if getattr(args, argument_name("lighthouse"), None) or given_in(env).get("lighthouse"):
         _await_lighthouse(made.plugin)
+    if not args.module and not os.path.exists(args.training_script):
+        raise ValueError(f"there is no script {args.training_script!r}")
     server = _serve(made)
     address = made.plugin.lighthouse or server.address()
     describe(made, address)

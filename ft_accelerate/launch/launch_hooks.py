@@ -7,15 +7,16 @@ without fault tolerance, and is refused in a sentence otherwise.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
 from ft_accelerate import seams
-from ft_accelerate.launch.groups import launch, refuse, wanted
+from ft_accelerate.launch.groups import hints, launch, refuse, wanted
 from ft_accelerate.launch.questions import ask_after
 from ft_accelerate.options import (
     SWITCH,
@@ -27,6 +28,7 @@ from ft_accelerate.options import (
     parse,
     read_section,
     refuse_excluded,
+    refuse_top_level_keys,
 )
 from ft_accelerate.seams import Seam, around
 from ft_core.launch.import_hook import when_imported
@@ -71,6 +73,14 @@ def _extended(stock: Any) -> Any:
 
         fault_tolerance_config: dict[str, Any] | None = None
 
+        @staticmethod
+        def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+            """Accelerate's own, for which a key of ours at the wrong place has one sentence."""
+            known = (f.name for f in fields(stock))
+            refuse_top_level_keys(config_dict, [*known, "fp16", "dynamo_backend"])
+            processed: dict[str, Any] = stock.process_config(config_dict)
+            return processed
+
         def __post_init__(self) -> None:
             super().__post_init__()
             try:
@@ -113,11 +123,26 @@ def _launch_command_parser(original: Callable[..., Any], subparsers: Any = None)
 
 @around
 def _launch_command(original: Callable[..., Any], args: Any) -> Any:
-    """A section that is wrong is no error of the program: it ends in a sentence, without a stack."""
+    """A mistake of the user is no error of the program: it ends in a sentence, without a stack."""
+    _refuse_first(args)
     try:
         return original(args)
     except SectionError as error:
         raise SystemExit(f"ft_accelerate: {error}") from None
+
+
+@around
+def _validated(original: Callable[..., Any], args: Any) -> Any:
+    """The config file's values are in the arguments now, and nothing has been started."""
+    result = original(args)
+    args, *_ = result
+    _refuse_first(args)
+    try:
+        for line in hints(args):
+            print(f"ft_accelerate: {line}", file=sys.stderr, flush=True)
+    except ValueError as error:  # a variable is misspelt
+        raise SystemExit(f"ft_accelerate: {error}") from None
+    return result
 
 
 def add_flags(parser: Any) -> None:
@@ -137,6 +162,24 @@ def add_flags(parser: Any) -> None:
             group.add_argument(flag, default=None, action="store_true", help=text)
         else:
             group.add_argument(flag, default=None, type=_reader(name), help=text)
+    parser.parse_known_args = _naming_the_near_flag(parser)
+
+
+def _naming_the_near_flag(parser: Any) -> Callable[..., Any]:
+    """`parser.parse_known_args`, which ends the process for a flag that is nearly one of ours."""
+    original = parser.parse_known_args
+    ours = {f"--{name}" for name in (SWITCH, *map(argument_name, field_names()))}
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = original(args, namespace)
+        for text in unknown:
+            flag = str(text).partition("=")[0].replace("-", "_").replace("__", "--", 1)
+            near = difflib.get_close_matches(flag, parser._option_string_actions, 1)
+            if near and near[0] in ours:
+                raise SystemExit(f"ft_accelerate: there is no flag {flag}: did you mean {near[0]}?")
+        return found, unknown
+
+    return parse_known_args
 
 
 def _reader(name: str) -> Callable[[str], Any]:
@@ -157,7 +200,6 @@ def _reader(name: str) -> Callable[[str], Any]:
 @around
 def _prepare_simple(original: Callable[..., Any], args: Any) -> Any:
     """One process: replica groups instead, if that is wanted."""
-    _refuse_first(args)
     command, env = original(args)
     _launch_if_wanted(args, command, env)
     return command, env
@@ -166,20 +208,12 @@ def _prepare_simple(original: Callable[..., Any], args: Any) -> Any:
 @around
 def _prepare_torchrun(original: Callable[..., Any], args: Any) -> Any:
     """torchrun: replica groups instead, if that is wanted."""
-    _refuse_first(args)
     env = original(args)
     if not hasattr(args, "training_script"):
         return env  # the caller is not `accelerate launch`
     script = [args.training_script, *args.training_script_args]
     _launch_if_wanted(args, [sys.executable, *(["-m"] if args.module else []), *script], env)
     return env
-
-
-@around
-def _prepare_other(original: Callable[..., Any], args: Any, *rest: Any) -> Any:
-    """DeepSpeed, TPU: no fault tolerance."""
-    _refuse_first(args)
-    return original(args, *rest)
 
 
 def _refuse_first(args: Any) -> None:
@@ -208,7 +242,7 @@ SEAMS = (
     Seam(CONFIG_ARGS, "ClusterConfig", (), _extended),
     *(
         Seam(CONFIG_ARGS, f"ClusterConfig.{name}")
-        for name in ("from_yaml_file", "from_json_file", "to_dict", "__post_init__")
+        for name in ("process_config", "to_dict", "__post_init__")
     ),
     Seam("accelerate.commands.config.default", "ClusterConfig", (), _copied),
     Seam("accelerate.commands.config.cluster", "ClusterConfig", (), _copied),
@@ -217,6 +251,7 @@ SEAMS = (
     Seam("accelerate.commands.launch", "launch_command_parser", ("subparsers",),
          _launch_command_parser),
     Seam("accelerate.commands.launch", "launch_command", ("args",), _launch_command),
+    Seam("accelerate.commands.launch", "_validate_launch_command", ("args",), _validated),
     *(
         Seam(module, name, ("args",), replace)
         # The second has copied them from the first, perhaps too early.
@@ -224,8 +259,6 @@ SEAMS = (
         for name, replace in (
             ("prepare_simple_launcher_cmd_env", _prepare_simple),
             ("prepare_multi_gpu_env", _prepare_torchrun),
-            ("prepare_deepspeed_cmd_env", _prepare_other),
-            ("prepare_tpu", _prepare_other),
         )
     ),
 )  # fmt: skip

@@ -14,7 +14,7 @@ import os
 import signal
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,6 +22,7 @@ ENV_BOARD = "FT_SUPERVISOR_BOARD"
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGABRT
 """Has a process print the stacks of all of its threads."""
 _SLOT_BYTES, _RANKS_AT, _RANKS = 2048, 64, 128
+_ERROR_AT, _ERROR_BYTES = 1280, 768
 _FLAG, _PROGRESS, _HUNG = struct.Struct("<q"), struct.Struct("<qq"), struct.Struct("<d")
 _JOINED_AT, _PROGRESS_AT, _LEADS_AT, _OVER_AT, _DEAD_AT = 0, 8, 24, 32, 40
 
@@ -38,6 +39,7 @@ class Seen:
         over: its training has ended, and it goes on with what follows.
         hung_until: when the first of its ranks that hang must be back (`time.monotonic()`); 0: none
             hangs.
+        error: with which it ends, in one line; "": it has told none.
     """
 
     joined: bool
@@ -46,6 +48,7 @@ class Seen:
     leads: bool
     over: bool
     hung_until: float
+    error: str = ""
 
 
 class Board:
@@ -84,7 +87,9 @@ class Board:
         step, commits = _PROGRESS.unpack_from(self._memory, at + _PROGRESS_AT)
         ranks = self._memory[at + _RANKS_AT : at + _RANKS_AT + _RANKS * _HUNG.size]
         hung = min((until for (until,) in _HUNG.iter_unpack(ranks) if until), default=0.0)
-        return Seen(joined, step, commits, leads, over, hung)
+        text = self._memory[at + _ERROR_AT : at + _ERROR_AT + _ERROR_BYTES]
+        error = text.partition(b"\0")[0].decode(errors="ignore")
+        return Seen(joined, step, commits, leads, over, hung, error)
 
     def wait(self) -> bool:
         """Wait until a child asks for a look; False: the board is closed. A thread of its own."""
@@ -131,6 +136,13 @@ class Slot:
     def over(self, yes: bool) -> None:
         """Whether this process's training has ended, and it goes on with what follows."""
         self._set(_OVER_AT, yes)
+
+    def failed(self, error: str) -> None:
+        """The error with which this process ends, for the supervisor's last line."""
+        if self._memory is not None:
+            at = self._at + _ERROR_AT
+            line = " ".join(error.split()).encode()[: _ERROR_BYTES - 1]
+            self._memory[at : at + len(line) + 1] = line + b"\0"
 
     def takes_over(self) -> bool:
         """Whether this process, whose training is over, has to write now: the one that did is dead,
@@ -188,6 +200,19 @@ def slot() -> Slot:
     with contextlib.suppress(AttributeError, ValueError, OSError, RuntimeError):
         faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True, chain=False)
     return Slot(memory, wake, child, whole=bool(whole))
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """The supervisor is told the error that leaves this."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            slot().failed(f"{type(error).__name__}: {error}")
+        elif isinstance(error.code, str):
+            slot().failed(error.code)
+        raise
 
 
 def _node(descriptor: int) -> int:

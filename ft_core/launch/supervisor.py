@@ -58,6 +58,7 @@ class Child:
         exit_code: of the last process that ended, as Popen's: negative for a signal.
         given_up: it will not run again, and that was told.
         history: how its processes ended that failed.
+        error: with which its process ended, as far as it has told.
     """
 
     index: int
@@ -76,6 +77,7 @@ class Child:
     exit_code: int | None = None
     given_up: bool = False
     history: History = ()
+    error: str = ""
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -406,7 +408,7 @@ class _Run:
             if child.running:
                 seen = self.board.look(child.index)
                 child.step, child.commits, child.hung_until = seen.step, seen.commits, seen.hung_until
-                child.leads, child.over = seen.leads, seen.over
+                child.leads, child.over, child.error = seen.leads, seen.over, seen.error
                 if seen.joined and not child.joined:
                     child.joined, child.joined_at = True, time.monotonic()
 
@@ -422,6 +424,8 @@ class _Run:
         for lost in roster.given_up():
             self.given_up(lost.number)
         if roster.fault is not None:
+            if child.error:
+                self.say(child.error)
             self.stopped = True
             _signal_all(roster, signal.SIGKILL)
             return

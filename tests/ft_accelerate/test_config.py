@@ -75,6 +75,11 @@ def test_wrong_options_are_refused_in_a_sentence(wrong: dict[str, object], said:
     assert "\n" not in str(caught.value)
 
 
+def test_a_misspelt_field_has_its_near_match() -> None:
+    with pytest.raises(ValueError, match="no field min_replica: did you mean min_replicas"):
+        FaultTolerancePlugin(min_replica=2)  # type: ignore[call-arg]
+
+
 def test_a_wrong_variable_is_named() -> None:
     with pytest.raises(ValueError, match="variable ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS must"):
         FaultTolerancePlugin.from_env({"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "two"})

@@ -190,6 +190,17 @@ def test_jobs_without_an_id_share_none(stock: ModuleType, tmp_path: Path) -> Non
             "cannot be combined with FSDP",
         ),
         ({**ON_CPU, "fault_tolerance": 1}, None, "unknown keys"),
+        (
+            {**ON_CPU, "fault_tolerance_confg": {"min_replicas": 1}},
+            None,
+            "did you mean 'fault_tolerance_config'?",
+        ),
+        (
+            {**ON_CPU, "fault_tolerance_min_replicas": 1},
+            None,
+            "did you mean 'fault_tolerance_min_replicas' in the section 'fault_tolerance_config'?",
+        ),
+        ({**ON_CPU, "num_proceses": 1}, None, "please try upgrading"),  # Accelerate's own
     ],
 )
 def test_a_wrong_config_file_is_refused_when_it_is_read(
@@ -207,6 +218,11 @@ def test_a_wrong_config_file_is_refused_when_it_is_read(
         (["--fault_tolerance_timeout_s", "0"], "timeout_s must be positive, got 0"),
         (["--no_python"], "trains Python scripts: leave out --no_python"),
         (["--use_fsdp"], "cannot be combined with FSDP"),
+        (["--use_deepspeed"], "cannot be combined with DeepSpeed"),
+        (["--use_megatron_lm"], "cannot be combined with Megatron-LM"),
+        (["--use_parallelism_config"], "cannot be combined with ParallelismConfig"),
+        (["--tpu"], "cannot be combined with a TPU"),
+        ([], "there is no script 'train.py'"),
         (
             [
                 "--fault_tolerance_lighthouse",
@@ -221,12 +237,65 @@ def test_a_wrong_config_file_is_refused_when_it_is_read(
 def test_what_cannot_be_launched_ends_in_a_sentence(
     stock: ModuleType, tmp_path: Path, argv: list[str], said: str
 ) -> None:
-    config = written(tmp_path, ON_CPU, {"use_fault_tolerance": True})
-    args = stock.launch_command_parser().parse_args(["--config_file", config, *argv, "train.py"])
-    with pytest.raises(SystemExit, match=said) as caught:
-        stock.launch_command(args)
-    assert str(caught.value).startswith("ft_accelerate: ")
-    assert "\n" not in str(caught.value)
+    """Also where Accelerate itself ends first with something else, such as a missing package."""
+    section = written(tmp_path, ON_CPU, {"use_fault_tolerance": True})
+    (tmp_path / "other").mkdir()
+    flag = [written(tmp_path / "other", ON_CPU), "--use_fault_tolerance"]
+    for asked in ([section], flag) if "--use_parallelism_config" not in argv else (flag,):
+        parser = stock.launch_command_parser()
+        args = parser.parse_args(["--config_file", *asked, *argv, "train.py"])
+        with pytest.raises(SystemExit, match=said) as caught:
+            stock.launch_command(args)
+        assert str(caught.value).startswith("ft_accelerate: ")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["--use_fault_tolerence", "--fault-tolerance-min-replica=1"])
+def test_a_misspelt_flag_has_its_near_match(stock: ModuleType, given: str) -> None:
+    with pytest.raises(SystemExit, match="there is no flag .*: did you mean --") as caught:
+        stock.launch_command_parser().parse_args([given, "train.py"])
+    meant = "--use_fault_tolerance" if "use" in given else "--fault_tolerance_min_replicas"
+    assert str(caught.value).endswith(f"did you mean {meant}?")
+
+
+def test_a_misspelt_flag_of_accelerate_is_its_own_error(
+    stock: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        stock.launch_command_parser().parse_args(["--num_proceses", "train.py"])
+    assert "unrecognized arguments: --num_proceses" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "said"),
+    [
+        (["--use_fault_tolerance"], {}, "--use_fault_tolerance is behind the script's name"),
+        ([], {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}, "_MIN_REPLICAS is set, but"),
+        ([], {"NUM_REPLICA_GROUPS": "2"}, ""),  # also of other schedulers
+        (["--lr", "1"], {}, ""),
+        (
+            ["--use_fault_tolerance"],
+            {"ACCELERATE_USE_FAULT_TOLERANCE": "true"},
+            "",
+        ),
+    ],
+)
+def test_a_wish_that_has_no_effect_is_said(
+    stock: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    env: dict[str, str],
+    said: str,
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    config = written(tmp_path, ON_CPU)
+    parsed = stock.launch_command_parser().parse_args(["--config_file", config, "train.py", *argv])
+    stock._validate_launch_command(parsed)
+    lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("ft_accelerate")]
+    assert len(lines) == bool(said) and said in "".join(lines)
 
 
 def test_a_wrong_section_ends_in_a_sentence_without_a_stack(
@@ -272,7 +341,11 @@ def test_moved_seams_are_refused_in_a_sentence(
 ) -> None:
     """An Accelerate that has no such function, or one with other parameters."""
     for name, change, sentence in (
-        ("accelerate.utils.launch", {"prepare_tpu": None}, "prepare_tpu is not there"),
+        (
+            "accelerate.utils.launch",
+            {"prepare_multi_gpu_env": None},
+            "prepare_multi_gpu_env is not there",
+        ),
         (
             "accelerate.commands.launch",
             {"launch_command_parser": lambda program: None},

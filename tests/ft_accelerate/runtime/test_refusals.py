@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import accelerate.data_loader
+import accelerate.launchers
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,6 +127,13 @@ def test_groups_of_another_size_than_was_started_are_refused(
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(ValueError, match="4 processes needs MASTER_ADDR and MASTER_PORT"):
         accelerator()
+
+
+@pytest.mark.parametrize("home", [accelerate, accelerate.launchers])
+def test_a_notebook_s_launcher_is_refused(home: Any) -> None:
+    """Where a script imports it from, with the function that it runs."""
+    with pytest.raises(ValueError, match="notebook_launcher ends all of its processes when one"):
+        home.notebook_launcher(print, num_processes=2)
 
 
 def test_options_that_come_too_late_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from ft_core.launch.board import Board, Seen, slot
+from ft_core.launch.board import Board, Seen, reported, slot
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import until
 
@@ -40,6 +40,24 @@ def test_commits_count_from_the_first_quorum_of_the_training_on(board: Board) ->
     assert board.look(0) == Seen(False, -1, 0, False, False, 0.0)
     board.clear(1)
     assert board.look(1) == Seen(False, -1, 0, False, False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("min_replicas (5) is\n  too many"), "ValueError: min_replicas (5) is too many"),
+        (SystemExit("there is no script"), "there is no script"),
+        (SystemExit(2), ""),
+        (ValueError("é" * 2000), "ValueError: " + "é" * 377),
+    ],
+)
+def test_the_error_of_a_script_is_told(board: Board, error: BaseException, told: str) -> None:
+    with pytest.raises(type(error)), reported():
+        raise error
+    assert board.look(1).error == told
+    assert board.look(0).error == ""
+    board.clear(1)
+    assert board.look(1).error == ""
 
 
 def test_the_first_that_is_left_after_the_training_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:

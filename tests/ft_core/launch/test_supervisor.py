@@ -281,6 +281,20 @@ def test_failing_script_is_not_run_for_ever(tmp_path: Path) -> None:
     assert said.count(b"an error of the script") == 1
 
 
+def test_the_true_error_is_the_last_line(tmp_path: Path) -> None:
+    parent = start(
+        tmp_path,
+        """
+        from ft_core.launch.board import reported
+        with reported():
+            raise ValueError("min_replicas is too high")
+        """,
+    )
+    assert parent.wait(PATIENCE_S) == 1
+    last = parent.communicate()[1].splitlines()[-1]
+    assert last == b"ft: ValueError: min_replicas is too high"
+
+
 def test_one_that_hangs_prints_its_stacks_and_comes_back(tmp_path: Path) -> None:
     """Its loop is told to be back at once. A group of two ranks, one of which hangs."""
     script = tmp_path / "script.py"
