@@ -224,17 +224,26 @@ class Attempts:
         self, vote: events.CastVote, timeout: timedelta | None
     ) -> tuple[ReplicaStatus, Outcome]:
         """Cast `vote` (or wait once more for the answer to one that was cast). Raises StepInDoubt."""
-        session, limit_s = self.session, self._options.timeouts.connect_timeout_s
-        limit_s = limit_s if timeout is None else timeout.total_seconds()
-        self._untaken = True
-        status = session.control.vote(vote, time.monotonic() + limit_s)
-        if status.outcome is None:
+        session, away_s = self.session, self._options.timeouts.connect_timeout_s
+        limit_s = away_s if timeout is None else timeout.total_seconds()
+        self._untaken, now = True, time.monotonic()
+        deadline, is_away = now + limit_s, False
+        while True:
+            # Peers may be late for longer than the lighthouse may be away.
+            look = away_s + (session.control.away_since or now)
+            status = session.control.vote(vote, min(deadline, look))
+            if status.outcome is not None:
+                return status, status.outcome
             session.check_refused()
-            raise StepInDoubt(
-                f"no answer to the vote on step {status.step} within {limit_s:g} s:"
-                f" is the lighthouse at {session.lighthouse} alive? ({status.reason})"
-            )
-        return status, status.outcome
+            now, away = time.monotonic(), session.control.away_since
+            is_away = away is not None and now >= away + away_s
+            if is_away or now >= deadline:
+                break
+        why = f"has been away for {away_s:g} s" if is_away else f"gave none within {limit_s:g} s"
+        raise StepInDoubt(
+            f"no answer to the vote on step {status.step}: the lighthouse at {session.lighthouse} "
+            f"{why}; is it alive? ({status.reason})"
+        )
 
     def _conclude(self, status: ReplicaStatus, outcome: Outcome) -> None:
         """Record the outcome of a step."""

@@ -95,7 +95,7 @@ class Control:
         on_remark: gets the machine's remarks (any thread, quick).
         on_place: gets the term that the machine obeys and its newest quorum, before it says anything
             that binds it to them (any thread, quick).
-        on_tick: called when the machine's deadline has passed; gives events, which are handled, and
+        on_tick: called when the machine's deadline has passed, and when the lighthouse is lost; gives events, which are handled, and
             when it wants to be called again before the next deadline (`time.monotonic()`, or None).
 
     Attributes:
@@ -305,6 +305,7 @@ class Control:
             self._handle(Connected(), now)
         else:
             self.away_since = self.away_since or now
+            self._tick_at = now
             self._handle(Disconnected(), now)
 
     def _send_outbox(self) -> None:

@@ -70,6 +70,15 @@ _SERVICE = "replica group"
 _leaders = codec.MessageCodec(1, {"leader": Leader})
 
 
+def silence(name: str, lighthouse: str, left_s: float) -> str:
+    """What a person is told when the lighthouse has been silent for the heartbeat timeout."""
+    until = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
+    return (
+        f"replica group {name}: the lighthouse at {lighthouse} does not answer; this process waits "
+        f"for it until {until}"
+    )
+
+
 class GroupServer:
     """The leader's thread. `leader` is what the ranks need to connect.
 
@@ -106,6 +115,7 @@ class GroupServer:
         self._ranks: dict[Peer, Peer] = {}  # the machine's name of a rank: its connection
         self._job = JobKey()
         self._away_since: float | None = time.monotonic()
+        self._told_of_silence = True  # until it has answered once: ranks say it at their start
         self._wake_read, self._wake_write = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="ft-group", daemon=True)
         self._thread.start()
@@ -143,7 +153,10 @@ class GroupServer:
 
     def _sleep_ms(self) -> int | None:
         away = self._away_since
-        until = None if away is None else away + self._timeouts.connect_timeout_s
+        limits = self._timeouts
+        told = self._told_of_silence
+        patience_s = limits.connect_timeout_s if told else limits.heartbeat_timeout_s
+        until = None if away is None else away + patience_s
         return self._endpoint.sleep_ms(until)
 
     def _admits(self, identity: str) -> bool:
@@ -173,7 +186,7 @@ class GroupServer:
     def _take_replies(self, now: float) -> None:
         for event in self._upstream.events():
             if event == "connected":
-                self._away_since = None
+                self._away_since, self._told_of_silence = None, False
                 if self._machine.unanswered is not None:
                     self._upstream.send(self._machine.unanswered)
             else:
@@ -182,8 +195,14 @@ class GroupServer:
             self._apply(self._machine.from_lighthouse(message, now))  # type: ignore[arg-type]
 
     def _look_at_lighthouse(self, now: float) -> None:
-        limit_s = self._timeouts.connect_timeout_s
-        if self._away_since is not None and now >= self._away_since + limit_s:
+        limit_s, away = self._timeouts.connect_timeout_s, self._away_since
+        if away is None:
+            return
+        if not self._told_of_silence and now >= away + self._timeouts.heartbeat_timeout_s:
+            self._told_of_silence = True
+            name = self.leader.replica_id.partition(":")[0]
+            log.warning(silence(name, self._lighthouse, away + limit_s - now))
+        if now >= away + limit_s:
             self._away_since = None
             reason = f"{BROKEN}no lighthouse at {self._lighthouse} for {limit_s:g} s"
             self._send((peer_of(r) for r in range(self._size)), Refused(self._job, reason))

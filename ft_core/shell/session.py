@@ -20,7 +20,7 @@ from ft_core.replica.machine import Replica
 from ft_core.replica.status import Attempt, ParticipationRule, ReplicaStatus, Stage
 from ft_core.shell.control import Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
-from ft_core.shell.group_server import GroupLink, GroupServer, announce_leader, find_leader
+from ft_core.shell.group_server import GroupLink, GroupServer, announce_leader, find_leader, silence
 from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import normalize_address
@@ -68,7 +68,7 @@ class Session:
         self.room_id = room_id
         self._options, self._telemetry, self._waited_s = options, telemetry, waited_s
         self.lighthouse = options.lighthouse or _local_lighthouse()
-        self._closed = self._hangs = False
+        self._closed = self._hangs = self._told_of_silence = False
         limits = options.timeouts
         self._reached, host = _reach(self.lighthouse, options.interface, limits.connect_timeout_s)
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
@@ -114,7 +114,7 @@ class Session:
             self.plane,
             on_remark=self._on_remark,
             on_place=lambda promised, quorum_id: self._record(job, replica_id, promised, quorum_id),
-            on_tick=self._check_stall,
+            on_tick=self._on_tick,
         )
         self.plane.report = self.control.submit
 
@@ -167,6 +167,10 @@ class Session:
                 return
             # The one on this machine that answered a moment ago has ended (idle or killed).
             _local_lighthouse()
+        soon = time.monotonic() + max(self._options.timeouts.heartbeat_timeout_s, LOCAL_PATIENCE_S)
+        if soon < deadline and not self.control.await_connected(soon):
+            left_s = deadline - time.monotonic()
+            log.warning(silence(self._options.name, self.lighthouse, left_s))
         if not self.control.await_connected(deadline):
             self.close()
             raise LighthouseUnavailable(
@@ -193,6 +197,30 @@ class Session:
                 raise LighthouseUnavailable(
                     f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
                 )
+
+    def _on_tick(
+        self, status: ReplicaStatus, now: float
+    ) -> tuple[list[ReplicaEvent], float | None]:
+        """Control thread."""
+        tell_at = self._tell_of_silence(now)
+        events, look_at = self._check_stall(status, now)
+        return events, min((at for at in (tell_at, look_at) if at is not None), default=None)
+
+    def _tell_of_silence(self, now: float) -> float | None:
+        """Say, once, that the lighthouse does not answer; returns when to look again."""
+        limits = self._options.timeouts
+        control = getattr(self, "control", None)  # its threads run before it is assigned
+        away = None if control is None else control.away_since
+        if away is None or self._options.group_world_size > 1:  # the group's leader says it
+            self._told_of_silence = False
+            return None
+        if now < away + limits.heartbeat_timeout_s:
+            return away + limits.heartbeat_timeout_s
+        if not self._told_of_silence and not self._closed:
+            self._told_of_silence = True
+            left_s = away + limits.connect_timeout_s - now
+            log.warning(silence(self._options.name, self.lighthouse, left_s))
+        return None
 
     def _check_stall(
         self, status: ReplicaStatus, now: float

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.errors import QuorumUnavailable, TooManyDiscards
+from ft_core.errors import QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.manager import Manager, WorldSizeMode
 from ft_core.process_group import ProcessGroupGloo
 from ft_core.shell.control import SPIN_S
@@ -516,6 +516,18 @@ def test_no_lighthouse_is_one_sentence():
     a = Replica("tcp://127.0.0.1:9", "r0", connect_timeout=timedelta(seconds=0.5))
     with pytest.raises(LighthouseUnavailable, match="127.0.0.1:9 within 0.5 s.*lighthouse --bind"):
         a.manager.start_quorum()
+    a.close()
+
+
+def test_a_lighthouse_that_stays_away_costs_the_connect_timeout_also_where_peers_may_be_late(caplog):
+    """As at the end of an epoch, where a vote waits four timeouts. One line says until when."""
+    with lighthouse() as server:
+        a = Replica(server, "r0", connect_timeout=timedelta(seconds=1))
+        a.run_to(1)
+        a.manager.start_quorum()
+    with pytest.raises(StepInDoubt, match="has been away for 1 s"):
+        a.manager.should_commit(timedelta(seconds=PATIENCE_S), no_update=True)
+    assert caplog.text.count("does not answer; this process waits for it until") == 1
     a.close()
 
 
