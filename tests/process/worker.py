@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -48,7 +49,8 @@ class RunOptions:
     """What a run needs to know. `elements`: floats of the model; `pause_s`: pretended work a step;
     `ballast_bytes`: what else travels in a heal; `stop_at`: steps after which the run ends;
     `network`: of tests.harness.networks, in which it runs; `checkpoints`: where it saves its state
-    after each `checkpoint_every` steps; `resume_at`: the step of the one to begin with."""
+    after each `checkpoint_every` steps; `resume_at`: the step of the one to begin with; `says`: it
+    prints what it logs."""
 
     lighthouse: str
     name: str
@@ -71,6 +73,7 @@ class RunOptions:
     checkpoints: str = ""
     checkpoint_every: int = 50
     resume_at: int = 0
+    says: bool = False
     outer: dict[str, Any] | None = None  # a run of `tests.ft_core.diloco.training` instead
 
 
@@ -318,6 +321,9 @@ def main(options: str, *holds: str) -> None:
     error = ""
     try:
         given = RunOptions(**json.loads(options))
+        if given.says:
+            own = f"%(asctime)s {given.name}.{given.rank} {os.getpid()} %(message)s"
+            logging.basicConfig(level=logging.INFO, format=own, force=True)
         if given.network:
             from tests.harness.networks import enter
 

@@ -59,7 +59,9 @@ def main(argv: list[str]) -> int:
 
     if not shape.networks:
         say("no network namespaces: members are not cut off from each other")
-    soak = Soak(shape, faults, seconds, say=say)
+    output = given.output or Path(f"soak-{given.mode}-{given.seed}.json")
+    log = output.with_suffix(".log")
+    soak = Soak(shape, faults, seconds, say=say, log=log)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed
     try:
         soak.run()
@@ -67,9 +69,8 @@ def main(argv: list[str]) -> int:
         workers.close()
     wrong = problems(soak, given.longest_gap)
     show(soak, wrong)
-    output = given.output or Path(f"soak-{given.mode}-{given.seed}.json")
     output.write_text(json.dumps(result(soak, given, wrong), indent=1) + "\n")
-    print(f"written to {output}")
+    print(f"written to {output}, what was printed to {log}")
     return 1 if wrong else 0
 
 

@@ -28,17 +28,16 @@ class Checker:
     """Takes the reports of all ranks, in any order.
 
     - S3: equal (step, lineage) means equal bits, over all ranks of one number.
-    - S2: a step has one lineage, until all that know it are dead (`all_are_gone`). Not where each
-      replica group commits on its own.
+    - S2: a step has one lineage, until all that hold it, or a step that was made from it, are dead
+      (`gone`). Not where each replica group commits on its own.
     - The longest times without a commit of any replica group, and which faults they followed.
     """
 
     def __init__(self, *, one_lineage: bool) -> None:
         self._one_lineage = one_lineage
         self._digests: dict[tuple[int, int, str], str] = {}
-        self._lineages: dict[tuple[int, int], str] = {}
+        self._lineages: dict[int, str] = {}  # by step, of the branch that is trained
         self._order: deque[tuple[int, int, str]] = deque()
-        self._life = 0
         self._last_commit: float | None = None
         self._felt: list[Felt] = []
         self._all_felt: list[Felt] = []
@@ -49,9 +48,10 @@ class Checker:
         self.state_of: dict[tuple[int, int], tuple[int, str, str]] = {}
         """By (group, rank): step, lineage and digest that it reported last."""
 
-    def all_are_gone(self) -> None:
-        """No process is left that knows what was committed; others may have a checkpoint."""
-        self._life += 1
+    def gone(self, group: int) -> None:
+        """A replica group has lost a process, and so its state: others go on from what they hold."""
+        for key in [key for key in self.state_of if key[0] == group]:
+            del self.state_of[key]
 
     def fault(self, kind: str, now: float, for_s: float = 0.0) -> None:
         """A fault begins, and lasts `for_s`."""
@@ -79,10 +79,27 @@ class Checker:
         self.counts["commits"] += 1
         self.highest_step = max(self.highest_step, step)
         if self._one_lineage:
-            first = self._lineages.setdefault((self._life, step), lineage)
-            if first != lineage:
-                self.violations.append(f"S2: step {step} has two lineages: {first}, {lineage}")
+            self._check_branch(group, rank, step, lineage)
         self._note_gap(now)
+
+    def _check_branch(self, group: int, rank: int, step: int, lineage: str) -> None:
+        first = self._lineages.setdefault(step, lineage)
+        if first == lineage:
+            return
+        holders = [
+            f"group {g} rank {r} at step {held}"
+            for (g, r), (held, of, _) in sorted(self.state_of.items())
+            if held >= step and self._lineages.get(held) == of
+        ]
+        if holders:
+            self.violations.append(
+                f"S2: step {step} has two lineages: {first}, held by {', '.join(holders)}; and "
+                f"{lineage}, of group {group} rank {rank}"
+            )
+        else:  # the job went back, as it must
+            for lost in range(step, max(self._lineages) + 1):
+                self._lineages.pop(lost, None)
+            self._lineages[step] = lineage
 
     def _note_gap(self, now: float) -> None:
         last, self._last_commit = self._last_commit, now

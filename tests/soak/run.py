@@ -81,6 +81,7 @@ class Soak:
         pause_s: pretended work of each step.
         timeout_s: of the members and the lighthouse; most other durations derive from it.
         say: called with each line for a person.
+        log: where what the processes print is kept; None: nowhere.
     """
 
     def __init__(
@@ -92,9 +93,11 @@ class Soak:
         pause_s: float = 0.02,
         timeout_s: float = TIMEOUT_S,
         say: Callable[[str], None] = lambda line: None,
+        log: Path | None = None,
     ) -> None:
         self.shape, self.faults, self.seconds = shape, faults, seconds
         self._pause_s, self._timeout_s, self._say = pause_s, timeout_s, say
+        self._log_path = log
         self.checker = Checker(one_lineage=shape.mode != GROUP)
         self.endings: dict[str, int] = {}
         """Ends that no fault explains, by what was said."""
@@ -114,7 +117,7 @@ class Soak:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             if self.shape.networks:
                 self._networks = stack.enter_context(networks(self.shape.groups))
-            self._log = stack.enter_context((self._folder / "log").open("wb"))
+            self._log = stack.enter_context((self._log_path or self._folder / "log").open("ab"))
             stack.callback(self._end_all)
             self._start_lighthouse()
             stack.callback(self._stop_lighthouse)
@@ -155,7 +158,12 @@ class Soak:
         if report is None:
             self._ended(group, rank)
         elif report["kind"] == "step":
+            known = len(self.checker.violations)
             self.checker.step(rank.group, rank.number, report, time.monotonic())
+            for found in self.checker.violations[known:][:5]:
+                self._say(found)
+            if any(each.over for each in group.ranks):
+                self.checker.gone(rank.group)
             group.ready = group.ready or (report["committed"] and rank in group.ranks)
         elif report["kind"] == "event":
             if report["event"] in ("heal_done", "revoked"):
@@ -165,6 +173,8 @@ class Soak:
 
     def _ended(self, group: Group, rank: Rank) -> None:
         rank.over = True
+        if rank in group.ranks:
+            self.checker.gone(rank.group)
         code = rank.process.wait()
         if not group.hit and not self._settling:
             said = (rank.error or f"exit code {code}")[:200]
@@ -181,8 +191,6 @@ class Soak:
         for rank in group.ranks:
             rank.process.end()
         group.ranks, group.ready = [], False
-        if not any(g.ready for g in self._groups):
-            self.checker.all_are_gone()
         self._after(self._chance.uniform(*RESTART_S), lambda: self._start(group))
 
     # ------------------------------------------------------------------ processes
@@ -201,6 +209,7 @@ class Soak:
         options: dict[str, Any] = {
             "lighthouse": self._address,
             "name": str(index),
+            "says": self._log_path is not None,
             "seed": index + 1,
             "pause_s": self._pause_s,
             "timeout_s": self._timeout_s,

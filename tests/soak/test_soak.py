@@ -43,11 +43,16 @@ def test_what_the_checker_notices() -> None:
     assert not checker.equal_at_the_end(2)
     checker.step(1, 0, _step(1, "a", "y"), 10.3)
     assert "S3" in checker.violations[-1]
-    checker.step(0, 0, _step(1, "b"), 10.4)
-    assert "S2" in checker.violations[-1]
-    checker.all_are_gone()
+    checker.step(0, 0, _step(2, "b"), 10.4)
+    checker.step(1, 0, _step(1, "c"), 10.4)
+    assert "S2: step 1 has two lineages: a, held by group 0 rank 0 at step 2" in (
+        checker.violations[-1]
+    )
     found = len(checker.violations)
-    checker.step(0, 0, _step(1, "c"), 10.5)
+    for group in range(2):
+        checker.gone(group)
+    checker.step(0, 0, _step(1, "d"), 10.5)
+    checker.step(0, 0, _step(2, "e"), 10.5)
     assert len(checker.violations) == found, "the job went back, as it must"
     own = Checker(one_lineage=False)
     for lineage in "ab":
