@@ -16,10 +16,15 @@ next main process writes it. Another checkpoint is just absent then.
 checkpoint themselves, find a newer one when they are started again. They would count their epochs from
 there, while their peers count from the one that *they* started with. So each start is noted in the
 output folder, and a process that finds others in training starts where the note says.
+
+*All dead.* Each checkpoint says which job has written it. Where no process of the job is left in
+training, `train()` goes on from the newest that this job has written; `resume_from_checkpoint=False`
+starts anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -40,12 +45,15 @@ from ft_accelerate.runtime.process import unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.succession import owed_hooks
 from ft_accelerate.seams import Seam
+from ft_core.environment import SHARED_JOB
 from ft_core.launch.import_hook import when_imported
 from lighthouse.files import replace_whole
 
 log = logging.getLogger("ft_accelerate")
 
 NOTE = ".ft_started_from.json"
+MARK = ".ft_written_by.json"
+"""In a checkpoint: the job that has written it, and in which of its trainings."""
 RESULTS = frozenset(
     ("on_log", "on_evaluate", "on_predict", "on_prediction_step", "on_save", "on_push_begin")
 )
@@ -78,13 +86,14 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    goes_on = resume_from_checkpoint is None
     if resume_from_checkpoint is True:
         from transformers.trainer_utils import get_last_checkpoint
 
         resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
     if resume_from_checkpoint is not True:  # True: Trainer says that there is no checkpoint
         resume_from_checkpoint = _started_from(
-            self.args.output_dir, resume_from_checkpoint or None, runtime
+            self.args.output_dir, resume_from_checkpoint or None, runtime, goes_on=goes_on
         )
     runtime.position.begun += 1
     shared = _shared[self] = SharedTrainerState(self)
@@ -155,10 +164,13 @@ def _over_quorum(dist: Any) -> Any:
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def _started_from(output_dir: str, given: str | None, runtime: Runtime) -> str | None:
+def _started_from(
+    output_dir: str, given: str | None, runtime: Runtime, *, goes_on: bool
+) -> str | None:
     """The checkpoint to start this `train` with: `given`, or that of the peers in training.
 
-    A script may train several times: the n-th call is noted as such.
+    A script may train several times: the n-th call is noted as such. `goes_on`: without peers it
+    starts from what the job has written, if there is something.
     """
     number = _calls[runtime] = _calls.get(runtime, 0) + 1
     path = Path(output_dir) / NOTE
@@ -172,11 +184,36 @@ def _started_from(output_dir: str, given: str | None, runtime: Runtime) -> str |
         if noted != given:
             log.info("the others started from %s, so this process does", noted or "the beginning")
         return noted
+    written = _written_by_job(output_dir, runtime, number) if goes_on else None
+    if written is not None:
+        given = written
+        if runtime.process_index == 0:
+            log.warning(
+                "no process of this job is left in training: it goes on from %s "
+                "(resume_from_checkpoint=False starts anew)",
+                written,
+            )
     starts[number - 1 :] = [given]
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_whole(path) as draft:
         draft.write_text(json.dumps(starts))
     return given
+
+
+def _written_by_job(output_dir: str, runtime: Runtime, number: int) -> str | None:
+    """The newest whole checkpoint that the `number`-th training of this job has written, if any.
+
+    Jobs without an id of their own are the same one only under one launcher.
+    """
+    job = runtime.options.job_id
+    if job == SHARED_JOB and not runtime.group_ranks.restarts:
+        return None
+    found: list[tuple[int, Path]] = []
+    for mark in Path(output_dir).glob(f"checkpoint-*/{MARK}"):
+        with contextlib.suppress(OSError, ValueError):  # it is being deleted
+            if json.loads(mark.read_text()) == [job, number]:
+                found.append((mark.stat().st_mtime_ns, mark.parent))
+    return str(max(found)[1]) if found else None
 
 
 def _read(path: Path) -> list[str | None]:
@@ -234,6 +271,9 @@ def _write(write: Callable[[], None], trainer: Any, run: Path, final: Path) -> b
         if state.best_model_checkpoint == str(written):  # Trainer has found it there
             state.best_model_checkpoint = str(final)
             state.save_to_json(str(written / "trainer_state.json"))
+        if not trainer.args.save_only_model:
+            job = [processes.current().options.job_id, _calls[processes.current()]]
+            (written / MARK).write_text(json.dumps(job))
         return written
 
     return publish(final, run / FOLDER, trainer.args.process_index, write_in, lambda: leads)

@@ -8,6 +8,7 @@ with the same bits as one without.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,24 @@ def test_resuming_from_the_last_checkpoint(tmp_path: Path) -> None:
     )  # fmt: skip
     same(*found)
     assert found[0]["global_step"] == 39
+
+
+def test_all_die_and_the_job_goes_on_from_the_checkpoint_that_it_has_written(
+    tmp_path: Path,
+) -> None:
+    """`train()` as most scripts call it. An older checkpoint of another job, with more steps, is left
+    alone."""
+    out = tmp_path / "ft"
+    steps = ("--save_steps", "8", "--max_steps", "24")
+    expected, _ = protected(TRAINER, out, *steps)
+    shutil.move(out / "checkpoints" / "checkpoint-24", out / "checkpoints" / "checkpoint-99")
+    found, said = protected(TRAINER, out, *steps, kills="0:0:on_step_end:13 1:0:on_step_end:13")
+    assert said.count("it goes on from") == 1
+    assert "checkpoint-8 (resume_from_checkpoint=False starts anew)" in said
+    for report in (*expected, *found):
+        report.pop("checkpoints")
+    same(found[0], found[1])
+    same(found[0], expected[0])
 
 
 def test_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -> None:
