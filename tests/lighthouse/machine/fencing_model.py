@@ -49,6 +49,7 @@ class Model:
         self.on = {r: r not in without for r in RULES}
         self.witness = witness
         self.names, self.foreign, self.after = slots, foreign, after
+        self.known = {}  # takeovers by what they depend on: many states differ in something else
 
     def start(self):
         ids = tuple(range(self.slots))
@@ -72,8 +73,14 @@ class Model:
         here = {name(x) for x in some}
         return fence.enough(here, frozenset(map(name, members)), (b, 0), named, more=more)
 
-    def takeovers(self, b, P, D, ms, quorums):
-        """Yields (bases, pos). P: id -> what it said on promising b. D: id -> record of a proven death."""
+    def takeovers(self, b, P, D, quorums):
+        """[(bases, pos)]. P: id -> what it said on promising b. D: id -> record of a proven death."""
+        case = b, tuple(P.items()), tuple(D.items()), tuple(quorums.items())
+        if case not in self.known:
+            self.known[case] = list(self._takeovers(b, P, D, quorums))
+        return self.known[case]
+
+    def _takeovers(self, b, P, D, quorums):
         reports = {name(x): report(r) for x, r in P.items()}
         obituaries = {name(d): ((r[2], 0), report(r[3:8])) for d, r in D.items()}
         known = [*reports.values(), *(said for _, said in obituaries.values())]
@@ -176,7 +183,7 @@ class Model:
                 else:
                     for P in subsets(here):
                         for D in subsets(dead, 0) if self.witness else [()]:
-                            for lists, p in self.takeovers(b, {x: here[x] for x in P}, {d: dead[d] for d in D}, ms, quorums):
+                            for lists, p in self.takeovers(b, {x: here[x] for x in P}, {d: dead[d] for d in D}, quorums):
                                 found.add((lists, p, P))
                 for lists, p, P in found:
                     for M in subsets(P):
@@ -212,7 +219,7 @@ class Model:
             members, bases, _ = next((q[1:] for q in qs if q[0] == top), ((), (), ()))
             if any(not set(N) & set(P) for N in (members, *bases)):
                 return False
-        return not any(True for _ in self.takeovers(self.K + 1, P, D, ms, {q[0]: q[1:] for q in qs}))
+        return not self.takeovers(self.K + 1, P, D, {q[0]: q[1:] for q in qs})
 
     def canon(self, state):
         """Drop what nobody can act on any more."""
@@ -254,6 +261,7 @@ def explore(model, limit=10**9, seconds=600, progress=True, keep=False):
     for wanted in model.after:                               # a search that begins after these events
         first = model.canon(next(t for what, t in model.next(first) if what == wanted))
     seen, layer, depth, n, edges = {hash(first)}, [first], 0, 1, 0
+    met = set()  # as `seen`, of states as `next` makes them
     back = {hash(first): None} if keep else None
     t0, stucks = time.time(), 0
     while layer and n < limit and time.time() - t0 < seconds:
@@ -265,6 +273,9 @@ def explore(model, limit=10**9, seconds=600, progress=True, keep=False):
                 return dict(found=str(v), trace=path(back, s), states=n, depth=depth, s=time.time() - t0)
             edges += len(steps)
             for what, t in steps:
+                if (h := hash(t)) in met:
+                    continue
+                met.add(h)
                 t = model.canon(t)
                 h = hash(t)
                 if h in seen:
