@@ -56,9 +56,6 @@ class Replica:
         revoke_grace_s: a bound attempt whose quorum is revoked may still vote yes within this if
             its collectives are all done.
         rule: how this rank's participation follows from a quorum.
-
-    Attributes:
-        status: after the last event. Replaced, never changed.
     """
 
     def __init__(
@@ -105,7 +102,6 @@ class Replica:
         self._connected = True
         self._resend_at: float | None = None
         self._grace_at: float | None = None
-        self.status = self._status()
 
     def handle(self, event: events.ReplicaEvent, now: float) -> list[Effect]:
         """Take an event; return what the shell must do. Replies to something older are ignored."""
@@ -116,7 +112,7 @@ class Replica:
             self._unread = self._unread or event  # later ones come again: this rank repeats itself
             return []
         effects: list[Effect] = getattr(self, name)(event, now)
-        self.status = self._status()
+        self._related()
         return effects
 
     # ------------------------------------------------------------------ the training loop
@@ -131,7 +127,7 @@ class Replica:
             self._fail_if_spent()
         self._heal_in_step = event.heal_in_step
         # In the steady state there is nothing to wait for, to serve or to heal.
-        serving = bool(self._related().targets or self.published)
+        serving = bool(self.targets or self.published)
         self._loop_waits = serving or not self.ready or not self.healed
         return self._join(now) if self.stage is Stage.OUT else []
 
@@ -319,7 +315,7 @@ class Replica:
             effects += self._fail("quorum revoked", now) if self._revoked else []
         if self._resend_at is not None and now >= self._resend_at:
             effects += self._repeat(now)
-        self.status = self._status()
+        self._related()
         return effects
 
     def _on_refused(self, message: messages.Refused, now: float) -> list[Effect]:
@@ -455,7 +451,7 @@ class Replica:
             position = (message.step, message.lineage)
             if not self.healed and not self._heal_in_step:
                 self.attempt, self.failure = Attempt.FAILED, "this replica group must heal"
-            elif self._related().targets and self.published != position:
+            elif self.targets and self.published != position:
                 self.attempt, self.failure = Attempt.FAILED, "a peer must heal from this state"
 
     def _fetch(self, view: View) -> list[Effect]:
@@ -528,7 +524,9 @@ class Replica:
 
     # ------------------------------------------------------------------ what the status tells
 
-    def _status(self) -> ReplicaStatus:
+    @property
+    def status(self) -> ReplicaStatus:
+        """After the last event; made anew for each that asks."""
         relations, view = self._related(), self.view
         wants_group = NO_QUORUM if view is None or self._revoked else view.quorum_id
         return ReplicaStatus(
@@ -546,13 +544,8 @@ class Replica:
     @property
     def ready(self) -> bool:
         """Collectives of this attempt may start."""
-        view = self.view
-        return (
-            self.stage is Stage.MEMBER
-            and view is not None
-            and self._configured == view.quorum_id
-            and not self._revoked
-        )
+        view, member = self.view, self.stage is Stage.MEMBER and not self._revoked
+        return member and view is not None and self._configured == view.quorum_id
 
     @property
     def may_vote(self) -> bool:
@@ -572,6 +565,11 @@ class Replica:
         """The state that this rank must load has arrived."""
         view = self.view
         return view is not None and self._fetched == (view.step, view.lineage)
+
+    @property
+    def targets(self) -> tuple[messages.Member, ...]:
+        """Members that heal from this rank's state."""
+        return self._related().targets
 
     def _related(self) -> Relations:
         view, member, known = self.view, self.stage is Stage.MEMBER, self._relations

@@ -45,14 +45,19 @@ def _one(seed: int, profile: Profile, trace: bool) -> int:
     return 0
 
 
+RUNS_A_COLLECTION = 20
+"""A run leaves circles behind: they are collected after so many runs, and never in between."""
+
+
 def _quiet() -> None:
-    """A run leaves circles behind, and few of them: collect them seldom."""
     gc.freeze()
-    gc.set_threshold(100_000)
+    gc.disable()
 
 
 def _try(seed: int, profile: Callable[[int], Profile]) -> Result | str:
     """The result of one run, or what is wrong with it."""
+    if seed % RUNS_A_COLLECTION == 0:
+        gc.collect()
     try:
         return run(seed, profile(seed))
     except Exception as error:  # a broken machine may fail in any way

@@ -325,7 +325,8 @@ class Cluster:
             else:
                 assert isinstance(effect, Note)
                 self.log(f"lighthouse {home}: {effect.text}")
-        machine.check()
+        if effects:  # what a silent event leaves behind, the next one finds
+            machine.check()
         wanted = machine.deadline()
         if wanted is not None and (place.wake is None or wanted < place.wake):
             place.wake = wanted

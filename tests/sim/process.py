@@ -452,10 +452,10 @@ class Process:
             assert (replica.step, replica.lineage) == key, "loaded another state than fetched"
             self.checker.healed(self.replica_id, key, self.state)
         key = (replica.step, replica.lineage)
-        if replica.status.targets and replica.published != key:
+        if replica.targets and replica.published != key:
             self.snapshot = (key, self.state)
             self._tell(Published(key))
-        elif not replica.status.targets and replica.published is not None:
+        elif not replica.targets and replica.published is not None:
             self._tell(Published(None))
             self.snapshot = None
         self._tell(Entered())
