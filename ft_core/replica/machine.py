@@ -93,6 +93,7 @@ class Replica:
         self._unread: events.ReplicaEvent | None = None  # the first message since
         self._unanswered: messages.Vote | None = None  # per-group commit: decision still to come
         self._loop_waits = False  # at its step's boundary: it uses neither the state nor the group
+        self._pardoned = False  # evicted as hung in this attempt: a loop that only waits does not hang
         self._begun = 0  # attempts, all in all
         self._spent_in_group = 0  # of them, by this rank or another one of its group
         self._heal_in_step = False
@@ -124,6 +125,7 @@ class Replica:
             self.outcome = None
             self.failure = ""
             self._begun += 1
+            self._pardoned = False
             self._fail_if_spent()
         self._heal_in_step = event.heal_in_step
         # In the steady state there is nothing to wait for, to serve or to heal.
@@ -495,7 +497,8 @@ class Replica:
             return []  # joining: the answer to something older
         self.reason = message.reason
         in_doubt = self.attempt is Attempt.VOTED
-        hangs = message.hung and not in_doubt and not self._loop_waits
+        hangs = message.hung and not in_doubt and (not self._loop_waits or self._pardoned)
+        self._pardoned = self._pardoned or message.hung
         effects: list[Effect] = [Remark(f"expelled: {message.reason}", hangs)]
         if view is not None and self.stage is Stage.MEMBER:
             effects.append(Abort(view.quorum_id, message.reason))
@@ -503,10 +506,9 @@ class Replica:
         self._resend_at = self._grace_at = self._unanswered = None
         if not in_doubt:
             self._vote = None
-        computing = self.attempt is Attempt.OPEN and not self._loop_waits and message.hung
-        if self.attempt is Attempt.BOUND or computing:
+        if self.attempt is Attempt.BOUND or (self.attempt is Attempt.OPEN and hangs):
             self.attempt, self.failure = Attempt.FAILED, message.reason
-        if not hangs:  # else it must not come back; the next begin joins
+        if not hangs:  # else it must not come back; a loop that lives sees it, and begins again
             effects += self._join(now)
         return effects
 
