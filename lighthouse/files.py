@@ -6,6 +6,8 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +22,13 @@ def replace_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     The block writes the file `draft`, in the same folder. At its end the draft is on the disk, and
     then takes the name `path`. If the block raises, the draft is removed and `path` is as it was. A
-    process that is killed in between leaves its draft, `.NAME.PID.part`.
+    process that is killed in between leaves its draft, `.NAME.HOST.PID.part`; see `remove_drafts`.
 
     Any thread, but one at a time for a path. Raises OSError if the file can't be written, and
     FileNotFoundError if the block has written none.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    draft = path.with_name(f".{path.name}.{_host()}.{os.getpid()}.part")
     try:
         yield draft
         _flush(draft)
@@ -35,6 +37,29 @@ def replace_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # some network file systems can't flush a folder
         _flush(path.parent)
+
+
+def remove_drafts(folder: str | os.PathLike[str]) -> None:
+    """Remove the drafts that processes of this machine have left which are dead. Any thread."""
+    end = re.compile(rf"\..*\.{re.escape(_host())}\.(\d+)\.part")
+    with contextlib.suppress(OSError):
+        for path in Path(folder).iterdir():
+            if (left := end.fullmatch(path.name)) and not _lives(int(left[1])):
+                path.unlink(missing_ok=True)
+
+
+def _host() -> str:
+    return socket.gethostname().replace("/", "_")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _flush(path: Path) -> None:

@@ -28,7 +28,7 @@ from ft_lightning.shared.strategy_base import act_as_leader
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.loggers import Loggers, keep_metrics, released
 from ft_lightning.trainer.resumption import Resumption
-from lighthouse.files import replace_whole
+from lighthouse.files import remove_drafts, replace_whole
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -141,6 +141,8 @@ class Checkpoints:
         self.error: Exception | None = None
         """Of the last save, if none has worked in this fit."""
         self._worked = False
+        self._held: list[Callable[[], object]] = []
+        self._makes_up = False
         self.loaded: dict[str, Any] = {}
         """The manager's part of the checkpoint that was loaded last."""
 
@@ -158,18 +160,21 @@ class Checkpoints:
             with replace_whole(path) if whole else contextlib.nullcontext(path) as target:
                 io.save_checkpoint(checkpoint, target, storage_options=options)
         except Exception as error:  # a storage's own errors are of any kind
-            if not _in_callback():
+            if not self._makes_up and not _in_callback():
                 raise
             self.failed += 1
             self.error = None if self._worked else error
             log.warning("checkpoint %s could not be saved (%s): training goes on", path, error)
             return False
         self.failed, self.error, self._worked = 0, None, True
+        if whole:
+            remove_drafts(os.path.dirname(os.path.abspath(path)))
         return True
 
     def begin(self) -> None:
         """A fit begins."""
         self.failed, self.error, self._worked = 0, None, False
+        self._held.clear()
 
     def end(self) -> None:
         """The fit has ended. Raises RuntimeError if saves have failed, and none has worked."""
@@ -177,6 +182,23 @@ class Checkpoints:
             raise RuntimeError(
                 f"the fit has ended, and none of its checkpoints could be saved: {self.error}"
             ) from self.error
+
+    def hold(self, call: Callable[[], object]) -> None:
+        """The leader saves or removes a file now. `call()` does it here, should the leader die in it."""
+        self._held.append(call)
+
+    def settled(self) -> None:
+        """The leader has voted since, or this process is about to change the state: it has saved."""
+        self._held.clear()
+
+    def make_up(self) -> None:
+        """This process has become the leader: it does again what the dead one may not have done."""
+        held, self._held, self._makes_up = self._held, [], True
+        try:
+            for call in held:
+                call()
+        finally:
+            self._makes_up = False
 
     def may_remove(self, path: Any) -> bool:
         """Whether a file that a newer one was to replace may go."""
@@ -207,6 +229,7 @@ class CheckpointMixin(_Base):
     _from: Callable[[str], Any]
     _saved: Checkpoints | None = None
     _resumption: Resumption | None = None
+    _follows: Callable[[], bool]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a fit under way (sockets, threads), which a copy has not."""
@@ -228,6 +251,9 @@ class CheckpointMixin(_Base):
 
         The thread that calls `Trainer.save_checkpoint`, which must be the loop's."""
         if not self.is_global_zero:
+            if self._follows():
+                again = self._unchanged(checkpoint), filepath, storage_options
+                self._checkpoints.hold(lambda: self.save_checkpoint(*again))
             return
         if self._manager is not None:
             # In a copy: hooks may have kept the checkpoint that they were given.
@@ -239,8 +265,20 @@ class CheckpointMixin(_Base):
             self._resumption.saved(filepath)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero and self._checkpoints.may_remove(filepath):
+        if not self.is_global_zero:
+            if self._follows():
+                self._checkpoints.hold(lambda: self.remove_checkpoint(filepath))
+        elif self._checkpoints.may_remove(filepath):
             super().remove_checkpoint(filepath)
+
+    def _unchanged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """As it is until the next update. A forward pass before that changes buffers, as those of
+        batch normalization; the other tensors stay, so that nothing large is copied."""
+        module = self.lightning_module
+        buffers = {name for name, _ in module.named_buffers()} if module is not None else set()
+        model = dict(checkpoint["state_dict"])
+        model |= {name: model[name].clone() for name in buffers & model.keys()}
+        return {**checkpoint, "state_dict": model}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)

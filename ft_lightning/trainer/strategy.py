@@ -236,6 +236,13 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         )
         self._callbacks, trainer.callbacks[:] = (first, last), [first, *trainer.callbacks, last]
 
+    def _follows(self) -> bool:
+        """Whether another process writes, whose files this one could write as well: it is at the same
+        place, with the same state."""
+        manager = self._manager
+        trains = self._met and manager is not None and not self._over and self.scope.group_rank == 0
+        return trains and self._agrees
+
     @property
     def _agrees(self) -> bool:
         """If the quorum does not decide each step, each group decides for itself."""
@@ -330,6 +337,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         """Called by Lightning (or by the user's `optimizer.step`). Members count their updates: one
         that has caught an exception in place of an update differs from its peers at the next vote."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._checkpoints.settled()
         if self._votes_each_step and self._manager is not None:
             self._manager.updated()
         return output
@@ -363,6 +371,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
                 self._skipped.run(self._trainer)
             if self._met:
                 self._resumption.took_over()
+                self._checkpoints.make_up()
             elif sentence := self._resumption.begin():
                 say("ft_lightning", sentence)
         self._met = True

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lighthouse.files import replace_whole
+from lighthouse.files import remove_drafts, replace_whole
 from tests.harness.waiting import PATIENCE_S
 
 
@@ -93,3 +93,10 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     assert path.read_text() == "old"
     (draft,) = (p for p in tmp_path.iterdir() if p != path)
     assert draft.name.startswith(".state.") and draft.suffix == ".part"
+    others = [tmp_path / ".state.another-host.1.part", tmp_path / f"{draft.name}.txt"]
+    for other in others:
+        other.touch()
+    with replace_whole(path) as mine:
+        mine.touch()
+        remove_drafts(tmp_path)
+        assert mine.exists() and not draft.exists() and all(p.exists() for p in others)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "devices": 1,
     "strategy": {"timeout_s": 20},
     "ckpt_path": None,
-    "holds": [],  # places to wait at: "step:<fit>:<global step>"
+    "holds": [],  # places to wait at: "step:<fit>:<global step>", "save:<global step>"
 }
 
 
@@ -46,6 +47,17 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class HoldingIO(TorchCheckpointIO):
+    """Has written a file, which has not got its name yet."""
+
+    def __init__(self, files: Log) -> None:
+        self.files = files
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self.files.at(f"save:{checkpoint['global_step']}")
 
 
 def data(fold: int) -> DataLoader[Any]:
@@ -72,6 +84,7 @@ def main(options: dict[str, Any]) -> None:
             devices=options["devices"],
             strategy=strategy,
             max_epochs=options["epochs"],
+            plugins=[HoldingIO(files)],
             default_root_dir=options["log"],
         )
         trainer.fit(model, data(number), data(-number), ckpt_path=options["ckpt_path"])

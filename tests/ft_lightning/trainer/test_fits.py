@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ft_core.launch.supervisor import OVER_EXIT_CODE
 from tests.ft_lightning.harness import running
+from tests.harness.script import digest
 
 pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("fits_worker.py")
@@ -38,3 +41,30 @@ def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
     assert run.lines(0, "fits")[0]["digest"] == run.lines(1, "fits")[0]["digest"]
     for line in run.lines(0, "trained") + trained:
         assert line["folds"] == [line["fit"]]
+
+
+def test_a_leader_dies_in_its_last_save_and_the_next_one_saves_again(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """No step follows. The older file goes, and the file that the dead one was writing, too."""
+    options: dict[str, Any] = {"fits": 1, "epochs": 2}
+    with running(tmp_path, lighthouse, worker=WORKER, holds=["save:8"], **options) as run:
+        first, second = run.start(0), run.start(1)
+        run.until(lambda: any(run._is_held(name, "save:8") for name in (0, 1)), "the last save")
+        leader = 0 if run._is_held(0, "save:8") else 1
+        folder = next(tmp_path.glob("lightning_logs/version_*/checkpoints"))
+        assert [path.name for path in folder.glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
+        assert len(list(folder.glob(".*.part"))) == 1
+        killed, other = (first, second) if leader == 0 else (second, first)
+        os.kill(killed.pid, signal.SIGKILL)
+        run.wait(killed, code=-signal.SIGKILL)
+        run.until_held(1 - leader, "save:8")
+        run.go("save:8")
+        run.wait(other)
+        assert [path.name for path in folder.iterdir()] == ["epoch=1-step=8.ckpt"]
+        checkpoint = torch.load(folder / "epoch=1-step=8.ckpt", weights_only=False)
+        (done,) = run.lines(1 - leader, "fits")
+        state = {
+            f"net.{name}": checkpoint["state_dict"][f"net.{name}"] for name in ("weight", "bias")
+        }
+        assert digest(state) == done["digest"]
