@@ -185,7 +185,7 @@ class Manager:
         self._start = (0, "")
         self._origin = (0, 0)  # (genesis, held) of that state; see `lighthouse.wire.messages.Join`
         self._session: Session | None = None
-        self._closed = False
+        self._closed = self._leaves = False
         self.telemetry = Telemetry()
         self._attempts = Attempts(options, pg, self.state, self.telemetry)
         self.step = self._attempts.step
@@ -547,8 +547,10 @@ class Manager:
         self._attempts.update_failed(e)
 
     def leave_after_step(self) -> None:
-        """The next committed or discarded step is this group's last (graceful leave)."""
-        self._attempts.session.control.submit(events.LeaveAfterStep())
+        """The next committed or discarded step is this group's last (graceful leave). Idempotent."""
+        self._leaves = True
+        if self._session is not None:
+            self._session.control.submit(events.LeaveAfterStep())
 
     def in_quorum(self) -> bool:
         """Whether this group is in a quorum now. Never waits."""
@@ -610,6 +612,8 @@ class Manager:
             waited_s=self.step.waited_s,
         )
         self._session = self._attempts.session = session
+        if self._leaves:  # it was told so before its first step
+            self.leave_after_step()
         session.await_lighthouse()
         return session
 

@@ -573,6 +573,17 @@ def test_should_commit_without_start_quorum():
         a.close()
 
 
+def test_told_to_leave_before_its_first_step_a_member_leaves_with_it():
+    """SIGTERM may come while a script still builds its model."""
+    with lighthouse() as server:
+        replica = Replica(server, "r")
+        replica.manager.leave_after_step()
+        assert not replica.manager.left()
+        assert replica.step()
+        assert replica.manager.left()
+        replica.close()
+
+
 def test_a_step_that_was_never_ended_is_a_no():
     with lighthouse() as server:
         a, b = pair(server)

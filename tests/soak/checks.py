@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +61,11 @@ class Checker:
         self._felt.append(felt)
         self._all_felt.append(felt)
 
-    def step(self, group: int, rank: int, report: Report, now: float) -> None:
-        """A rank's report of a step."""
+    def step(
+        self, group: int, rank: int, report: Report, now: float, unheard: Set[int] = frozenset()
+    ) -> None:
+        """A rank's report of a step. `unheard`: groups that can't say what they hold, or could not
+        a moment ago."""
         step, lineage, digest = report["step"], report["lineage"], report["digest"]
         key = (rank, step, lineage)
         known = self._digests.get(key)
@@ -79,17 +83,19 @@ class Checker:
         self.counts["commits"] += 1
         self.highest_step = max(self.highest_step, step)
         if self._one_lineage:
-            self._check_branch(group, rank, step, lineage)
+            self._check_branch(group, rank, step, lineage, unheard)
         self._note_gap(now)
 
-    def _check_branch(self, group: int, rank: int, step: int, lineage: str) -> None:
+    def _check_branch(
+        self, group: int, rank: int, step: int, lineage: str, unheard: Set[int]
+    ) -> None:
         first = self._lineages.setdefault(step, lineage)
         if first == lineage:
             return
         holders = [
             f"group {g} rank {r} at step {held}"
             for (g, r), (held, of, _) in sorted(self.state_of.items())
-            if held >= step and self._lineages.get(held) == of
+            if held >= step and self._lineages.get(held) == of and g not in unheard
         ]
         if holders:
             self.violations.append(

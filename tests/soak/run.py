@@ -26,7 +26,7 @@ from tests.harness import workers
 from tests.harness.networks import Networks, networks
 from tests.harness.waiting import PATIENCE_S, children_of
 from tests.process.driver import ROOT
-from tests.soak.checks import Checker, Report
+from tests.soak.checks import AFTERMATH_S, Checker, Report
 from tests.soak.schedule import ASYNC, DILOCO, GROUP, Fault, Shape
 
 TIMEOUT_S = 20.0
@@ -69,6 +69,8 @@ class Group:
     """A fault that ends it has struck it since it was started."""
     ready: bool = False
     """It has committed since it was started: it knows what the job has done."""
+    unheard_until: float = 0.0
+    """It was stopped, or cut off from the lighthouse, and needs a while to be back."""
 
 
 class Soak:
@@ -159,7 +161,9 @@ class Soak:
             self._ended(group, rank)
         elif report["kind"] == "step":
             known = len(self.checker.violations)
-            self.checker.step(rank.group, rank.number, report, time.monotonic())
+            now = time.monotonic()
+            unheard = {g.number for g in self._groups if now < g.unheard_until}
+            self.checker.step(rank.group, rank.number, report, now, unheard)
             for found in self.checker.violations[known:][:5]:
                 self._say(found)
             if any(each.over for each in group.ranks):
@@ -308,6 +312,10 @@ class Soak:
             if rank is None or each.number == rank:
                 each.process.send_signal(number)
 
+    def _unheard(self, index: int, fault: Fault) -> None:
+        until = time.monotonic() + fault.for_s + AFTERMATH_S
+        self._groups[index].unheard_until = max(self._groups[index].unheard_until, until)
+
     def _do_kill(self, fault: Fault) -> None:
         self._signal(fault.groups[0], signal.SIGKILL, fault.rank)
 
@@ -316,6 +324,7 @@ class Soak:
         processes = [r.process for r in self._groups[index].ranks if r.number == fault.rank]
         long = self.shape.ranks > 1 and fault.for_s > IN_GROUP_SILENCE_S / 2
         self._signal(index, signal.SIGSTOP, fault.rank, ends=long)
+        self._unheard(index, fault)
         self._after(
             fault.for_s, lambda: [p.send_signal(signal.SIGCONT) for p in processes] and None
         )
@@ -365,6 +374,7 @@ class Soak:
 
     def _do_cut_lighthouse(self, fault: Fault) -> None:
         self._cut(fault.groups[0], self.shape.groups, fault)
+        self._unheard(fault.groups[0], fault)
 
     def _cut(self, one: int, other: int, fault: Fault) -> None:
         net = self._networks

@@ -49,6 +49,8 @@ def test_what_the_checker_notices() -> None:
         checker.violations[-1]
     )
     found = len(checker.violations)
+    checker.step(1, 0, _step(1, "c2"), 10.4, unheard={0, 1})
+    assert len(checker.violations) == found, "the only holders could not be heard"
     for group in range(2):
         checker.gone(group)
     checker.step(0, 0, _step(1, "d"), 10.5)
