@@ -14,7 +14,8 @@ S4  A sum holds exactly the contributions of the members that the quorum does no
 S5  What is applied was reduced under the quorum_id and step that its lineage names.
 S6  A process that applied a step keeps it until it heals; a process told "discard" after a yes has no living
     peer that was told "commit", but where the lighthouse was started again, and could not reach that peer.
-    No step is committed against a no, but of a process that was cut off or expelled, or has left.
+    No step is committed against a no, but of a process that was cut off or expelled, or has left, and by F5 by a
+    lighthouse that was started again, where another member is away.
 
 What is excused rests on that page, too: what "committed" means ("S2 in full"), "A step in doubt" for a
 lighthouse that has lost its memory, and "Per-group commit", which promises neither S2 nor S6.
@@ -101,7 +102,7 @@ class Checker:
     at: dict[str, Position] = field(default_factory=dict)
     children: dict[Position, dict[Position, int]] = field(default_factory=dict)
     holders: dict[Position, set[str]] = field(default_factory=dict)
-    noes: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
+    noes: dict[tuple[int, int], dict[str, tuple[float, int]]] = field(default_factory=dict)
     yes: dict[tuple[int, int], set[str]] = field(default_factory=dict)
     ballots: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     told: dict[tuple[int, int], dict[str, bool]] = field(default_factory=dict)
@@ -203,7 +204,9 @@ class Checker:
         return self.first_steps.setdefault(quorum_id, step)
 
     def votes_no(self, replica_id: str, quorum_id: int, step: int) -> None:
-        self.noes.setdefault((quorum_id, step), {})[replica_id] = self.now()
+        noes = self.noes.setdefault((quorum_id, step), {})
+        _, life = noes.get(replica_id, (0.0, self.life()))  # one that hears nothing repeats it
+        noes[replica_id] = self.now(), life
 
     def votes_yes(self, replica_id: str, quorum_id: int, step: int) -> None:
         self.yes.setdefault((quorum_id, step), set()).add(replica_id)
@@ -306,12 +309,15 @@ class Checker:
         return next(later, None)
 
     def _unanimous(self, quorum_id: int, step: int) -> None:
-        """S6: no step is committed against a member's no, unless that had been removed."""
+        """S6: no step is committed against a member's no, unless that had been removed. A lighthouse that
+        lost its memory with the no commits what a member that is away may have committed (F5)."""
         if self.group_commit or self.lighthouses > 1:
             return
-        for replica_id, voted_at in self.noes.get((quorum_id, step), {}).items():
+        some_away = not set(self.births[quorum_id].members) <= set(self.newest.members)
+        for replica_id, (voted_at, life) in self.noes.get((quorum_id, step), {}).items():
             removed = replica_id in self.expelled or replica_id in self.cut_since(voted_at)
-            against = replica_id in self.living() and not removed
+            forgotten = self.life() != life and some_away
+            against = replica_id in self.living() and not removed and not forgotten
             self.require(not against, f"S6: {quorum_id}/{step} committed against {replica_id}")
 
     def _descendants(self, position: Position) -> set[str]:
