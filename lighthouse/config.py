@@ -44,7 +44,8 @@ class Timeouts:
             that are late are given up.
         heartbeat_s: how often ZeroMQ's own threads prove that a connected host lives.
         heartbeat_timeout_s: a host that is silent for this long is gone.
-        connect_timeout_s: how long a replica looks for the lighthouse before it gives up.
+        connect_timeout_s: how long a replica looks for the lighthouse before it gives up; after a
+            training has finished, how long the first process of the next one waits for the others.
         join_timeout_s: how long the first quorum waits for stragglers once `min_replicas` are
             there; also how long a restarted lighthouse waits for the members it knew.
         step_timeout_s: after the first vote on a step (or a stall report), members that have

@@ -251,7 +251,8 @@ class Forming:
         roll = self._roll(now)
         if self._history.finished and head is not None:
             held = any(member.position.step >= head.step for member in all_members.values())
-            late = rules.too_late(roll, held, head.step, now)
+            until = self.since + self._config.timeouts.connect_timeout_s
+            late = rules.too_late(roll, held, head.step, until, now)
             if late is not None:
                 return late
         first = self._members.were_members == 0

@@ -29,8 +29,8 @@ R6  If no candidate has been in a quorum of the job yet, if the job would go bac
 R7  Ranks: members of the last quorum keep their order. Newcomers follow in natural order of their
     names when a job starts, and in order of arrival later.
 R8  If the last members said that the training has finished, candidates that come with less than its
-    last step start it over only if as many come as are expected. Fewer are refused when the join
-    timeout is over.
+    last step start it over only if as many come as are expected. Fewer are refused when the connect
+    timeout is over: the other processes of the next training may take that long to come.
 """
 
 from __future__ import annotations
@@ -193,10 +193,10 @@ def waiting(reason: str, until: float, now: float) -> Verdict | None:
     return Verdict(None, reason, until if until < math.inf else None)
 
 
-def too_late(roll: Roll, held: bool, step: int, now: float) -> Verdict | None:
+def too_late(roll: Roll, held: bool, step: int, until: float, now: float) -> Verdict | None:
     """R8, after a training that has finished at `step`; None: ask the other rules.
 
-    `held`: a candidate holds that step, or a later one.
+    `held`: a candidate holds that step, or a later one. `until`: when too few are refused.
     """
     if held or len(roll.here) >= roll.expected:
         return None
@@ -204,9 +204,9 @@ def too_late(roll: Roll, held: bool, step: int, now: float) -> Verdict | None:
         f"{OVER} at step {step}, and a replica group that comes back does not start it over: that "
         f"takes all {roll.expected}, or another job id"
     )
-    if now >= roll.expires:
+    if now >= until:
         return Verdict(None, reason, hopeless=True)
-    return Verdict(None, reason, roll.expires)
+    return Verdict(None, reason, until)
 
 
 def decide(situation: Situation, now: float) -> Verdict:

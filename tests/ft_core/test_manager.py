@@ -604,7 +604,8 @@ def test_a_step_that_was_never_ended_is_a_no():
 
 
 def test_one_that_comes_back_after_the_end_is_told_so() -> None:
-    with lighthouse(all_join=False, expected_replicas=2) as server:
+    limits = {"connect_timeout_s": 2.0}
+    with lighthouse(all_join=False, expected_replicas=2, timeouts=limits) as server:
 
         def trains(name: str) -> None:
             replica = Replica(server, name)

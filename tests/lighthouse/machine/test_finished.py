@@ -30,7 +30,7 @@ def test_one_who_comes_back_waits_and_is_sent_away() -> None:
     assert "finished at step 1" in waiting.reason
     assert not told(effects, Quorum)
     deadline = job.deadline()
-    assert deadline == MOMENT + LIMITS.join_timeout_s
+    assert deadline == MOMENT + LIMITS.connect_timeout_s
     (refused,) = told(job.expire(deadline), Refused)
     assert "does not start it over" in refused.reason
     assert job.empty
@@ -41,6 +41,17 @@ def test_all_members_that_come_start_anew() -> None:
     effects: list[Effect] = []
     for name in ("x", "y", "z"):
         effects = job.handle(name.encode(), join(name), MOMENT)
+    assert told(effects, Quorum)
+
+
+def test_members_of_the_next_training_come_one_by_one() -> None:
+    """Each takes longer to connect than the join timeout."""
+    job = finished_job(FINISHED, FINISHED, FINISHED)
+    effects: list[Effect] = []
+    for number, name in enumerate(("x", "y", "z")):
+        now = MOMENT + number * LIMITS.connect_timeout_s / 3
+        assert not told(job.expire(now), Refused)
+        effects = job.handle(name.encode(), join(name, expected_replicas=3), now)
     assert told(effects, Quorum)
 
 
