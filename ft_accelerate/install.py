@@ -239,7 +239,10 @@ def _save_state(
     runtime: Runtime, original: Any, self: Any, output_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     if runtime.live:
-        return save_whole(original, self, output_dir, *args, **kwargs)
+        final = save_whole(original, self, output_dir, *args, **kwargs)
+        if runtime.leader:
+            runtime.saved.remember(final)
+        return final
     settings = self.project_configuration
     if settings.automatic_checkpoint_naming:
         self.wait_for_everyone()  # as the original does

@@ -71,14 +71,19 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def machine_file(purpose: str, subject: str, kind: str) -> Path:
+    """A file of this user on this machine, for what its processes share about `subject` (any text)."""
+    digest = hashlib.blake2b(subject.encode(), digest_size=6).hexdigest()
+    return Path(tempfile.gettempdir()) / f"{purpose}-{os.getuid()}-{digest}.{kind}"
+
+
 def machine_lock(purpose: str, subject: str) -> int:
     """Wait for a lock that one process of this user on this machine holds at a time.
 
     `purpose` is part of the lock file's name; of `subject` (any text) a hash is. Returns a
     descriptor: the lock is released when it is closed, or when this process ends. Any thread.
     """
-    digest = hashlib.blake2b(subject.encode(), digest_size=6).hexdigest()
-    path = Path(tempfile.gettempdir()) / f"{purpose}-{os.getuid()}-{digest}.lock"
+    path = machine_file(purpose, subject, "lock")
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -41,9 +41,10 @@ class _Pass:
         self._runtime, self._original, self._loader = runtime, original, loader
         self._generator = generator_of(loader)
         state = None if self._generator is None else self._generator.get_state()
-        self._iteration = runtime.position.begin(state)
         self._resumed = _take_resumed(loader)
-        self._length = _remaining(loader, self._resumed)
+        left_out = _done_in(self._resumed) + _skipped(loader)
+        self._iteration = runtime.position.begin(state, left_out)
+        self._length = _length(loader)
 
     def batches(self) -> Iterator[Any]:
         """What the script gets."""
@@ -62,7 +63,7 @@ class _Pass:
                     batch = self._first_batch()
                 else:
                     if real is None:
-                        if iteration.yielded and iteration.yielded == length:
+                        if iteration.begun and iteration.yielded == length:
                             _end(loader)
                             break
                         real = self._start()
@@ -86,17 +87,19 @@ class _Pass:
             iteration.generator_state = state
         if _is_stateful(loader):
             return self._start_stateful()
-        if not iteration.yielded:
+        skip = iteration.yielded - iteration.left_out
+        if not skip:
             return self._original(loader)
         sampler = _index_sampler(loader)
         if sampler is None:
-            return _later(self._original(loader), iteration.yielded)
-        sampler._ft_skip = iteration.yielded
+            return _later(self._original(loader), skip)
+        sampler._ft_skip = skip
         return self._original(loader)
 
     def _start_stateful(self) -> Iterator[Any]:
         """Move the loader itself to its position, so that its own state tells that position."""
-        loader, skip, resumed = self._loader, self._iteration.yielded, self._resumed
+        loader, iteration, resumed = self._loader, self._iteration, self._resumed
+        skip = iteration.yielded - iteration.left_out
         state = resumed or loader.dl_state_dict
         if skip and all(state.get(name, 0) is None for name in _POSITIONS_OF_OTHERS):
             done = _done_in(resumed) + skip
@@ -109,12 +112,13 @@ class _Pass:
         """Whether a fast-forwarded pass has no more batches; keeps what Accelerate knows of the pass."""
         loader, iteration, length = self._loader, self._iteration, self._length
         position = self._runtime.position
-        if not iteration.yielded:
+        if not iteration.begun:
             loader.begin()
         if length is None:
             length = position.lengths.get(iteration.seq)
         if not self._runtime.training():
-            length = min(EVALUATION_BATCHES, length or EVALUATION_BATCHES)
+            some = iteration.left_out + EVALUATION_BATCHES
+            length = min(some, length or some)
         if length is not None and iteration.yielded >= length:
             _end(loader)
             return True
@@ -191,9 +195,21 @@ def _done_in(resumed: _LoaderState) -> int:
     return int(resumed["_snapshot"]["_snapshot_step"]) + int(resumed["_steps_since_snapshot"])
 
 
-def _remaining(loader: Any, resumed: _LoaderState) -> int | None:
-    """Batches of the pass that begins; None: the loader has no length."""
+def _skipped(loader: Any) -> int:
+    """Batches that `skip_first_batches` leaves out of each pass."""
+    from accelerate.data_loader import SkipBatchSampler
+
+    skipped = 0
+    for sampler in (loader.batch_sampler, loader.sampler):
+        while isinstance(sampler, SkipBatchSampler):
+            skipped += sampler.skip_batches
+            sampler = sampler.batch_sampler
+    return skipped
+
+
+def _length(loader: Any) -> int | None:
+    """Batches of a pass, with those that are left out; None: the loader has no length."""
     try:
-        return len(loader) - _done_in(resumed)
+        return len(loader) + _skipped(loader)
     except TypeError:
         return None

@@ -37,12 +37,13 @@ from ft_accelerate.runtime.checked_collectives import (
     main_of,
 )
 from ft_accelerate.runtime.models import FaultTolerantModel
+from ft_accelerate.runtime.saved_position import SavedPosition
 from ft_accelerate.runtime.script_position import Iteration, Phase, ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
 from ft_accelerate.runtime.tracker_runs import TrackerRuns
 from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
-from ft_core.environment import ReplicaEnv
+from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.board import slot
 from ft_core.launch.sigterm import Sigterm
@@ -101,6 +102,8 @@ class Runtime:
         )
         self.manager: Manager | None = None
         self.runs = TrackerRuns()
+        same = options.job_id != SHARED_JOB or supervision.restarts > 0
+        self.saved = SavedPosition(self.position, options.job_id if same else "")
         self.attempts_discarded = 0
         self.denied = 0
         """How often this process was asked whether it is the main one, and was not."""
@@ -191,6 +194,8 @@ class Runtime:
     def adopt(self, accelerator: Any) -> None:
         """Heal this accelerator's objects, besides those of the others that live."""
         self._accelerators.append(weakref.ref(accelerator))
+        accelerator.register_save_state_pre_hook(self.saved.on_save)
+        accelerator.register_load_state_pre_hook(self.saved.on_load)
 
     @property
     def accelerators(self) -> dict[int, Any]:
@@ -237,7 +242,7 @@ class Runtime:
                     self._join("fetch")
                     continue
             self._go_live_if_there()
-            exhausted = iteration.yielded and loader.end_of_dataloader
+            exhausted = iteration.begun and loader.end_of_dataloader
             if not self.live or exhausted or not self.ready or not self.training():
                 return
             position.open_window(iteration)
@@ -537,6 +542,8 @@ class Runtime:
                 raise SystemExit(OVER_EXIT_CODE if late else 0) from None
             target = self.position.target
             if target is None or self.live:
+                if self._healed is None and self._leader:
+                    self.saved.warn_if_starting_anew()
                 return
             if not target.reachable:
                 self.leave_for_now("the others are where this process cannot join them")
@@ -652,6 +659,8 @@ class Runtime:
         self.group_ranks.close()
         if finished and self.group_ranks.place.group_rank == 0:
             slot().over(True)
+        if finished and self._leader:
+            self.saved.forget()
         self._leave_for_good(finished=finished)
         if self._sink is not None:
             self._sink.close()

@@ -47,8 +47,15 @@ class Iteration:
 
     seq: int
     yielded: int = 0
+    """With those that the script has left out (`skip_first_batches`), of which there are `left_out`."""
     generator_state: Any = None
     """Of the loader's generator when this pass began; None: it has none."""
+    left_out: int = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has yielded a batch."""
+        return self.yielded > self.left_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +123,19 @@ class ScriptPosition:
 
     # ------------------------------------------------------------------ loaders
 
-    def begin(self, generator_state: Any) -> Iteration:
+    @property
+    def resumes_at(self) -> int:
+        """The pass with which a script begins that resumes from what is saved here."""
+        return self.active[0].seq if self.active else self.iterations
+
+    def resume_at(self, seq: int) -> None:
+        """What the script has loaded was saved there. Counts before its first pass only."""
+        if self.iterations == 0 and self.phase is Phase.LIVE:
+            self.iterations = seq
+
+    def begin(self, generator_state: Any, left_out: int = 0) -> Iteration:
         """A loader iteration begins."""
-        iteration = Iteration(self.iterations, 0, generator_state)
+        iteration = Iteration(self.iterations, left_out, generator_state, left_out)
         self.iterations += 1
         self.active.append(iteration)
         return iteration

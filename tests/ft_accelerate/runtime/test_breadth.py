@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ft_accelerate.runtime.saved_position import FILE
 from tests.ft_accelerate.harness import compare, running
 from tests.harness.lighthouses import patient_lighthouse
 
@@ -30,9 +31,10 @@ def lighthouse() -> Iterator[str]:
 
 
 def saved(checkpoint: Path) -> dict[str, Any]:
-    """Names in it, and what the stateful loader says of its place."""
+    """Names in it but for ours, and what the stateful loader says of its place."""
     place = torch.load(checkpoint / "dl_state_dict.bin", weights_only=False)
-    return {"names": sorted(p.name for p in checkpoint.iterdir()), "place": place}
+    names = sorted(p.name for p in checkpoint.iterdir())
+    return {"names": [name for name in names if name != FILE], "ours": FILE in names, "place": place}
 
 
 def test_a_gan_equals_plain_ddp_bit_for_bit_also_with_discards(
@@ -56,7 +58,8 @@ def test_a_gan_equals_plain_ddp_bit_for_bit_also_with_discards(
             assert [x[key] for x in mine] == [x[key] for x in expected], key
         assert run.events(index, "discard") >= 2  # its own, and those of others it had begun
     assert compare(run.lines(0), run.lines(1)) == len(run.lines(0)) > 6
-    assert saved(run.log / "checkpoint_5") == saved(plain.log / "checkpoint_5")
+    expected_files = {**saved(plain.log / "checkpoint_5"), "ours": True}
+    assert saved(run.log / "checkpoint_5") == expected_files
 
 
 def test_killed_between_two_updates_and_in_a_save_and_stopped(

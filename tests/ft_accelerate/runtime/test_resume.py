@@ -1,0 +1,59 @@
+"""Raw scripts that resume by themselves from what they have saved, and scripts that should."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.ft_accelerate.harness import compare, running
+
+pytestmark = pytest.mark.process
+WORKER = Path(__file__).with_name("resume_worker.py")
+STEPS = 5 * 8
+
+
+def test_what_a_checkpoint_has_counted_is_not_counted_twice(tmp_path: Path, lighthouse: str) -> None:
+    """Its peers have begun with step 0, and the one that comes back with the newest checkpoint, saved in
+    the middle of an epoch. Then all die, and all begin with that."""
+    with running(tmp_path, lighthouse, WORKER, holds=["step-21", "step-30"]) as run:
+        zero, one = run.start(0), run.start(1)
+        one = run.killed_and_back(one, 1, hold="step-21", of=0)
+        for index in (0, 1):
+            run.until_held(index, "step-30")
+        healed = [line for line in run.lines(1) if line["pid"] == one.pid]
+        assert [line["step"] for line in healed][-1] == 30
+        assert compare(run.lines(0), healed) == len(healed)
+        for process in (zero, one):
+            process.kill()
+            run.wait(process, code=-signal.SIGKILL)
+        again = {"ACCELERATE_FAULT_TOLERANCE_RESTARTS": "1"}
+        zero, one = run.start(0, **again), run.start(1, **again)
+        run.go("step-30")
+        run.wait(zero, one)
+        assert "this script starts from its beginning" not in run.output()
+    assert [line["step"] for line in run.lines(0, "starts")] == [0, 30]
+    assert [line["step"] for line in run.lines(1, "starts")] == [0, 18, 30]
+    for index in (0, 1):
+        steps = sorted({line["step"] for line in run.lines(index)})
+        assert steps[-1] == STEPS
+        assert run.end(index)["step"] == STEPS
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+
+
+def test_a_script_that_does_not_resume_is_warned(tmp_path: Path, lighthouse: str) -> None:
+    options = {"resume": False, "epochs": 2, "holds": ["step-9"]}
+    with running(tmp_path, lighthouse, WORKER, **options) as run:
+        first = [run.start(0), run.start(1)]
+        for index, process in enumerate(first):
+            run.until_held(index, "step-9")
+            process.kill()
+            run.wait(process, code=-signal.SIGKILL)
+        assert "this script starts from its beginning" not in run.output()
+        run.go("step-9")
+        again = {"ACCELERATE_FAULT_TOLERANCE_RESTARTS": "1"}
+        run.wait(run.start(0, **again), run.start(1, **again))
+        said = run.output()
+    assert said.count("this script starts from its beginning, though the job has saved") == 1
+    assert f"{tmp_path}/states/step_6" in said
