@@ -26,6 +26,7 @@ from ft_accelerate.launch.groups import MachineLayout, environment, plan, protec
 from ft_accelerate.options import FaultTolerancePlugin
 from ft_core.launch.rank_group import group_command
 from tests.ft_accelerate.installed import accelerate, installed
+from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S
 
 MULTI_NODE = {
@@ -423,18 +424,22 @@ def test_two_machines_train_together(tmp_path: Path) -> None:
         },
         {"min_replicas": 2},
     )
-    machines = [
-        subprocess.Popen(
-            [
-                *accelerate("launch"), "--config_file", config, "--machine_rank", str(rank),
-                str(SCRIPT), str(tmp_path), "-1", "0",
-            ],
-            env=installed(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [machine.communicate(timeout=PATIENCE_S)[0] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], "".join(said)
+    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
+    script = [str(SCRIPT), str(tmp_path), "-1", "0"]
+    env, machines = installed(tmp_path), []
+    try:
+        for rank in range(2):
+            with (tmp_path / f"said.{rank}").open("wb") as output:
+                command = [*launch, "--machine_rank", str(rank), *script]
+                machines.append(
+                    workers.start("accelerate", command, env=env, stdout=output, stderr=output)
+                )
+        codes = [machine.wait(PATIENCE_S) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.end()
+    said = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
+    assert codes == [0, 0], "".join(said)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert len({process["weights"] for process in found}) == 1
     assert [process["group"] for process in found] == [0, 1, 2, 3]
