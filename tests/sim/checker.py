@@ -17,8 +17,16 @@ S6  A process that applied a step keeps it until it heals; a process told "disca
     No step is committed against a no, but of a process that was cut off or expelled, or has left, and by F5 by a
     lighthouse that was started again, where another member is away.
 
-What is excused rests on that page, too: what "committed" means ("S2 in full"), "A step in doubt" for a
-lighthouse that has lost its memory, and "Per-group commit", which promises neither S2 nor S6.
+What is excused rests on a sentence of that page, each time:
+- a fork past a holder out of reach (`_fork`), or whose messages to the lighthouse are lost (`Cluster._unreachable`): "if its
+  only holder is away for longer than the join timeout, the job goes on without it";
+- past a holder that is back after a quorum has gone back behind it, and has committed nothing (`_goes_back`): "the holder
+  heals when it is back, also if nothing was committed meanwhile";
+- two lighthouses, at the first step (`_fork`): "groups that begin at step 0 do not wait for all";
+- two lighthouses, after all processes have died (`test_sim_lighthouses.py` leaves that fault out): "a name whose process is
+  known to be dead is not waited for, although it may be started again at another lighthouse, from another checkpoint";
+- a no, or an answer, that a lighthouse has lost with its memory (`_unanimous`, `_told`): F5 of "A step in doubt";
+- "Per-group commit" promises neither S2 nor S6.
 """
 
 from __future__ import annotations
@@ -294,7 +302,7 @@ class Checker:
                 continue
             birth = self._goes_back(self.births[older[0]], before) or self.births[newer[0]]
             holders, reachable = self._descendants(older[1]) & self.living(), birth.reachable
-            if self.lighthouses > 1:  # whether they can be reached is no excuse, but at the first step
+            if self.lighthouses > 1:  # being out of reach is no excuse; at step 0 none is needed
                 reachable = frozenset() if before[0] == 0 else holders
             ignored = holders & reachable
             self.require(not ignored,

@@ -15,6 +15,7 @@ from lighthouse.config import LighthouseConfig
 from lighthouse.machine.job import Effect, Note, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
 from lighthouse.wire.messages import (
+    NO_TERM,
     DeathNotice,
     Decision,
     DeclareDead,
@@ -24,6 +25,7 @@ from lighthouse.wire.messages import (
     Quorum,
     Request,
     Term,
+    epoch_of,
 )
 from tests.sim.checker import Checker
 from tests.sim.clock import Clock
@@ -85,6 +87,8 @@ class Cluster:
         self._nonces = itertools.count(1)
         self._lives: dict[str, int] = {}
         self._cut_until: dict[str, float] = {}
+        self._joined: dict[str, Term] = {}  # the term of its last Join that has arrived
+        self._term = NO_TERM  # of the newest quorum
         self._habits: dict[str, Habits] = {}
 
     def _make_checker(self, job: JobKey) -> Checker:
@@ -179,7 +183,8 @@ class Cluster:
         self._cut_until[process.replica_id] = max(known, noticed)
 
     def _unreachable(self, job: JobKey) -> frozenset[str]:
-        """Those that the lighthouse need not wait for: they may be back later than the join timeout."""
+        """Those that the lighthouse need not wait for: they may be back later than the join timeout. So may
+        one that has not joined the term since messages between the two were lost."""
         since = self.clock.now - self.profile.timeouts.join_timeout_s
         joins_s = self.profile.timeouts.resend_s  # it takes to follow a lighthouse and to join
         return frozenset(
@@ -187,7 +192,8 @@ class Cluster:
             if p.job == job
             and (p.paused or p.habits.hung or p.link.blocked or p.left
                  or p.link.state != UP or p.link.since > self.clock.now - joins_s
-                 or self._cut_until.get(r, 0.0) > since)
+                 or self._cut_until.get(r, 0.0) > since
+                 or (p.link.lost_at > since and self._joined.get(r) != self._term))
         )  # fmt: skip
 
     # ------------------------------------------------------------------ the lighthouses
@@ -268,6 +274,8 @@ class Cluster:
         if place.paused:
             place.missed.append((self._request, peer, message))
         elif place.machine is not None:
+            if isinstance(message, Join):
+                self._joined[message.replica_id] = message.promised
             if self.tracing:
                 self.log(f"lighthouse {home} <- {peer.decode()}: {self.short(message)}")
             self._carry_out(home, place.machine.handle(peer, message, self._time_at(home)))
@@ -317,6 +325,7 @@ class Cluster:
                     self.network.send_down(peer, message)
             elif isinstance(effect, Remember):
                 checker = self.checkers[effect.job]
+                self._term = Term(epoch_of(effect.quorum_id), effect.nonce)
                 checker.announced(effect.nonce, effect.quorum_id, effect.members)
                 if self.profile.journal:
                     if effect.quorum_id % 3 == 0:

@@ -57,6 +57,7 @@ class Link:
         "connection",
         "down_at",
         "home",
+        "lost_at",
         "name",
         "outbox",
         "owner",
@@ -76,6 +77,7 @@ class Link:
         self.outbox: list[Request] = []
         self.blocked = False
         self.up_at = self.down_at = 0.0
+        self.lost_at = float("-inf")  # a message, last
         self.since = 0.0  # when it was connected last
 
 
@@ -211,7 +213,7 @@ class Network:
             return
         if link.state == SILENT:
             return
-        for delay_s in self._fates():
+        for delay_s in self._fates(link):
             when = self._clock.now + delay_s
             if not self.profile.harsh:
                 when = link.up_at = max(when, link.up_at)
@@ -224,19 +226,20 @@ class Network:
         link, connection = known
         if link.state != UP or link.connection != connection:
             return
-        for delay_s in self._fates():
+        for delay_s in self._fates(link):
             when = self._clock.now + delay_s
             if not self.profile.harsh:
                 when = link.down_at = max(when, link.down_at)
             self._clock.at(when, self._arrive_down, link, connection, message)
 
-    def _fates(self) -> tuple[float, ...]:
-        """Delays after which copies of a message arrive; empty: it is lost."""
+    def _fates(self, link: Link) -> tuple[float, ...]:
+        """Delays after which copies of a message over `link` arrive; empty: it is lost."""
         profile, rng = self.profile, self._rng
         delay_s = profile.delay_s + profile.jitter_s * rng.random()
         if not profile.harsh:
             return (delay_s,)
         if rng.random() < profile.loss:
+            link.lost_at = self._clock.now
             return ()
         if rng.random() < profile.reorder:
             delay_s += profile.reorder_s * rng.random()
