@@ -293,7 +293,7 @@ class Soak:
         self._lighthouse.wait()
 
     def _serving(self) -> list[int]:
-        return children_of(self._lighthouse.pid)
+        return [] if self._lighthouse.poll() is not None else children_of(self._lighthouse.pid)
 
     # ------------------------------------------------------------------ faults
 
