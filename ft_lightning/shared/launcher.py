@@ -21,7 +21,7 @@ from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
 from ft_core.launch.supervisor import OVER_EXIT_CODE, die_with, supervise, tell_lighthouse
 from ft_lightning.shared.launch_env import ENV_SUPERVISOR, child_environment
 from ft_lightning.shared.topology import Scope
-from lighthouse.errors import TrainingOver
+from lighthouse.errors import LighthouseUnavailable, TrainingOver
 
 through_main = False
 """Whether this process was started by `python -m ft_lightning`: then children are, too."""
@@ -135,8 +135,8 @@ def script_command(processes: int) -> list[str]:
 def live_with_group(scope: Scope) -> None:
     """Let a process that trains end with its supervisor, if it has one, and with its group.
 
-    If another rank of its group ends, or the training is over when it comes back, this one ends with a
-    line and an exit code instead of a traceback, since the script is not at fault. The launcher
+    If another rank of its group ends, the training is over when it comes back, or no lighthouse answers,
+    this one ends with a line and an exit code instead of a traceback, since the script is not at fault. The launcher
     restarts a group that lost a rank as a whole.
     """
     if scope.supervisor_pid:
@@ -146,7 +146,7 @@ def live_with_group(scope: Scope) -> None:
 
 
 def _ending_with_a_line(otherwise: Any) -> Any:
-    codes = {GroupBroken: BROKEN_EXIT_CODE, TrainingOver: OVER_EXIT_CODE}
+    codes = {GroupBroken: BROKEN_EXIT_CODE, TrainingOver: OVER_EXIT_CODE, LighthouseUnavailable: 1}
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         code = next((code for each, code in codes.items() if issubclass(kind, each)), None)

@@ -402,6 +402,7 @@ class StrategyBase(_Base):
         if self.scope.num_groups > 1:
             why = self._in_group.from_rank_0(lambda: trainings.over(job))
             if why:
+                self._in_group.from_rank_0(lambda: trainings.give_up(job))
                 raise TrainingOver(why)
 
     def _training_is_over(self, yes: bool) -> None:

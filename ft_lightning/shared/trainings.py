@@ -35,24 +35,32 @@ def next_room(job: JobOptions) -> str:
 def over(job: JobOptions) -> str:
     """Why the training of `job.room_id` can't be joined, as a sentence; "": it can.
 
-    Asks the lighthouse, and tells it that this group will not come. Raises LighthouseUnavailable
-    after the connect timeout.
+    Asks the lighthouse. Raises LighthouseUnavailable after the connect timeout.
     """
-    address = job.lighthouse or ensure_local_lighthouse()
-    with LighthouseClient(address, timeout_s=job.timeouts.connect_timeout_s) as client:
+    with _client(job) as client:
         jobs = client.status()["jobs"]
         rooms = [each for each in jobs if each["job_id"] == job.job_id]
         peopled = {number_of(each["room_id"]) for each in rooms if _others(each, job.name)}
         mine = number_of(job.room_id)
         if mine in peopled or not any(number > mine for number in peopled):
             return ""
-        client.declare_dead(job.name, job_id=job.job_id)  # so that its peers do not wait for it
     return (
         f"this process is at training {mine} of its script, and its peers are in training "
         f"{max(peopled)}: a training that is over can't be repeated in part of the replica groups, so "
-        "they go on without this one. Let a script train once (one script for each fit, each with "
-        "a job id of its own), or start all groups again"
+        "they go on without this one. A Trainer's fit is passed over if its last step was saved; else let a "
+        "script train once (each with a job id of its own), or start all groups again"
     )
+
+
+def give_up(job: JobOptions) -> None:
+    """Tell the lighthouse that this group will not come, so that its peers do not wait for it."""
+    with _client(job) as client:
+        client.declare_dead(job.name, job_id=job.job_id)
+
+
+def _client(job: JobOptions) -> LighthouseClient:
+    address = job.lighthouse or ensure_local_lighthouse()
+    return LighthouseClient(address, timeout_s=job.timeouts.connect_timeout_s)
 
 
 def number_of(room: str) -> int:

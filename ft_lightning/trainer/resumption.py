@@ -6,10 +6,11 @@ Each job has a record of its checkpoint files: `.ft_lightning/JOB.json` in the T
 | job id | started again by its launcher | started anew |
 |---|---|---|
 | a supervisor's (a new one for each start of a script) | goes on | has no record |
-| `FT_JOB_ID`, `job_id=`, or SLURM's | goes on | goes on; a fit that has finished begins anew |
+| `FT_JOB_ID`, `job_id=`, or SLURM's | goes on | goes on; a fit that has finished begins anew, unless peers are in a later one |
 | none | goes on | begins anew |
 
-A process that comes back to peers that train reads the checkpoint, too, and then takes their state.
+A fit that has finished is passed over: its state is that of the checkpoint of its last step. Without such a
+checkpoint it can't be (`trainings.over`). A process that comes back to peers that train reads the checkpoint, too, and then takes their state.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ft_core.config import JobOptions
 from ft_core.environment import SHARED_JOB
+from ft_lightning.shared import trainings
 from ft_lightning.shared.topology import Scope
-from ft_lightning.shared.trainings import number_of
 from ft_lightning.trainer.batches import adopt, adopted, release
 from ft_lightning.trainer.loggers import adopt_log_places, log_places
 from lighthouse.files import replace_whole
@@ -57,7 +60,7 @@ class Resumption:
         ask: Callable[[Callable[[], Any]], Any],
     ) -> None:
         self._trainer, self._wanted = trainer, wanted
-        self._number = str(number_of(job.room_id))
+        self._number = str(trainings.number_of(job.room_id))
         root = str(trainer.default_root_dir)
         alone = job.job_id.startswith("alone-") and scope.group_size == 1
         self._path: Path | None = None
@@ -66,8 +69,11 @@ class Resumption:
         self._named = job.job_id != SHARED_JOB and not job.job_id.startswith("alone-")
         self._restarted = scope.restarts > 0
         self._known: dict[str, Any] = ask(self._read) or {}
+        self._peers_are_later = lambda: bool(ask(lambda: trainings.over(job)))
         self.source = ""
         """The checkpoint from which this process has begun; "": none of this job."""
+        self.passes_over = False
+        """The fit has finished, and this process has its state."""
         if self._continues():
             adopt_log_places(trainer, self._known.get("logs", []))
             adopt(trainer._checkpoint_connector, self._methods)
@@ -76,7 +82,9 @@ class Resumption:
         known = self._known
         if not self._wanted or not known.get("saves"):
             return False
-        return self._restarted or (self._named and not known.get("finished"))
+        if self._restarted or (self._named and not known.get("finished")):
+            return True
+        return self._named and self._peers_are_later()
 
     def _methods(self, cls: Any) -> dict[str, Any]:
         resumption = self
@@ -85,11 +93,11 @@ class Resumption:
             if checkpoint_path:
                 cls.resume_start(self, checkpoint_path, *args, **kwargs)
                 return
-            for path, _ in reversed(resumption._known["saves"]):
+            for path, step in reversed(resumption._known["saves"]):
                 try:
                     if "://" in path or os.path.exists(path):
                         cls.resume_start(self, path, *args, **{**kwargs, "weights_only": False})
-                        resumption.source = path
+                        resumption._begin_from(path, step)
                         return
                 except Exception as error:  # of a storage, or of any unpickler
                     log.warning(
@@ -99,12 +107,29 @@ class Resumption:
 
         return {"resume_start": resume_start}
 
+    def _begin_from(self, path: str, step: int) -> None:
+        self.source = path
+        if self._known.get("finished") == step:
+            self.passes_over = True
+
+            def skip(loop: Any) -> bool:
+                return bool(loop.done) or True  # `done` settles counters
+
+            adopt(self._trainer.fit_loop, lambda cls: {"skip": property(skip)})
+
+    def passed_over(self) -> str:
+        """The fit has been passed over: its results are here. Returns a sentence for the user."""
+        for name, value in self._known.get("metrics", {}).items():
+            self._trainer.callback_metrics[name] = torch.tensor(value)
+        return f"training {self._number} of the script is over; its state is that of {self.source}"
+
     # ------------------------------------------------------------------ the leader's
 
     def begin(self) -> str:
         """The first leader begins; returns a sentence for the user, or "". What an earlier run of
         this job has saved is forgotten, unless this one goes on from it."""
         if self.source:
+            self._known.pop("finished", None)
             return (
                 f"all had ended; the job goes on from {self.source} (step "
                 f"{self._trainer.global_step:,}). FTDDPStrategy(resume=False) begins anew"
@@ -136,7 +161,9 @@ class Resumption:
     def finished(self) -> None:
         """The fit has ended regularly."""
         if self._known.get("saves"):
-            self._known["finished"] = True
+            self._known["finished"] = self._trainer.global_step
+            metrics = self._trainer.callback_metrics
+            self._known["metrics"] = {name: float(value) for name, value in metrics.items()}
             self._change(lambda fits: {**fits, self._number: self._known})
 
     # ------------------------------------------------------------------ the file
@@ -170,6 +197,7 @@ class Resumption:
             log.warning("%s can't be written (%s): the job can't go on from it", self._path, error)
 
     def release(self) -> None:
-        """Lightning's object is itself again."""
-        if adopted(self._trainer._checkpoint_connector):
-            release(self._trainer._checkpoint_connector)
+        """Lightning's objects are themselves again."""
+        for each in (self._trainer._checkpoint_connector, self._trainer.fit_loop):
+            if adopted(each):
+                release(each)

@@ -413,7 +413,13 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if self._loggers is not None:
             self._loggers.end()
         if self._trainer.state.fn == "fit" and not self._met:
+            if self._resumption is not None and self._resumption.passes_over:
+                sentence = self._resumption.passed_over()
+                if self.scope.group_rank == 0:
+                    say("ft_lightning", sentence)
             self._leader = leader.without_quorum(self._trainer, self.scope)
+        if self._resumption is not None:
+            self._resumption.release()
         # Unwrapped here: DDP's own teardown would recommend options that are refused.
         self.model = self.lightning_module
         if self._sigterm is not None:
@@ -429,8 +435,6 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     def _shut_down(self, *, finished: bool = False) -> None:
         """Leave the quorum, and release what was adopted of Lightning. Idempotent."""
-        if self._resumption is not None:
-            self._resumption.release()
         if self._driver is not None:
             self._driver.close()
         if self._batches is not None:

@@ -153,3 +153,26 @@ raise TrainingOver("the training has finished at step 9, and this one is late")
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "ft_lightning: the training has finished at step 9, and this one is late\n"
+
+
+def test_a_lighthouse_that_never_answers_costs_one_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import ft_lightning
+strategy = ft_lightning.FTDDPStrategy(timeout_s=1.0)
+Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False).fit(BoringModel())
+"""
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
+    env |= {"PYTHONPATH": str(ROOT), "TORCHFT_LIGHTHOUSE": "tcp://127.0.0.1:9"}
+    env |= {"REPLICA_GROUP_ID": "1", "NUM_REPLICA_GROUPS": "2"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "ft_lightning: no lighthouse answers at tcp://127.0.0.1:9 within 1 s" in done.stderr
+    assert "Traceback" not in done.stderr

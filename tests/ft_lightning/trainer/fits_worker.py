@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "devices": 1,
     "strategy": {"timeout_s": 20},
     "ckpt_path": None,
-    "holds": [],  # places to wait at: "step:<fit>:<global step>", "save:<global step>"
+    "holds": [],  # places to wait at: "step:<fit>:<global step>", "save:<global step>", "after:<fit>"
 }
 
 
@@ -94,7 +94,9 @@ def main(options: dict[str, Any]) -> None:
             step=trainer.global_step,
             digest=digest(model.state_dict()),
             val_loss=float(trainer.callback_metrics["val_loss"]),
+            best=trainer.checkpoint_callback.best_model_path,
         )
+        files.at(f"after:{number}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ft_core.launch.supervisor import OVER_EXIT_CODE
-from tests.ft_lightning.harness import running
+from tests.ft_lightning.harness import ASKS, running
 from tests.harness.script import digest
 
 pytestmark = pytest.mark.process
@@ -21,9 +21,10 @@ WORKER = Path(__file__).with_name("fits_worker.py")
 def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
     tmp_path: Path, lighthouse: str
 ) -> None:
-    """Group 1 dies in the second fit. Its next life begins with the first one, which is over."""
-    holds = ["step:2:2"]
-    with running(tmp_path, lighthouse, worker=WORKER, holds=holds) as run:
+    """Group 1 dies in the second fit. Its next life begins with the first one, which is over, and no
+    checkpoint of its end may be used."""
+    options: dict[str, Any] = {"strategy": {"timeout_s": 20, "resume": False}}
+    with running(tmp_path, lighthouse, worker=WORKER, holds=["step:2:2"], **options) as run:
         first, second = run.start(0), run.start(1)
         run.until_held(0, "step:2:2")
         run.until_held(1, "step:2:2")
@@ -41,6 +42,35 @@ def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
     assert run.lines(0, "fits")[0]["digest"] == run.lines(1, "fits")[0]["digest"]
     for line in run.lines(0, "trained") + trained:
         assert line["folds"] == [line["fit"]]
+
+
+@pytest.mark.parametrize("place", ["step:2:2", "after:1"])
+def test_a_fit_that_is_over_is_passed_over_with_its_results(
+    tmp_path: Path, lighthouse: str, place: str
+) -> None:
+    """Group 1 dies in the second fit, or between the two, where no peer trains. It is started again,
+    by a loop, or by a launcher that counts; and takes part in the second fit."""
+    with running(tmp_path, lighthouse, worker=WORKER, holds=[place]) as run:
+        first, second = run.start(0), run.start(1)
+        run.until_held(0, place)
+        run.until_held(1, place)
+        os.kill(second.pid, signal.SIGKILL)
+        run.wait(second, code=-signal.SIGKILL)
+        asked = run.events(1, *ASKS)
+        counted = {"FT_LIGHTNING_RESTARTS": "1"} if place == "after:1" else {}
+        back = run.start(1, **counted)
+        run.until(lambda: len(run.lines(1, "fits")) == 2, "the first fit to be passed over")
+        if place == "step:2:2":  # the other would train on without it
+            run.until(lambda: run.events(1, *ASKS) > asked, "group 1 to join")
+        run.go(place)
+        run.wait(first, back)
+        assert run.output().count("training 1 of the script is over; its state is that of ") == 1
+    ended = [
+        [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
+        for name in (0, 1)
+    ]
+    assert ended[1] == [ended[0][0], *ended[0]]
+    assert {line["fit"] for line in run.lines(1, "trained") if line["pid"] == back.pid} == {2}
 
 
 def test_a_leader_dies_in_its_last_save_and_the_next_one_saves_again(

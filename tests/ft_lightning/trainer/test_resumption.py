@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ft_core.config import JobOptions
+from ft_lightning.shared import trainings
 from ft_lightning.shared.topology import Role, Scope
 from ft_lightning.trainer.resumption import FOLDER, Resumption
 from tests.ft_lightning.harness import Run, running
@@ -110,6 +111,12 @@ class Connector:
         self.started = checkpoint_path
 
 
+class Loop:
+    """Lightning's, of which `skip` is asked."""
+
+    done = skip = False
+
+
 def started_from(root: Path, job: str, restarts: int, *, wanted: bool, given: Any = None) -> Any:
     """The checkpoint that another process of the job loads, and what its leader says."""
     resumption = fit(root, job, restarts, wanted=wanted)
@@ -123,7 +130,12 @@ def started_from(root: Path, job: str, restarts: int, *, wanted: bool, given: An
 
 def fit(root: Path, job: str, restarts: int = 0, *, wanted: bool = True) -> Resumption:
     trainer = SimpleNamespace(
-        default_root_dir=str(root), global_step=0, loggers=[], _checkpoint_connector=Connector()
+        default_root_dir=str(root),
+        global_step=0,
+        loggers=[],
+        callback_metrics={},
+        fit_loop=Loop(),
+        _checkpoint_connector=Connector(),
     )
     scope = Scope(role=Role.MEMBER, name="0", index=0, num_groups=2, restarts=restarts)
     options = JobOptions(name="0", job_id=job)
@@ -136,13 +148,20 @@ def fit(root: Path, job: str, restarts: int = 0, *, wanted: bool = True) -> Resu
     ("job", "restarts"), [("mine", 0), ("mine", 1), ("default", 0), ("default", 1), ("another", 1)]
 )
 def test_which_start_goes_on(
-    tmp_path: Path, job: str, restarts: int, wanted: bool, finished: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    job: str,
+    restarts: int,
+    wanted: bool,
+    finished: bool,
 ) -> None:
     """A fit saves two checkpoints, the second of which is removed, and ends. Then another begins."""
+    monkeypatch.setattr(trainings, "over", lambda job: "")  # no peers are in a later fit
     saved = [tmp_path / "a.ckpt", tmp_path / "b.ckpt"]
     for name in ("mine", "default"):
         first = fit(tmp_path, name)
         assert not first.begin()
+        first._trainer.global_step = 5
         for path in saved:
             path.touch()
             first.saved(path)
