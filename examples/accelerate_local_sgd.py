@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ft_accelerate import LocalSGD
 
-EPOCHS = 30
+EPOCHS = 20
 
 accelerator = Accelerator()
 set_seed(42)

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-EPOCHS = 40
+EPOCHS = 20
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
 set_seed(42)

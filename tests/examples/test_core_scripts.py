@@ -107,7 +107,7 @@ DONE = r"done: accuracy (\S+),.* weights (\S+)"
 
 @pytest.mark.process
 def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(job: Job) -> None:
-    arguments = ("--steps", "1000", "--pace-s", "0.01")
+    arguments = ("--steps", "400", "--pace-s", "0.025")
     survivor, victim = job.start(0, *arguments), job.start(1, *arguments)
     until(victim, r"step [2-9]0 .* participants 2")
     victim.send_signal(signal.SIGKILL)
@@ -135,7 +135,7 @@ def test_it_runs_under_torchrun(job: Job) -> None:
 
 @pytest.mark.process
 def test_diloco_is_killed_and_started_again_and_both_end_with_equal_weights(job: Job) -> None:
-    arguments = ("--outer-steps", "60", "--pace-s", "0.01", "--codec", "int8")
+    arguments = ("--outer-steps", "60", "--sync-every", "10", "--pace-s", "0.02", "--codec", "int8")
     script = "examples/train_diloco.py"
     survivor, victim = (job.start(group, *arguments, script=script) for group in (0, 1))
     until(victim, r"outer step [2-9] .* participants 2")
