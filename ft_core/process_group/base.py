@@ -64,6 +64,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._group_desc = ""
         self._registered: tuple[str, str] | None = None  # group name, backend name
         self.missed_listener: Callable[[Sequence[int]], object] = lambda missed: None
+        self.silent_listener: Callable[[Sequence[int]], object] = lambda silent: None
 
     # --- membership
 
@@ -93,6 +94,12 @@ class ProcessGroup(dist.ProcessGroup):
         others notice that this one gives up: the cause is then known before its consequences. In
         the thread of `configure`."""
         self.missed_listener = listener
+
+    def when_silent(self, listener: Callable[[Sequence[int]], object]) -> None:
+        """Have `listener` called again and again while a `configure` takes longer than a connection
+        may, with the members that can be connected to and of which nothing was heard. In the thread of
+        `configure`."""
+        self.silent_listener = listener
 
     def unreachable(self, addresses: Sequence[bytes], timeout_s: float) -> set[int]:
         """Indices of those `addresses` (of other groups) that can't be connected to from here.

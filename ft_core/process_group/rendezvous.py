@@ -175,6 +175,7 @@ class _Connection:
         self.received = bytearray()
         self.unsent = bytearray()
         self.done = False  # the peer said RendezvousOver
+        self.since = time.monotonic()
         self.mask = 0
 
     @property
@@ -219,6 +220,8 @@ class Rendezvous:
         addresses: of all members.
         handle: what the other members' backends need to reach this one's, maybe empty.
         limit_s: how long a connection may take to be made.
+        on_silence: called once that is over, and then twice as often, with the members that can be
+            connected to and have not said hello, also if there are none. Configuring thread.
 
     `handles` holds every member's handle, None until it said hello.
     """
@@ -231,6 +234,8 @@ class Rendezvous:
         addresses: Sequence[Address],
         handle: bytes,
         limit_s: float = 1.0,
+        *,
+        on_silence: Callable[[list[int]], object] = lambda silent: None,
     ) -> None:
         self.quorum_id = quorum_id
         self.rank = rank
@@ -251,6 +256,7 @@ class Rendezvous:
         self._limit_s = limit_s
         self._met_at = float("inf")  # when all had said hello
         self._test_at = float("inf")  # when to try the others' listeners, too
+        self._on_silence, self._silence_at = on_silence, time.monotonic() + limit_s
         self._selector = selectors.DefaultSelector()
         self._dialer = Dialer(self._selector, limit_s)
         self._wake_read, self._wake_write = socket.socketpair()
@@ -286,7 +292,7 @@ class Rendezvous:
             now = time.monotonic()
             if now >= deadline:
                 raise ProcessGroupError(self._overdue())
-            until = min(deadline, self._test_at, self._dialer.next_look())
+            until = min(deadline, self._test_at, self._silence_at, self._dialer.next_look())
             for key, mask in self._selector.select(max(0.0, until - now)):
                 if key.fileobj is self._listener.socket:
                     self._accept()
@@ -464,6 +470,15 @@ class Rendezvous:
         self._dialer.look(now)
         for peer, why in self._dialer.failed.items():
             self._miss(peer, f"can't be reached: {why}")
+        if now >= self._silence_at and self._error is None:
+            self._silence_at = now + self._limit_s / 2
+            self._on_silence(self._silent(now))
+
+    def _silent(self, now: float) -> list[int]:
+        """Members that have not said hello: lower ranks, since they dial; higher ones that were asked."""
+        asked = {p for p, one in self._connections.items() if now >= one.since + self._limit_s / 2}
+        unheard = [peer for peer, handle in enumerate(self.handles) if handle is None]
+        return [peer for peer in unheard if peer < self.rank or peer in asked]
 
     def _miss(self, peer: int, what: str) -> None:
         """There is no way to this member; `what` says why."""

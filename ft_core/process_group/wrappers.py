@@ -40,6 +40,9 @@ class ProcessGroupWrapper(ProcessGroup):
     def when_missed(self, listener: Callable[[Sequence[int]], object]) -> None:
         self.parent.when_missed(listener)
 
+    def when_silent(self, listener: Callable[[Sequence[int]], object]) -> None:
+        self.parent.when_silent(listener)
+
     def unreachable(self, addresses: Sequence[bytes], timeout_s: float) -> set[int]:
         return self.parent.unreachable(addresses, timeout_s)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_type_hints
 
-from lighthouse.wire.messages import NOT_COUNTED, Member, Reply, Request
+from lighthouse.wire.messages import NOT_COUNTED, Member, Reply, Request, Silence
 
 # ---------------------------------------------------------------- events: the training loop
 
@@ -121,10 +121,12 @@ class Configured:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What the effect `TryToReach` asked for: which members could be connected to (replica_ids)."""
+    """What the effect `TryToReach` asked for: which members could be connected to (replica_ids).
+    Also what is known of a group that is being made (`silence`: it takes long), or has failed."""
 
     missed: tuple[str, ...]
     reached: tuple[str, ...]
+    silence: Silence | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,7 +345,7 @@ class GroupLeader:
         all_reach = tuple(
             other for other in report.reached if len(self._reached[other]) == self._size
         )
-        if report.missed or all_reach:
+        if report.missed or all_reach or report.silence is not None:
             self._effects.append(SendUp(replace(report, reached=all_reach)))
 
     def _on_leave(self, rank: int, leave: Leave) -> None:

@@ -249,7 +249,8 @@ class Replica:
 
     def _on_tried(self, event: events.Tried, now: float) -> list[Effect]:
         job, own_id = self._template.job, self.replica_id
-        return [Transmit(messages.ReachReport(job, own_id, event.missed, event.reached))]
+        report = messages.ReachReport(job, own_id, event.missed, event.reached, event.silence)
+        return [Transmit(report)]
 
     def _on_fetched(self, event: events.Fetched, now: float) -> list[Effect]:
         fetch = event.fetch

@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from ft_core.replica.status import RanksHold
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
 from lighthouse.errors import ProtocolError
 from lighthouse.wire.codec import MessageCodec
-from lighthouse.wire.messages import MAX_NAMED, Member, name_of
+from lighthouse.wire.messages import MAX_NAMED, Member, Silence, name_of
 
 log = logging.getLogger("ft_core")
 
@@ -117,7 +117,16 @@ class DataPlane:
             told.update(ranks)
             self.report(Tried(_named(owners[each] for each in sorted(told)), ()))
 
+        def tell_silent(ranks: Sequence[int]) -> None:
+            """Ranks of this group wait for each other, too; of these the group itself hears."""
+            others = [each for each in ranks if owners[each] != self._own][:MAX_NAMED]
+            members = tuple(owners[each] for each in others)
+            numbers = tuple(self._number(each) for each in others)
+            silence = Silence(effect.quorum_id, self._options.group_rank, members, numbers)
+            self.report(Tried((), (), silence))
+
         self.process_group.when_missed(tell)
+        self.process_group.when_silent(tell_silent)
         try:
             timeout_s = self._options.timeouts.timeout_s
             self.process_group.configure(effect.quorum_id, rank, mesh, timeout_s)
@@ -316,6 +325,12 @@ class DataPlane:
         owners = [m.replica_id for m in members for _ in m.addresses]
         frames = [frame for m in members for frame in m.addresses]
         return owners, [addresses.decode(frame).process_group for frame in frames]
+
+    def _number(self, rank: int) -> int:
+        """The number in its replica group of a rank of the process group."""
+        if self._options.ranks_hold is RanksHold.SHARDS:
+            return self._options.group_rank
+        return rank % self._options.group_world_size
 
     def _unreadable(self, members: tuple[Member, ...]) -> list[str]:
         """Members (replica_ids) whose addresses are not those of as many ranks as a group has here."""

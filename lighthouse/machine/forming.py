@@ -14,7 +14,7 @@ from lighthouse.config import LighthouseConfig
 from lighthouse.machine import fence, rules
 from lighthouse.machine.ballot import Ballot
 from lighthouse.machine.members import History, Members, MemberState
-from lighthouse.machine.pairs import Pairs, leave_out
+from lighthouse.machine.pairs import Pairs, Silences, leave_out
 from lighthouse.wire.messages import NO_QUORUM, ReachReport, name_of
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 8
@@ -77,7 +77,7 @@ class Forming:
     ) -> None:
         limits = config.timeouts
         self.since = 0.0
-        self.pairs = Pairs(members.by_id)
+        self.pairs, self._silences = Pairs(members.by_id), Silences()
         self.left_out: dict[str, str] = {}
         self._apart: dict[str, list[str]] = {}  # those left out, and whom each can't reach
         self._members, self._history = members, history
@@ -147,10 +147,17 @@ class Forming:
         self._after_discard = not committed
         self.since = now
 
-    def reach_reported(self, report: ReachReport, now: float) -> None:
-        """A member could not connect to others, or says whether it can by now."""
-        self.pairs.reported(report.replica_id, report.missed, report.reached, now)
+    def reach_reported(self, report: ReachReport, live: Ballot | None, now: float) -> str:
+        """A member could not connect to others, or says whether it can by now. Returns why the process
+        group of `live` can't be made; empty: this says nothing of it."""
+        silence, unheard = report.silence, []
+        if silence and live and silence.quorum_id == live.quorum_id:
+            unheard = self._silences.said(report.replica_id, silence, now)
+        self.pairs.reported(report.replica_id, (*report.missed, *unheard), report.reached, now)
         self._explain_left_out(now)
+        if not unheard:
+            return ""
+        return f"it can connect to {', '.join(map(name_of, unheard))}, but nothing gets through"
 
     def ask_pairs(self, now: float) -> list[tuple[MemberState, MemberState]]:
         """(asked, to reach): who is to connect to which other member now, and say whether it can."""

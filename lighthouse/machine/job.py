@@ -140,7 +140,8 @@ class JobState:
         elif isinstance(message, Heartbeat):
             self._on_heartbeat(peer, message)
         elif isinstance(message, ReachReport):
-            self._forming.reach_reported(message, now)
+            if broken := self._forming.reach_reported(message, self._live, now):
+                self._revoke(message.replica_id, broken, now)
             self._wake_at = now
         else:
             self._on_leave(message, now)
@@ -194,8 +195,7 @@ class JobState:
         live = self._live
         if live is not None and live.deadline is not None and now >= live.deadline:
             self._evict_laggards(live, now)
-        ask_at = self._forming.pairs.deadline()
-        if ask_at is not None and now >= ask_at:
+        if (ask_at := self._forming.pairs.deadline()) is not None and now >= ask_at:
             for asked, other in self._forming.ask_pairs(now):
                 self._send(asked.peer, ReachQuery(self.key, (other.entry(healing=False),)))
             self._wake_at = now

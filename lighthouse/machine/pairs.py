@@ -8,6 +8,11 @@ D1  A member whose process group can't be made names the members that it could n
     word of one end makes the pair bad. One that does not come, since it is slow or has left, is not
     named: its kernel accepts connections. A member that can't make a group whatever the others do
     (its ranks can't connect to each other, say) names itself: it is a bad pair of its own.
+    Nor can it be made where connections are accepted and their bytes go nowhere (a firewall, a proxy
+    that is stuck). So a member that has been at it for a second names those of which it has heard
+    nothing, again and again. Silence has two ends: the pair is bad when each has named the other and
+    has spoken after the other did, so that none is just slow or stopped; or when one has named an
+    end for three seconds that spoke after these, and hears of it. One end's silence says nothing.
 D2  No quorum holds a bad pair. Left out is the member with the most bad pairs; of several with
     equally many one that is behind; then the last in rank order; and so on until no bad pair is
     left. The last member that holds the newest state stays.
@@ -27,6 +32,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lighthouse.machine.members import MemberState
+from lighthouse.wire.messages import NO_QUORUM, Silence
 
 Pair = frozenset[str]
 """The replica_ids of both ends; one only: a member that can't make a process group at all."""
@@ -36,7 +42,10 @@ ANSWER_S = 5.0
 """How long an end may take to say whether it can connect, before it is asked again."""
 COMMITS_TO_FORGET = 16
 MOST_PAIRS = 4_096
-"""Pairs that are remembered; the oldest are forgotten first."""
+"""Pairs that are remembered; the oldest are forgotten first. As many ranks may say that they hear
+nothing."""
+ONE_WAY_S = 3.0
+"""More than a report needs to arrive, so that one which is out of date makes no pair bad."""
 MOST_NAMES = 4
 
 
@@ -89,6 +98,51 @@ class BadPair:
         self.failures, self.until = self.failures + 1, now + rest_s
         self.good, self.commits = False, 0
         self.asked.clear()
+
+
+Place = tuple[str, int]
+"""A rank: the replica_id of its group, its number in it."""
+
+
+@dataclass(slots=True)
+class _Said:
+    """What a rank has said of the quorum that is being connected: when for the first and the last
+    time; since when it names others."""
+
+    first: float
+    last: float
+    named: dict[Place, float]
+
+
+class Silences:
+    """Ranks of one quorum that hear nothing of each other, although they can connect (D1)."""
+
+    def __init__(self) -> None:
+        self._quorum_id = NO_QUORUM
+        self._said: dict[Place, _Said] = {}
+
+    def said(self, replica_id: str, silence: Silence, now: float) -> list[str]:
+        """The members of which this rank hears nothing since nothing gets through."""
+        if silence.quorum_id != self._quorum_id:
+            self._quorum_id = silence.quorum_id
+            self._said.clear()
+        mine = replica_id, silence.rank
+        before = self._said.get(mine)
+        if before is None and len(self._said) >= MOST_PAIRS:
+            return []
+        first, since = (now, {}) if before is None else (before.first, before.named)
+        places = zip(silence.members, silence.ranks, strict=True)
+        named = {place: since.get(place, now) for place in places}
+        self._said[mine] = _Said(first, now, named)
+        return sorted({other[0] for other in named if self._apart(mine, other, now)})
+
+    def _apart(self, mine: Place, other: Place, now: float) -> bool:
+        theirs, since = self._said.get(other), self._said[mine].named[other]
+        if theirs is None:
+            return False
+        if mine in theirs.named:
+            return theirs.last > since and now > theirs.named[mine]
+        return theirs.last >= max(since, theirs.first) + ONE_WAY_S
 
 
 class Pairs:

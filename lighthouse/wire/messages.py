@@ -362,20 +362,45 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class Silence:
+    """A rank that has been making the process group of a quorum for a second or longer.
+
+    Attributes:
+        rank: its number in its replica group.
+        members, ranks: those of which it has heard nothing, although connections can be made:
+            replica_ids, and numbers in their groups.
+    """
+
+    quorum_id: int
+    rank: int
+    members: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_place(self.quorum_id, 0)
+        for rank in (self.rank, *self.ranks):
+            _check(0 <= rank < MAX_GROUP_WORLD_SIZE, "rank out of range")
+        _check(len(self.members) == len(self.ranks), "members and ranks: one for the other")
+
+
+@dataclass(frozen=True, slots=True)
 class ReachReport:
     """Which members the sender could not connect to (`missed`), and which it could (`reached`).
 
-    Sent when a process group could not be made, and as the answer to a `ReachQuery`. A sender that
-    can't make a process group whatever the others do names itself. Up to `MAX_NAMED` in all.
+    Sent when a process group could not be made, and as the answer to a `ReachQuery`; with a `silence`,
+    again and again while one is being made. A sender that can't make a process group whatever the
+    others do names itself. Up to `MAX_NAMED` in all.
     """
 
     job: JobKey
     replica_id: str
     missed: tuple[str, ...] = ()
     reached: tuple[str, ...] = ()
+    silence: Silence | None = None
 
     def __post_init__(self) -> None:
-        named = len(self.missed) + len(self.reached)
+        silent = () if self.silence is None else self.silence.members
+        named = len(self.missed) + len(self.reached) + len(silent)
         _check(named <= MAX_NAMED, f"a report names at most {MAX_NAMED} members")
 
 

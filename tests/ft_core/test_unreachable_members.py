@@ -112,9 +112,10 @@ class Training:
         member.replica.run_to(self.final)
 
 
-def test_a_pair_that_a_proxy_keeps_apart() -> None:
+@pytest.mark.parametrize("what", ["cut", "swallows"])
+def test_a_pair_that_a_proxy_keeps_apart(what: str) -> None:
     """It accepts connections, so that the pair seems good when it is tried: each time this costs one
-    quorum more, after a rest that grows."""
+    quorum more, after a rest that grows. It ends them, or keeps all that is sent."""
     with lighthouse(timeout_s=TIMEOUT_S, expected_replicas=3, all_join=True) as server:
         training = Training(server)
         proxies: list[Proxy] = []
@@ -122,13 +123,13 @@ def test_a_pair_that_a_proxy_keeps_apart() -> None:
         def prepare(member: Member) -> None:
             if member.name == "c":
                 proxies.append(Proxy(member.replica.manager._pg))
-                proxies[0].cut = from_b
+                setattr(proxies[0], what, from_b)
 
         def from_b(hello: Hello) -> bool:
             return training.members["b"].ranks.get(hello.quorum_id) == hello.rank
 
         def mend() -> None:
-            proxies[0].cut = lambda hello: False
+            setattr(proxies[0], what, lambda hello: False)
 
         training.prepare, training.mend = prepare, mend
         try:

@@ -16,10 +16,14 @@ class Proxy:
     """From now on `group` advertises this proxy's address. Close it after the group's last use.
 
     `cut`: called with the hello of each member that connects; True ends its connection unanswered.
+    `swallows`: the same; True keeps all that it sends, and its connection open.
+    `swallows_answers`: the same; True lets what it sends pass, and keeps what comes back.
     """
 
     def __init__(self, group: Any) -> None:
         self.cut: Callable[[Hello], bool] = lambda hello: False
+        self.swallows: Callable[[Hello], bool] = lambda hello: False
+        self.swallows_answers: Callable[[Hello], bool] = lambda hello: False
         self._target = Address.decode(group.address())
         self._server = socket.create_server((self._target.host, 0))
         self._sockets: list[socket.socket] = []
@@ -76,21 +80,27 @@ class Proxy:
         if self.cut(hello):
             _end(peer)
             return
+        if self.swallows(hello):
+            _pass(peer, None)
+            return
         onward = socket.create_connection((self._target.host, self._target.port))
         self._sockets.append(onward)
         onward.sendall(received)
-        self._start(_pass, onward, peer)
+        self._start(_pass, onward, None if self.swallows_answers(hello) else peer)
         _pass(peer, onward)
 
 
-def _pass(source: socket.socket, target: socket.socket) -> None:
+def _pass(source: socket.socket, target: socket.socket | None) -> None:
+    """Until `source` ends; no `target`: into nothing."""
     try:
         while data := source.recv(_BYTES):
-            target.sendall(data)
+            if target is not None:
+                target.sendall(data)
     except OSError:
         pass
     _end(source)
-    _end(target)
+    if target is not None:
+        _end(target)
 
 
 def _end(each: socket.socket) -> None:

@@ -70,6 +70,7 @@ from lighthouse.wire.messages import (
     ReachReport,
     Refused,
     Revoke,
+    Silence,
     Term,
     Vote,
     Waiting,
@@ -97,6 +98,16 @@ class Words:
 
     def quorum(self, name: str) -> int:
         return id_from(self.given.get(name, "0"))
+
+
+def reach_from(words: Words) -> tuple[tuple[str, ...], tuple[str, ...], Silence | None]:
+    """missed="..", reached="..", and silent=".." (which may be empty) of the quorum `quorum`."""
+    missed, reached = (tuple(words.given.get(k, "").split()) for k in ("missed", "reached"))
+    if "silent" not in words.given:
+        return missed, reached, None
+    silent, rank = tuple(words.given["silent"].split()), words.number("rank")
+    silence = Silence(words.quorum("quorum"), rank, silent, (rank,) * len(silent))
+    return missed, reached, silence
 
 
 def id_from(text: str) -> int:
@@ -311,8 +322,7 @@ class JobStage:
         return Heartbeat(JOB, who, words.quorum("quorum"), words.number("step"))
 
     def _reach(self, who: str, words: Words) -> ReachReport:
-        missed, reached = (tuple(words.given.get(k, "").split()) for k in ("missed", "reached"))
-        return ReachReport(JOB, who, missed, reached)
+        return ReachReport(JOB, who, *reach_from(words))
 
     def _leave(self, who: str, words: Words) -> Leave:
         return Leave(JOB, who, words.given.get("reason", ""), words.flag("reduced"))
@@ -384,8 +394,7 @@ class ReplicaStage:
         if name == "configured":
             return Configured(id_from(plain[0]), error, tuple(words.given.get("missed", "").split()))
         if name == "tried":
-            missed, reached = (words.given.get(k, "").split() for k in ("missed", "reached"))
-            return Tried(tuple(missed), tuple(reached))
+            return Tried(*reach_from(words))
         if name == "fetched":
             fetches = self.fetches[int(plain[0]), self.names.resolve(plain[1])]
             fetch = fetches[0 if words.flag("first") else -1]
@@ -510,8 +519,7 @@ class GroupStage(ReplicaStage):
         return Heartbeat(JOB, "a", words.quorum("quorum"), words.number("step"))
 
     def _says_reach(self, rank: str, words: Words) -> ReachReport:
-        missed, reached = (tuple(words.given.get(k, "").split()) for k in ("missed", "reached"))
-        return ReachReport(JOB, "a", missed, reached)
+        return ReachReport(JOB, "a", *reach_from(words))
 
     def _says_leave(self, rank: str, words: Words) -> Leave:
         starts = {"state": GAVE_UP, "place": GAVE_UP_PLACE}

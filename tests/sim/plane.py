@@ -6,7 +6,8 @@ all have finished breaks it for the rest: some get an error, others hang until t
 their timeout ends, as measured with Gloo. A sum is the set of what was contributed.
 
 Hosts may be cut off from each other, in one direction or both. A connection needs both directions, so
-no group with such a pair is made: the lower rank, which dials, misses the other. An operation that is
+no group with such a pair is made: the lower rank, which dials, misses the other. Or they connect, and
+what is sent goes nowhere: each rank says of which others it hears nothing. An operation that is
 under way waits until the cut is mended, or until its ends notice that nothing is confirmed.
 """
 
@@ -73,6 +74,7 @@ class Plane:
         self.step_s = 0.01
         self.connect_s = 0.5
         self.cuts: set[tuple[str, str]] = set()  # (from, to): slots, as hosts
+        self.swallowed: set[tuple[str, str]] = set()  # the same; connections are accepted
 
     # ------------------------------------------------------------------ cuts
 
@@ -90,6 +92,7 @@ class Plane:
     def mend(self) -> None:
         """All cuts end: what waited goes on."""
         self.cuts.clear()
+        self.swallowed.clear()
         for group in self._groups.values():
             for sequence, operation in group.operations.items():
                 complete = len(operation.entries) == len(group.members)
@@ -112,10 +115,30 @@ class Plane:
             text = f"can't connect to {missed}"
             self._clock.after(delay_s, process.group_made, quorum_id, text, missed)
         cut = self.cuts and any(self.missed(member, members) for member in members)
-        if not cut and not group.left and len(group.joined) == len(group.members):
+        complete = len(group.joined) == len(members)
+        cut = cut or (complete and any(self.unheard(group, member) for member in members))
+        self._clock.after(self.connect_s, self._tell_silence, group, process)
+        if not cut and not group.left and complete:
             group.made = True
             for member in group.joined.values():
                 self._clock.after(self._rng.random() * 0.01, member.group_made, quorum_id, "")
+
+    def unheard(self, group: Group, replica_id: str) -> set[str]:
+        """Members of which this one hears nothing: the lower rank speaks first."""
+        members, mine = group.members, group.members.index(replica_id)
+        found = set(members).difference(group.joined)
+        for rank, other in enumerate(members):
+            ways = [(other, replica_id)] if rank < mine else [(replica_id, other), (other, replica_id)]
+            slots = [(a.partition(":")[0], b.partition(":")[0]) for a, b in ways]
+            if rank != mine and self.swallowed.intersection(slots):
+                found.add(other)
+        return found
+
+    def _tell_silence(self, group: Group, process: Process) -> None:
+        if not group.made and process.connects(group.quorum_id):
+            silent = sorted(self.unheard(group, process.replica_id))
+            process.hears_nothing(group.quorum_id, tuple(silent))
+            self._clock.after(self.connect_s / 2, self._tell_silence, group, process)
 
     def leave(self, replica_id: str, quorum_id: int) -> None:
         """`replica_id` aborted the group or died."""

@@ -51,6 +51,7 @@ from lighthouse.wire.messages import (
     Join,
     Leave,
     Reply,
+    Silence,
     Term,
     Vote,
 )
@@ -206,6 +207,14 @@ class Process:
         if self._configuring == quorum_id:
             self._configuring = 0
         self._tell(Configured(id_of(quorum_id), error, missed))
+
+    def connects(self, quorum_id: int) -> bool:
+        return self.alive and self._configuring == quorum_id
+
+    def hears_nothing(self, quorum_id: int, silent: tuple[str, ...]) -> None:
+        silence = Silence(id_of(quorum_id), 0, silent, (0,) * len(silent))
+        if not self.paused:
+            self._event(self._tell, Tried((), (), silence))
 
     def reduced(self, quorum_id: int, sequence: int, total: Sum | None) -> None:
         self._event(self._reduced, quorum_id, sequence, total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -84,6 +84,31 @@ def test_a_pair_is_missed_where_a_third_member_reaches_both(native: bool) -> Non
         assert {rank: error.missed for rank, error in outcomes.items()} == {0: (), 1: (2,), 2: ()}
         configure([groups[0], groups[2]], 2)
         configure([groups[0], groups[1]], 3)
+
+
+@pytest.mark.parametrize("what", ["swallows", "swallows_answers"])
+def test_a_member_of_which_nothing_comes_is_named_by_those_that_hear_nothing(what: str) -> None:
+    """Its address accepts connections, so it is not missed: it may just be slow."""
+    with gloo_groups(3) as groups, Proxy(groups[2]) as proxy:
+        setattr(proxy, what, lambda hello: hello.rank == 1)
+        addresses = [group.address() for group in groups]
+        said: dict[int, list[int]] = {}
+        as_it_is = {0: [], 1: [2], 2: [1] if what == "swallows" else []}
+        so = threading.Event()
+        for rank, group in enumerate(groups):
+
+            def listen(silent: Sequence[int], rank: int = rank) -> None:
+                said[rank] = list(silent)
+                if said == as_it_is:
+                    so.set()
+
+            group.when_silent(listen)
+        calls = Calls(lambda rank: groups[rank].configure(1, rank, addresses, LONG_S), range(3))
+        assert so.wait(PATIENCE_S), said
+        for group in groups:
+            group.revoke(ProcessGroupError("seen enough"))
+        outcomes = calls.finish()
+        assert all(error.missed == () for error in outcomes.values())
 
 
 def test_a_member_that_does_not_come_is_not_missed(native: bool) -> None:
