@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ft_core.heal import UnsupportedObjectError, digest, objects, pack
 from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
+from ft_core.replica.status import INITIAL
 from ft_core.shell.session import Session
 
 log = logging.getLogger("ft_core")
@@ -99,7 +100,7 @@ class State:
     def first_lineage(self, *, alike: bool, allow_objects: bool) -> str:
         """Of a start without history: equal states have the same one, and need no transfer.
         `alike`: they are equal in all members, and not looked at."""
-        return f"init-{'same' if alike else digest(self.save(), allow_objects=allow_objects)}"
+        return INITIAL + ("same" if alike else digest(self.save(), allow_objects=allow_objects))
 
     def serve(self, session: Session) -> None:
         """At a step's boundary: serve the state to members that heal from it, large tensors in place

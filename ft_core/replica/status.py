@@ -24,6 +24,9 @@ from lighthouse.wire.messages import (
     next_lineage,
 )
 
+INITIAL = "init-"
+"""So begins the lineage of a state without history; its digest follows."""
+
 
 class Stage(Enum):
     """Where a rank stands with the lighthouse."""

@@ -7,6 +7,7 @@ through the replica group's own rendezvous store (MASTER_ADDR, MASTER_PORT).
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import itertools
 import logging
@@ -22,6 +23,7 @@ from typing import Any, cast, get_args
 
 import zmq
 
+from ft_core.config import JobOptions
 from ft_core.replica.group_leader import (
     BROKEN,
     LEFT,
@@ -31,6 +33,7 @@ from ft_core.replica.group_leader import (
     peer_of,
     rank_of,
 )
+from ft_core.replica.status import INITIAL
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import Timeouts
 from lighthouse.endpoint import Endpoint
@@ -275,26 +278,43 @@ def _in_group(timeouts: Timeouts) -> Timeouts:
 # ---------------------------------------------------------------- the rendezvous
 
 
-def announce_leader(
-    store_addr: str, store_port: int, job: str, leader: Leader, timeout_s: float
-) -> Any:
-    """Rank 0: let the other ranks find the leader by the store that is returned. Keep the store as
-    long as they may look. Raises ValueError, or as the store does.
+class Rendezvous:
+    """The place in the replica group's own store where the ranks of one manager meet.
 
-    Like torch's "env://", rank 0 runs the store unless the launcher does.
+    Like torch's "env://", rank 0 runs the store unless the launcher does; it keeps this object as
+    long as other ranks may come. All ranks create their managers of one job in the same order.
+
+    Raises ValueError, or as the store does; each wait lasts for the connect timeout at most.
     """
-    store = group_store(store_addr, store_port, timeout_s, hosts=True)
-    store.set(_key(job, store_addr, store_port, 0), _leaders.encode(leader))
-    return store
 
+    def __init__(self, options: JobOptions) -> None:
+        self._rank, self._size = options.group_rank, options.group_world_size
+        where = options.store_addr, options.store_port
+        limit_s = options.timeouts.connect_timeout_s
+        self._store = group_store(*where, limit_s, hosts=self._rank == 0)
+        # A second manager of a rank must not find the first one's leader, nor a restarted group
+        # what its predecessor left in torchelastic's store.
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        number = next(_managers[options.job_id, *where, self._rank])
+        self._key = f"ft_core/leader/{life}/{options.job_id}/{number}"
 
-def find_leader(
-    store_addr: str, store_port: int, job: str, timeout_s: float, *, rank: int
-) -> Leader:
-    """Other ranks: wait for the leader. Raises ValueError, or as the store does."""
-    store = group_store(store_addr, store_port, timeout_s, hosts=False)
-    leader: Leader = _leaders.decode(store.get(_key(job, store_addr, store_port, rank)))
-    return leader
+    def announce(self, leader: Leader) -> None:
+        """Rank 0: let the other ranks find the leader."""
+        self._store.set(self._key, _leaders.encode(leader))
+
+    def leader(self) -> Leader:
+        """Other ranks: wait for the leader."""
+        leader: Leader = _leaders.decode(self._store.get(self._key))
+        return leader
+
+    def lineage(self, mine: str) -> str:
+        """One lineage for a state of which each rank begins with a shard: that of all shards, in
+        the order of the ranks. `mine`: of this rank's; returned unless all ranks begin."""
+        self._store.set(f"{self._key}/{self._rank}", mine)
+        each = [self._store.get(f"{self._key}/{rank}").decode() for rank in range(self._size)]
+        if not all(lineage.startswith(INITIAL) for lineage in each):
+            return mine
+        return INITIAL + hashlib.blake2b("|".join(each).encode(), digest_size=16).hexdigest()
 
 
 def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:
@@ -321,12 +341,3 @@ def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bo
         except dist.DistNetworkError:
             pass  # another process runs it
     return dist.TCPStore(store_addr, store_port, None, False, timeout)
-
-
-def _key(job: str, store_addr: str, store_port: int, rank: int) -> str:
-    """One key for each manager of `job` and restart: a second manager of a rank must not find the
-    first one's leader, nor a restarted group what its predecessor left in torchelastic's store. All
-    ranks create their managers of one job in the same order."""
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    number = next(_managers[job, store_addr, store_port, rank])
-    return f"ft_core/leader/{life}/{job}/{number}"

@@ -17,10 +17,16 @@ from ft_core.process_group import ProcessGroup
 from ft_core.replica.events import Depart, Fail, Remark, ReplicaEvent, Tried
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
-from ft_core.replica.status import Attempt, ParticipationRule, ReplicaStatus, Stage
+from ft_core.replica.status import (
+    Attempt,
+    ParticipationRule,
+    RanksHold,
+    ReplicaStatus,
+    Stage,
+)
 from ft_core.shell.control import Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
-from ft_core.shell.group_server import GroupLink, GroupServer, announce_leader, find_leader, silence
+from ft_core.shell.group_server import GroupLink, GroupServer, Rendezvous, silence
 from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import normalize_address
@@ -74,9 +80,11 @@ class Session:
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
         self._context = zmq.Context()
         self._group: GroupServer | None = None
-        self._store: Any = None
+        self._rendezvous: Rendezvous | None = None
         try:
             link, replica_id, identity = self._connect(host, replica_id)
+            if self._rendezvous is not None and options.ranks_hold is RanksHold.SHARDS:
+                lineage = self._rendezvous.lineage(lineage)
         except BaseException:
             self.plane.close()
             if self._group is not None:
@@ -131,7 +139,7 @@ class Session:
                 self._reached, identity=identity, timeouts=limits, context=self._context
             )
             return link, replica_id, identity
-        store, job = (options.store_addr, options.store_port), options.job_id
+        self._rendezvous = Rendezvous(options)
         if options.group_rank == 0:
             self._group = GroupServer(
                 options.group_world_size,
@@ -141,9 +149,9 @@ class Session:
                 timeouts=limits,
             )
             leader = self._group.leader
-            self._store = announce_leader(*store, job, leader, limits.connect_timeout_s)
+            self._rendezvous.announce(leader)
         else:
-            leader = find_leader(*store, job, limits.connect_timeout_s, rank=options.group_rank)
+            leader = self._rendezvous.leader()
         group = GroupLink(leader, options.group_rank, limits, self._context)
         return group, leader.replica_id, leader.identity.encode()
 
@@ -262,7 +270,7 @@ class Session:
         self.plane.close()
         if self._group is not None:
             self._group.close()
-            self._store = None
+            self._rendezvous = None
         self._context.term()
 
     def _record(self, job: JobKey, replica_id: str, promised: Term, quorum_id: int) -> None:

@@ -1,0 +1,40 @@
+"""Replica groups whose ranks hold the shards of one copy of the model."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ft_core.telemetry import HEAL_DONE, Event
+from tests.ft_core.test_copies import rendezvous
+from tests.harness.cluster import Replica, lighthouse, replicas
+
+
+@pytest.mark.parametrize("second", [0.0, 5.0])
+def test_groups_of_unlike_shards_begin_as_one_state(second: float) -> None:
+    """Each rank's shard has other values; both groups begin equal, or the second one heals."""
+    healed = threading.Event()
+
+    def note(event: Event) -> None:
+        if event.kind == HEAL_DONE:
+            healed.set()
+
+    with lighthouse() as server, rendezvous(2) as stores:
+        members = [
+            Replica(
+                server, name, value=first + rank, rank=rank, world_size=2, expected_replicas=2,
+                store_addr="127.0.0.1", store_port=store.port, ranks_hold="shards",
+            )
+            for name, first, store in zip("ab", (0.0, second), stores, strict=True)
+            for rank in (0, 1)
+        ]  # fmt: skip
+        for member in members:
+            member.manager.telemetry.add_sink(note)
+        replicas(*[lambda m=member: m.run_to(3, gradient=1.0) for member in members])
+        ends = [set(member.weights.tolist()) for member in members]
+        replicas(*[member.close for member in members])
+    assert ends[0] == ends[2]
+    assert ends[1] == ends[3]
+    assert ends[0] != ends[1]
+    assert healed.is_set() == (second != 0.0)
