@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.leaks import Snapshot, leaks_since
-from tests.harness.workers import Worker, start
+from tests.harness.workers import Worker, run, start
 
 TELL = """
 import json, os, signal, sys, threading
@@ -72,6 +72,19 @@ def test_a_script_runs_as_python_runs_it(script: Path, line: str, code: int, sai
     assert worker.wait(30) == worker.poll() == worker.returncode == code
     assert rest.startswith("error\n") and said in rest
     closed(worker)
+
+
+SAY = """
+import sys, __main__
+frameworks = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
+print(sys.argv, __name__, hasattr(__main__, "__file__"), sys.path[0] == "")
+print([name for name in frameworks if name in sys.modules])
+"""
+
+
+def test_a_text_runs_as_python_runs_it_and_torchs_server_has_no_framework() -> None:
+    done = run("torch", ["-c", SAY, "--x"], env=os.environ)
+    assert done.stdout.splitlines() == ["['-c', '--x'] __main__ False True", "[]"], done.stderr
 
 
 LAUNCH = """
