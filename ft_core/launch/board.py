@@ -144,6 +144,11 @@ class Slot:
             line = " ".join(error.split()).encode()[: _ERROR_BYTES - 1]
             self._memory[at : at + len(line) + 1] = line + b"\0"
 
+    @property
+    def whole(self) -> bool:
+        """Whether one supervisor has all replica groups of the job."""
+        return self._memory is not None and self._whole
+
     def takes_over(self) -> bool:
         """Whether this process, whose training is over, has to write now: the one that did is dead,
         and this is the first that is left. Never where other machines train, too: it can't see them."""

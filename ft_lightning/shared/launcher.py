@@ -141,8 +141,22 @@ def live_with_group(scope: Scope) -> None:
     """
     if scope.supervisor_pid:
         die_with(scope.supervisor_pid)
+        for name in _RANK_ZERO_LOGGERS:
+            logging.getLogger(name).addFilter(_said_by_the_supervisor)
     if not hasattr(sys.excepthook, "ft_lightning"):
         sys.excepthook = _ending_with_a_line(sys.excepthook)
+
+
+_RANK_ZERO_LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero", "pytorch_lightning.utilities.rank_zero",
+    "lightning.fabric.utilities.rank_zero", "lightning_fabric.utilities.rank_zero",
+)  # fmt: skip
+_BANNERS = ("GPU available:", "TPU available:", "\N{ELECTRIC LIGHT BULB} Tip:")
+
+
+def _said_by_the_supervisor(record: logging.LogRecord) -> bool:
+    """A filter: what Lightning prints when a Trainer is made, which the supervisor has made, too."""
+    return not record.getMessage().startswith(_BANNERS)
 
 
 def _ending_with_a_line(otherwise: Any) -> Any:

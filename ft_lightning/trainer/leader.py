@@ -257,7 +257,8 @@ class CheckpointMixin(_Base):
             return
         if self._manager is not None:
             # In a copy: hooks may have kept the checkpoint that they were given.
-            checkpoint = {**checkpoint, KEY: self._manager.state_dict()}
+            place = {**self._manager.state_dict(), "world_size": self.world_size}
+            checkpoint = {**checkpoint, KEY: place}
         io = self.checkpoint_io
         plain = isinstance(io, self._from("plugins.io").TorchCheckpointIO)
         whole = self._checkpoints.save(io, checkpoint, filepath, storage_options, plain=plain)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from ft_core.launch import board
 from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
@@ -34,11 +35,11 @@ from ft_lightning.shared.step_collectives import refuse_gradients
 from ft_lightning.shared.strategy_base import StrategyBase, refuse_lbfgs
 from ft_lightning.trainer import healing, leader
 from ft_lightning.trainer.agreements import Rounds, make_callbacks
-from ft_lightning.trainer.batches import Batches, check_counters
+from ft_lightning.trainer.batches import Batches, batches_done, check_counters
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
 from ft_lightning.trainer.loggers import Loggers
-from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
+from ft_lightning.trainer.reporting import Counts, announce, count, hide_from_bar, show_in_bar
 from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.skipped_hooks import SkippedHooks
 from ft_lightning.trainer.validation import Validation
@@ -212,6 +213,14 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._batches = Batches(self._from("fabric.utilities.data")._set_sampler_epoch)
         self._manager = self._make_manager()
         self.counts = count(self._manager, self.scope.num_groups)
+        lighthouse = self._training.lighthouse if self._training is not None else ""
+        announce(
+            self._manager,
+            trainer,
+            self.scope,
+            lighthouse or "this machine's",
+            supervised=board.slot().whole,
+        )
         show_in_bar(trainer, self.counts, visible=self._shows_bar and self.scope.rank == 0)
         self._decisions = Decisions(trainer)
         self._driver = self._make_driver(trainer)
@@ -291,6 +300,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if not self._met:  # else the learning rate finder has trained already
             self._refuse_if_over()
             self._manager.load_state_dict(self._start())
+            self._tell_of_another_world()
             for key, text in schema(self._trainer).items():
                 self._manager.register_schema(key, text)
         self._decisions.begin()
@@ -305,6 +315,20 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             "genesis": known.get("genesis", 0),
             "held": known.get("held", 0),
         }
+
+    def _tell_of_another_world(self) -> None:
+        """Lightning goes on at the batch's number, and other processes have other batches."""
+        before, now = self._checkpoints.loaded.get("world_size", 0), self.world_size
+        done = batches_done(self._trainer)
+        if before in (0, now) or not 0 < done < self._trainer.num_training_batches:
+            return
+        if self.scope.rank == 0:
+            say(
+                "ft_lightning",
+                f"this checkpoint was saved within an epoch, by {before} processes; with {now} the epoch "
+                f"goes on at batch {done:,}, and of its samples some are seen twice or not at all. "
+                "From the next epoch on each is seen once",
+            )
 
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)
@@ -349,7 +373,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._manager.telemetry.emit(
             "loss",
             step=outcome.step if outcome else None,
-            loss=float(loss) * self._trainer.accumulate_grad_batches,
+            loss=float(loss.detach()) * self._trainer.accumulate_grad_batches,
         )
 
     def _adopt_fetcher(self) -> None:

@@ -65,6 +65,9 @@ def test_a_fit_that_is_over_is_passed_over_with_its_results(
         run.go(place)
         run.wait(first, back)
         assert run.output().count("training 1 of the script is over; its state is that of ") == 1
+        if place == "step:2:2":
+            assert run.output().count("ft_lightning: group 1 is gone (") == 1
+            assert run.output().count("ft_lightning: group 1 is back at step ") == 1
     ended = [
         [{key: line[key] for key in line if key != "pid"} for line in run.lines(name, "fits")]
         for name in (0, 1)

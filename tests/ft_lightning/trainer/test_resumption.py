@@ -15,6 +15,7 @@ from ft_core.config import JobOptions
 from ft_lightning.shared import trainings
 from ft_lightning.shared.topology import Role, Scope
 from ft_lightning.trainer.resumption import FOLDER, Resumption
+from ft_lightning.trainer.strategy import FTDDPMixin
 from tests.ft_lightning.harness import Run, running
 from tests.harness.runs import Process
 
@@ -53,6 +54,9 @@ def test_a_supervised_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> 
         run.go("life:2")
         run.wait(main)
         assert [first_steps(run, name) for name in (0, 1)] == [[0, SAVED_AT]] * 2
+        output = (tmp_path / "output.0").read_text()
+        assert output.count("GPU available") == 1
+        assert output.count("ft_lightning: training with 2 of 2 replica groups") == 2  # both lives
         said = "ft_lightning: all had ended; the job goes on from "
         assert run.output().count(said) == 1
         run.wait(run.start())
@@ -182,3 +186,23 @@ def test_a_path_that_is_given_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").touch()
     first.saved(tmp_path / "a.ckpt")
     assert started_from(tmp_path, "mine", 1, wanted=True, given="b.ckpt") == ("b.ckpt", "")
+
+
+@pytest.mark.parametrize(("before", "done", "told"), [(3, 4, True), (2, 4, False), (3, 8, False)])
+def test_a_resume_within_an_epoch_with_another_number_of_processes_says_so(
+    capsys: pytest.CaptureFixture[str], before: int, done: int, told: bool
+) -> None:
+    progress = SimpleNamespace(current=SimpleNamespace(ready=done))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
+    strategy = SimpleNamespace(
+        _checkpoints=SimpleNamespace(loaded={"world_size": before}),
+        _trainer=SimpleNamespace(fit_loop=loop, num_training_batches=8),
+        scope=SimpleNamespace(rank=0),
+        world_size=2,
+    )
+    tell: Any = FTDDPMixin._tell_of_another_world
+    tell(strategy)
+    said = capsys.readouterr().err
+    assert (
+        "saved within an epoch, by 3 processes; with 2 the epoch goes on at batch 4" in said
+    ) == told

@@ -1,0 +1,77 @@
+"""What a person sees of a run: a line for each thing that happens to it, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, QUORUM, REVOKED, Event
+from ft_lightning.trainer.reporting import Narrator
+
+
+class Told:
+    """The narrator of group 0, and what it has said since one looked last."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *, deaths: bool = True) -> None:
+        self.step, self._capsys = 0, capsys
+        self.sink = Narrator("0", 3, "tcp://h:1", lambda: self.step, deaths=deaths)
+
+    def __call__(self, kind: str, **data: Any) -> list[str]:
+        self.sink(Event(kind, data))
+        return self._capsys.readouterr().err.splitlines()
+
+    def quorum(self, *members: str, rank: int = 0, healing: tuple[str, ...] = ()) -> list[str]:
+        return self(QUORUM, members=members, replica_rank=rank, healing=healing, quorum_id=1)
+
+    def commit(self) -> list[str]:
+        self.step += 1
+        return self(COMMIT, step=self.step, participants=3, seconds=0.1)
+
+
+def test_the_first_member_tells_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(capsys)
+    start = "ft_lightning: training with 3 of 3 replica groups; the lighthouse is tcp://h:1"
+    assert told.quorum("0:a", "1:a", "2:a") == [start]
+    assert told.commit() == []
+    assert told(REVOKED, quorum_id=1, reason="1: process died") == []
+    gone = "ft_lightning: group 1 is gone (process died); 2 of 3 replica groups go on"
+    assert told.quorum("0:a", "2:a") == [gone]
+    assert told.quorum("0:a", "1:b", "2:a", healing=("1:b",)) == []  # it tells that itself
+    told(REVOKED, quorum_id=3, reason="2: left: finished")
+    assert told.quorum("0:a", "1:b") == []
+    assert told.quorum("0:a", "1:b", rank=1) == told.quorum("0:a", rank=1) == []
+
+
+def test_deaths_that_a_supervisor_tells_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(capsys, deaths=False)
+    told.quorum("0:a", "1:a", "2:a")
+    told(REVOKED, quorum_id=1, reason="1: process died")
+    assert told.quorum("0:a", "2:a") == []
+    why = "evicted: did not vote before the step's deadline"
+    told(REVOKED, quorum_id=2, reason=f"2: {why}")
+    (line,) = told.quorum("0:a")
+    assert line == f"ft_lightning: group 2 is gone ({why}); 1 of 3 replica groups go on"
+
+
+def test_one_that_has_healed_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(capsys)
+    told.step = 1203
+    assert told.quorum("1:a", "0:b", rank=1, healing=("0:b",)) == []
+    assert told(HEAL_DONE, step=9, bytes=1, seconds=0.1, sources=()) == []
+    (line,) = told.commit()
+    assert line.startswith("ft_lightning: group 0 is back at step 1,204 after ")
+    assert told.commit() == []
+
+
+def test_discards_that_repeat_are_told_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(capsys)
+    told.quorum("0:a", "1:a", "2:a")
+    for _ in range(2):
+        lines = [told(DISCARD, step=5, reason="no way", seconds=0.1) for _ in range(12)]
+        said = [index + 1 for index, line in enumerate(lines) if line]
+        assert said == [3, 10]
+        assert lines[2] == [
+            f"ft_lightning: step {told.step} was discarded 3 times in a row: no way"
+        ]
+        told.commit()
