@@ -32,7 +32,7 @@ from ft_accelerate.runtime.checkpoint_folders import save_whole
 from ft_accelerate.runtime.loaders import iterate, skip_batches
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.process import unless_catching_up, while_active
-from ft_accelerate.runtime.runtime import Runtime
+from ft_accelerate.runtime.runtime import EARLY, Runtime
 from ft_accelerate.seams import Seam, around
 
 log = logging.getLogger("ft_accelerate")
@@ -253,6 +253,9 @@ def _save_state(
 @while_active
 def _end_training(runtime: Runtime, original: Any, self: Any) -> Any:
     result = succession.with_trackers(original)(self)
+    if runtime.ends_early():
+        runtime.close()
+        raise SystemExit(f"ft_accelerate: {EARLY}")
     runtime.close(finished=True)
     return result
 

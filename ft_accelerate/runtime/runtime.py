@@ -70,6 +70,12 @@ LATER = (
     "without them, so it does not join them. Let a script train once, or prepare all models before "
     "the first training batch"
 )
+EARLY = (
+    "this process came back, and its script ended before it was where its peers are, so nothing of this "
+    "life counts: values that decide when a script ends (early stopping) must be in an object that is "
+    "registered with accelerator.register_for_checkpointing"
+)
+EARLY_EXIT_CODE = 1
 UNUSED_HINT = (
     "pass kwargs_handlers="
     "[DistributedDataParallelKwargs(find_unused_parameters=True)] to Accelerator"
@@ -642,8 +648,22 @@ class Runtime:
 
     def _at_exit(self) -> None:
         """The script has ended without `end_training`: in a pass over data, or by an error?"""
-        ended = not self.position.active and not hasattr(sys, "last_value")
-        self.close(finished=ended and not self._sigterm.noted)
+        if hasattr(sys, "last_value") or self._sigterm.noted:
+            self.close()
+        elif self.ends_early():
+            self.close()
+            print(f"ft_accelerate: {EARLY}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(EARLY_EXIT_CODE)  # nothing else changes the exit code here
+        else:
+            self.close(finished=not self.position.active)
+
+    def ends_early(self) -> bool:
+        """Whether the script, which is at its end, has not come to where its peers are."""
+        if self._closed or self.manager is None:
+            return False
+        self._go_live_if_there()
+        return not self.live
 
     def close(self, *, finished: bool = False) -> None:
         """Leave for good; the others go on at once. Idempotent.

@@ -23,6 +23,8 @@ OPTIONS: dict[str, Any] = {
     "log": "",
     "resume": True,
     "epochs": 5,
+    "early": 0,  # a second life ends after so many epochs
+    "says_end": False,
     "save_every": 6,
     "holds": [],  # places to wait at: "step-<step>"
     "inject": {},
@@ -52,7 +54,8 @@ def run(options: dict[str, Any]) -> None:
         step = int(found[-1].name.split("_")[1])
     first, done = divmod(step, len(train))
     log.append("starts", step=step)
-    for epoch in range(first, options["epochs"]):
+    again = os.environ.get("ACCELERATE_FAULT_TOLERANCE_RESTARTS") == "1"
+    for epoch in range(first, (again and options["early"]) or options["epochs"]):
         model.train()
         batches: Any = train
         if epoch == first and done:
@@ -73,6 +76,8 @@ def run(options: dict[str, Any]) -> None:
         for x, _ in test:
             with torch.no_grad():
                 accelerator.gather_for_metrics(model(x))
+    if options["says_end"]:
+        accelerator.end_training()
     log.end(step=step, digest=digest(net.state_dict()))
 
 

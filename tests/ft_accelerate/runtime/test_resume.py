@@ -57,3 +57,24 @@ def test_a_script_that_does_not_resume_is_warned(tmp_path: Path, lighthouse: str
         said = run.output()
     assert said.count("this script starts from its beginning, though the job has saved") == 1
     assert f"{tmp_path}/states/step_6" in said
+
+
+@pytest.mark.parametrize("says_end", [False, True])
+def test_one_that_ends_before_it_is_where_its_peers_are_has_not_succeeded(
+    tmp_path: Path, lighthouse: str, says_end: bool
+) -> None:
+    """Its early stopping, say, has not heard of its past. The next life comes back."""
+    options = {"resume": False, "early": 1, "says_end": says_end, "holds": ["step-21", "step-30"]}
+    with running(tmp_path, lighthouse, WORKER, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        one = run.killed_and_back(one, 1, hold="step-21", of=0)
+        run.wait(one, code=1)
+        assert run.output().count("its script ended before it was where its peers are") == 1
+        run.until_held(0, "step-30")
+        asked = run.events(1, "waiting", "quorum")
+        one = run.start(1, ACCELERATE_FAULT_TOLERANCE_RESTARTS="2")
+        run.until(lambda: run.events(1, "waiting", "quorum") > asked, "it asks again")
+        run.go("step-30")
+        run.wait(zero, one)
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert run.end(1)["step"] == STEPS
