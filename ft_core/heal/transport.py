@@ -34,6 +34,8 @@ from lighthouse.sockets import ServerLimits
 QUEUED_REPLIES = 128  # what ZeroMQ queues for one reader before the reader counts as too slow
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 30_000  # one frame must fit in: 64 MiB at 2 MB/s
+_UNCONFIRMED_MS = 3_000
+"""A link ends if the other machine confirms nothing of what is sent to it for that long."""
 _RECONNECT_MS = 100
 _KERNEL_BUFFER_BYTES = 4 << 20
 
@@ -95,6 +97,8 @@ def reading_socket(context: zmq.Context[Any], address: str, chunk_bytes: int) ->
     dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     dealer.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    # A source that is not ready yet is silent, but its machine confirms the heartbeats.
+    dealer.setsockopt(zmq.TCP_MAXRT, _UNCONFIRMED_MS)
     dealer.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
     return dealer
 
