@@ -53,6 +53,7 @@ class LighthouseHost:
     old: Journal = field(default_factory=dict)  # some quorums ago
     wake: float | None = None
     paused: bool = False
+    timers_first: bool = False  # when it goes on; else what it was sent
     missed: list[tuple[Callable[..., None], bytes, Request | None]] = field(default_factory=list)
 
 
@@ -241,6 +242,9 @@ class Cluster:
     def resume_lighthouse(self, home: int) -> None:
         place = self.lighthouses[home]
         place.paused = False
+        if place.timers_first:
+            place.timers_first = False
+            self._expire(home, math.nan)
         missed, place.missed = place.missed, []
         for call, peer, message in missed:
             call(home, peer, message)

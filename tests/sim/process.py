@@ -118,6 +118,7 @@ class Process:
             template, resend_s=limits.resend_s, revoke_grace_s=limits.resend_s
         )
         self.alive, self.paused, self.left = True, False, False
+        self.timers_first = False  # when it goes on after a pause; else in order of time
         self.stays_away_s = 0.0  # longer than its supervisor takes, once it has ended
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.snapshot: tuple[Position, int] | None = None
@@ -241,6 +242,9 @@ class Process:
 
     def resume(self) -> None:
         self.paused = False
+        if self.timers_first:
+            self.timers_first = False
+            self._event(self._expire)
         backlog, self.backlog = self.backlog, []
         for call, args in backlog:
             self._event(call, *args)

@@ -105,6 +105,7 @@ def profile_of(seed: int) -> Profile:
         start_spread_s=rng.choice((0.01, 0.2, 1.0)),
     )
     faults = _faults(rng, profile) + _given_up(seed, profile) + _cut(seed, profile)
+    faults += _suspended(seed, profile)
     profile = replace(profile, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
     return _more(seed, profile)
 
@@ -126,6 +127,7 @@ def dense_profile_of(seed: int) -> Profile:
         )
         for _ in range(rng.choice((20, 40, 80)))
     ]
+    faults += _suspended(seed, profile)
     return replace(profile, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
@@ -147,6 +149,23 @@ def _cut(seed: int, profile: Profile) -> tuple[Fault, ...]:
     times = [rng.uniform(0.0, profile.faulty_s) for _ in range(rng.choice((1, 2, 5)))]
     return tuple(
         Fault(at_s, "cut", rng.choice(profile.slots), rng.choice((0.5, 2.0, 5.0))) for at_s in times
+    )
+
+
+def _suspended(seed: int, profile: Profile) -> tuple[Fault, ...]:
+    """In every tenth run virtual machines are suspended for about as long as a timeout: all that was due
+    meanwhile is late, and comes at once. Drawn apart, as above."""
+    rng = random.Random(f"suspended {seed}")
+    if rng.random() > 0.1:
+        return ()
+    return tuple(
+        Fault(
+            rng.uniform(0.0, profile.faulty_s),
+            rng.choice(("suspend", "suspend_lighthouse")),
+            rng.choice(profile.slots),
+            rng.uniform(0.1, 1.2) * profile.timeouts.timeout_s,
+        )
+        for _ in range(rng.choice((1, 2, 4)))
     )
 
 

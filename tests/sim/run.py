@@ -200,6 +200,13 @@ def _pause(cluster: Cluster, process: Process, for_s: float) -> None:
     cluster.clock.after(for_s, _resume, cluster, process)
 
 
+def _suspend(cluster: Cluster, process: Process, for_s: float) -> None:
+    """Its virtual machine: when it goes on, what its timers were set for comes before what it was sent."""
+    if not process.paused:
+        process.timers_first = True
+        _pause(cluster, process, for_s)
+
+
 def _silence(cluster: Cluster, process: Process) -> None:
     if process.paused:
         cluster.network.break_link(process.link, lighthouse_s=0.0, process_s=0.0)
@@ -310,6 +317,11 @@ def _pause_lighthouse(cluster: Cluster, for_s: float) -> None:
     cluster.pause_lighthouse(0, for_s)
 
 
+def _suspend_lighthouse(cluster: Cluster, for_s: float) -> None:
+    cluster.lighthouses[0].timers_first = True
+    _pause_lighthouse(cluster, for_s)
+
+
 def _kill_all(cluster: Cluster, for_s: float) -> None:
     """They come back from their checkpoints, which may be of different steps."""
     for process in list(cluster.running.values()):
@@ -341,8 +353,9 @@ _STRIKES: dict[str, Callable[[Cluster, Process, float], None]] = {
     "false_death_notice": _false_death_notice, "bad_heal": _bad_heal, "slow_heal": _slow_heal,
     "bad_configure": _bad_configure, "slow_configure": _slow_configure, "errors": _errors,
     "slow": _slow, "give_up": _give_up, "cut": _cut, "stop_waiting": _stop_waiting,
-    "update_fails": _update_fails,
+    "update_fails": _update_fails, "suspend": _suspend,
 }  # fmt: skip
 _STRIKES_ALL: dict[str, Callable[[Cluster, float], None]] = {
     "lighthouse_pause": _pause_lighthouse, "kill_all": _kill_all, "finish": _finish,
+    "suspend_lighthouse": _suspend_lighthouse,
 }  # fmt: skip
