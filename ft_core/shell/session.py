@@ -83,8 +83,7 @@ class Session:
         self._rendezvous: Rendezvous | None = None
         try:
             link, replica_id, identity = self._connect(host, replica_id)
-            if self._rendezvous is not None and options.ranks_hold is RanksHold.SHARDS:
-                lineage = self._rendezvous.lineage(lineage)
+            lineage = self._lineage_of_group(lineage)
         except BaseException:
             self.plane.close()
             if self._group is not None:
@@ -154,6 +153,15 @@ class Session:
             leader = self._rendezvous.leader()
         group = GroupLink(leader, options.group_rank, limits, self._context)
         return group, leader.replica_id, leader.identity.encode()
+
+    def _lineage_of_group(self, mine: str) -> str:
+        """What this rank says of its state. From here on only the leader keeps the store."""
+        met = self._rendezvous
+        if self._group is None:
+            self._rendezvous = None
+        if met is None or self._options.ranks_hold is not RanksHold.SHARDS:
+            return mine
+        return met.lineage(mine)
 
     def check_refused(self) -> None:
         """Raises JoinRefused (TrainingOver) if the lighthouse refuses this replica group, GroupBroken
