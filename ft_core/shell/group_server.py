@@ -278,7 +278,7 @@ def _in_group(timeouts: Timeouts) -> Timeouts:
 # ---------------------------------------------------------------- the rendezvous
 
 
-class Rendezvous:
+class GroupRendezvous:
     """The place in the replica group's own store where the ranks of one manager meet.
 
     Like torch's "env://", rank 0 runs the store unless the launcher does; it keeps this object as

@@ -26,7 +26,7 @@ from ft_core.replica.status import (
 )
 from ft_core.shell.control import Condition, Control, Link
 from ft_core.shell.data_plane import DataPlane
-from ft_core.shell.group_server import GroupLink, GroupServer, Rendezvous, silence
+from ft_core.shell.group_server import GroupLink, GroupRendezvous, GroupServer, silence
 from ft_core.telemetry import WAITING, Telemetry
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import normalize_address
@@ -80,7 +80,7 @@ class Session:
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
         self._context = zmq.Context()
         self._group: GroupServer | None = None
-        self._rendezvous: Rendezvous | None = None
+        self._rendezvous: GroupRendezvous | None = None
         try:
             link, replica_id, identity = self._connect(host, replica_id)
             lineage = self._lineage_of_group(lineage)
@@ -138,7 +138,7 @@ class Session:
                 self._reached, identity=identity, timeouts=limits, context=self._context
             )
             return link, replica_id, identity
-        self._rendezvous = Rendezvous(options)
+        self._rendezvous = GroupRendezvous(options)
         if options.group_rank == 0:
             self._group = GroupServer(
                 options.group_world_size,
