@@ -151,6 +151,8 @@ class Forming:
         """A member could not connect to others, or says whether it can by now. Returns why the process
         group of `live` can't be made; empty: this says nothing of it."""
         silence, unheard = report.silence, []
+        if live is None or report.replica_id not in live.living:
+            silence = None  # it is in no process group
         if silence and live and silence.quorum_id == live.quorum_id:
             unheard = self._silences.said(report.replica_id, silence, now)
         self.pairs.reported(report.replica_id, (*report.missed, *unheard), report.reached, now)
