@@ -112,6 +112,7 @@ def script_command(processes: int) -> list[str]:
     """The command that runs this script again. Raises RuntimeError if there is no script."""
     import __main__
 
+    arguments = [*sys.argv[1:], *_of_hydra()]  # first: it goes to where `argv` leads to the script
     spec = getattr(__main__, "__spec__", None)
     path = os.path.abspath(sys.argv[0]) if sys.argv else ""
     program = spec.name.partition(".")[0] if spec is not None else os.path.basename(path)
@@ -126,10 +127,30 @@ def script_command(processes: int) -> list[str]:
         )
     python = [sys.executable, *(["-m", "ft_lightning"] if through_main else [])]
     if spec is None:
-        return [*python, path, *sys.argv[1:]]
+        return [*python, path, *arguments]
     name = spec.name.removesuffix(".__main__")
     assert importlib.util.find_spec(name) is not None
-    return [*python, "-m", name, *sys.argv[1:]]
+    return [*python, "-m", name, *arguments]
+
+
+def _of_hydra() -> list[str]:
+    """In a Hydra application: further arguments, so that all processes have this one's run directory;
+    and the directory in which it was started is the current one again.
+
+    Raises RuntimeError for a sweep: this process would end with its first job.
+    """
+    known = sys.modules.get("hydra.core.hydra_config")
+    if known is None or not known.HydraConfig.initialized():
+        return []
+    config = known.HydraConfig.get()
+    if config.mode is not None and config.mode.name == "MULTIRUN":
+        raise RuntimeError(
+            "Hydra's sweep (-m, --multirun) runs all of its jobs in one process, and devices=N ends the "
+            "process with the first of them: start a command for each job (as by a loop of your "
+            "shell, or Hydra's launchers for joblib, submitit or ray), or use devices=1"
+        )
+    os.chdir(config.runtime.cwd)
+    return [f'hydra.run.dir="{config.runtime.output_dir}"', "hydra.output_subdir=null"]
 
 
 def live_with_group(scope: Scope) -> None:

@@ -436,7 +436,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._shut_down()
         if self._loggers is not None:
             self._loggers.end()
-        if self._trainer.state.fn == "fit" and not self._met:
+        trainer = getattr(self.lightning_module, "_trainer", None)  # None: the launcher has failed
+        if trainer is not None and trainer.state.fn == "fit" and not self._met:
             if self._resumption is not None and self._resumption.passes_over:
                 sentence = self._resumption.passed_over()
                 if self.scope.group_rank == 0:

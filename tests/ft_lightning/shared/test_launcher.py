@@ -128,7 +128,7 @@ Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, logger=False).fit(Borin
     done = workers.run("lightning", ["-c", script], env={**env, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 1
     assert "devices=2 starts 2 processes that run your script again" in done.stderr
-    assert "put the training into a script" in done.stderr
+    assert "put the training into a script" in done.stderr.splitlines()[-1]
 
 
 def test_a_restart_loop_ends_when_the_training_is_over(tmp_path: Path) -> None:
@@ -152,7 +152,9 @@ raise TrainingOver("the training has finished at step 9, and this one is late")
         ["bash", "-c", loop], env=env, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "ft_lightning: the training has finished at step 9, and this one is late\n"
+    assert (
+        done.stderr == "ft_lightning: the training has finished at step 9, and this one is late\n"
+    )
 
 
 def test_a_lighthouse_that_never_answers_costs_one_sentence(tmp_path: Path) -> None:
@@ -176,3 +178,56 @@ Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False).fit(Borin
     assert done.returncode == 1
     assert "ft_lightning: no lighthouse answers at tcp://127.0.0.1:9 within 1 s" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+HYDRA = """
+import os
+from pathlib import Path
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import ft_lightning
+
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    Trainer(strategy="ft_ddp", accelerator="cpu", devices=2, max_steps=2).fit(BoringModel())
+    told = Path(__file__).with_name(os.environ["REPLICA_GROUP_ID"])
+    told.write_text(HydraConfig.get().runtime.output_dir)
+
+main()
+"""
+
+
+@pytest.mark.parametrize("chdir", [False, True])
+def test_all_processes_of_a_hydra_application_have_one_run_directory(
+    tmp_path: Path, chdir: bool
+) -> None:
+    """The script is named by a relative path."""
+    done = of_hydra(tmp_path, f"hydra.job.chdir={chdir}")
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("outputs/*/*")
+    assert [(tmp_path / name).read_text() for name in ("0", "1")] == [str(folder)] * 2
+    assert (folder / "lightning_logs").exists() == chdir
+    assert (folder / ".hydra" / "config.yaml").exists()
+
+
+def test_a_hydra_sweep_is_refused(tmp_path: Path) -> None:
+    """It would end with its first job, and exit code 0."""
+    done = of_hydra(tmp_path, "-m", "+x=1,2")
+    assert done.returncode != 0
+    assert "devices=N ends the process with the first of them" in done.stderr
+    assert "is not attached to a" not in done.stderr
+    assert not (tmp_path / "0").exists()
+
+
+def of_hydra(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("hydra")
+    (folder / "script.py").write_text(HYDRA)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
+    paths = [str(ROOT), *env.get("PYTHONPATH", "").split(os.pathsep)]
+    return subprocess.run(
+        [sys.executable, "script.py", *arguments],
+        env={**env, "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
