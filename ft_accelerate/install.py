@@ -32,7 +32,8 @@ from ft_accelerate.runtime.checkpoint_folders import save_whole
 from ft_accelerate.runtime.loaders import iterate, skip_batches
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.process import unless_catching_up, while_active
-from ft_accelerate.runtime.runtime import EARLY, Runtime
+from ft_accelerate.runtime.runtime import Runtime
+from ft_accelerate.runtime.script_position import EARLY
 from ft_accelerate.seams import Seam, around
 
 log = logging.getLogger("ft_accelerate")

@@ -38,7 +38,7 @@ from ft_accelerate.runtime.checked_collectives import (
 )
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.saved_position import SavedPosition
-from ft_accelerate.runtime.script_position import Iteration, Phase, ScriptPosition
+from ft_accelerate.runtime.script_position import EARLY, Iteration, Phase, ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
 from ft_accelerate.runtime.tracker_runs import TrackerRuns
 from ft_core.collectives.agreement import agree
@@ -47,7 +47,7 @@ from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.board import slot
 from ft_core.launch.sigterm import Sigterm
-from ft_core.launch.supervisor import OVER_EXIT_CODE, die_with
+from ft_core.launch.supervisor import OVER_EXIT_CODE, age_s, die_with, say
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import TrainingOver
@@ -62,18 +62,12 @@ let in again only after a pause that the lighthouse makes (lighthouse.machine.fo
 UNREACHABLE_PAUSE_S = 0.05
 PATIENCE = 0.25
 """Of the timeout: how long a header waits for processes that may be at a gradient step without one."""
-"""How the lighthouse's refusal begins when the others are done (lighthouse.machine.rules, R8)."""
 NO_QUORUM = -1
 LATER = (
     "this process came back, and its peers are in a later training of the script (they have prepared "
     "more models, or called Trainer.train more often): what was trained before can't be trained again "
     "without them, so it does not join them. Let a script train once, or prepare all models before "
     "the first training batch"
-)
-EARLY = (
-    "this process came back, and its script ended before it was where its peers are, so nothing of this "
-    "life counts: values that decide when a script ends (early stopping) must be in an object that is "
-    "registered with accelerator.register_for_checkpointing"
 )
 EARLY_EXIT_CODE = 1
 UNUSED_HINT = (
@@ -127,6 +121,7 @@ class Runtime:
             supervision.restarts == 0 or ranks.is_only_group
         )
         self._led_in, self._warned = NO_QUORUM, False
+        self._there_at = time.monotonic() - age_s()
         self._open = self._joined = self._aside = self._closed = self._has_turn = False
         self._at = "fetch"
         self._starting = 0  # the thread in which a quorum is being started
@@ -272,15 +267,28 @@ class Runtime:
         """Go live if the peers have done no more than this script."""
         if self.live:
             return
-        target = self.position.target
+        target, missed = self.position.target, self.position.missed
         if self.position.settle():
             assert target is not None
+            if self.position.missed > missed:
+                self._tell_back()
             self._restore(models=target.at == "fetch")
             self._healed = None
             for arrived in self.on_live:
                 arrived()
             states.reseed(torch.initial_seed(), self.process_index, target.events)
             log.info("live at event %s of the script", target.events)
+
+    def _tell_back(self) -> None:
+        """A line for the person who watches: this group has caught up."""
+        if self.group_ranks.place.group_rank == 0 and self.position.window is not None:
+            number, batch = self.position.window
+            away_s = time.monotonic() - self._there_at
+            say(
+                "ft_accelerate",
+                f"replica group {self.options.replica_group_id} is back at batch {batch + 1:,} of pass "
+                f"{number + 1:,} over the data, after {away_s:.1f} s",
+            )
 
     def _restore(self, *, models: bool) -> None:
         if self._healed is not None:
@@ -502,6 +510,7 @@ class Runtime:
         except GroupBroken as error:
             end_with_group(error)
         self._open = False
+        self._there_at = time.monotonic()
         self.attempts_discarded += not committed
         outcome = manager.last_outcome() if committed else None
         if outcome is not None and outcome.control:

@@ -30,6 +30,12 @@ from typing import Any
 MAX_LOGGED_BYTES = 256 * 1024 * 1024
 """Limit on the results of one window's operations that are kept for processes that come back in it."""
 
+EARLY = (
+    "this process came back, and its script ended before it was where its peers are, so nothing of this "
+    "life counts: values that decide when a script ends (early stopping) must be in an object that is "
+    "registered with accelerator.register_for_checkpointing"
+)
+
 Place = tuple[int, int]
 
 

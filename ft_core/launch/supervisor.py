@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from ft_core.launch.board import DUMP_SIGNAL, Board
@@ -498,3 +499,13 @@ def _how(exit_code: int, hung: bool) -> str:
 def say(speaker: str, text: str) -> None:
     """A line on stderr for the person who has started this. Any thread."""
     print(f"{speaker}: {text}", file=sys.stderr, flush=True)
+
+
+def age_s() -> float:
+    """How long ago this process was started; 0.0 where that is not known."""
+    try:
+        started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return max(0.0, up_s - started / os.sysconf("SC_CLK_TCK"))

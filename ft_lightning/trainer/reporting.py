@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft_core.launch.run_record import END, event_file, read_run
-from ft_core.launch.supervisor import say
+from ft_core.launch.supervisor import age_s, say
 from ft_core.manager import Manager
 from ft_core.telemetry import (
     COMMIT,
@@ -123,7 +123,7 @@ class Narrator:
         self._step, self._deaths = step, deaths
         self._members: set[str] = set()
         self._why, self._healed, self._first, self._discards = "", False, False, 0
-        self._there_at = time.monotonic() - _age_s()
+        self._there_at = time.monotonic() - age_s()
 
     def __call__(self, event: Event) -> None:
         if event.kind == COMMIT:
@@ -163,16 +163,6 @@ class Narrator:
 
     def _say(self, text: str) -> None:
         say("ft_lightning", text)
-
-
-def _age_s() -> float:
-    """How long ago this process was started."""
-    try:
-        started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        up_s = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    return max(0.0, up_s - started / os.sysconf("SC_CLK_TCK"))
 
 
 def announce(

@@ -24,6 +24,8 @@ def test_what_a_checkpoint_has_counted_is_not_counted_twice(tmp_path: Path, ligh
             run.until_held(index, "step-30")
         healed = [line for line in run.lines(1) if line["pid"] == one.pid]
         assert [line["step"] for line in healed][-1] == 30
+        assert run.output().count("ft_accelerate: replica group 1 is back at batch ") == 1
+        assert "replica group 0 is back" not in run.output()
         assert compare(run.lines(0), healed) == len(healed)
         for process in (zero, one):
             process.kill()
