@@ -282,7 +282,7 @@ def _fork(request: Mapping[str, Any]) -> int:
     opened: dict[int, int] = {}
     for number, theirs in request["streams"]:
         if theirs not in opened:  # one that is given twice keeps one position
-            mode = os.O_WRONLY if number else os.O_RDONLY
+            mode = os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY
             opened[theirs] = _away(os.open(f"/proc/{request['of']}/fd/{theirs}", mode))
     told, tell = os.pipe()
     pid = os.fork()
