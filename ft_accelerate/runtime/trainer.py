@@ -212,7 +212,7 @@ def _written_by_job(output_dir: str, runtime: Runtime, number: int) -> str | Non
     for mark in Path(output_dir).glob(f"checkpoint-*/{MARK}"):
         with contextlib.suppress(OSError, ValueError):  # it is being deleted
             if json.loads(mark.read_text()) == [job, number]:
-                found.append((mark.stat().st_mtime_ns, mark.parent))
+                found.append((int(mark.parent.name.rpartition("-")[2]), mark.parent))
     return str(max(found)[1]) if found else None
 
 

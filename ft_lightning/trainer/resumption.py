@@ -190,8 +190,8 @@ class Resumption:
             self._path.parent.mkdir(exist_ok=True)
             with replace_whole(self._path) as draft:
                 draft.write_text(json.dumps(after))
-            records = sorted(self._path.parent.glob("*.json"), key=os.path.getmtime)
-            for old in records[:-KEPT_RECORDS]:
+            others = set(self._path.parent.glob("*.json")) - {self._path}
+            for old in sorted(others, key=os.path.getmtime)[: 1 - KEPT_RECORDS]:
                 old.unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s can't be written (%s): the job can't go on from it", self._path, error)

@@ -512,5 +512,5 @@ def test_what_both_frameworks_choose_gets_here_whole() -> None:
     accelerate = set(field_names())
     assert lightning & mine == TAKEN_BY_NAME | {"max_retries"}
     assert accelerate & mine == TAKEN_BY_NAME
-    assert lightning - mine == SETTLED_BY_THE_LAUNCHER | {"replica_name", "validation"}
+    assert lightning - mine == SETTLED_BY_THE_LAUNCHER | {"replica_name", "resume", "validation"}
     assert accelerate - mine == SETTLED_BY_THE_LAUNCHER | {"replica_group_id"}
