@@ -12,6 +12,7 @@ def patient_lighthouse(
     *,
     join_timeout_s: float = PATIENCE_S,
     connect_timeout_s: float = PATIENCE_S,
+    heal_timeout_s: float = PATIENCE_S / 2,
     min_replicas: int = 1,
 ) -> LighthouseServer:
     """One that waits for slow processes: they import a framework first, several on a core. A process
@@ -22,6 +23,7 @@ def patient_lighthouse(
         heartbeat_s=min(1.0, heartbeat_timeout_s / 3),
         join_timeout_s=join_timeout_s,
         connect_timeout_s=connect_timeout_s,
+        heal_timeout_s=heal_timeout_s,
     )
     config = LighthouseConfig(timeouts=timeouts, min_replicas=min_replicas)
     return LighthouseServer(config=config)

@@ -124,6 +124,9 @@ class Worker:
     def group_made(self, quorum_id: int, error: str) -> None:
         self.made.append(error)
 
+    def connects(self, quorum_id: int) -> bool:
+        return False
+
     def reduced(self, quorum_id: int, sequence: int, total: Any) -> None:
         self.results.append(total)
 

@@ -9,6 +9,7 @@ epoch and batch follow from it, and `skip_first_batches` leaves out what is done
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "early": 0,  # a second life ends after so many epochs
     "says_end": False,
     "save_every": 6,
+    "pause_s": 0.0,  # before each step after "step-30"
     "holds": [],  # places to wait at: "step-<step>"
     "inject": {},
 }
@@ -62,6 +64,7 @@ def run(options: dict[str, Any]) -> None:
             batches = accelerator.skip_first_batches(train, done)
         for index, (x, y) in enumerate(batches, done if epoch == first else 0):
             log.at(f"step-{step}")
+            time.sleep(options["pause_s"] if log.live and step > 30 else 0.0)
             accelerator.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.ft_accelerate.harness import compare, running
+from tests.harness.lighthouses import patient_lighthouse
 
 pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("resume_worker.py")
 STEPS = 5 * 8
 
 
-def test_what_a_checkpoint_has_counted_is_not_counted_twice(tmp_path: Path, lighthouse: str) -> None:
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    """A heal without a commit is a failed one, after which a group pauses: here for two seconds."""
+    with patient_lighthouse(heal_timeout_s=16.0) as server:
+        yield server.address()
+
+
+def test_what_a_checkpoint_has_counted_is_not_counted_twice(
+    tmp_path: Path, lighthouse: str
+) -> None:
     """Its peers have begun with step 0, and the one that comes back with the newest checkpoint, saved in
     the middle of an epoch. Then all die, and all begin with that."""
     with running(tmp_path, lighthouse, WORKER, holds=["step-21", "step-30"]) as run:
@@ -67,6 +78,7 @@ def test_one_that_ends_before_it_is_where_its_peers_are_has_not_succeeded(
 ) -> None:
     """Its early stopping, say, has not heard of its past. The next life comes back."""
     options = {"resume": False, "early": 1, "says_end": says_end, "holds": ["step-21", "step-30"]}
+    options |= {"epochs": 10, "pause_s": 0.1}  # in all longer than the group pauses
     with running(tmp_path, lighthouse, WORKER, **options) as run:
         zero, one = run.start(0), run.start(1)
         one = run.killed_and_back(one, 1, hold="step-21", of=0)
@@ -79,4 +91,4 @@ def test_one_that_ends_before_it_is_where_its_peers_are_has_not_succeeded(
         run.go("step-30")
         run.wait(zero, one)
     assert run.end(0)["digest"] == run.end(1)["digest"]
-    assert run.end(1)["step"] == STEPS
+    assert run.end(1)["step"] == 2 * STEPS
