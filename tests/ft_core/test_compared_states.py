@@ -16,9 +16,8 @@ from ft_core.config import JobOptions
 from ft_core.ddp import DistributedDataParallel
 from ft_core.optimizer import Optimizer
 from lighthouse.errors import JoinRefused
-from tests.ft_core.test_copies import rendezvous
 from tests.harness import cluster
-from tests.harness.cluster import Replica, lighthouse, replicas
+from tests.harness.cluster import Replica, lighthouse, rendezvous, replicas
 from tests.harness.waiting import PATIENCE_S
 
 WITHIN = 4

@@ -10,24 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from ft_core.errors import GroupLeft
 from ft_core.telemetry import REVOKED, Event
 from lighthouse import LighthouseServer
 from lighthouse.errors import JoinRefused
-from tests.harness.cluster import Replica, lighthouse, replicas
-
-
-@contextmanager
-def rendezvous(groups: int) -> Iterator[list[Any]]:
-    """A store for each replica group, as its launcher would run."""
-    limit = timedelta(seconds=20)
-    yield [
-        dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
-        for _ in range(groups)
-    ]
+from tests.harness.cluster import Replica, lighthouse, rendezvous, replicas
 
 
 def ranks(server: LighthouseServer, name: str, store: Any, **kw: Any) -> list[Replica]:

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from ft_core.telemetry import HEAL_DONE, Event
-from tests.ft_core.test_copies import rendezvous
-from tests.harness.cluster import Replica, lighthouse, replicas
+from tests.harness.cluster import Replica, lighthouse, rendezvous, replicas
 
 
 @pytest.mark.parametrize("second", [0.0, 5.0])

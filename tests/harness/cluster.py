@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
@@ -41,6 +42,16 @@ def lighthouse(*, all_join: bool = False, **config: Any) -> Iterator[LighthouseS
         yield server
     finally:
         server.shutdown()
+
+
+@contextmanager
+def rendezvous(groups: int) -> Iterator[list[Any]]:
+    """A store for each replica group, as its launcher would run."""
+    limit = timedelta(seconds=20)
+    yield [
+        dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+        for _ in range(groups)
+    ]
 
 
 def manager(address: str, name: str, **options: Any) -> Manager:

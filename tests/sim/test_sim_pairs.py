@@ -16,7 +16,10 @@ import lighthouse.machine.forming as forming
 from ft_core.replica.machine import Replica
 from lighthouse.machine.pairs import BadPair, Pairs
 from lighthouse.wire.messages import ReachReport
+from tests.sim.checker import Checker
+from tests.sim.clock import Clock
 from tests.sim.cluster import Cluster
+from tests.sim.plane import Plane
 from tests.sim.profile import Fault, Profile
 from tests.sim.run import run
 
@@ -40,13 +43,18 @@ class Cut:
             self.cuts.update(rng.choice((ways[:1], ways[1:], ways)))
         self.cut_at = rng.choice((0.0, 3.0))
 
-    def complaint(self) -> str:
+    def _begin(self) -> tuple[Clock, Plane, Checker]:
+        """The lighthouse and all groups are about to start."""
         clock = self.cluster.clock
         (plane,) = self.cluster.planes.values()
         (checker,) = self.cluster.checkers.values()
         clock.at(0.0, self.cluster.start_lighthouse)
         for slot in self.slots:
             clock.at(0.1, self.cluster.spawn, slot)
+        return clock, plane, checker
+
+    def complaint(self) -> str:
+        clock, plane, checker = self._begin()
         clock.at(self.cut_at, plane.cuts.update, self.cuts)
         clock.at(CUT_UNTIL_S, plane.mend)
         clock.run_until(SETTLED_S)
@@ -65,7 +73,7 @@ class Cut:
         together = clock.run_until(END_S, lambda: self._all_in(checker))
         return "" if together else "not all came back"
 
-    def _all_in(self, checker: Any) -> bool:
+    def _all_in(self, checker: Checker) -> bool:
         birth = checker.newest
         return len(birth.members) == len(self.slots) and all(
             checker.commit_times.get(member, [0.0])[-1] > CUT_UNTIL_S for member in birth.members
@@ -77,12 +85,7 @@ class Swallowed(Cut):
     one more attempt to make a process group."""
 
     def complaint(self) -> str:
-        clock = self.cluster.clock
-        (plane,) = self.cluster.planes.values()
-        (checker,) = self.cluster.checkers.values()
-        clock.at(0.0, self.cluster.start_lighthouse)
-        for slot in self.slots:
-            clock.at(0.1, self.cluster.spawn, slot)
+        clock, plane, checker = self._begin()
         clock.at(0.0, plane.swallowed.update, self.cuts)
         clock.run_until(CUT_UNTIL_S)
         made = len({t for times in checker.commit_times.values() for t in times})
