@@ -95,8 +95,9 @@ class Control:
         on_remark: gets the machine's remarks (any thread, quick).
         on_place: gets the term that the machine obeys and its newest quorum, before it says anything
             that binds it to them (any thread, quick).
-        on_tick: called when the machine's deadline has passed, and when the lighthouse is lost; gives events, which are handled, and
-            when it wants to be called again before the next deadline (`time.monotonic()`, or None).
+        on_tick: called when the machine's deadline has passed, and when the lighthouse is lost;
+            gives events, which are handled, and when it wants to be called again before the next
+            deadline (`time.monotonic()`, or None).
 
     Attributes:
         status: of the machine after its last event. Replaced, never changed. Any thread.
