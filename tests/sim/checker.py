@@ -25,7 +25,8 @@ What is excused rests on a sentence of that page, each time:
 - two lighthouses, at the first step (`_fork`): "groups that begin at step 0 do not wait for all";
 - two lighthouses, after all processes have died (`test_sim_lighthouses.py` leaves that fault out): "a name whose process is
   known to be dead is not waited for, although it may be started again at another lighthouse, from another checkpoint";
-- a no, or an answer, that a lighthouse has lost with its memory (`_unanimous`, `_told`): F5 of "A step in doubt";
+- a no in a quorum that the lighthouse does not know (`_unanimous`), or an answer that it has lost with its memory (`_told`):
+  F5 of "A step in doubt";
 - "Per-group commit" promises neither S2 nor S6.
 """
 
@@ -37,6 +38,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lighthouse.wire.messages import (
+    ON_LAST,
     TORN,
     Decision,
     Expelled,
@@ -78,12 +80,15 @@ def state_after(state: int, total: Sum) -> int:
 
 @dataclass(slots=True)
 class Birth:
-    """A quorum as the lighthouse announced it."""
+    """A quorum as the lighthouse announced it. `life`: the lighthouse's; no other one counts its
+    votes. `rests_on`: members of the lists of which its first commit needs half each."""
 
     members: tuple[str, ...]
     reachable: frozenset[str]
     number: int
+    life: int
     start: Position | None = None  # None: no process was told of it
+    rests_on: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -110,7 +115,7 @@ class Checker:
     at: dict[str, Position] = field(default_factory=dict)
     children: dict[Position, dict[Position, int]] = field(default_factory=dict)
     holders: dict[Position, set[str]] = field(default_factory=dict)
-    noes: dict[tuple[int, int], dict[str, tuple[float, int]]] = field(default_factory=dict)
+    noes: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     yes: dict[tuple[int, int], set[str]] = field(default_factory=dict)
     ballots: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     told: dict[tuple[int, int], dict[str, bool]] = field(default_factory=dict)
@@ -141,12 +146,17 @@ class Checker:
         self.require(quorum_id > last, f"S1: quorum {quorum_id} after {last}")
         self.last_ids[nonce] = quorum_id
         reachable = self.living() - self.unreachable() - self.evicted
-        self.births[key_of(nonce, quorum_id)] = Birth(members, reachable, len(self.births))
+        birth = Birth(members, reachable, len(self.births), self.life())
+        self.births[key_of(nonce, quorum_id)] = birth
 
-    def starts(self, nonce: int, quorum_id: int, position: Position) -> None:
-        """A lighthouse tells members of a quorum that it starts (or is by now) at `position`."""
-        birth = self.births[key_of(nonce, quorum_id)]
-        birth.start = birth.start or position
+    def starts(self, quorum: Quorum) -> None:
+        """A lighthouse tells members of a quorum at which position it starts (or is by now)."""
+        birth = self.births[key_of(quorum.nonce, quorum.quorum_id)]
+        birth.start = birth.start or (quorum.step, quorum.lineage)
+        lists = quorum.bases
+        if quorum.rests == ON_LAST:
+            lists = (self.births[key_of(quorum.nonce, quorum.base_id)].members,)
+        birth.rests_on |= frozenset().union(*lists)
 
     def evicts(self, replica_id: str) -> None:
         """The lighthouse parts with a member that did not vote in time: it waits for it no more."""
@@ -212,9 +222,7 @@ class Checker:
         return self.first_steps.setdefault(quorum_id, step)
 
     def votes_no(self, replica_id: str, quorum_id: int, step: int) -> None:
-        noes = self.noes.setdefault((quorum_id, step), {})
-        _, life = noes.get(replica_id, (0.0, self.life()))  # one that hears nothing repeats it
-        noes[replica_id] = self.now(), life
+        self.noes.setdefault((quorum_id, step), {})[replica_id] = self.now()
 
     def votes_yes(self, replica_id: str, quorum_id: int, step: int) -> None:
         self.yes.setdefault((quorum_id, step), set()).add(replica_id)
@@ -318,13 +326,15 @@ class Checker:
 
     def _unanimous(self, quorum_id: int, step: int) -> None:
         """S6: no step is committed against a member's no, unless that had been removed. A lighthouse that
-        lost its memory with the no commits what a member that is away may have committed (F5)."""
+        does not know the quorum counts no vote in it, also if the no has come to itself; it commits
+        what may have been committed while a member of the quorum or of its bases is away (F5)."""
         if self.group_commit or self.lighthouses > 1:
             return
-        some_away = not set(self.births[quorum_id].members) <= set(self.newest.members)
-        for replica_id, (voted_at, life) in self.noes.get((quorum_id, step), {}).items():
+        birth = self.births[quorum_id]
+        some_away = not birth.rests_on.union(birth.members) <= set(self.newest.members)
+        forgotten = self.life() != birth.life and some_away
+        for replica_id, voted_at in self.noes.get((quorum_id, step), {}).items():
             removed = replica_id in self.expelled or replica_id in self.cut_since(voted_at)
-            forgotten = self.life() != life and some_away
             against = replica_id in self.living() and not removed and not forgotten
             self.require(not against, f"S6: {quorum_id}/{step} committed against {replica_id}")
 

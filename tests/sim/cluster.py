@@ -320,9 +320,9 @@ class Cluster:
             if isinstance(effect, Send):
                 message = effect.message
                 if isinstance(message, Decision) and message.next_quorum is not None:
-                    self._starts(message.next_quorum)
+                    self.checkers[message.job].starts(message.next_quorum)
                 elif isinstance(message, Quorum):
-                    self._starts(message)
+                    self.checkers[message.job].starts(message)
                 for peer in effect.peers:
                     if isinstance(message, Expelled) and message.hung:
                         self.checkers[message.job].evicts(owner_of(peer))
@@ -344,10 +344,6 @@ class Cluster:
         if wanted is not None and (place.wake is None or wanted < place.wake):
             place.wake = wanted
             self.clock.at(max(self.clock.now, wanted - place.skew_s), self._expire, home, wanted)
-
-    def _starts(self, quorum: Quorum) -> None:
-        position = (quorum.step, quorum.lineage)
-        self.checkers[quorum.job].starts(quorum.nonce, quorum.quorum_id, position)
 
     # ------------------------------------------------------------------ the trace
 

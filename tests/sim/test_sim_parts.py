@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 
-from lighthouse.wire.messages import Decision, Heartbeat, JobKey, Reply, Request
+from lighthouse.wire.messages import (
+    EACH,
+    ON_LAST,
+    Decision,
+    Heartbeat,
+    JobKey,
+    Quorum,
+    Reply,
+    Request,
+)
 from tests.sim.checker import Checker, Violation
 from tests.sim.clock import Clock
 from tests.sim.cluster import Cluster
@@ -223,6 +233,31 @@ def test_a_healing_contributor_is_a_violation() -> None:
     plane.enter(workers[1], 1, 0, part("b"))
     with pytest.raises(Violation, match="S4"):
         plane.enter(workers[2], 1, 0, part("c"))
+
+
+def quorum_of(checker: Checker, quorum_id: int, base_id: int, members: tuple[str, ...]) -> None:
+    checker.announced(0, quorum_id, members)
+    rests = ON_LAST if base_id else EACH
+    checker.starts(Quorum(JOB, quorum_id, 0, "root", base_id, (), (), rests=rests))
+
+
+def test_a_no_that_the_deciding_lighthouse_knew_is_a_violation() -> None:
+    """A later lighthouse may commit against it (F5) while one on whom the quorum rests is away."""
+    *_, checker = three_workers()
+    checker.living = lambda: frozenset("abcd")
+    quorum_of(checker, 2, 0, ("a", "b", "c", "d"))
+    quorum_of(checker, 3, 2, ("a", "b", "c"))
+    for life in (1, 2):  # the second time the no comes to the new lighthouse, too
+        checker.life = partial(int, life)
+        checker.votes_no("a", 3, 7)
+        with pytest.raises(Violation, match="committed against a"):
+            quorum_of(checker, 2 + 2 * life, 2, ("a", "b", "c", "d"))
+            checker._unanimous(3, 7)
+    quorum_of(checker, 7, 2, ("a", "b", "c"))
+    checker._unanimous(3, 7)
+    checker.life = partial(int, 1)
+    with pytest.raises(Violation, match="committed against a"):
+        checker._unanimous(3, 7)
 
 
 # ---------------------------------------------------------------- runs
