@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         ProcessGroupNCCL,
     )
     from ft_core.replica.status import WorldSizeMode
+    from ft_core.sharded import replicate
 
 __version__ = "0.1.0"
 
@@ -64,6 +65,7 @@ _HOMES = {
     "StepInDoubt": "ft_core.errors",
     "TooManyDiscards": "ft_core.errors",
     "WorldSizeMode": "ft_core.replica.status",
+    "replicate": "ft_core.sharded",
 }
 
 __all__ = [
@@ -88,6 +90,7 @@ __all__ = [
     "StepInDoubt",
     "TooManyDiscards",
     "WorldSizeMode",
+    "replicate",
 ]
 
 def __getattr__(name: str) -> Any:

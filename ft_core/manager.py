@@ -513,6 +513,11 @@ class Manager:
         return self._options.group_world_size
 
     @property
+    def ranks_hold(self) -> str:
+        """As given to the constructor."""
+        return self._options.ranks_hold.value
+
+    @property
     def world_size_mode(self) -> WorldSizeMode:
         """As given to the constructor."""
         return self._options.world_size_mode

@@ -141,8 +141,11 @@ class Digest:
 
 def _local(tensor: Tensor) -> Tensor:
     """This process's part of a DTensor, else the tensor itself."""
-    kind, tensor = dtensor_type(), tensor.detach()
-    return tensor.to_local() if kind is not None and isinstance(tensor, kind) else tensor
+    kind = dtensor_type()
+    if kind is not None and isinstance(tensor, kind):
+        with torch.no_grad():  # then it is the part itself; a DTensor has no detach in inference mode
+            tensor = getattr(tensor, "to_local")()  # noqa: B009
+    return tensor.detach()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

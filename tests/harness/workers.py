@@ -48,6 +48,8 @@ FRAMEWORKS = {
         "ft_core.manager",
         "ft_core.ddp",
         "ft_core.diloco.diloco",
+        "ft_core.sharded",
+        "torch.distributed.tensor.parallel",
         "torchmetrics",
         "sklearn.datasets",
     ),
