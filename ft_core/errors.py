@@ -6,6 +6,7 @@
     │                         restart the group (the other groups continue)
     │   └── GroupLeft         a rank was told to end, and the group has left with its last vote:
     │                         end normally, nothing is lost
+    ├── OutsideStep           a collective of the manager between two steps: move it into one
     ├── StepInDoubt           the lighthouse was unreachable for so long that a vote stays unanswered
     ├── TooManyDiscards       more than `max_retries` steps in a row were discarded
     └── ProcessGroupError     one class for every failure of a process group, since a caller reacts
@@ -38,6 +39,10 @@ class GroupBroken(FaultToleranceError, RuntimeError):
 class GroupLeft(GroupBroken):
     """This process's replica group has left the job, because another of its ranks was told to end:
     end normally."""
+
+
+class OutsideStep(FaultToleranceError, RuntimeError):
+    """A collective of the manager was called between two steps, where no vote tells of its errors."""
 
 
 class StepInDoubt(FaultToleranceError):

@@ -70,8 +70,9 @@ def reduce(
     divided_by: int,
     quantize: bool,
 ) -> Future[Tensor]:
-    """See `Manager.allreduce`. Any thread; never raises but ValueError."""
+    """See `Manager.allreduce`. Any thread; raises nothing but ValueError and OutsideStep."""
     op, options = resolve(reduce_op)
+    step.expect()
     if quantize:
         _check_quantizable(tensor, op)
     try:
@@ -96,8 +97,9 @@ def start(
     *,
     divided_by: int,
 ) -> AsyncReduce:
-    """See `Manager.start_allreduce`. Any thread; never raises but ValueError."""
+    """See `Manager.start_allreduce`. Any thread; raises nothing but ValueError and OutsideStep."""
     op, options = resolve(reduce_op)
+    step.expect()
     work: dist.Work | None = None
     end: Callable[[Exception | None], Tensor] | None = None
     try:

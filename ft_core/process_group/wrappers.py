@@ -203,14 +203,19 @@ class _SwallowingWork(_WorkAround):
 class ManagesAllreduce(Protocol):
     """What a `ManagedProcessGroup` needs of a manager."""
 
-    def allreduce(self, tensor: torch.Tensor) -> Future[torch.Tensor]:
-        """Average `tensor` in place over the participants."""
+    def allreduce(
+        self, tensor: torch.Tensor, /, *, reduce_op: ReduceOp.RedOpType = ...
+    ) -> Future[torch.Tensor]:
+        """Reduce `tensor` in place over the participants; the default is AVG."""
 
     def num_participants(self) -> int:
         """How many replica groups participate in the step."""
 
     def participating_rank(self) -> int | None:
         """This group's rank among the participants; None if it does not participate."""
+
+
+_MANAGED = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 
 
 class ManagedProcessGroup(ProcessGroup):
@@ -222,7 +227,12 @@ class ManagedProcessGroup(ProcessGroup):
     member is healed by the manager, not by the first rank.
 
     DDP divides the gradients by `size()` itself, so SUM returns the average times `size()`; AVG
-    returns the average. Tensors may have any shape, and must be contiguous.
+    returns the average. MIN, MAX and PRODUCT are those of the participants: a member that heals adds
+    what is neutral. Tensors may have any shape, and must be contiguous.
+
+    Allreduce belongs to a step: between `should_commit` and the next `start_quorum` it raises
+    `OutsideStep` (reduce a loss before `optimizer.step()`, not after it). An error within a step is kept
+    for the vote: the result is undefined then, and `Manager.errored` tells.
 
     Args:
         manager: reduces. Its constructor was given the process group that moves the bytes.
@@ -272,16 +282,16 @@ class ManagedProcessGroup(ProcessGroup):
             raise NotImplementedError(f"{operation} does not go through the manager")
         tensors, options = args[0], args[1]
         assert isinstance(options, AllreduceOptions | AllreduceCoalescedOptions)
-        scale = self._scale(options.reduceOp)
-        futures = [self._manager.allreduce(tensor) for tensor in tensors]
+        op = next((known for known in _MANAGED if options.reduceOp == known), None)
+        if op is None:
+            raise NotImplementedError(
+                f"{options.reduceOp} does not go through the manager: SUM, AVG, MIN, MAX and PRODUCT do"
+            )
+        scale = 1
+        if op == ReduceOp.SUM and all(tensor.is_floating_point() for tensor in tensors):
+            op, scale = ReduceOp.AVG, max(1, self.size())  # its weights count, if it has any
+        futures = [self._manager.allreduce(tensor, reduce_op=op) for tensor in tensors]
         return _ManagedWork(futures, list(tensors), scale)
-
-    def _scale(self, operation: Any) -> int:
-        if operation == ReduceOp.AVG:
-            return 1
-        if operation == ReduceOp.SUM:
-            return max(1, self.size())
-        raise NotImplementedError(f"the manager averages; {operation} can't be asked of it")
 
 
 class _ManagedWork(TorchWork):

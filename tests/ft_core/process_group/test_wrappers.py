@@ -151,7 +151,10 @@ class LonelyManager:
         self.error: Exception | None = None
         self.participants = 2
 
-    def allreduce(self, tensor: torch.Tensor) -> Future[torch.Tensor]:
+    def allreduce(
+        self, tensor: torch.Tensor, *, reduce_op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG
+    ) -> Future[torch.Tensor]:
+        assert reduce_op == dist.ReduceOp.AVG
         future: Future[torch.Tensor] = Future()
         if self.error is None:
             tensor.div_(self.participants)
@@ -180,7 +183,7 @@ def test_managed_goes_through_the_manager() -> None:
     assert work.get_future().wait()[0] is tensor
     group.barrier().wait()
     with pytest.raises(NotImplementedError):
-        group.allreduce(tensor, dist.ReduceOp.MAX)
+        group.allreduce(torch.ones(1, dtype=torch.int32), dist.ReduceOp.BOR)
     with pytest.raises(NotImplementedError):
         group.alltoall_base(tensor, tensor, [], [])
     manager.error = RuntimeError("lost")
