@@ -167,11 +167,13 @@ class Attempts:
 
     # ------------------------------------------------------------------ the way out
 
-    def end(self, timeout: timedelta | None, *, control: bytes, needed: int) -> bool:
+    def end(
+        self, timeout: timedelta | None, *, control: bytes, needed: int, admits: bool
+    ) -> bool:
         """See `Manager.should_commit`. `needed`: how many groups must contribute."""
         vote = events.CastVote(True)  # waits for the answer to the one that was cast
         if not self._untaken:
-            vote = self._make_vote(control, needed)
+            vote = self._make_vote(control, needed, admits)
         status, outcome = self._await_outcome(vote, timeout)
         try:
             self._conclude(status, outcome)
@@ -183,7 +185,7 @@ class Attempts:
             self._untaken = False
         return outcome.committed
 
-    def _make_vote(self, control: bytes, needed: int) -> events.CastVote:
+    def _make_vote(self, control: bytes, needed: int, admits: bool) -> events.CastVote:
         """Wait for the step's collectives, and say yes or no."""
         session, step = self.session, self.step
         if session.control.status.attempt is Attempt.CLOSED:
@@ -211,6 +213,7 @@ class Attempts:
             control=control,
             updates=self._updates if self.compared.equal else NOT_COUNTED,
             digest=b"" if digest is None else digest.finish(),
+            admits=admits,
         )
 
     def _digest(self, status: ReplicaStatus) -> Digest | None:

@@ -336,7 +336,12 @@ class Manager:
         self._attempts.enter()
 
     def should_commit(
-        self, timeout: timedelta | None = None, *, control: bytes = b"", no_update: bool = False
+        self,
+        timeout: timedelta | None = None,
+        *,
+        control: bytes = b"",
+        no_update: bool = False,
+        admits: bool = True,
     ) -> bool:
         """End the step: wait for its collectives, vote, and say whether to step the optimizer.
 
@@ -345,6 +350,9 @@ class Manager:
         `control`: up to 1,024 bytes that travel with a yes; when the step is committed, all
         members find those of the lowest-ranked one in `last_outcome().control` (empty under
         per-group commit). `no_update`: fewer than `min_replica_size` participants may commit it.
+        `admits`: whether the next `start_quorum` could give this member's state to a newcomer. A
+        loop that goes on with an exchange between two updates says False; newcomers that must heal
+        then wait for a later step, instead of joining one in which they can't heal.
 
         Raises:
             StepInDoubt: the lighthouse stayed away, or a peer did not vote, past the timeout. Call it
@@ -357,6 +365,7 @@ class Manager:
             timeout,
             control=control,
             needed=1 if no_update else self._options.min_replicas,
+            admits=admits,
         )
 
     def set_samples(self, samples: int) -> None:

@@ -50,8 +50,8 @@ class Fail:
 class CastVote:
     """The loop's collectives are over: yes or no. The status has the outcome when it is known.
 
-    A yes that has lost its quorum counts as a no. `control`, `updates` and `digest` travel with a yes
-    (`lighthouse.wire.messages.Vote`). After `StopWaiting`: the loop waits again for the answer to
+    A yes that has lost its quorum counts as a no. `control`, `updates`, `digest` and `admits` travel
+    with a yes (`lighthouse.wire.messages.Vote`). After `StopWaiting`: the loop waits again for the answer to
     the vote that it has cast.
     """
 
@@ -60,6 +60,7 @@ class CastVote:
     control: bytes = b""
     updates: int = NOT_COUNTED
     digest: bytes = b""
+    admits: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -403,7 +403,8 @@ class GroupLeader:
 def _common(votes: list[Vote]) -> Vote:
     """The yes of a group whose ranks have voted so, in their order.
 
-    A group has updated its state as often as each of its ranks has. Its digest covers the ranks'.
+    A group has updated its state as often as each of its ranks has. Its digest covers the ranks'. It
+    can give its state if each of them can.
     """
     digests = [vote.digest for vote in votes]
     digest = b""
@@ -414,6 +415,7 @@ def _common(votes: list[Vote]) -> Vote:
         leaving=any(vote.leaving for vote in votes),
         updates=min(vote.updates for vote in votes),
         digest=digest,
+        admits=all(vote.admits for vote in votes),
     )
 
 

@@ -188,7 +188,7 @@ class Replica:
         self._vote = messages.Vote(
             self._template.job, self.replica_id, view.quorum_id, view.step, view.lineage, True,
             control=event.control, leaving=self.leaving, updates=event.updates, digest=event.digest,
-            attempt=self._begun,
+            attempt=self._begun, admits=event.admits,
         )  # fmt: skip
         # Per-group commit keeps one vote in flight: the next one waits for its decision.
         return [] if self._unanswered is not None else self._cast(view, now)

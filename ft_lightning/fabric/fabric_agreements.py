@@ -9,8 +9,8 @@ members have the result or none has. A call within a step (between a batch's fet
 uses the attempt that is open. Members run the same script, so they come to the same calls in the
 same order; an agreement says which call it is, and raises in all members if they differ.
 
-A replica group that comes back in the meantime adds nothing to an agreement and goes on waiting for
-its batch. A group without which the others went on has its own value from there to its next batch,
+A replica group that comes back in a validation waits for the next batch, outside of the quorum. If it
+is in it already, or its peers need it, it adds nothing to an agreement and goes on waiting. A group without which the others went on has its own value from there to its next batch,
 where it heals. Before the first batch, and where members need not be at the same place (data that
 Fabric does not know, iterables, per-group commit), nothing is sent: the result is this process's
 value.
@@ -192,7 +192,8 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         assert manager is not None
         patience = timedelta(seconds=_PATIENCE * self._options.timeout_s)
         put_back = [model.keep_buffers() for model in self._wrapped]
-        committed = manager.should_commit(patience, no_update=True)
+        # Between the updates of a batch a group may heal, and in a validation it can't.
+        committed = manager.should_commit(patience, no_update=True, admits=self._in_pass())
         self._where, self._open = None, False
         if not committed:
             for put in put_back:  # the discard has undone the forward's statistics

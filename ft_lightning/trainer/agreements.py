@@ -5,10 +5,12 @@ member contributes, a vote. It is repeated until it is committed, so that all me
 result or none has; a peer that dies costs a further attempt. Fewer than `min_replicas`
 participants may commit it, since it changes no state.
 
-Replica groups join where a batch begins, not in the middle of Lightning's hooks. If a group is
-admitted while its peers are at an agreement, they send it that instead of a state: it contributes
-nothing and joins again. A group that finds at an agreement that it is behind continues alone to the
-next batch, and heals there.
+Replica groups join where a batch begins, not in the middle of Lightning's hooks. So the votes before
+agreements keep newcomers waiting (`Manager.should_commit(admits=False)`): the one on the last step
+of a batch on which agreements follow, and those on all agreements but the last one. Where that could
+not be foreseen (a time limit, an early stop), or too few are left without a newcomer, it is admitted
+at an agreement. Its peers send it that instead of a state: it contributes nothing and joins again. A
+group that finds at an agreement that it is behind continues alone to the next batch, and heals there.
 
 Where a strategy has no hook, two callbacks of ours make the agreements. Lightning calls callbacks
 that decide by an epoch's metrics (EarlyStopping and checkpoints) after all others and after the
@@ -28,14 +30,14 @@ from ft_lightning.trainer.skipped_hooks import SkippedHooks
 
 Gathered = tuple[list[Any], int]
 """What each participant contributed, in the order of ranks; and the rank of this group."""
-Round = Callable[[bytes | None], tuple[list[bytes], int] | None]
+Round = Callable[[bytes | None, bool], tuple[list[bytes], int] | None]
 
 
 class Rounds:
     """What is agreed at the ends of validations and epochs. The loop's thread."""
 
     def __init__(self, trainer: Any, decisions: Decisions, round_of: Round | None) -> None:
-        """`round_of(mine)`: one round, see `StepDriver.round`; None: no agreements."""
+        """`round_of(mine, last)`: one round, see `StepDriver.round`; None: no agreements."""
         self._trainer, self._decisions, self._round = trainer, decisions, round_of
         self.divided = False
         """Whether the validation under way is divided: then its members meet to tally."""
@@ -49,16 +51,31 @@ class Rounds:
         outside = trainer.sanity_checking or trainer.state.fn != "fit"
         return self._round is None or endless or outside
 
+    def follow(self) -> bool:
+        """Whether agreements follow on the batch at hand, as far as that is known before its step is
+        committed."""
+        if self.off:
+            return False
+        fit_loop = self._trainer.fit_loop
+        due: bool = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+        return due or self._epoch_ends
+
+    @property
+    def _epoch_ends(self) -> bool:
+        ends: bool = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        return ends or self._trainer.should_stop
+
     def meet(self, *, tally: bool = False) -> None:
         """A validation's batches are done, nothing is logged: make sure that the leader lives."""
         if self._round is not None and not self.off and self.divided == tally:
-            self._round(None)
+            self._round(None, False)
 
-    def gather(self, mine: Any) -> Gathered | None:
-        """Exchange plain values and tensors with all members. None: there is no agreement here."""
+    def gather(self, mine: Any, *, last: bool = False) -> Gathered | None:
+        """Exchange plain values and tensors with all members. None: there is no agreement here.
+        `last`: a batch follows."""
         if self._round is None or self.off:
             return None
-        result = self._round(logged_totals.pack(mine))
+        result = self._round(logged_totals.pack(mine), last)
         if result is None:
             return None
         return [logged_totals.unpack(packed) for packed in result[0]], result[1]
@@ -81,9 +98,11 @@ class Rounds:
         new = {id(result) for key, result in results.items() if key not in known}
         self._agree(lambda r: id(r) in new and r.is_tensor and r.meta.sync.should)
 
-    def stop(self) -> None:
-        """Callbacks have acted on the metrics: stop if any member wishes to."""
-        result = self.gather(bool(self._decisions.stop_wished))
+    def stop(self, *, in_epoch: bool) -> None:
+        """Callbacks have acted on the metrics: stop if any member wishes to. `in_epoch`: those of a
+        validation, else of an epoch."""
+        last = not (in_epoch and self._epoch_ends)
+        result = self.gather(bool(self._decisions.stop_wished), last=last)
         if result is not None:
             self._decisions.agree_to_stop(any(result[0]))
 
@@ -164,10 +183,10 @@ def make_callbacks(
 
     def last_validation_end(self: Any, trainer: Any, module: Any) -> None:
         decisions.validated()
-        rounds.stop()
+        rounds.stop(in_epoch=True)
 
     def last_epoch_end(self: Any, trainer: Any, module: Any) -> None:
-        rounds.stop()
+        rounds.stop(in_epoch=False)
 
     first = {
         "on_train_epoch_start": first_epoch_start,

@@ -19,9 +19,10 @@ behind, or that it would apply another step than its peers. Then it abandons the
 A group gives its state at the boundary, or while it tries again a step that began there: nothing
 that travels has changed since, except for the loops' counters, which are counted back. After an
 update within the batch (manual optimization) no state can be given, because the rest of the batch
-is in local variables of user code. A group that is admitted there leaves again, and joins until it
-is admitted at a boundary; its peers try the step again from kept gradients, without it. If they are
-too few without it (`min_replicas`), the fit ends with an error.
+is in local variables of user code. So votes keep newcomers waiting until the batch has had as many
+steps as the one before. A group that is admitted within a batch nevertheless leaves again, and joins
+until it is admitted at a boundary; its peers try the step again from kept gradients, without it. If
+they are too few without it (`min_replicas`), the fit ends with an error.
 """
 
 from __future__ import annotations
@@ -125,10 +126,12 @@ class StepDriver:
         self._window = 0  # batches since the open step began at a boundary
         self._within = False  # or it began in the middle of a batch
         self._earlier: list[Tensor | None] | None = None  # gradients before the open step's first
-        self._votes = 0  # of the batch, committed
+        self._votes = self._usual_votes = 0  # of the batch, and of the one before, committed
         self.open = self.computing = False
         self.last_committed: bool | None = None
         self._part: Participation | None = None
+        self.meets_next: Callable[[], bool] = lambda: False
+        """Whether a round follows on the batch at hand. The strategy sets it."""
         batches.at_boundary = self.at_boundary
         batches.adopt(trainer.fit_loop.epoch_loop, _catching(self))
 
@@ -148,7 +151,7 @@ class StepDriver:
         """Before a batch is fetched."""
         if self._place is not None:
             return
-        self._votes = 0
+        self._usual_votes, self._votes = self._votes, 0
         if not self.open:
             self._lost = self._within = False
             self._window, self._earlier = 0, None
@@ -308,7 +311,9 @@ class StepDriver:
             self._manager.leave_after_step()
         ends = self._any_ends()
         control = self._decisions.control(self._votes)
-        self.last_committed = self._manager.should_commit(control=control)
+        self.last_committed = self._manager.should_commit(
+            control=control, admits=self._batch_follows()
+        )
         self.open = False
         if not self.last_committed:
             if leaving:
@@ -322,6 +327,11 @@ class StepDriver:
         self._votes += 1
         self._follow_quorum()  # it may have changed while the step had reduced nothing yet
         return True
+
+    def _batch_follows(self) -> bool:
+        """Whether the step under way is its batch's last one, and no round comes before the next batch,
+        as far as can be foreseen: there a newcomer can heal."""
+        return self._votes + 1 >= self._usual_votes and not self.meets_next()
 
     def _any_ends(self) -> Tensor | None:
         """Over a stream of unknown length: whether the batch at hand is a participant's last of this
@@ -364,10 +374,10 @@ class StepDriver:
 
     # ------------------------------------------------------------------ rounds
 
-    def round(self, mine: bytes | None) -> tuple[list[bytes], int] | None:
+    def round(self, mine: bytes | None, last: bool) -> tuple[list[bytes], int] | None:
         """An agreement between batches: (each participant's contribution, the rank of this group).
 
-        `mine` None: it gathers nothing. Returns None if this group is behind: it heals at the next
+        `mine` None: it gathers nothing. `last`: a batch follows, where newcomers heal. Returns None if this group is behind: it heals at the next
         batch.
         """
         if self.open:
@@ -380,7 +390,9 @@ class StepDriver:
             agreed = agree(
                 lambda: [] if mine is None else gather_bytes(self._manager, mine),
                 begin=self._begin_round,
-                vote=lambda: self._manager.should_commit(self._patience, no_update=True),
+                vote=lambda: self._manager.should_commit(
+                    self._patience, no_update=True, admits=last
+                ),
                 is_behind=lambda: self._lost,
             )
         finally:

@@ -227,6 +227,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         agrees = self._agrees
         self._decisions.alone = not agrees
         self._rounds = Rounds(trainer, self._decisions, self._driver.round if agrees else None)
+        if agrees:
+            self._driver.meets_next = self._rounds.follow
         if self._options.validation == "sharded":
             Validation(trainer, self._rounds, self._batches)
         local_only = self._in_group.local_only()

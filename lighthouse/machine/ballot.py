@@ -150,6 +150,10 @@ class Ballot:
         """Whether work was at stake: some member had started its collectives."""
         return any(vote.ok or vote.phase == PHASE_REDUCING for vote in self.votes.values())
 
+    def admits(self) -> bool:
+        """Whether all members can give their state to a newcomer at the next step."""
+        return all(vote.admits for vote in self.votes.values())
+
     def undisturbed(self) -> bool:
         """Whether all members can go on under the same quorum_id."""
         if self.revoked or self.gone:

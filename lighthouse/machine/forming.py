@@ -90,7 +90,7 @@ class Forming:
         self._takeover: fence.Takeover | None = None  # what that quorum starts from
         self._all_here = False  # the next quorum is formed since all are here, or are waited for no more
         self._strict = False  # and its first commit needs each of them
-        self._after_discard = False
+        self._shut = False  # in the next step no member could give its state to a newcomer
         self._worked = False  # a member of the live quorum has started a collective
         self._fruitless = 0  # quorums of the same members in a row that ended before any work
         self._paused_until = 0.0
@@ -128,7 +128,7 @@ class Forming:
         """All members must join again."""
         self._previous = ()
         self._newest = NO_QUORUM
-        self._after_discard = False
+        self._shut = False
         self.since = now
 
     def ended(self, live: Ballot, committed: bool, now: float) -> None:
@@ -144,7 +144,7 @@ class Forming:
             if self._fruitless > 1:  # D4
                 pause_s = FIRST_PAUSE_S * 2.0 ** min(self._fruitless - 2, MAX_DOUBLINGS)
                 self._paused_until = now + min(pause_s, LONGEST_PAUSE_S)
-        self._after_discard = not committed
+        self._shut = not (committed and live.admits())
         self.since = now
 
     def reach_reported(self, report: ReachReport, live: Ballot | None, now: float) -> str:
@@ -197,7 +197,9 @@ class Forming:
         head = self._history.head
         if head is not None and member.position == head:
             return True
-        return member.join.can_heal or (member.doubt is not None and not member.settle)
+        if member.doubt is not None and not member.settle:
+            return True
+        return member.join.can_heal and live.admits()
 
     @property
     def _min_replicas(self) -> int:
@@ -361,15 +363,16 @@ class Forming:
     def _candidates(self, now: float) -> tuple[rules.Candidate, ...]:
         """All members except those that would only cost the holders of the head a step.
 
-        These are members that must heal right after a discard (a source in the midst of its step
-        could not serve them), and members that keep hanging or failing to heal. They wait for a
-        later commit if the job can go on without them.
+        These are members that must heal where no source could serve them: right after a discard, when
+        sources are in the midst of their step, and before an exchange between two updates
+        (`Vote.admits`). So are members that keep hanging or failing to heal. They wait for a later
+        commit if the job can go on without them.
         """
         head, members = self._history.head, self._members.by_id.values()
         # One that has left and joined again is a newcomer, and was in no quorum since.
         known = (
             {m.replica_id for m in members if m.was_member}.intersection(self._previous)
-            if self._after_discard
+            if self._shut
             else None
         )
         all_members = tuple(_candidate(member) for member in members)

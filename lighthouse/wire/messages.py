@@ -290,7 +290,8 @@ class Vote:
     its state which members compare at this step; empty: none. Members that say something else than
     their peers hold another state (`lighthouse.machine.comparison`).
     `attempt`: how many attempts at steps a rank has spent, this one included; for the leader of its
-    replica group, which keeps the ranks' attempts in step.
+    replica group, which keeps the ranks' attempts in step. `admits`: after this step the sender can
+    give its state to a newcomer; if it can't, newcomers that must heal wait for a later commit.
     """
 
     job: JobKey
@@ -307,6 +308,7 @@ class Vote:
     updates: int = NOT_COUNTED
     digest: bytes = b""
     attempt: int = 0
+    admits: bool = True
 
     def __post_init__(self) -> None:
         _check_id(self.replica_id, "replica_id")

@@ -316,6 +316,7 @@ class JobStage:
             given.get("reason", ""), given.get("phase", "reducing"), words.flag("stalled"),
             words.flag("leaving"), given.get("control", "").encode(),
             words.number("updates", NOT_COUNTED), given.get("digest", "").encode(),
+            admits=not words.flag("shut"),
         )  # fmt: skip
 
     def _heartbeat(self, who: str, words: Words) -> Heartbeat:
@@ -389,7 +390,7 @@ class ReplicaStage:
             return CastVote(
                 words.flag("yes"), control=words.given.get("control", "").encode(),
                 updates=words.number("updates", NOT_COUNTED),
-                digest=words.given.get("digest", "").encode(),
+                digest=words.given.get("digest", "").encode(), admits=not words.flag("shut"),
             )  # fmt: skip
         if name == "configured":
             return Configured(id_from(plain[0]), error, tuple(words.given.get("missed", "").split()))
@@ -512,7 +513,7 @@ class GroupStage(ReplicaStage):
             given.get("reason", ""), given.get("phase", "reducing"), words.flag("stalled"),
             words.flag("leaving"), given.get("control", "").encode(),
             words.number("updates", NOT_COUNTED), given.get("digest", "").encode(),
-            words.number("attempt"),
+            words.number("attempt"), admits=not words.flag("shut"),
         )  # fmt: skip
 
     def _says_heartbeat(self, rank: str, words: Words) -> Heartbeat:

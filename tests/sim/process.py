@@ -591,7 +591,9 @@ class Process:
         updates, digest = NOT_COUNTED, b""
         if self.cluster.profile.compares:
             updates, digest = self.updates, (self.state % (1 << 64)).to_bytes(8, "little")
-        self._tell(CastVote(ok, reason, control, updates, digest))
+        every = self.cluster.profile.shut_every
+        admits = not every or step_before % every < every // 2
+        self._tell(CastVote(ok, reason, control, updates, digest, admits))
         settles = ok and habits.stops_waiting and not self.cluster.profile.group_commit
         if settles and replica.outcome is None:
             settles = yield from self._stop_waiting()

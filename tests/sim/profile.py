@@ -58,6 +58,7 @@ class Profile:
     own_checkpoints: bool = False  # slots make checkpoints at other steps
     other_clocks: bool = False  # a lighthouse starts again on a host with another clock
     old_journal: bool = False  # ... with what its journal held some quorums ago
+    shut_every: int = 0  # of so many steps the second half ends where no state can be given
 
     @property
     def recovery_s(self) -> float:
@@ -107,7 +108,7 @@ def profile_of(seed: int) -> Profile:
     faults = _faults(rng, profile) + _given_up(seed, profile) + _cut(seed, profile)
     faults += _suspended(seed, profile)
     profile = replace(profile, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
-    return _more(seed, profile)
+    return _shut(seed, _more(seed, profile))
 
 
 def dense_profile_of(seed: int) -> Profile:
@@ -196,6 +197,12 @@ def _more(seed: int, profile: Profile) -> Profile:
         old_journal=rng.random() < 0.5,
         faults=tuple(sorted((*profile.faults, *faults), key=lambda fault: fault.at_s)),
     )
+
+
+def _shut(seed: int, profile: Profile) -> Profile:
+    """In every third run members exchange something between their updates. Drawn apart, as above."""
+    rng = random.Random(f"shut {seed}")
+    return replace(profile, shut_every=rng.choice((0, 0, 0, 0, 4, 10)))
 
 
 def _network(rng: random.Random, timeouts: Timeouts) -> NetworkProfile:

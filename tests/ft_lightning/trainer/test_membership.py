@@ -24,7 +24,8 @@ def test_the_leader_dies_in_a_validation_and_comes_back_in_the_next(
 ) -> None:
     """Nothing waits for it; another one writes on; it heals at a batch, and writes nothing.
 
-    The validation is replicated, and calls collectives.
+    The validation is replicated, and calls collectives. What is agreed at its end, and at the epoch's,
+    is not disturbed: the group is let in once, where it can heal.
     """
     holds = ["val batch:1:2", "validation:2"]
     options = {"max_epochs": 4, "holds": holds, "checkpoints": True, "logs": True, "gathers": True}
@@ -40,8 +41,11 @@ def test_the_leader_dies_in_a_validation_and_comes_back_in_the_next(
         run.until_held(1, "validation:2")
         again = run.start(0)
         run.until_waiting(coordinator, "0")
+        discards = run.events(1, "discard")
         run.go("validation:2")
         run.wait(one, again)
+        assert run.events(1, "discard") == discards
+        assert run.events(0, "heal_start") == 1
     lines = [run.lines(rank) for rank in (0, 1)]
     healed = [line for line in lines[0] if line["pid"] == again.pid]
     # Let in at the end of a validation; it has begun with the first batch of the next epoch.
@@ -104,7 +108,8 @@ def test_one_let_in_between_two_steps_of_a_batch_heals_at_the_next(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
     """Peers are in the midst of user code, which no state can bring along: the newcomer leaves them
-    alone, and heals where the next batch begins. Theirs runs once."""
+    alone, and heals where the next batch begins. Theirs runs once. Batches have as many steps as the
+    ones before: so it is not let in before."""
     options = {"max_epochs": 2, "gan": True, "holds": ["step:12"]}
     with running(tmp_path, coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)
@@ -114,8 +119,11 @@ def test_one_let_in_between_two_steps_of_a_batch_heals_at_the_next(
         one.wait()
         again = run.start(1)
         run.until_waiting(coordinator, "1")
+        discards = run.events(0, "discard")
         run.go("step:12")
         run.wait(zero, again)
+        assert run.events(0, "discard") - discards <= 1  # of the step in which the other one died
+        assert run.events(1, "heal_start") == 1
     lines = [run.lines(rank) for rank in (0, 1)]
     healed = [line for line in lines[1] if line["pid"] == again.pid]
     # Let in before the batch's first step or after it: then the second one ends without it, and it
@@ -190,8 +198,11 @@ def test_the_leader_dies_in_a_divided_validation_and_is_let_in_at_an_epochs_end(
         run.until_held(1, "end:2")
         again = run.start(0)
         run.until_waiting(coordinator, "0")
+        discards = run.events(1, "discard")
         run.go("end:2")
         run.wait(one, again)
+        assert run.events(1, "discard") == discards
+        assert run.events(0, "heal_start") == 1
     zeros, ones = run.validations(0), run.validations(1)
     assert [zeros[0]["batches"], ones[0]["batches"]] == [[0, 2], [1, 3]]
     assert ones[1]["batches"] == [1, 3, 0, 2]
