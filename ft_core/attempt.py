@@ -10,6 +10,7 @@ how many updates there were since, so that a member that has left one out differ
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -228,11 +229,12 @@ class Attempts:
     ) -> tuple[ReplicaStatus, Outcome]:
         """Cast `vote` (or wait once more for the answer to one that was cast). Raises StepInDoubt."""
         session, away_s = self.session, self._options.timeouts.connect_timeout_s
-        limit_s = away_s if timeout is None else timeout.total_seconds()
+        limit_s = math.inf if timeout is None else timeout.total_seconds()
         self._untaken, now = True, time.monotonic()
         deadline, is_away = now + limit_s, False
         while True:
-            # Peers may be late for longer than the lighthouse may be away.
+            # Peers may be late for longer than the lighthouse may be away. It ends their delay, or it
+            # says for which groups the job waits, as it does at the start of a step.
             look = away_s + (session.control.away_since or now)
             status = session.control.vote(vote, min(deadline, look))
             if status.outcome is not None:

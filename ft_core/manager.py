@@ -346,7 +346,8 @@ class Manager:
         """End the step: wait for its collectives, vote, and say whether to step the optimizer.
 
         All ranks of the group must call it, once a step. False: drop the gradients; the step was
-        not counted, and `last_outcome` says why. `timeout`: how long to wait for the answer.
+        not counted, and `last_outcome` says why. `timeout`: how long to wait for the answer; None:
+        as long as the lighthouse is there.
         `control`: up to 1,024 bytes that travel with a yes; when the step is committed, all
         members find those of the lowest-ranked one in `last_outcome().control` (empty under
         per-group commit). `no_update`: fewer than `min_replica_size` participants may commit it.
@@ -355,8 +356,8 @@ class Manager:
         then wait for a later step, instead of joining one in which they can't heal.
 
         Raises:
-            StepInDoubt: the lighthouse stayed away, or a peer did not vote, past the timeout. Call it
-                again to wait longer. A loop that begins another step instead gives up this one: if
+            StepInDoubt: the lighthouse stayed away for the connect timeout, or there was no answer
+                within `timeout`. Call it again to wait longer. A loop that begins another step instead gives up this one: if
                 it was committed after all, this member heals, since its update is missing here.
             TooManyDiscards: `max_retries` steps in a row were discarded.
             JoinRefused, GroupBroken: as `start_quorum`.

@@ -44,8 +44,8 @@ class Connection:
     Only the thread that built it may call its methods. Register both `sockets` with a `zmq.Poller`
     for POLLIN; when one is readable call `receive()` and `events()`.
 
-    Messages sent while disconnected are queued (up to `CLIENT_SEND_QUEUE_MESSAGES`), and travel
-    when the connection is back. That is safe, since all requests are idempotent.
+    Messages sent while disconnected are queued (up to `CLIENT_SEND_QUEUE_MESSAGES`), each of them
+    once, and travel when the connection is back. That is safe, since all requests are idempotent.
 
     Args:
         address: "tcp://host:port"; see `normalize_address`. ValueError if malformed.
@@ -74,6 +74,7 @@ class Connection:
         self.malformed = 0
         """Frames that were dropped because they were no message of this protocol."""
         self.connected = False
+        self._queued: set[bytes] = set()  # since the connection was lost
         self._encoder = codec.Encoder()
         self._socket, self._monitor = sockets.open_dealer(
             context, self.address, service, identity, timeouts
@@ -83,10 +84,14 @@ class Connection:
     def send(self, message: Request) -> bool:
         """Queue `message`; False if the queue is full (send it again later). Never blocks."""
         (frame,) = self._encoder.encode_all([message])
+        if not self.connected and frame in self._queued:
+            return True  # or all that was repeated would be answered at once when it is back
         try:
             self._socket.send(frame, sockets.NOBLOCK)
         except zmq.Again:
             return False
+        if not self.connected:
+            self._queued.add(frame)
         return True
 
     def greet(self) -> None:
@@ -135,6 +140,7 @@ class Connection:
             up = entry[0] == sockets.HANDSHAKE_SUCCEEDED
             if up != self.connected:  # a failed handshake disconnects what never was connected
                 self.connected = up
+                self._queued.clear()
                 happened.append("connected" if up else "disconnected")
         return happened
 

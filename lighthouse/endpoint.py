@@ -361,6 +361,7 @@ class Endpoint:
             except zmq.Again:
                 self.slow += 1
                 if self._ends_slow:
+                    self.complaints.say("disconnected a peer that reads no answers: %s", peer.decode())
                     self.disconnect(peer)
             except zmq.ZMQError as error:
                 self.unrouted += 1

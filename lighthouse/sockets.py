@@ -41,7 +41,7 @@ class ServerLimits:
 
     Attributes:
         request_bytes: a larger frame ends its connection.
-        queued: answers that one peer may leave unread.
+        queued: answers that one peer may leave unread; 0: any number.
         ends_slow: a peer that leaves more is disconnected. False: they are dropped.
         buffer_bytes: the kernel's, for what is sent; 0: its own choice.
     """

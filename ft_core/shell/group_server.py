@@ -39,6 +39,7 @@ from lighthouse.config import Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError
 from lighthouse.own_address import bracketed
+from lighthouse.sockets import ServerLimits
 from lighthouse.wire import codec
 from lighthouse.wire.messages import JobKey, Join, Message, Peer, Refused, Request
 
@@ -107,6 +108,7 @@ class GroupServer:
             _in_group(timeouts),
             service=_SERVICE,
             admits=self._admits,
+            limits=ServerLimits(queued=0),  # ranks read, or are gone after `IN_GROUP_SILENCE_S`
         )
         self.leader = Leader(self._endpoint.address, replica_id, identity.decode())
         self._upstream = Connection(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,33 @@ def test_a_loop_that_goes_on_without_the_update_heals(answered: bool) -> None:
         both(careless, slow)
         check_equal(a, b)
         assert torch.equal(b.weights, torch.full((8,), -5.0))
+
+
+def test_a_vote_waits_as_long_as_the_lighthouse_is_there() -> None:
+    """A job may wait for longer than a lighthouse may be away: for a peer that hangs, or after a restart
+    for groups that may hold the newest state. Whoever ends instead takes its state along."""
+    connect_s = 3.0
+    with lighthouse() as server:
+        a, b = pair(server, connect_timeout=timedelta(seconds=connect_s))
+
+        def waits() -> None:
+            a.run_to(3)
+            a.close()
+
+        def late() -> None:
+            b.run_to(2)
+            b.manager.start_quorum()
+            reduced = torch.ones(8)
+            b.manager.allreduce(reduced).wait()
+            until(lambda: voted(a), "the other's vote")
+            time.sleep(connect_s + 0.5)
+            assert b.manager.should_commit()
+            b.weights -= reduced
+            b.run_to(3)
+            b.close()
+
+        both(waits, late)
+        check_equal(a, b)
 
 
 def test_no_member_has_applied_the_step() -> None:
