@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, cast, get_args
+from typing import Any, Self, get_args
 
 import zmq
 
@@ -334,8 +334,7 @@ class LighthouseServer:
             self._endpoint.charge(peer, STATUS_COST)
             self._desk.ask(peer)
         elif isinstance(message, _REQUESTS):
-            request = cast(Request, message)
-            self._apply(self._machine.handle(peer, request, time.monotonic()))
+            self._apply(self._machine.handle(peer, message, time.monotonic()))  # type: ignore[arg-type]
         else:
             self._endpoint.blame(peer)  # a reply: only a lighthouse sends those
 

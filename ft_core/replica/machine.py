@@ -576,7 +576,7 @@ class Replica:
 
     def _related(self) -> Relations:
         view, member, known = self.view, self.stage is Stage.MEMBER, self._relations
-        key = view and view.members, view and view.quorum_id, member, self.healed
+        key = view and (view.members, view.quorum_id), member, self.healed
         if known is None or known.key != key:
             known = Relations(self._rule, self.replica_id, view, member, self.healed)
             self._relations = known

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from lighthouse.wire.messages import (
     EACH,
@@ -147,9 +148,9 @@ class Participation:
     groups: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """Where a rank stands: what the shell and the training loop see of the machine.
+class ReplicaStatus(NamedTuple):
+    """Where a rank stands: what the shell and the training loop see of the machine. One is made after
+    each event, and a named tuple is made faster than a frozen dataclass.
 
     Attributes:
         stage, attempt: with the lighthouse; in the loop's step.
@@ -271,7 +272,7 @@ class Relations:
     """What a quorum means for one rank; replaced only where one of these changes, not each step.
 
     Attributes:
-        key: `view`'s members and id; whether this rank is a member, and whether its state is the
+        key: `view`'s members and id, if there is one; whether this rank is a member, and whether its state is the
             quorum's.
         part: its participation; None: there was no quorum yet.
         targets: members that heal from its state; empty if it was behind itself when the quorum
@@ -286,7 +287,7 @@ class Relations:
         member: bool,
         healed: bool,
     ) -> None:
-        self.key = view and view.members, view and view.quorum_id, member, healed
+        self.key = view and (view.members, view.quorum_id), member, healed
         self.part: Participation | None = None
         self.targets: tuple[Member, ...] = ()
         if view is None:

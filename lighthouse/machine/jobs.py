@@ -64,22 +64,11 @@ class Lighthouse:
             return [Send((peer,), Status(json.dumps(self.status())))]
         if isinstance(message, DeclareDead):
             return self._declare_dead(peer, message, now)
-        job = self._jobs.get(message.job)
-        if isinstance(message, Join) and self._declared:
-            self._declared.pop((message.job.job_id, message.name), None)
-            self._declared.pop((message.job.job_id, message.replica_id), None)
-        if isinstance(message, Join):
-            self._notices.pop((message.job, message.replica_id), None)
         if isinstance(message, DeathNotice):
-            if job is None:  # its peers may not have found this lighthouse yet
-                self._notices[message.job, message.replica_id] = peer, message
-                if len(self._notices) > REMEMBERED_DEAD:
-                    self._notices.popitem(last=False)
-                return []
-            try:
-                return job.death_notice(peer, message, now)
-            except Exception as error:
-                return self._start_over(job, error)
+            return self._on_death_notice(peer, message, now)
+        if isinstance(message, Join):
+            self._forget_deaths(message)
+        job = self._jobs.get(message.job)
         if job is None:
             if isinstance(message, Join) and not self._has_capacity():
                 reason = f"this lighthouse is full ({len(self._jobs)} jobs)"
@@ -87,11 +76,7 @@ class Lighthouse:
             job = JobState(message.job, self.config, self._nonces())
             if isinstance(message, Join):  # others are answered, but leave nothing behind
                 self._jobs[message.job] = job
-                for job_id, member in self._declared:
-                    if job_id == message.job.job_id:
-                        job.declare_dead(member, now)
-                for watcher, notice in [n for k, n in self._notices.items() if k[0] == job.key]:
-                    job.death_notice(watcher, notice, now)
+                self._tell_of_deaths(job, now)
         try:
             effects = job.handle(peer, message, now)
         except Exception as error:
@@ -99,6 +84,32 @@ class Lighthouse:
         if not isinstance(message, Vote) and job.blank:
             self._jobs.pop(job.key, None)
         return effects
+
+    def _on_death_notice(self, peer: Peer, notice: DeathNotice, now: float) -> list[Effect]:
+        job = self._jobs.get(notice.job)
+        if job is None:  # its peers may not have found this lighthouse yet
+            self._notices[notice.job, notice.replica_id] = peer, notice
+            if len(self._notices) > REMEMBERED_DEAD:
+                self._notices.popitem(last=False)
+            return []
+        try:
+            return job.death_notice(peer, notice, now)
+        except Exception as error:
+            return self._start_over(job, error)
+
+    def _forget_deaths(self, join: Join) -> None:
+        """The sender of `join` lives."""
+        self._declared.pop((join.job.job_id, join.name), None)
+        self._declared.pop((join.job.job_id, join.replica_id), None)
+        self._notices.pop((join.job, join.replica_id), None)
+
+    def _tell_of_deaths(self, job: JobState, now: float) -> None:
+        """`job` is new: what was said of its members before counts."""
+        for job_id, member in self._declared:
+            if job_id == job.key.job_id:
+                job.declare_dead(member, now)
+        for watcher, notice in [n for k, n in self._notices.items() if k[0] == job.key]:
+            job.death_notice(watcher, notice, now)
 
     def _declare_dead(self, peer: Peer, message: DeclareDead, now: float) -> list[Effect]:
         """For all rooms of a job, those that have no member yet included."""

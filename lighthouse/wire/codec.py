@@ -81,7 +81,7 @@ class Encoder:
 
     def _encode(self, message: messages.Message) -> bytes:
         kind: Any = type(message)
-        if kind is messages.Quorum or kind is messages.Decision:
+        if kind is messages.Quorum or getattr(message, "next_quorum", None) is not None:
             parts = [self._pack(VERSION), self._pack(_TAG_OF[kind]), *self._packed_fields(message)]
             return b"".join((self._packer.pack_array_header(len(parts)), *parts))
         return self._pack((VERSION, _TAG_OF[kind], *_values(message)))

@@ -273,7 +273,6 @@ PHASE_OPEN = "open"  # in a step, before its first collective: nothing was reduc
 PHASE_HEALING = "healing"
 PHASE_REDUCING = "reducing"  # at least one collective of this step was started
 PHASES = (PHASE_IDLE, PHASE_OPEN, PHASE_HEALING, PHASE_REDUCING)
-_WRONG_PHASE = f"phase must be one of {PHASES}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,10 +313,13 @@ class Vote:
         _check_id(self.replica_id, "replica_id")
         _check_place(self.quorum_id, self.step)
         _check_reason(self.reason)
-        _check(self.phase in PHASES, _WRONG_PHASE)
         _check_control(self.control)
-        _check(NOT_COUNTED <= self.updates < 2**31, "updates out of range")
-        _check(len(self.digest) <= MAX_DIGEST_BYTES, f"digest over {MAX_DIGEST_BYTES} bytes")
+        if self.phase not in PHASES:
+            raise ValueError(f"phase must be one of {PHASES}")
+        if not NOT_COUNTED <= self.updates < 2**31:
+            raise ValueError("updates out of range")
+        if len(self.digest) > MAX_DIGEST_BYTES:
+            raise ValueError(f"digest over {MAX_DIGEST_BYTES} bytes")
 
 
 @dataclass(frozen=True, slots=True)
