@@ -172,9 +172,9 @@ class Attempts:
         self, timeout: timedelta | None, *, control: bytes, needed: int, admits: bool
     ) -> bool:
         """See `Manager.should_commit`. `needed`: how many groups must contribute."""
-        vote = events.CastVote(True)  # waits for the answer to the one that was cast
-        if not self._untaken:
-            vote = self._make_vote(control, needed, admits)
+        # Where one was cast already, this waits for its answer.
+        untaken = self._untaken
+        vote = events.CastVote(True) if untaken else self._make_vote(control, needed, admits)
         status, outcome = self._await_outcome(vote, timeout)
         try:
             self._conclude(status, outcome)

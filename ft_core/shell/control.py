@@ -12,8 +12,8 @@ answer for a moment before it sleeps: a processor that has gone to sleep takes l
 than the lighthouse to answer (0.3 ms less a step, benchmarks/RESULTS.md). Where answers take longer
 than that, since another member is slower, it sleeps at once.
 
-Locks. `_io` before `_state`, never the other way round; effects that touch the socket are queued
-under `_state` and sent by the holder of `_io`.
+Locks. `_io` before `_lock`, never the other way round; effects that touch the socket are queued
+under `_lock` and sent by the holder of `_io`.
 """
 
 from __future__ import annotations
@@ -119,14 +119,15 @@ class Control:
         self._on_remark, self._on_tick, self._on_place = on_remark, on_tick, on_place
         self._place = NO_TERM, NO_QUORUM
         self._tick_at: float | None = None
-        self._state = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._io = threading.Lock()
         self._outbox: deque[Request] = deque()
         self._jobs: queue.SimpleQueue[Configure | FetchState | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._link_fds = tuple(int(s.getsockopt(zmq.FD)) for s in link.sockets)
         self._monitor_told = True  # something has happened to the connection
-        self._waiting = 0  # threads in `wait`; guarded by `_state`
+        self._waiting = 0  # threads in `wait`; guarded by `_lock`
         self._epoll, self._drive_epoll = select.epoll(), select.epoll()
         for epoll in (self._epoll, self._drive_epoll):
             for fd in (self._wake_fd, *self._link_fds):
@@ -150,7 +151,7 @@ class Control:
 
         Any thread.
         """
-        with self._state:
+        with self._lock:
             status = self._handle(event, time.monotonic())
             self._notify_waiting()
         if self._closing:
@@ -166,7 +167,7 @@ class Control:
 
         Raises RuntimeError if the control thread has failed.
         """
-        with self._state:
+        with self._lock:
             while not condition(self.status):
                 self._raise_crash()
                 left = None if deadline is None else deadline - time.monotonic()
@@ -174,15 +175,15 @@ class Control:
                     return False
                 self._waiting += 1
                 try:
-                    self._state.wait(left)
+                    self._changed.wait(left)
                 finally:
                     self._waiting -= 1
         return True
 
     def _notify_waiting(self) -> None:
-        """The status has changed. Holds `_state`."""
+        """The status has changed. Holds `_lock`."""
         if self._waiting:
-            self._state.notify_all()
+            self._changed.notify_all()
 
     def await_connected(self, deadline: float) -> bool:
         """Wait until the link is up; whether it is."""
@@ -196,10 +197,10 @@ class Control:
         this is called again. Raises RuntimeError if the control thread has failed. The hot path.
         """
         with self._io:
-            for fd in self._link_fds:  # or every message would wake the control thread, too
-                self._epoll.modify(fd, 0)
+            messages = self._link_fds[0]
+            self._epoll.modify(messages, 0)  # or each one would wake the control thread, too
             try:
-                with self._state:
+                with self._lock:
                     self._handle(vote, time.monotonic())
                     self._notify_waiting()
                 return self._await_outcome(deadline)
@@ -207,15 +208,14 @@ class Control:
                 self._stop_waiting()
                 raise
             finally:
-                for fd in self._link_fds:
-                    self._epoll.modify(fd, select.EPOLLIN)
+                self._epoll.modify(messages, select.EPOLLIN)
                 wanted = self.status.deadline
                 if wanted is not None and wanted < self._planned:
                     self.wake()
 
     def wake(self) -> None:
         """Let the control thread look at its timers again. Any thread."""
-        with self._state:  # the report of a late heal may come while the descriptor is closed
+        with self._lock:  # the report of a late heal may come while the descriptor is closed
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
 
@@ -226,7 +226,7 @@ class Control:
         self.wake()
         for thread in self._threads:
             thread.join(timeout=10.0)
-        with self._state:
+        with self._lock:
             self._closed = True
             self._epoll.close()
             self._drive_epoll.close()
@@ -252,7 +252,7 @@ class Control:
 
     def _stop_waiting(self) -> ReplicaStatus:
         """The loop's thread goes without an outcome. Holds `_io`, so that none can come before."""
-        with self._state:
+        with self._lock:
             return self._handle(StopWaiting(), time.monotonic())
 
     def _sleep(self, epoll: select.epoll, timeout_s: float | None, spin_until: float = 0.0) -> None:
@@ -285,7 +285,7 @@ class Control:
             events = self._link.events() if told else ()
             messages = self._link.receive()
             now = time.monotonic()
-            with self._state:
+            with self._lock:
                 for event in events:
                     self._on_link_event(event, now)
                 for message in messages:
@@ -327,7 +327,7 @@ class Control:
     # ------------------------------------------------------------------ the machine
 
     def _handle(self, event: ReplicaEvent, now: float) -> ReplicaStatus:
-        """Holds `_state`."""
+        """Holds `_lock`."""
         effects = self._replica.handle(event, now)
         # Before the effects: the plane thread reads it.
         self.status = status = self._replica.status
@@ -336,14 +336,14 @@ class Control:
         return status
 
     def _expire(self, now: float) -> None:
-        """The machine's deadline has passed. Holds `_state`."""
+        """The machine's deadline has passed. Holds `_lock`."""
         effects = self._replica.expire(now)
         self.status = self._replica.status
         self._carry_out(effects)
         self._tick(now)
 
     def _tick(self, now: float) -> None:
-        """Holds `_state`."""
+        """Holds `_lock`."""
         events, self._tick_at = self._on_tick(self.status, now)
         for event in events:
             self._handle(event, now)
@@ -374,7 +374,7 @@ class Control:
             while not self._closing:
                 with self._io:
                     self._turn()
-                with self._state:
+                with self._lock:
                     timeout_s = self._timeout()
                     self._planned = time.monotonic() + (
                         FOREVER_S if timeout_s is None else timeout_s
@@ -401,7 +401,7 @@ class Control:
     def _note_crash(self, error: BaseException) -> None:
         """A thread has failed: the loop's thread gets that instead of waiting for what never comes."""
         log.exception("fault tolerance: the thread %s failed", threading.current_thread().name)
-        with self._state:
+        with self._lock:
             self._crash = error
             self._notify_waiting()
 
