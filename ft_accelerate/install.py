@@ -33,7 +33,7 @@ from ft_accelerate.runtime.loaders import iterate, skip_batches
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.process import unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
-from ft_accelerate.runtime.script_position import EARLY
+from ft_accelerate.runtime.script_position import EARLY, Phase
 from ft_accelerate.seams import Seam, around
 
 log = logging.getLogger("ft_accelerate")
@@ -261,12 +261,39 @@ def _end_training(runtime: Runtime, original: Any, self: Any) -> Any:
     return result
 
 
+def _has_no_gradients(accelerator: Any, runtime: Runtime) -> bool:
+    """Whether the script runs through its past, where gradients are None. With fp16 the scaler counts
+    along."""
+    return runtime.position.phase is Phase.FAST_FORWARD and accelerator.scaler is None
+
+
+@while_active
+def _backward(runtime: Runtime, original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
+    if not _has_no_gradients(self, runtime):
+        original(self, loss, **kwargs)
+
+
+@while_active
+def _clip_grad_norm(
+    runtime: Runtime, original: Any, self: Any, parameters: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if _has_no_gradients(self, runtime):
+        return torch.zeros((), device=self.device)
+    return original(self, parameters, *args, **kwargs)
+
+
+@while_active
+def _zero_grad(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    if runtime.position.phase is not Phase.FAST_FORWARD:
+        original(self, *args, **kwargs)
+
+
 @while_active
 def _optimizer_step(runtime: Runtime, original: Any, self: Any, closure: Any = None) -> Any:
     if not self.gradient_state.sync_gradients:
         return original(self, closure)
     if not runtime.live:
-        runtime.position.step_taken()
+        runtime.step_left_out()
         self._is_overflow = False
         if self.scaler is not None:
             self.scaler.update(self.scaler.get_scale())  # forgets what was unscaled
@@ -304,6 +331,9 @@ SEAMS = (
          _join_uneven_inputs),
     Seam("accelerate.accelerator", "Accelerator.pad_across_processes", ("self", "tensor"),
          _pad_across_processes),
+    Seam("accelerate.accelerator", "Accelerator.backward", ("self", "loss"), _backward),
+    Seam("accelerate.accelerator", "Accelerator.clip_grad_norm_", ("self", "parameters"),
+         _clip_grad_norm),
     Seam("accelerate.accelerator", "Accelerator.save_state", ("self", "output_dir"), _save_state),
     Seam("accelerate.accelerator", "Accelerator.save_model", ("self", "model", "save_directory"),
          unless_catching_up),
@@ -323,6 +353,7 @@ SEAMS = (
     ),
     Seam("accelerate.optimizer", "AcceleratedOptimizer.step", ("self", "closure"),
          _optimizer_step),
+    Seam("accelerate.optimizer", "AcceleratedOptimizer.zero_grad", ("self",), _zero_grad),
     Seam("accelerate.scheduler", "AcceleratedScheduler.step", ("self",), unless_catching_up),
     Seam("accelerate.data_loader", "DataLoaderShard.__iter__", ("self",), while_active(iterate)),
     Seam("accelerate.data_loader", "DataLoaderShard.begin", ("self",)),

@@ -13,7 +13,7 @@ all processes begin with headers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ class CheckedCollectives:
         device: of the tensors that are sent.
         kind, event: what the script is about to do, and the event's number.
         agreed: events that this process has done together with others since it came (back).
-        whole: its script has been there for all events; see `main_of`.
+        whole: its script has been there for all events; see `leadership.main_of`.
         on_headers: called with what all say of `whole`, by process and in the order of ranks.
         patience_s: how long to wait for the others' headers; None: as long as for any collective.
     """
@@ -157,15 +157,6 @@ class CheckedCollectives:
 
 Attempt = Callable[[CheckedCollectives], Any]
 """Does an operation once. What it returns counts if the attempt is committed."""
-
-
-def main_of(whole: Mapping[int, bool]) -> int:
-    """The main process of those that take part; `whole` is in the order of ranks.
-
-    The first whose script has been there for all events, since its variables (a best metric, a list of
-    results) lack nothing. If there is none: the first.
-    """
-    return next((index for index, is_whole in whole.items() if is_whole), next(iter(whole)))
 
 
 def check_alike(headers: Sequence[Header | None], what: str) -> None:

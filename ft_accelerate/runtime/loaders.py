@@ -72,6 +72,7 @@ class _Pass:
                     except StopIteration:
                         break
                 iteration.yielded += 1
+                position.batches += 1
                 yield batch
         finally:
             if real is not None:
@@ -116,10 +117,12 @@ class _Pass:
             loader.begin()
         if length is None:
             length = position.lengths.get(iteration.seq)
-        if not self._runtime.training():
+        whole = length
+        if not self._runtime.prepared.training:
             some = iteration.left_out + EVALUATION_BATCHES
             length = min(some, length or some)
         if length is not None and iteration.yielded >= length:
+            position.batches += max(0, (whole or 0) - iteration.yielded)
             _end(loader)
             return True
         loader.end_of_dataloader = length is not None and iteration.yielded == length - 1

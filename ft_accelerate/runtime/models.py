@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,15 @@ from ft_accelerate.runtime.script_position import Phase, ScriptPosition
 from ft_core.collectives.retry import RetryableReducer
 from ft_core.ddp import RetryableDistributedDataParallel, never_compile
 
+COPIED_BYTES = 4096
+"""Remembered outputs of up to this size are copied for each use."""
+
 
 class FaultTolerantModel(RetryableDistributedDataParallel):
     """`ft_core`'s model with kept gradients whose forward can be answered from memory.
 
-    While the script's `position` fast-forwards, the first call with inputs of some shapes computes.
-    Later ones return copies of that output, whose backward ends at the output and counts in
-    `position`. Neither this nor a forward that is replayed leaves a trace in running statistics: those
+    While the script's `position` remembers, the first call with inputs of some shapes computes. Later
+    ones return that output again, whose backward ends at the output and counts in `position`. Neither this nor a forward that is replayed leaves a trace in running statistics: those
     came with the peers' state.
     """
 
@@ -37,9 +39,11 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         self._position = position
         self._remembered: dict[Any, Any] = {}
         self._skip_queued = False
+        self._leaf = torch.zeros((), requires_grad=True)
+        """A graph of remembered outputs ends here."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._position.phase is Phase.FAST_FORWARD:
+        if self._position.remembers:
             return self._remembered_forward(inputs, kwargs)
         self._remembered.clear()
         if self._position.phase is not Phase.REPLAY:
@@ -55,18 +59,14 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         wants_grad = self.training and torch.is_grad_enabled()
         counts = wants_grad and self.require_backward_grad_sync
 
-        def copy(tensor: Tensor) -> Tensor:
-            fresh = tensor.detach().clone()
-            if wants_grad and fresh.is_floating_point():
-                fresh.requires_grad_()
-                if counts:
-                    fresh.register_hook(self._skipped_gradient)
-                return fresh.clone()  # no leaf: scripts scale their losses in place
-            return fresh
+        def answer(tensor: Tensor) -> Tensor:
+            if wants_grad and tensor.is_floating_point():
+                return _Answer.apply(self._leaf, tensor, self._skipped_gradient if counts else None)
+            return _again(tensor)
 
-        return recursively_apply(copy, self._remembered[key])
+        return recursively_apply(answer, self._remembered[key])
 
-    def _skipped_gradient(self, gradient: Tensor) -> None:
+    def _skipped_gradient(self) -> None:
         if not self._skip_queued:
             self._skip_queued = True
             Variable._execution_engine.queue_callback(self._skipped_backward_over)
@@ -74,6 +74,32 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
     def _skipped_backward_over(self) -> None:
         self._skip_queued = False
         self._position.replay_grad()
+
+
+class _Answer(torch.autograd.Function):
+    """A remembered output with a graph. `counted` is called when a backward reaches it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, tensor: Tensor, counted: Callable[[], None] | None) -> Tensor:
+        ctx.counted = counted
+        ctx.set_materialize_grads(False)
+        return _again(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        if ctx.counted is not None:
+            ctx.counted()
+        return None, None, None
+
+
+def _again(tensor: Tensor) -> Tensor:
+    """`tensor` for another use. A large one is not copied: what a script writes to it is of no
+    importance, since it stands for outputs of the past."""
+    if tensor.nbytes <= COPIED_BYTES:
+        return tensor.detach().clone()
+    fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    at, shape, strides = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return fresh.set_(tensor.untyped_storage(), at, shape, strides)  # no view: it may be written to
 
 
 @contextmanager

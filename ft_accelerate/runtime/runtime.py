@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,14 +28,16 @@ from torch.utils._pytree import tree_map
 
 from ft_accelerate.options import FaultTolerancePlugin, Supervision
 from ft_accelerate.runtime import peer_state as states
+from ft_accelerate.runtime.catch_up import CatchUp
 from ft_accelerate.runtime.checked_collectives import (
     Attempt,
     CheckedCollectives,
     Diverged,
     Kind,
-    main_of,
 )
+from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership
 from ft_accelerate.runtime.models import FaultTolerantModel
+from ft_accelerate.runtime.prepared import Prepared
 from ft_accelerate.runtime.saved_position import SavedPosition
 from ft_accelerate.runtime.script_position import EARLY, Iteration, Phase, ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
@@ -55,14 +56,9 @@ from lighthouse.files import machine_lock
 
 log = logging.getLogger("ft_accelerate")
 
-FAR_BATCHES = 5000
-"""A script that has more to catch up leaves the quorum meanwhile, so that no peer waits for it. Less
-is run through in the quorum (some thousand batches a second): one that leaves while it heals is
-let in again only after a pause that the lighthouse makes (lighthouse.machine.forming)."""
 UNREACHABLE_PAUSE_S = 0.05
 PATIENCE = 0.25
 """Of the timeout: how long a header waits for processes that may be at a gradient step without one."""
-NO_QUORUM = -1
 LATER = (
     "this process came back, and its peers are in a later training of the script (they have prepared "
     "more models, or called Trainer.train more often): what was trained before can't be trained again "
@@ -90,6 +86,7 @@ class Runtime:
         self.num_processes, self.process_index = ranks.num_processes, ranks.process_index
         self.startup = StartupCollectives(ranks)
         self.position = ScriptPosition()
+        self._catch_up = CatchUp(self.position, measures=place.group_world_size == 1)
         self.reducer = RetryableReducer(
             RetryHooks(
                 begin=self._begin_gradients,
@@ -105,8 +102,6 @@ class Runtime:
         same = options.job_id != SHARED_JOB or supervision.restarts > 0
         self.saved = SavedPosition(self.position, options.job_id if same else "")
         self.attempts_discarded = 0
-        self.denied = 0
-        """How often this process was asked whether it is the main one, and was not."""
         self.contributes = True
         """Whether this process's values count in the current step: it is not only healing."""
         self.serve_copies = False
@@ -115,12 +110,14 @@ class Runtime:
         """Called when the script stands where its peers' stood when they sent their state."""
         self.unfinished: Callable[[], None] | None = None
         """Ends what `begin_early` has begun. Called before any other event."""
-        self._accelerators: list[weakref.ref[Any]] = []
-        self._models: list[weakref.ref[FaultTolerantModel]] = []
-        self._leader = self.process_index == 0 and (
-            supervision.restarts == 0 or ranks.is_only_group
+        self.prepared = Prepared()
+        self.leadership = Leadership(
+            self.position,
+            self.process_index,
+            speaks=place.group_rank == 0,
+            first=self.process_index == 0 and (supervision.restarts == 0 or ranks.is_only_group),
+            heals_variables=lambda: bool(self.on_live),
         )
-        self._led_in, self._warned = NO_QUORUM, False
         self._there_at = time.monotonic() - age_s()
         self._open = self._joined = self._aside = self._closed = self._has_turn = False
         self._at = "fetch"
@@ -145,11 +142,13 @@ class Runtime:
 
     @property
     def leader(self) -> bool:
-        """Whether this process is the main one: the first of those that take part and whose scripts
-        have been there for all events; if there is none, the first."""
-        leads = self._leader and self.live
-        self.denied += not leads
-        return leads
+        """Whether this process is the main one (`Leadership.mine`)."""
+        return self.leadership.mine
+
+    @property
+    def denied(self) -> int:
+        """How often this process was asked whether it is the main one, and was not."""
+        return self.leadership.denied
 
     @property
     def local_leader(self) -> bool:
@@ -194,20 +193,14 @@ class Runtime:
 
     def adopt(self, accelerator: Any) -> None:
         """Heal this accelerator's objects, besides those of the others that live."""
-        self._accelerators.append(weakref.ref(accelerator))
+        self.prepared.adopt(accelerator)
         accelerator.register_save_state_pre_hook(self.saved.on_save)
         accelerator.register_load_state_pre_hook(self.saved.on_load)
-
-    @property
-    def accelerators(self) -> dict[int, Any]:
-        """Those that live, by their numbers in the order in which they were made."""
-        numbered = ((number, ref()) for number, ref in enumerate(self._accelerators))
-        return {number: found for number, found in numbered if found is not None}
 
     def wrap(self, module: Any, **kwargs: Any) -> FaultTolerantModel:
         """What `prepare_model` uses in place of DistributedDataParallel."""
         model = FaultTolerantModel(self.reducer, module, self.position, **kwargs)
-        self._models.append(weakref.ref(model))
+        self.prepared.add(model)
         self.position.begun += 1
         return model
 
@@ -215,18 +208,13 @@ class Runtime:
     def ready(self) -> bool:
         """Whether there is something to train: from then on operations reach over the quorum."""
         # A model that was freed does not end the operations of its process.
-        met = bool(self._models) and self.manager is not None
-        return (met or any(ref() is not None for ref in self._models)) and not self._closed
+        met = self.prepared.models > 0 and self.manager is not None
+        return (met or self.prepared.any_model) and not self._closed
 
     @property
     def beginning(self) -> bool:
         """Whether no model was prepared yet (`ft_accelerate.runtime.startup`)."""
-        return not self._models and not self._closed
-
-    def training(self) -> bool:
-        """Whether the script is about to train: a prepared model is in training mode."""
-        models = (ref() for ref in self._models)
-        return any(model is not None and model.training for model in models)
+        return not self.prepared.models and not self._closed
 
     # ------------------------------------------------------------------ a batch is asked for
 
@@ -237,6 +225,7 @@ class Runtime:
             if position.phase is Phase.FAST_FORWARD:
                 if not position.arrive(iteration):
                     self._end_if_told()
+                    self._keep_peers_going()
                     return
                 self._arrived()
                 if self._aside:
@@ -244,7 +233,7 @@ class Runtime:
                     continue
             self._go_live_if_there()
             exhausted = iteration.begun and loader.end_of_dataloader
-            if not self.live or exhausted or not self.ready or not self.training():
+            if not self.live or exhausted or not self.ready or not self.prepared.training:
                 return
             position.open_window(iteration)
             if self._open:
@@ -256,16 +245,15 @@ class Runtime:
     def _arrived(self) -> None:
         """The script stands where its peers' window began: forget what it did while it fast-forwarded."""
         self._restore(models=True)
-        for optimizer in self._optimizers():
+        for optimizer in self.prepared.optimizers:
             optimizer.zero_grad()
 
-    def _optimizers(self) -> list[Any]:
-        all_ = self.accelerators.values()
-        return [wrapper.optimizer for each in all_ for wrapper in each._optimizers]
-
     def _go_live_if_there(self) -> None:
-        """Go live if the peers have done no more than this script."""
-        if self.live:
+        """Go live if the peers have done no more than this script.
+
+        One that has left the quorum meanwhile asks them first: they have gone on.
+        """
+        if self.live or self._aside:
             return
         target, missed = self.position.target, self.position.missed
         if self.position.settle():
@@ -274,25 +262,46 @@ class Runtime:
                 self._tell_back()
             self._restore(models=target.at == "fetch")
             self._healed = None
+            self._catch_up.live()
             for arrived in self.on_live:
                 arrived()
             states.reseed(torch.initial_seed(), self.process_index, target.events)
             log.info("live at event %s of the script", target.events)
 
     def _tell_back(self) -> None:
-        """A line for the person who watches: this group has caught up."""
-        if self.group_ranks.place.group_rank == 0 and self.position.window is not None:
+        """This group has caught up."""
+        if self.position.window is not None:
             number, batch = self.position.window
             away_s = time.monotonic() - self._there_at
-            say(
-                "ft_accelerate",
-                f"replica group {self.options.replica_group_id} is back at batch {batch + 1:,} of pass "
-                f"{number + 1:,} over the data, after {away_s:.1f} s",
+            self._tell(
+                f"is back at batch {batch + 1:,} of pass {number + 1:,} over the data, after "
+                f"{away_s:.1f} s"
             )
+
+    def _tell(self, text: str) -> None:
+        """A line for the person who watches."""
+        if self.group_ranks.place.group_rank == 0:
+            say("ft_accelerate", f"replica group {self.options.replica_group_id} {text}")
+
+    def step_left_out(self) -> None:
+        """An optimizer would have stepped in a past that the script runs through."""
+        self.position.step_taken()
+        self._keep_peers_going()
+
+    def _keep_peers_going(self) -> None:
+        """Leave the quorum for now if the peers have waited long enough for this script."""
+        now = time.monotonic()
+        if self._catch_up.overstays(now):
+            # What it has healed is as new as any if all others die meanwhile.
+            reason = f"about {self.position.distance} batches behind"
+            self.leave_for_now(reason, discard_state=False)
+            self._catch_up.left()
+        if text := self._catch_up.news(now):
+            self._tell(text)
 
     def _restore(self, *, models: bool) -> None:
         if self._healed is not None:
-            states.restore(self.accelerators, self._healed, models=models)
+            states.restore(self.prepared.accelerators, self._healed, models=models)
 
     # ------------------------------------------------------------------ gradients
 
@@ -315,6 +324,7 @@ class Runtime:
         again under a quorum that has committed a gradient step (`_gradients_committed`).
         """
         self._begin("grad")
+        self._go_live_if_there()
         if not self.live and self.position.grad_is_done:
             return False
         manager = self._manager
@@ -329,8 +339,8 @@ class Runtime:
         from gradients; and with several models, as the others may be at another one.
         """
         self.position.graded()
-        alike = self.options.commit == "quorum" and len(self._models) == 1
-        alike = alike and self._device.type == "cpu"
+        alike = self.options.commit == "quorum" and self.prepared.models == 1
+        alike = alike and self.prepared.device.type == "cpu"
         self._headerless = self._manager.quorum_id() if alike else NO_QUORUM
 
     def drift(self, drifts: bool) -> None:
@@ -418,7 +428,7 @@ class Runtime:
             manager,
             self.process_index,
             self.num_processes,
-            self._device,
+            self.prepared.device,
             kind,
             position.events,
             position.agreed,
@@ -455,48 +465,16 @@ class Runtime:
         try:
             rank = manager.participating_rank()
             self.contributes = rank is not None
-            self._follow_quorum(rank)
+            self.leadership.follow(manager.step.part, rank)
         except QuorumUnavailable:
             return  # the attempt has failed already; its vote tells
         if self._owes_report:
             self._owes_report = False
             self._supervision.tell_joined()
 
-    def _follow_quorum(self, rank: int | None) -> None:
-        """Whether this process is the main one in its quorum, as far as that is known.
-
-        It is known with the headers of the quorum's first event. Until then the first process is the
-        main one, if its script has been there for all events, has been the main one before, or is alone.
-        """
-        part = self._manager.step.part
-        quorum_id = NO_QUORUM if part is None else part.quorum_id
-        if rank is None:
-            self._leader = False
-        elif quorum_id != self._led_in:
-            alone = part is not None and part.groups == 1
-            knows = self.position.missed == 0 or self._leader or alone
-            self._lead(rank == 0 and knows)
-
     def _take_main(self, whole: dict[int, bool]) -> None:
         """The headers of this quorum are there."""
-        part = self._manager.step.part
-        self._led_in = NO_QUORUM if part is None else part.quorum_id
-        self._lead(main_of(whole) == self.process_index)
-
-    def _lead(self, leads: bool) -> None:
-        self._leader = leads
-        if self.group_ranks.place.group_rank == 0:
-            slot().leads(leads)  # for the launcher
-        missed = self.position.missed
-        if leads and missed and not self._warned and not self.on_live:  # Trainer's state heals
-            self._warned = True
-            log.warning(
-                "this process is the main one now, and came back after its peers had done %s events "
-                "(steps and operations) without it: what the script keeps in variables of its own, such "
-                "as the best metric so far, lacks them, unless it is registered with "
-                "accelerator.register_for_checkpointing",
-                missed,
-            )
+        self.leadership.decide(self._manager.step.part, whole)
 
     def _vote(self) -> bool:
         if self._sigterm.noted:
@@ -504,7 +482,7 @@ class Runtime:
         manager, runs = self._manager, self.runs
         part = manager.step.part
         quorum_id = NO_QUORUM if part is None else part.quorum_id
-        news = runs.news(quorum_id) if self._leader else b""
+        news = runs.news(quorum_id) if self.leadership.holds else b""
         try:
             committed = manager.should_commit(control=news)
         except GroupBroken as error:
@@ -514,7 +492,7 @@ class Runtime:
         self.attempts_discarded += not committed
         outcome = manager.last_outcome() if committed else None
         if outcome is not None and outcome.control:
-            if self._leader:
+            if self.leadership.holds:
                 runs.told(quorum_id)
             else:
                 runs.hear(outcome.control)
@@ -525,14 +503,6 @@ class Runtime:
         if self.manager is None:
             raise RuntimeError("this process has left its quorum")
         return self.manager
-
-    @property
-    def _device(self) -> torch.device:
-        living = self.accelerators
-        if not living:
-            raise RuntimeError("no Accelerator was created")
-        device: torch.device = living[max(living)].device
-        return device
 
     # ------------------------------------------------------------------ join
 
@@ -557,18 +527,15 @@ class Runtime:
                 raise SystemExit(OVER_EXIT_CODE if late else 0) from None
             target = self.position.target
             if target is None or self.live:
-                if self._healed is None and self._leader:
+                if self._healed is None and self.leadership.holds:
                     self.saved.warn_if_starting_anew()
                 return
             if not target.reachable:
                 self.leave_for_now("the others are where this process cannot join them")
                 time.sleep(UNREACHABLE_PAUSE_S)
                 continue
-            if self.position.distance > FAR_BATCHES:
-                reason = f"about {self.position.distance} batches behind"
-                log.info("%s: catching up first", reason)
-                # What it has healed is as new as any if all others die meanwhile.
-                self.leave_for_now(reason, discard_state=False)
+            self._catch_up.joined(time.monotonic())
+            self._keep_peers_going()
             return
 
     def _connect(self) -> None:
@@ -577,17 +544,17 @@ class Runtime:
             self._sigterm.watch()  # a handler of the script's own stays
         self.startup.close()
         allow_objects = self.options.heal_allow_objects
-        manager = self.group_ranks.manager(self._device)
+        manager = self.group_ranks.manager(self.prepared.device)
         manager.set_state_dict_fns(self._load, self._dump)
-        manager.preallocate_state(*self._optimizers())
+        manager.preallocate_state(*self.prepared.optimizers)
         if self._sink is not None:
             manager.telemetry.add_sink(self._sink)
         self.reducer.attach(manager)
         lineage = self.group_ranks.sync_initial_state(
-            lambda: states.lineage_of_start(self.accelerators, allow_objects=allow_objects),
-            give=lambda: states.dump(self.accelerators, None),
+            lambda: states.lineage_of_start(self.prepared.accelerators, allow_objects=allow_objects),
+            give=lambda: states.dump(self.prepared.accelerators, None),
             take=self._take_start,
-            into=lambda: states.places(self.accelerators),
+            into=lambda: states.places(self.prepared.accelerators),
         )
         manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
         manager.compare_states(not self.serve_copies)
@@ -598,9 +565,9 @@ class Runtime:
 
         A pass over data that is under way takes over that process's shuffling, too.
         """
-        generators = states.generators(self.accelerators)
+        generators = states.generators(self.prepared.accelerators)
         before = [generator.get_state() for generator in generators]
-        states.restore(self.accelerators, state, models=True)
+        states.restore(self.prepared.accelerators, state, models=True)
         for iteration in self.position.active:
             for generator, mine in zip(generators, before, strict=True):
                 known = iteration.generator_state
@@ -611,10 +578,10 @@ class Runtime:
 
     def _dump(self) -> dict[str, Any]:
         if threading.get_ident() != self._starting:  # the heal's thread asks where to receive
-            return states.places(self.accelerators)
+            return states.places(self.prepared.accelerators)
         if self.position.target is not None and self._healed is not None:
             return self._healed  # this script is on its way there, and so are parts of its state
-        state = states.dump(self.accelerators, self.position.describe(self._at))
+        state = states.dump(self.prepared.accelerators, self.position.describe(self._at))
         return tree_map(_copied, state) if self.serve_copies else state
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -623,7 +590,7 @@ class Runtime:
         if target.begun > self.position.begun:
             raise TrainingOver(LATER)
         self._healed = state
-        states.restore(self.accelerators, state, models=True)
+        states.restore(self.prepared.accelerators, state, models=True)
         self.position.relocate(target)
         log.info(
             "healed; the others are in pass %s over the loaders, batch %s",
@@ -688,7 +655,7 @@ class Runtime:
         self.group_ranks.close()
         if finished and self.group_ranks.place.group_rank == 0:
             slot().over(True)
-        if finished and self._leader:
+        if finished and self.leadership.holds:
             self.saved.forget()
         self._leave_for_good(finished=finished)
         if self._sink is not None:

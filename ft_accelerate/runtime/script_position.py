@@ -30,6 +30,9 @@ from typing import Any
 MAX_LOGGED_BYTES = 256 * 1024 * 1024
 """Limit on the results of one window's operations that are kept for processes that come back in it."""
 
+COMPUTED_GRADS = 8
+"""Gradient steps before the peers' place that a script without prepared loaders computes again."""
+
 EARLY = (
     "this process came back, and its script ended before it was where its peers are, so nothing of this "
     "life counts: values that decide when a script ends (early stopping) must be in an object that is "
@@ -79,6 +82,7 @@ class Target:
         at: what it is about to do: "fetch", "op" or "grad".
         pending: gradients are averaged, but no optimizer has stepped on them yet.
         begun: see `ScriptPosition.begun`.
+        batches: see `ScriptPosition.batches`.
     """
 
     window: Place | None
@@ -91,6 +95,7 @@ class Target:
     at: str
     pending: bool = False
     begun: int = 0
+    batches: int = 0
 
     @property
     def reachable(self) -> bool:
@@ -119,6 +124,8 @@ class ScriptPosition:
     pending: bool = False
     begun: int = 0
     """Models that the script has prepared for training, and trainings of a Trainer that it has begun."""
+    batches: int = 0
+    """Of all loaders, that the script has asked for, or would have."""
     generator_states: dict[int, Any] = field(default_factory=dict)
     """Of passes that peers have under way, at their beginning."""
     _left_at: int = 0
@@ -190,7 +197,7 @@ class ScriptPosition:
         active = tuple((i.seq, i.yielded, i.generator_state) for i in self.active)
         return Target(
             self.window, tuple(self.ops), self.grads, active, self.iterations,
-            dict(self.lengths), self.events, at, self.pending, self.begun,
+            dict(self.lengths), self.events, at, self.pending, self.begun, self.batches,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ coming back
@@ -210,13 +217,42 @@ class ScriptPosition:
 
     @property
     def distance(self) -> int:
-        """About how many batches are still to be run through; 0: at the place."""
+        """About how many batches are still to be run through; 0: at the place.
+
+        Of a script that asks no prepared loader: gradient steps.
+        """
         target = self.target
-        if self.phase is not Phase.FAST_FORWARD or target is None or target.window is None:
+        if target is None:
             return 0
-        here = self.active[-1] if self.active else Iteration(0)
-        between = target.window[0] - here.seq
-        return max(1, between * 50 + target.window[1] - (here.yielded if between <= 0 else 0))
+        if self.phase is Phase.REPLAY:
+            return max(0, target.grads - self.grads) if target.window is None else 0
+        if target.window is None:
+            return 0
+        here = self.active[-1] if self.active else None
+        if here is not None and here.seq == target.window[0]:
+            return max(1, target.window[1] - here.yielded)
+        return max(1, target.batches - self.batches)
+
+    @property
+    def batches_done(self) -> int:
+        """What `distance` counts, as far as it is done."""
+        return self.grads if self.all_is_one_window else self.batches
+
+    @property
+    def all_is_one_window(self) -> bool:
+        """Whether the peers' script has not asked a prepared loader for training data."""
+        return self.target is not None and self.target.window is None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether models answer from memory.
+
+        Also in the replay of a script that asks no prepared loader for its batches: all of its past is
+        one window. Its last steps are computed, since what follows may need them.
+        """
+        if self.phase is Phase.FAST_FORWARD:
+            return True
+        return self.all_is_one_window and self.distance > COMPUTED_GRADS
 
     def arrive(self, iteration: Iteration) -> bool:
         """A script that fast-forwards asks for a batch; True: this is where the peers' window began.
@@ -280,5 +316,6 @@ class ScriptPosition:
         if self.target is None or self.op_is_done or self.grad_is_done:
             return False
         self.missed += max(0, self.target.events - self._left_at)
-        self.phase, self.events, self.target = Phase.LIVE, self.target.events, None
+        self.phase, self.events, self.batches = Phase.LIVE, self.target.events, self.target.batches
+        self.target = None
         return True

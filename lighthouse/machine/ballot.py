@@ -14,7 +14,15 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 from lighthouse.machine.rules import Position
-from lighthouse.wire.messages import GAVE_UP, PHASE_HEALING, PHASE_REDUCING, Member, Vote, healed
+from lighthouse.wire.messages import (
+    GAVE_UP,
+    GAVE_UP_PLACE,
+    PHASE_HEALING,
+    PHASE_REDUCING,
+    Member,
+    Vote,
+    healed,
+)
 
 
 @dataclass(slots=True)
@@ -186,12 +194,13 @@ class Ballot:
     def costly(self) -> set[str]:
         """Members that cost the others this step, by a hang or by a failed heal.
 
-        A member that gave up its state while it healed is not one of them: in a group of several
-        ranks, each rank may do so.
+        A member that gave up its state or place while it healed is not one of them: in a group of
+        several ranks each rank may do so, and one that has far to go leaves so as not to hold up the
+        others.
         """
         if not self.revoked:
             return set()
-        gave_up = {r for r, cause in self.gone.items() if GAVE_UP in cause}
+        gave_up = {r for r, cause in self.gone.items() if GAVE_UP in cause or GAVE_UP_PLACE in cause}
         healing, guilty = self.healing - gave_up, set(self.blamed())
         guilty.update(r for r in self.gone if r in healing or r in self.hung)
         if self.revoker in healing and self.revoker in self.votes and not self.stalled:

@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
     "norm": True,
     "dropout": 0.0,
     "seed": 7,
-    "far": 0,  # runtime.FAR_BATCHES
+    "stay_s": None,  # catch_up.STAY_S
     "first_seed_only": False,  # the others begin with weights of their own
     "step_delay_s": 0.0,
     "eval_delay_s": 0.0,
@@ -41,6 +41,7 @@ OPTIONS: dict[str, Any] = {
     "gather_loss": False,
     "save": 0,  # save_state each so many steps
     "seedable": False,
+    "prepare_data": True,
     "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
     "local_steps": 5,
     "diloco": {"fragments": 2, "codec": "int8"},
@@ -183,9 +184,9 @@ def run(options: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     total = len(train) * options["epochs"]
     ticks = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / total))
-    model, optimizer, train, test, scheduler = accelerator.prepare(
-        model, optimizer, train, test, ticks
-    )
+    model, optimizer, test, scheduler = accelerator.prepare(model, optimizer, test, ticks)
+    if options["prepare_data"]:
+        train = accelerator.prepare(train)
     fail_once(
         optimizer.optimizer,
         lambda: options["raises"].get(str(global_step)) == accelerator.process_index and log.live,
@@ -266,9 +267,9 @@ if __name__ == "__main__":
         from ft_accelerate.install import (
             install,  # what the installed package does by itself
         )
-        from ft_accelerate.runtime import runtime
+        from ft_accelerate.runtime import catch_up
 
-        runtime.FAR_BATCHES = given["far"] or runtime.FAR_BATCHES
+        catch_up.STAY_S = given["stay_s"] or catch_up.STAY_S
         install()
     run(given)
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":

@@ -123,6 +123,25 @@ def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
     assert [both[0][e] for e in common] == [both[1][e] for e in common]
 
 
+def test_a_loop_whose_loader_is_not_prepared_is_led_to_its_peers(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """All of its past is one window. It begins with other weights than its peers', too."""
+    options = {"prepare_data": False, "first_seed_only": True, "gather_loss": True, "epochs": 2}
+    holds = ["step-30", "step-50"]
+    with running(tmp_path, lighthouse, holds=holds, stay_s=0.0001, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        one = run.killed_and_back(one, 1, hold="step-30", of=0)
+        run.until_held(0, "step-50")
+        run.until_held(1, "step-50")
+        run.go("step-50")
+        run.wait(zero, one)
+    assert run.output().count("1 runs through 30 gradient steps of its past") == 1
+    for key in ("digest", "step", "ticks", "lr", "count"):
+        assert run.end(0)[key] == run.end(1)[key], key
+    assert compare(run.lines(0), run.lines(1)) > STEPS
+
+
 def test_one_that_has_come_back_is_not_the_main_process_while_another_was_always_there(
     tmp_path: Path,
 ) -> None:

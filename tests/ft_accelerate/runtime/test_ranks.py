@@ -39,7 +39,7 @@ def test_a_rank_is_killed_and_its_group_comes_back_as_a_whole(
         plain.wait(*plain.start_plain(1))
     two = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     with running(
-        tmp_path / "ft", lighthouse, holds=["step-14"], far=5, first_seed_only=True, **options
+        tmp_path / "ft", lighthouse, holds=["step-14"], stay_s=0.001, first_seed_only=True, **options
     ) as run:
         zero, one = (run.start(index, 2, 2, **two) for index in (0, 1))
         again = run.killed_and_back(one, 1, hold="step-14", of=0, size=2)
@@ -152,7 +152,7 @@ def test_all_others_die_while_one_catches_up_outside_of_the_quorum(
     tmp_path: Path, lighthouse: str
 ) -> None:
     """It holds the state that it has healed, and no other process does: the job goes on from there."""
-    options = {"epochs": EPOCHS, "samples": SAMPLES, "far": 5}
+    options = {"epochs": EPOCHS, "samples": SAMPLES, "stay_s": 0.001}
     two = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     with running(tmp_path, lighthouse, holds=["step-14", "past-step-3"], **options) as run:
         zero, one = (run.start(index, **two) for index in (0, 1))

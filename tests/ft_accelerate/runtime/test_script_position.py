@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ft_accelerate.runtime.checked_collectives import main_of
+from ft_accelerate.runtime.leadership import main_of
 from ft_accelerate.runtime.script_position import Iteration, Phase, ScriptPosition, Target
 
 

@@ -1,0 +1,96 @@
+"""Which process is the main one: it writes files and logs, and prints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from ft_accelerate.runtime.script_position import Phase, ScriptPosition
+from ft_core.launch.board import slot
+from ft_core.replica.status import Participation
+
+log = logging.getLogger("ft_accelerate")
+
+NO_QUORUM = -1
+
+
+def main_of(whole: Mapping[int, bool]) -> int:
+    """The main process of those that take part; `whole` is in the order of ranks.
+
+    The first whose script has been there for all events, since its variables (a best metric, a list of
+    results) lack nothing. If there is none: the first.
+    """
+    return next((index for index, is_whole in whole.items() if is_whole), next(iter(whole)))
+
+
+class Leadership:
+    """Whether this process is the main one. The loop's thread only.
+
+    Args:
+        position: of this process's script.
+        process_index: its number among all processes.
+        speaks: it tells the launcher for its replica group.
+        first: it is the main one until a quorum says otherwise.
+        heals_variables: whether what the script keeps in variables comes with the state, as under
+            Trainer.
+    """
+
+    def __init__(
+        self,
+        position: ScriptPosition,
+        process_index: int,
+        *,
+        speaks: bool,
+        first: bool,
+        heals_variables: Callable[[], bool],
+    ) -> None:
+        self.holds = first
+        """Whether this process is the main one of its quorum, also while it catches up."""
+        self.denied = 0
+        """How often this process was asked whether it is the main one, and was not."""
+        self._position, self._index, self._speaks = position, process_index, speaks
+        self._heals_variables = heals_variables
+        self._led_in, self._warned = NO_QUORUM, False
+
+    @property
+    def mine(self) -> bool:
+        """Whether this process is the main one: the first of those that take part and whose scripts
+        have been there for all events; if there is none, the first."""
+        leads = self.holds and self._position.phase is Phase.LIVE
+        self.denied += not leads
+        return leads
+
+    def follow(self, part: Participation | None, rank: int | None) -> None:
+        """A step has begun: `rank` among its participants; None: this process only heals.
+
+        Which process is the main one is known with the headers of the quorum's first event. Until then
+        it is the first process, if its script has been there for all events, has been the main one
+        before, or is alone.
+        """
+        quorum_id = NO_QUORUM if part is None else part.quorum_id
+        if rank is None:
+            self.holds = False
+        elif quorum_id != self._led_in:
+            alone = part is not None and part.groups == 1
+            knows = self._position.missed == 0 or self.holds or alone
+            self._take(rank == 0 and knows)
+
+    def decide(self, part: Participation | None, whole: Mapping[int, bool]) -> None:
+        """The headers of this quorum are there; `whole`: what `main_of` asks for."""
+        self._led_in = NO_QUORUM if part is None else part.quorum_id
+        self._take(main_of(whole) == self._index)
+
+    def _take(self, leads: bool) -> None:
+        self.holds = leads
+        if self._speaks:
+            slot().leads(leads)
+        missed = self._position.missed
+        if leads and missed and not self._warned and not self._heals_variables():
+            self._warned = True
+            log.warning(
+                "this process is the main one now, and came back after its peers had done %s events "
+                "(steps and operations) without it: what the script keeps in variables of its own, such "
+                "as the best metric so far, lacks them, unless it is registered with "
+                "accelerator.register_for_checkpointing",
+                missed,
+            )

@@ -1,0 +1,63 @@
+"""What the script has prepared: its Accelerators and models, as long as they live."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ft_accelerate.runtime.models import FaultTolerantModel
+
+
+class Prepared:
+    """The Accelerators and models of one process. The loop's thread only."""
+
+    def __init__(self) -> None:
+        self._accelerators: list[weakref.ref[Any]] = []
+        self._models: list[weakref.ref[FaultTolerantModel]] = []
+
+    def adopt(self, accelerator: Any) -> None:
+        """Heal this accelerator's objects, besides those of the others that live."""
+        self._accelerators.append(weakref.ref(accelerator))
+
+    def add(self, model: FaultTolerantModel) -> None:
+        """The script trains this model, too."""
+        self._models.append(weakref.ref(model))
+
+    @property
+    def accelerators(self) -> dict[int, Any]:
+        """Those that live, by their numbers in the order in which they were made."""
+        numbered = ((number, ref()) for number, ref in enumerate(self._accelerators))
+        return {number: found for number, found in numbered if found is not None}
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """torch's optimizers, without Accelerate's wrappers."""
+        all_ = self.accelerators.values()
+        return [wrapper.optimizer for each in all_ for wrapper in each._optimizers]
+
+    @property
+    def models(self) -> int:
+        """How many models were prepared, with those that are gone."""
+        return len(self._models)
+
+    @property
+    def any_model(self) -> bool:
+        """Whether a model lives."""
+        return any(ref() is not None for ref in self._models)
+
+    @property
+    def training(self) -> bool:
+        """Whether the script is about to train: a prepared model is in training mode."""
+        models = (ref() for ref in self._models)
+        return any(model is not None and model.training for model in models)
+
+    @property
+    def device(self) -> torch.device:
+        """That of the newest accelerator."""
+        living = self.accelerators
+        if not living:
+            raise RuntimeError("no Accelerator was created")
+        device: torch.device = living[max(living)].device
+        return device
