@@ -131,6 +131,11 @@ class FaultTolerancePlugin:
         "makes it one, or with several machines all processes of a machine.",
     )
     token: str = _option("", "Shared secret that a process must name to fetch a state.")
+    warm_start: bool = _option(
+        True,
+        "Let the launcher fork a replica group that it starts again from a process that has imported "
+        "the libraries.",
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         for name in kwargs:

@@ -21,6 +21,7 @@ from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDis
 from ft_core.heal.compared import ComparedState, Digest
 from ft_core.heal.objects import naming_option
 from ft_core.launch.board import slot
+from ft_core.launch.warm.learn import report
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
 from ft_core.replica.status import Attempt, Outcome, ReplicaStatus, Stage
@@ -62,6 +63,7 @@ class Attempts:
         self._updates = NOT_COUNTED  # since the last commit
         self.compared = ComparedState(options.compare_steps)
         self._slot = slot()
+        self._told_modules = False  # to a supervisor, for warm starts
         self._session: Session | None = None
         self.last_outcome: Outcome | None = None
 
@@ -266,6 +268,9 @@ class Attempts:
             self.step.end(True)
             self._discards_in_a_row, step = 0, outcome.step
             self._slot.committed(step)
+            if not self._told_modules:
+                self._told_modules = True
+                report()
             self._telemetry.emit(COMMIT, step=step, participants=part.groups, seconds=seconds)
             return
         try:

@@ -18,6 +18,7 @@ ENV_JOB = "FT_JOB_ID"
 ENV_INTERFACE = "FT_INTERFACE"
 ENV_EVENTS = "FT_EVENT_LOG"
 ENV_COMPARE = "FT_COMPARE_STEPS"
+ENV_WARM = "FT_WARM_START"
 
 SHARED_JOB = "default"
 """The job id of all replica groups of a lighthouse that were given none."""
@@ -73,6 +74,12 @@ class ReplicaEnv:
             event_log=env.get(ENV_EVENTS, ""),
             compare_steps=_int(env, ENV_COMPARE, 0) if env.get(ENV_COMPARE) else None,
         )
+
+
+def warm_starts_allowed(env: Mapping[str, str] | None = None) -> bool:
+    """Whether a supervisor may fork a process that it starts again from a template; "0" forbids it."""
+    said = (os.environ if env is None else env).get(ENV_WARM, "").strip().lower()
+    return said not in ("0", "false", "no", "off")
 
 
 def new_job_id() -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import zmq
 
+from ft_core.environment import ENV_WARM
 from tests.harness.leaks import Snapshot, leaks_since
 from tests.harness.lighthouses import patient_lighthouse
 from tests.harness.waiting import PATIENCE_S
@@ -15,6 +17,10 @@ from tests.harness.waiting import PATIENCE_S
 # How long an example takes says nothing on a machine that does other things too.
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
+
+
+# A template costs seconds of CPU, in each test that starts a supervisor; tests of warm starts set it.
+os.environ[ENV_WARM] = "0"
 
 
 class FailuresAtOnce:

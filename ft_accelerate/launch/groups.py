@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft_accelerate.options import (
+    ENV_PREFIX,
     ENV_SUPERVISOR,
     FaultTolerancePlugin,
     Supervision,
@@ -32,6 +33,7 @@ from ft_accelerate.options import (
 from ft_core.environment import SHARED_JOB, new_job_id, slurm_job_id
 from ft_core.launch import rank_group
 from ft_core.launch.supervisor import supervise, tell_lighthouse
+from ft_core.launch.warm.starter import warm_starts
 
 SPEAKER = "ft_accelerate"
 DEFAULT_LIGHTHOUSE_PORT = 29510
@@ -322,6 +324,7 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
             max_restarts=made.plugin.max_restarts,
             speaker=SPEAKER,
             on_given_up=tell_lighthouse(address, made.plugin.job_id),
+            warm=warm_starts(made.plugin.warm_start, places=[ENV_PREFIX]),
         )
     finally:
         if server is not None:

@@ -23,6 +23,7 @@ from types import FrameType
 from ft_core.launch.board import DUMP_SIGNAL, inherited
 from ft_core.launch.sigterm import EXIT_CODE
 from ft_core.launch.supervisor import die_with
+from ft_core.launch.warm.replacement import spawn
 
 STOP_TIMEOUT_S = 20.0
 """Less than the supervisor's, after which it kills this process and so the ranks."""
@@ -106,13 +107,10 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     signal.signal(DUMP_SIGNAL, lambda number, frame: send_all(number))
-    for rank in range(size):
-        process = subprocess.Popen(
-            command,
-            env=rank_environment(env, rank=rank, size=size, port=port),
-            pass_fds=board,
-        )
-        ranks.append(process)
+    for rank in range(size):  # all before the first thread: see `spawn`
+        told = rank_environment(env, rank=rank, size=size, port=port)
+        ranks.append(spawn(command, env=told, pass_fds=board))
+    for rank, process in enumerate(ranks):
         threading.Thread(
             target=lambda r=rank, p=process: ended.put((r, p.wait())), daemon=True
         ).start()

@@ -3,7 +3,7 @@
 | case | what follows |
 |---|---|
 | it was killed, or failed, and others live | it is started again after a pause |
-| the pause | 0.5 s; it doubles with each death of this group, up to 30 s, and is halved by each 30 s that a life has trained. While few are alive (half of the groups of this machine, or one) it is 0.5 s |
+| the pause | 0.5 s; it doubles with each death of this group, up to 30 s, and is halved by each 30 s that a life has trained. While few are alive (half of the groups of this machine, or one) it is 0.5 s. Where it would be 0.5 s it is left out, if the life that ended has trained for 5 s |
 | all have ended with the same error, or crashed by the same signal, at the same step | an error of the script: the job ends, whatever the order of exits. If other machines train too, or all were killed from outside (SIGKILL, SIGTERM ...): the second time in a row |
 | an error, and no other group is alive that has not failed itself | an error of the script, too |
 | `max_restarts` deaths of a group within an hour | it is given up; None: no limit |
@@ -91,6 +91,7 @@ class RestartPolicy:
         elsewhere: other supervisors have replica groups of this job.
         fruitless: so many deaths of a group without a step in between are too many.
         healthy_s: training for so long halves the next pause.
+        settled_s: after a life that has trained for so long, the first pause is left out.
     """
 
     max_restarts: int | None = None
@@ -99,6 +100,7 @@ class RestartPolicy:
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
     healthy_s: float = 30.0
+    settled_s: float = 5.0
     fruitless: int = 10
 
     def after(
@@ -158,8 +160,11 @@ class RestartPolicy:
     def _pause(self, mine: History, count: int, alive: int) -> Again:
         death, before = mine[-1], mine[-2].level if len(mine) > 1 else -1
         level = max(-1, before - int(death.trained_s / self.healthy_s))
+        first_s = 0.0 if death.trained_s >= self.settled_s else self.first_pause_s
         few = not self.elsewhere and alive <= max(1, count // 2)
         if few:
-            return Again(self.first_pause_s, level)
+            return Again(first_s, level)
+        if level < 0:
+            return Again(first_s, 0)
         pause_s = min(self.first_pause_s * 2 ** min(level + 1, 30), self.longest_pause_s)
         return Again(pause_s, level + 1)

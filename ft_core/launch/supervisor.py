@@ -28,6 +28,7 @@ from types import FrameType
 
 from ft_core.launch.board import DUMP_SIGNAL, Board
 from ft_core.launch.restarts import REMEMBERED, Again, Death, GiveUp, History, RestartPolicy
+from ft_core.launch.warm.starter import WarmStarter
 
 STOP_TIMEOUT_S = 30.0
 DUMP_S = 1.0
@@ -276,6 +277,7 @@ def supervise(
     elsewhere: bool = False,
     speaker: str = "ft",
     on_given_up: Callable[[int], None] | None = None,
+    warm: WarmStarter | None = None,
 ) -> int:
     """Run `count` processes of `command` until all have ended; returns this process's exit code.
 
@@ -292,23 +294,21 @@ def supervise(
         speaker: what the lines on stderr begin with.
         on_given_up: called, in a thread of its own, with the number of a replica group of which no
             process will run again, unless its training is complete. `tell_lighthouse` makes one.
+        warm: starts the processes, and is closed; None: they are started cold.
     """
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     board = Board(count, whole=not elsewhere)
     children = [Child(i, first + i) for i in range(count)]
     roster = Roster(RestartPolicy(max_restarts, elsewhere), min_alive, children)
+    popen = subprocess.Popen if warm is None else warm.popen
 
     def start(child: Child) -> None:
         board.clear(child.index)
         # A process group of its own, so that the terminal's Ctrl-C reaches it only through us.
         env = {**environment(child.index, child.restarts), **board.environment(child.index)}
-        child.process = subprocess.Popen(
-            command, env=env, process_group=0, pass_fds=board.descriptors
-        )
-        waiter = threading.Thread(
-            target=_wait, args=(child.index, child.process, events), daemon=True
-        )
-        waiter.start()
+        child.process = popen(command, env=env, process_group=0, pass_fds=board.descriptors)
+        waiting = (child.index, child.process, events)
+        threading.Thread(target=_wait, args=waiting, daemon=True).start()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         events.put(_Signalled(number))
@@ -331,6 +331,8 @@ def supervise(
             for teller in tellers:
                 teller.join(TELL_TIMEOUT_S)
         _signal_all(roster, signal.SIGKILL)
+        if warm is not None:
+            warm.close()
         board.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)

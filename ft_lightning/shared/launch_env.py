@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ ENV_DEVICE = "FT_LIGHTNING_DEVICE"
 ENV_NODE = "NODE_RANK"
 ENV_RESTARTS = "FT_LIGHTNING_RESTARTS"
 ENV_SUPERVISOR = "FT_LIGHTNING_SUPERVISOR"
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+"""In the order in which Lightning asks for them."""
 _OF_TORCHRUN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
@@ -169,6 +172,15 @@ def child_environment(
     if job_id and child.get(ENV_JOB, "") in ("", SHARED_JOB):
         child[ENV_JOB] = job_id
     return child
+
+
+def renew_rank() -> None:
+    """Let Lightning's `rank_zero_only` have the rank that the environment says, as an import of
+    Lightning does. For a process that was forked from one in which Lightning had been imported."""
+    known = sys.modules.get("lightning_utilities.core.rank_zero")
+    said = [os.environ[name] for name in _RANKS if name in os.environ]
+    if known is not None and hasattr(known.rank_zero_only, "rank"):
+        known.rank_zero_only.rank = int(said[0]) if said else 0
 
 
 def leave_torchrun() -> None:

@@ -19,7 +19,8 @@ from ft_core.environment import new_job_id
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
 from ft_core.launch.supervisor import OVER_EXIT_CODE, die_with, supervise, tell_lighthouse
-from ft_lightning.shared.launch_env import ENV_SUPERVISOR, child_environment
+from ft_core.launch.warm.starter import warm_starts
+from ft_lightning.shared.launch_env import ENV_SUPERVISOR, child_environment, renew_rank
 from ft_lightning.shared.topology import Scope
 from lighthouse.errors import LighthouseUnavailable, TrainingOver
 
@@ -31,14 +32,17 @@ class SupervisorLauncher:
     """What Lightning calls instead of the user's run; it has the interface of its `_Launcher`.
 
     If `job` names no lighthouse, this process runs one for as long as it lives. `max_restarts`: see
-    `RestartPolicy`.
+    `RestartPolicy`. `warm_start`: fork a replica group that is started again from a template.
     """
 
     is_interactive_compatible = True
     """So that it is `launch` which says why there is nothing to start in a notebook."""
 
-    def __init__(self, scope: Scope, job: JobOptions, max_restarts: int | None) -> None:
+    def __init__(
+        self, scope: Scope, job: JobOptions, max_restarts: int | None, *, warm_start: bool = True
+    ) -> None:
         self._scope, self._job, self._max_restarts = scope, job, max_restarts
+        self._warm_start = warm_start
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
@@ -80,6 +84,7 @@ class SupervisorLauncher:
                 max_restarts=self._max_restarts,
                 speaker="ft_lightning",
                 on_given_up=tell_lighthouse(address, job_id),
+                warm=warm_starts(self._warm_start, renew=[f"{renew_rank.__module__}:renew_rank"]),
             )
         finally:
             if server is not None:

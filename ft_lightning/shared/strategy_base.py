@@ -66,6 +66,7 @@ class Options:
     group_size: int | None = None
     validation: str = "replicated"
     resume: bool = True
+    warm_start: bool = True
 
     def __post_init__(self) -> None:
         mine = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -190,6 +191,7 @@ class StrategyBase(_Base):
         group_size: int | None = None,
         validation: Literal["replicated", "sharded"] = "replicated",
         resume: bool = True,
+        warm_start: bool = True,
         **kwargs: Any,
     ) -> None:
         """Take the options. Raises ValueError, in one sentence, for those that cannot work.
@@ -219,6 +221,9 @@ class StrategyBase(_Base):
                 only): the groups divide it; metrics are those of all of it, also if a group dies.
             resume: after all processes of the job have ended, a fit without a ckpt_path goes on from
                 the newest whole checkpoint that this job has written (Trainer only).
+            warm_start: a replica group that died is started again within a fraction of a second, from
+                a process that has imported the libraries (if ``devices=N`` starts the groups).
+                FT_WARM_START=0 switches it off, too.
             **kwargs: options of :class:`DDPStrategy` and of torch's DistributedDataParallel.
         """
         said = locals()
@@ -358,7 +363,12 @@ class StrategyBase(_Base):
             live_with_group(self.scope)
             self._launcher = None
         else:
-            self._launcher = SupervisorLauncher(self.scope, self._job, self._options.max_restarts)
+            self._launcher = SupervisorLauncher(
+                self.scope,
+                self._job,
+                self._options.max_restarts,
+                warm_start=self._options.warm_start,
+            )
 
     # ------------------------------------------------------------------ the manager
 

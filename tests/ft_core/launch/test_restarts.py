@@ -50,7 +50,21 @@ def test_the_pause_grows_and_shrinks_with_healthy_time() -> None:
         job.train(5)
         pauses.append(pause(job.dies(1, KILLED, step=int(job.commits), trained_s=trained_s)))
         job.returns(1)
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 2.0, 0.5]
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_the_first_pause_is_left_out_after_a_life_that_has_trained(others: int) -> None:
+    """And only that one: a group that trains for some seconds and dies, again and again, waits."""
+    job, pauses = Job(1 + others), []
+    for trained_s in (4.9, 5.0, 5.0, 5.0, 60.0, 60.0, 60.0):
+        job.train(5)
+        pauses.append(pause(job.dies(1, KILLED, step=int(job.commits), trained_s=trained_s)))
+        job.returns(1)
+    if others == 1:  # few are alive: the pause does not grow
+        assert pauses == [0.5, *[0.0] * 6]
+    else:
+        assert pauses == [0.5, 1.0, 2.0, 4.0, 2.0, 1.0, 0.0]
 
 
 def test_the_pause_has_an_end() -> None:

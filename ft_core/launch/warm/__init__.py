@@ -1,0 +1,1 @@
+"""Warm starts: replacements are forked from a template process that has imported the libraries."""
