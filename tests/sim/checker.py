@@ -117,6 +117,7 @@ class Checker:
     holders: dict[Position, set[str]] = field(default_factory=dict)
     noes: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     yes: dict[tuple[int, int], set[str]] = field(default_factory=dict)
+    settled: set[tuple[int, int]] = field(default_factory=set)  # committed by F5
     ballots: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     told: dict[tuple[int, int], dict[str, bool]] = field(default_factory=dict)
     controls: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -332,7 +333,9 @@ class Checker:
             return
         birth = self.births[quorum_id]
         some_away = not birth.rests_on.union(birth.members) <= set(self.newest.members)
-        forgotten = self.life() != birth.life and some_away
+        if self.life() != birth.life and some_away:
+            self.settled.add((quorum_id, step))  # those that were away hear of it later
+        forgotten = (quorum_id, step) in self.settled
         for replica_id, voted_at in self.noes.get((quorum_id, step), {}).items():
             removed = replica_id in self.expelled or replica_id in self.cut_since(voted_at)
             against = replica_id in self.living() and not removed and not forgotten
