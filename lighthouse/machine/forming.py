@@ -150,16 +150,18 @@ class Forming:
     def reach_reported(self, report: ReachReport, live: Ballot | None, now: float) -> str:
         """A member could not connect to others, or says whether it can by now. Returns why the process
         group of `live` can't be made; empty: this says nothing of it."""
-        silence, unheard = report.silence, []
+        silence, unheard = report.silence, set()
         if live is None or report.replica_id not in live.living:
             silence = None  # it is in no process group
         if silence and live and silence.quorum_id == live.quorum_id:
             unheard = self._silences.said(report.replica_id, silence, now)
-        self.pairs.reported(report.replica_id, (*report.missed, *unheard), report.reached, now)
+        self.pairs.reported(report.replica_id, report.missed, report.reached, now)
+        if unheard:
+            self.pairs.silent(unheard, now)
         self._explain_left_out(now)
-        if not unheard:
-            return ""
-        return f"it can connect to {', '.join(map(name_of, unheard))}, but nothing gets through"
+        others = {end for pair in unheard if report.replica_id in pair for end in pair}
+        names = map(name_of, sorted(others - {report.replica_id}))
+        return f"it can connect to {', '.join(names)}, but nothing gets through" if unheard else ""
 
     def ask_pairs(self, now: float) -> list[tuple[MemberState, MemberState]]:
         """(asked, to reach): who is to connect to which other member now, and say whether it can."""

@@ -13,13 +13,18 @@ D1  A member whose process group can't be made names the members that it could n
     nothing, again and again. Silence has two ends: the pair is bad when each has named the other and
     has spoken after the other did, so that none is just slow or stopped; or when one has named an
     end for three seconds that spoke after these, and hears of it. One end's silence says nothing.
+    A quorum ends of the first such pair. All others whose ends name each other, or that have been
+    silent in one direction for two seconds, go with it: found one by one, each would cost a quorum.
 D2  No quorum holds a bad pair. Left out is the member with the most bad pairs; of several with
     equally many one that is behind; then the last in rank order; and so on until no bad pair is
-    left. The last member that holds the newest state stays.
+    left. Where fewer members suffice, as few as possible are left out (within
+    `MOST_WEIGHED`). The last member that holds the newest state stays.
 D3  A bad pair rests for 1 s, then both ends are asked to connect to each other. If both can, they
     may be in one quorum again. Else it rests for twice as long, up to 60 s. An end that does not
     answer is asked again, since a message may be lost. So a standing cut costs no quorum. After 16
-    commits together the pair's failures are forgotten.
+    commits together the pair's failures are forgotten. A pair that is silent can connect, so
+    that only a quorum can try it, and a failure costs seconds: its first rest is 4 s, and all such
+    pairs rest for as long as the one that has failed most often, so that one quorum tries all.
 D4  A quorum that ends before any member has started a collective, for the second time in a row and
     with the same members, is formed again after a pause: 50 ms, 100 ms .. 5 s (`forming.py`). So no
     fault, known or not, makes quorums follow each other in a hot loop.
@@ -28,8 +33,9 @@ D4  A quorum that ends before any member has started a collective, for the secon
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import combinations, islice
 
 from lighthouse.machine.members import MemberState
 from lighthouse.wire.messages import NO_QUORUM, Silence
@@ -38,6 +44,7 @@ Pair = frozenset[str]
 """The replica_ids of both ends; one only: a member that can't make a process group at all."""
 
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+FIRST_SILENT_REST_S = 4.0
 ANSWER_S = 5.0
 """How long an end may take to say whether it can connect, before it is asked again."""
 COMMITS_TO_FORGET = 16
@@ -46,6 +53,10 @@ MOST_PAIRS = 4_096
 nothing."""
 ONE_WAY_S = 3.0
 """More than a report needs to arrive, so that one which is out of date makes no pair bad."""
+ONE_WAY_ALSO_S = 2.0
+"""The same, where another pair is known to be silent."""
+MOST_WEIGHED = 20_000
+"""Times bad pairs: choices of members to leave out that are looked at."""
 MOST_NAMES = 4
 
 
@@ -54,8 +65,33 @@ def leave_out(
 ) -> dict[str, list[str]]:
     """D2: those of `order` (replica_ids in rank order) to leave out, each with the members that it
     can't reach. `behind`: those that do not hold the newest state."""
+    pairs = {pair for pair in bad if pair <= set(order)}
+    left = _one_by_one(order, pairs, behind)
+    return _fewer(order, pairs, behind, len(left)) or left
+
+
+def _fewer(
+    order: Sequence[str], pairs: Set[Pair], behind: Collection[str], most: int
+) -> dict[str, list[str]]:
+    """The same with fewer members than `most`; empty: there is no such choice."""
+    ends = {end for pair in pairs for end in pair}
+    holders = set(order).difference(behind)
+    worst_first = sorted((e for e in order[::-1] if e in ends), key=lambda end: end not in behind)
+    choices = (c for count in range(1, most) for c in combinations(worst_first, count))
+    for choice in islice(choices, MOST_WEIGHED // max(1, len(pairs))):
+        if all(pair.intersection(choice) for pair in pairs) and not holders <= set(choice):
+            return {
+                end: [o for o in order if o != end and frozenset((end, o)) in pairs]
+                for end in choice
+            }
+    return {}
+
+
+def _one_by_one(
+    order: Sequence[str], bad: Set[Pair], behind: Collection[str]
+) -> dict[str, list[str]]:
     rank = {replica_id: index for index, replica_id in enumerate(order)}
-    left, pairs = {}, {pair for pair in bad if pair <= rank.keys()}
+    left, pairs = {}, set(bad)
     holders = set(order).difference(behind)
     while pairs:
         degree = Counter(end for pair in pairs for end in pair)
@@ -82,21 +118,24 @@ class BadPair:
         failures: how often it has failed.
         until: when its rest is over, or when the answers must be there.
         asked: the ends that have not answered yet; empty: it rests, or is good again.
-        good: both ends could connect since.
-        commits: how many were made together since then.
+        good: both ends could connect since, or have rested if it is `silent`.
+        silent: its ends can connect, and nothing gets through.
+        commits: how many were made together since it is good.
     """
 
     failures: int = 0
     until: float = 0.0
     asked: set[str] = field(default_factory=set)
     good: bool = False
+    silent: bool = False
     commits: int = 0
 
-    def fail(self, now: float) -> None:
+    def fail(self, now: float, *, silent: bool = False) -> None:
         """It has failed (again): it rests."""
-        rest_s = min(FIRST_REST_S * 2.0 ** min(self.failures, 16), LONGEST_REST_S)
+        first_s = FIRST_SILENT_REST_S if silent else FIRST_REST_S
+        rest_s = min(first_s * 2.0 ** min(self.failures, 16), LONGEST_REST_S)
         self.failures, self.until = self.failures + 1, now + rest_s
-        self.good, self.commits = False, 0
+        self.good, self.silent, self.commits = False, silent, 0
         self.asked.clear()
 
 
@@ -121,20 +160,27 @@ class Silences:
         self._quorum_id = NO_QUORUM
         self._said: dict[Place, _Said] = {}
 
-    def said(self, replica_id: str, silence: Silence, now: float) -> list[str]:
-        """The members of which this rank hears nothing since nothing gets through."""
+    def said(self, replica_id: str, silence: Silence, now: float) -> set[Pair]:
+        """The pairs between which nothing gets through, if this rank's word shows one."""
         if silence.quorum_id != self._quorum_id:
             self._quorum_id = silence.quorum_id
             self._said.clear()
         mine = replica_id, silence.rank
         before = self._said.get(mine)
         if before is None and len(self._said) >= MOST_PAIRS:
-            return []
+            return set()
         first, since = (now, {}) if before is None else (before.first, before.named)
         places = zip(silence.members, silence.ranks, strict=True)
         named = {place: since.get(place, now) for place in places}
         self._said[mine] = _Said(first, now, named)
-        return sorted({other[0] for other in named if self._apart(mine, other, now)})
+        if not any(self._apart(mine, other, now) for other in named):
+            return set()
+        return {
+            frozenset((one[0], other[0]))
+            for one, said in self._said.items()
+            for other in said.named
+            if self._also_apart(one, other)
+        }
 
     def _apart(self, mine: Place, other: Place, now: float) -> bool:
         theirs, since = self._said.get(other), self._said[mine].named[other]
@@ -143,6 +189,13 @@ class Silences:
         if mine in theirs.named:
             return theirs.last > since and now > theirs.named[mine]
         return theirs.last >= max(since, theirs.first) + ONE_WAY_S
+
+    def _also_apart(self, one: Place, other: Place) -> bool:
+        """The same, where another pair is."""
+        theirs, since = self._said.get(other), self._said[one].named[other]
+        if theirs is None:
+            return False
+        return one in theirs.named or theirs.last >= max(since, theirs.first) + ONE_WAY_ALSO_S
 
 
 class Pairs:
@@ -182,6 +235,17 @@ class Pairs:
         while len(self._pairs) > MOST_PAIRS:
             del self._pairs[next(iter(self._pairs))]
 
+    def silent(self, pairs: Collection[Pair], now: float) -> None:
+        """D1, D3: the ends of `pairs` can connect, and nothing gets through."""
+        self._changed = True
+        for pair in sorted(pairs, key=sorted):
+            if pair <= self._here.keys():
+                self._pairs.setdefault(pair, BadPair()).fail(now, silent=True)
+        resting = [known for known in self._pairs.values() if known.silent and not known.good]
+        until = max((known.until for known in resting), default=now)
+        for known in resting:
+            known.until = until
+
     def committed(self, members: Collection[str]) -> None:
         """`members` have made a commit together, so all of them can connect."""
         self._changed = True
@@ -201,7 +265,7 @@ class Pairs:
                 continue
             if not pair <= self._here.keys():
                 del self._pairs[pair]  # an end is gone; one that returns is found out again
-            elif len(pair) == 1:
+            elif known.silent or len(pair) == 1:
                 known.good = True
             else:
                 known.asked, known.until = known.asked or set(pair), now + ANSWER_S

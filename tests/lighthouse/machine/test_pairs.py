@@ -45,8 +45,8 @@ def every_graph(count: int) -> list[frozenset[Pair]]:
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_what_is_left_can_connect(count: int) -> None:
     """For every graph of bad pairs, and with any one member behind or not."""
-    order, best, graphs = NAMES[:count], 0, every_graph(count)
-    for bad in graphs:
+    order = NAMES[:count]
+    for bad in every_graph(count):
         for behind in ((), (order[0],), tuple(order[1:])):
             left = leave_out(order, bad, behind)
             kept = [m for m in order if m not in left]
@@ -63,9 +63,7 @@ def test_what_is_left_can_connect(count: int) -> None:
             for some in combinations(order, size)
             if not any(pair <= set(some) for pair in bad)
         )
-        assert kept_all >= largest - 1
-        best += kept_all == largest
-    assert best >= 0.9 * len(graphs)  # the rule is simple rather than perfect
+        assert kept_all == largest
 
 
 def test_ties_are_for_the_up_to_date_and_the_first() -> None:
