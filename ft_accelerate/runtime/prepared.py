@@ -38,6 +38,11 @@ class Prepared:
         return [wrapper.optimizer for each in all_ for wrapper in each._optimizers]
 
     @property
+    def registered(self) -> list[Any]:
+        """What the script has registered for checkpointing."""
+        return [thing for each in self.accelerators.values() for thing in each._custom_objects]
+
+    @property
     def models(self) -> int:
         """How many models were prepared, with those that are gone."""
         return len(self._models)

@@ -35,6 +35,7 @@ from ft_accelerate.runtime.checked_collectives import (
     Diverged,
     Kind,
 )
+from ft_accelerate.runtime.frozen import freeze, thaw
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.prepared import Prepared
@@ -300,6 +301,7 @@ class Runtime:
             self._tell(text)
 
     def _restore(self, *, models: bool) -> None:
+        thaw(self.prepared.registered)
         if self._healed is not None:
             states.restore(self.prepared.accelerators, self._healed, models=models)
 
@@ -590,8 +592,10 @@ class Runtime:
         if target.begun > self.position.begun:
             raise TrainingOver(LATER)
         self._healed = state
-        states.restore(self.prepared.accelerators, state, models=True)
+        self._restore(models=True)
         self.position.relocate(target)
+        if self.position.remembers:
+            freeze(self.prepared.registered)
         log.info(
             "healed; the others are in pass %s over the loaders, batch %s",
             *(target.window or (0, 0)),

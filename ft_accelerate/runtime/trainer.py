@@ -41,6 +41,7 @@ from ft_accelerate.options import is_enabled
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
+from ft_accelerate.runtime.frozen import FollowsTheScript
 from ft_accelerate.runtime.process import unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.succession import owed_hooks
@@ -305,7 +306,7 @@ def _published_by_any(runtime: Runtime, published: bool) -> bool:
 # ------------------------------------------------------------------ the state
 
 
-class SharedTrainerState:
+class SharedTrainerState(FollowsTheScript):
     """A Trainer's state besides Accelerate's objects, as plain data. The loop's thread only.
 
     A peer's state is kept until this process has arrived at the peer's position, and loaded then: in

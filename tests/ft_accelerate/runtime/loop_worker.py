@@ -42,6 +42,7 @@ OPTIONS: dict[str, Any] = {
     "save": 0,  # save_state each so many steps
     "seedable": False,
     "prepare_data": True,
+    "losses": [],  # of the evaluations: the best is saved, and after two worse ones the loop ends
     "local": "",  # "stock": accelerate's LocalSGD; "local_sgd", "diloco": ours
     "local_steps": 5,
     "diloco": {"fragments": 2, "codec": "int8"},
@@ -76,6 +77,26 @@ class Average:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value, self.count = state["value"], state["count"]
+
+
+class Best:
+    """Early stopping and the best metric, as scripts write them, in a registered object."""
+
+    def __init__(self) -> None:
+        self.loss, self.worse = 1e9, 0
+
+    def improves(self, loss: float) -> bool:
+        if loss < self.loss:
+            self.loss, self.worse = loss, 0
+            return True
+        self.worse += 1
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss": self.loss, "worse": self.worse}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loss, self.worse = state["loss"], state["worse"]
 
 
 def loaders(options: dict[str, Any]) -> tuple[Any, Any]:
@@ -193,7 +214,8 @@ def run(options: dict[str, Any]) -> None:
         half=True,
     )
     average = Average()
-    accelerator.register_for_checkpointing(average)
+    best = Best()
+    accelerator.register_for_checkpointing(average, best)
     local = local_training(options, accelerator, model)
     global_step = 0
     accuracy = 0.0
@@ -244,6 +266,12 @@ def run(options: dict[str, Any]) -> None:
                     if options["save"] and global_step % options["save"] == 0:
                         accelerator.save_state(f"{options['log']}/checkpoint_{global_step}")
         accuracy = evaluate(accelerator, model, test, log, epoch)
+        if options["losses"]:
+            loss = options["losses"][epoch] if log.live else 1e6  # of an output from memory
+            if best.improves(loss):
+                accelerator.save({"loss": loss, "epoch": epoch}, f"{options['log']}/best.pt")
+            if best.worse == 2:
+                break
     accelerator.wait_for_everyone()
     log.end(
         step=global_step,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ft_accelerate.runtime.catch_up import BATCHES_A_S, GROWS, STAY_S, TELL_S, CatchUp
+from ft_accelerate.runtime.frozen import freeze, thaw
 from ft_accelerate.runtime.models import COPIED_BYTES, FaultTolerantModel
 from ft_accelerate.runtime.script_position import (
     COMPUTED_GRADS,
@@ -116,3 +117,30 @@ def test_remembered_outputs_have_a_graph_and_are_not_copied_if_they_are_large() 
     assert first["loss"].item() == 2.0 * COPIED_BYTES
     with torch.no_grad():
         assert not model(x)["loss"].requires_grad
+
+
+class Patience:
+    def __init__(self) -> None:
+        self.worse = 1
+
+    def __call__(self) -> bool:
+        self.worse += 1
+        return self.worse >= 2
+
+
+def test_a_frozen_object_keeps_its_attributes_and_its_type_until_it_is_thawed() -> None:
+    class Slots:
+        __slots__ = ("value",)
+
+    patience, slots = Patience(), Slots()
+    for _ in range(2):
+        freeze([patience, slots])
+    assert not patience()
+    assert isinstance(patience, Patience)
+    assert type(patience).__name__ == "Patience"
+    slots.value = 3
+    for _ in range(2):
+        thaw([patience, slots])
+    assert type(patience) is Patience
+    assert patience()
+    assert slots.value == 3

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from ft_accelerate.runtime.saved_position import FILE
 from lighthouse import LighthouseServer
@@ -140,6 +141,25 @@ def test_a_loop_whose_loader_is_not_prepared_is_led_to_its_peers(
     for key in ("digest", "step", "ticks", "lr", "count"):
         assert run.end(0)[key] == run.end(1)[key], key
     assert compare(run.lines(0), run.lines(1)) > STEPS
+
+
+def test_early_stopping_and_the_best_metric_outlive_the_death_of_each_process(
+    tmp_path: Path, lighthouse: str
+) -> None:
+    """They are in a registered object, which a script's past does not change."""
+    losses = [0.9, 0.5, 0.6, 0.3, 0.4, 0.2, 0.3, 0.25, 0.1, 0.1]
+    holds = ["eval-2", "step-80"]  # after one that is worse, and in the epoch after the fourth
+    options = {"losses": losses, "epochs": len(losses), "step_delay_s": 0.01}
+    with running(tmp_path, lighthouse, holds=holds, **options) as run:
+        zero, one = run.start(0), run.start(1)
+        one = run.killed_and_back(one, 1, hold="eval-2", of=0)
+        zero = run.killed_and_back(zero, 0, hold="step-80", of=1)
+        run.wait(zero, one)
+    for index in (0, 1):
+        assert run.end(index)["step"] == 8 * STEPS
+        assert run.evaluations(index, live=True)[-1]["epoch"] == 7
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+    assert torch.load(tmp_path / "best.pt") == {"loss": 0.2, "epoch": 5}
 
 
 def test_one_that_has_come_back_is_not_the_main_process_while_another_was_always_there(
