@@ -24,14 +24,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import arguments, report
 
 from lighthouse import LighthouseServer
 from tests.harness.trackers import in_csv, in_mlflow, in_tensorboard, in_wandb, make_mlflow
 
+ROOT = Path(__file__).resolve().parents[1]
 TRACKERS = ("csv", "tensorboard", "wandb", "mlflow")
 PAUSE_S, LOOK_S, LIMIT_S = 0.05, 15.0, 300.0
 STEPS, DEATHS = 900, (100, 450)  # the commits at which groups 0 and 1 are killed

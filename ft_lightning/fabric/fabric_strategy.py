@@ -174,6 +174,7 @@ class FTFabricMixin(FabricStepMixin):
         if self._manager is None:
             self._next_training()
             self._manager = self._make_manager()
+            self._narrate(lambda: self.progress.step)
             local_only = self._in_group.local_only()
             self._manager.set_state_dict_fns(local_only(self._load), local_only(self._state))
         return self._manager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from ft_core.telemetry import JsonlSink
 from ft_lightning.shared import trainings
 from ft_lightning.shared.launch_env import ENV_DEVICE, LaunchEnv
 from ft_lightning.shared.launcher import SupervisorLauncher, live_with_group
+from ft_lightning.shared.narrator import narrate
 from ft_lightning.shared.topology import Role, Scope, resolve
 from lighthouse.errors import TrainingOver
 
@@ -403,6 +405,11 @@ class StrategyBase(_Base):
         manager.register_schema("replica groups", str(scope.num_groups))
         manager.register_schema("processes a replica group", str(scope.group_size))
         return manager
+
+    def _narrate(self, step: Callable[[], int]) -> None:
+        """Tell the person who watches the terminal how the training goes. `step`: see `Narrator`."""
+        assert self._manager is not None and self._training is not None
+        narrate(self._manager, self.scope, self._training.lighthouse, step)
 
     def _refuse_if_over(self) -> None:
         """Raise TrainingOver if this group's peers are in a later training of the script. All ranks of

@@ -29,7 +29,7 @@ from enum import Enum
 from typing import Any
 
 from ft_lightning.trainer.batches import adopt, adopted, release
-from ft_lightning.trainer.tracker_stores import kind_of, last_steps, stored_name
+from ft_lightning.trainer.tracker_stores import kind_of, last_steps, prepare, stored_name
 
 log = logging.getLogger("ft_lightning")
 
@@ -245,6 +245,7 @@ class Loggers:
         try:
             for logger in trainer.loggers:
                 self._relays.append(Relay(logger, dummy))
+                prepare(logger)
         except TypeError:
             self.end()
             raise
@@ -280,7 +281,7 @@ class Loggers:
         """What came with a commit."""
         if not self._leads:
             adopt_log_places(self._trainer, told)
-        elif all(relay.part is not Part.OPENS for relay in self._relays):
+        elif all(relay.part is not Part.OPENS and is_known(relay.logger) for relay in self._relays):
             self._untold = False
 
 
@@ -298,6 +299,12 @@ def _place(logger: Any) -> dict[str, Any]:
     if "_id" in found and isinstance(run, str):
         place["_id"] = run
     return place
+
+
+def is_known(logger: Any) -> bool:
+    """Whether `_place` has all that others need: a run has an id once the logger is used."""
+    names = vars(logger).keys() & {"_id", "_run_id"}
+    return not names or not names.isdisjoint(_place(logger))
 
 
 def adopt_log_places(trainer: Any, told: Sequence[Any]) -> None:

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from ft_core.launch import board
 from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
@@ -39,7 +38,7 @@ from ft_lightning.trainer.batches import Batches, batches_done, check_counters
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
 from ft_lightning.trainer.loggers import Loggers
-from ft_lightning.trainer.reporting import Counts, announce, count, hide_from_bar, show_in_bar
+from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
 from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.skipped_hooks import SkippedHooks
 from ft_lightning.trainer.validation import Validation
@@ -213,14 +212,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._batches = Batches(self._from("fabric.utilities.data")._set_sampler_epoch)
         self._manager = self._make_manager()
         self.counts = count(self._manager, self.scope.num_groups)
-        lighthouse = self._training.lighthouse if self._training is not None else ""
-        announce(
-            self._manager,
-            trainer,
-            self.scope,
-            lighthouse or "this machine's",
-            supervised=board.slot().whole,
-        )
+        self._narrate(lambda: int(trainer.global_step))
         show_in_bar(trainer, self.counts, visible=self._shows_bar and self.scope.rank == 0)
         self._decisions = Decisions(trainer)
         self._driver = self._make_driver(trainer)

@@ -7,7 +7,9 @@ the logger. Any thread.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import importlib
 import os
 import re
 from pathlib import Path
@@ -15,11 +17,22 @@ from typing import Any
 
 from ft_core.launch import stored_runs
 
+_EVENT_FILES = "tensorboard.backend.event_processing.event_file_loader"
+
 
 def kind_of(logger: Any) -> str:
     """The class of Lightning's that this logger is one of; "": another one, of which nothing is known."""
     known = ("CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger")
     return next((cls.__name__ for cls in type(logger).__mro__ if cls.__name__ in known), "")
+
+
+def prepare(logger: Any) -> None:
+    """Import what the next leader needs to open this logger: beside the training, an import makes the loop
+    wait for a second or more. Before the first quorum. (wandb and MLflow are imported by their loggers.)"""
+    if kind_of(logger) == "TensorBoardLogger":
+        for name in ("torch.utils.tensorboard", _EVENT_FILES):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
 
 
 def last_steps(logger: Any) -> dict[str, int] | None:
@@ -57,12 +70,12 @@ def _in_csv(logger: Any) -> dict[str, int]:
 
 def _in_tensorboard(logger: Any) -> dict[str, int] | None:
     try:
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+        reader = importlib.import_module(_EVENT_FILES)
     except ImportError:  # tensorboardX writes, and there is nothing that reads
         return None
     last: dict[str, int] = {}
     for path in sorted(Path(logger.log_dir).glob("*tfevents*")):
-        for event in EventFileLoader(str(path)).Load():
+        for event in reader.EventFileLoader(str(path)).Load():
             for value in event.summary.value:
                 last[value.tag] = max(event.step, last.get(value.tag, 0))
     return last

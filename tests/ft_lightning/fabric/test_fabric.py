@@ -60,9 +60,8 @@ FABRIC_RUN = [FABRIC, "run", "--strategy", "ft_ddp", "--accelerator", "cpu", "--
 
 
 def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
-    """Replica group 1 is killed, comes back at its peer's place, gets a SIGTERM, comes back again.
-
-    Batches have two updates or one.
+    """Replica group 1 is killed, comes back at its peer's place, gets a SIGTERM, comes back again; a line
+    says so each time. Batches have two updates or one.
     """
     options: dict[str, Any] = {"worker": WORKER, "devices": 2, "epochs": 5}
     holds = ["step:18", "life:2", "step:33", "life:3", "validation:60"]
@@ -84,7 +83,10 @@ def test_killed_and_told_to_end_under_fabric_run(tmp_path: Path) -> None:
         run.begin_again(1, 3)
         run.go("validation:60")
         run.wait(main)
-        assert "replica group 1 failed with exit code 143; it is started again" in run.output()
+        printed = run.output()
+        assert "replica group 1 failed with exit code 143; it is started again" in printed
+        assert "ft_lightning: training with 2 of 2 replica groups; the lighthouse is " in printed
+        assert printed.count("ft_lightning: group 1 is back at step ") == 2
     alone = {line["step"]: line for line in run.lines(0)}
     lives = {pid: [x for x in run.lines(1) if x["pid"] == pid] for pid in run.lives(1)}
     assert lives[second][0]["step"] > 18

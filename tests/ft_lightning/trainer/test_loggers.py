@@ -198,6 +198,35 @@ def test_all_loggers_write_where_the_leader_does(tmp_path: Path) -> None:
     assert leader.loggers.news() == told  # a new quorum may have a new member
 
 
+def test_a_run_that_begins_with_the_first_row_is_told_then(tmp_path: Path) -> None:
+    """A module without hyperparameters: nothing opens the logger before the first step is committed."""
+
+    class Tracker(Logger):
+        """Has a run that begins when it is used, as wandb's and MLflow's loggers do."""
+
+        name, version = "tracker", None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._run_id: str | None = None
+
+        def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            self._run_id = self._run_id or "a run"
+
+    leader, other = Process(Tracker()), Process(Tracker())
+    for process in (leader, other):
+        process.meet(process is leader)
+    for step in range(3):  # the vote on a step comes before its row
+        told = leader.loggers.news()
+        assert (told is None) == (step == 2)
+        for process in (leader, other) if told is not None else ():
+            process.loggers.hear(told or [])
+        leader.log(True, {"loss": 1.0}, step)
+    assert log_places(other.trainer) == [{"_run_id": "a run"}]
+
+
 def test_a_copy_of_a_logger_is_of_its_own_class(tmp_path: Path) -> None:
     process = Process(CSVLogger(tmp_path, "csv"))
     (logger,) = process.trainer.loggers

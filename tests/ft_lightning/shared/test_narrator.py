@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, QUORUM, REVOKED, Event
-from ft_lightning.trainer.reporting import Narrator
+from ft_lightning.shared.narrator import Narrator
 
 
 class Told:

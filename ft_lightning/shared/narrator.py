@@ -1,0 +1,93 @@
+"""What a person who watches the terminal is told of a training: a line for each thing that happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ft_core.launch import board
+from ft_core.launch.supervisor import age_s, say
+from ft_core.manager import Manager
+from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, QUORUM, REVOKED, Event
+from ft_lightning.shared.topology import Scope
+from lighthouse.wire.messages import FINISHED, name_of
+
+TOLD_DISCARDS = (3, 10, 30, 100, 300, 1000)
+"""So many discards in a row are worth a line."""
+
+
+class Narrator:
+    """Tells the person who watches the terminal what has happened, a line each, as a sink of telemetry.
+
+    | line | of |
+    |---|---|
+    | how many replica groups train, and at which lighthouse | the first member |
+    | a group is gone: it died, left, or was evicted | the first member; not of deaths that the supervisor of all groups tells |
+    | a group is back | that group |
+    | a step is discarded again and again | the first member |
+
+    Args:
+        name, groups: of this replica group; how many there are meant to be.
+        step: optimizer steps that this process has committed, or taken from its peers.
+        deaths: whether to tell of deaths.
+
+    Thread: any, one at a time.
+    """
+
+    def __init__(
+        self, name: str, groups: int, lighthouse: str, step: Callable[[], int], *, deaths: bool
+    ) -> None:
+        self._name, self._groups, self._lighthouse = name, groups, lighthouse
+        self._step, self._deaths = step, deaths
+        self._members: set[str] = set()
+        self._why, self._healed, self._first, self._discards = "", False, False, 0
+        self._there_at = time.monotonic() - age_s()
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == COMMIT:
+            if self._healed and self._step():
+                away_s = time.monotonic() - self._there_at
+                self._say(
+                    f"group {self._name} is back at step {self._step():,} after {away_s:.1f} s"
+                )
+            self._healed, self._discards = False, 0
+            self._there_at = time.monotonic()
+        elif event.kind == HEAL_DONE:
+            self._healed = True
+        elif event.kind == REVOKED:
+            self._why = event.data["reason"]
+        elif event.kind == DISCARD:
+            self._discards += 1
+            if self._discards in TOLD_DISCARDS and self._first:
+                times, why = self._discards, event.data["reason"]
+                self._say(f"step {self._step():,} was discarded {times} times in a row: {why}")
+        elif event.kind == QUORUM:
+            self._in_quorum(event.data)
+
+    def _in_quorum(self, quorum: Mapping[str, Any]) -> None:
+        before, self._members = self._members, {name_of(m) for m in quorum["members"]}
+        why, self._why = self._why, ""
+        self._first = quorum["replica_rank"] == 0
+        if not self._first or self._name in map(name_of, quorum["healing"]):
+            return
+        count = f"{len(self._members)} of {self._groups} replica groups"
+        if not before:
+            self._say(f"training with {count}; the lighthouse is {self._lighthouse}")
+        for gone in sorted(before - self._members):
+            of, _, reason = why.partition(": ")
+            reason = reason if name_of(of) == gone else ""
+            if reason != f"left: {FINISHED}" and (self._deaths or "evicted" in reason):
+                self._say(f"group {gone} is gone ({reason or 'lost'}); {count} go on")
+
+    def _say(self, text: str) -> None:
+        say("ft_lightning", text)
+
+
+def narrate(manager: Manager, scope: Scope, lighthouse: str, step: Callable[[], int]) -> None:
+    """Tell what `manager` does from now on. `lighthouse`: its address, or "". `step`: see `Narrator`."""
+    if scope.num_groups > 1 and scope.group_rank == 0:
+        where = lighthouse or "this machine's"
+        deaths = not board.slot().whole  # else the supervisor of all groups tells of them
+        teller = Narrator(scope.name, scope.num_groups, where, step, deaths=deaths)
+        manager.telemetry.add_sink(teller)
