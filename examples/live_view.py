@@ -111,6 +111,7 @@ def summary_table(rows: list[Row], total_steps: int) -> Table:
         ("steps discarded", lambda row: str(row.discarded)),
         ("lost to the failure", lambda row: _ms(row.lost_ms)),
         ("  of it start of the process", lambda row: _ms(row.process_start_ms)),
+        ("from the kill to its next step that counts", lambda row: _ms(row.back_ms)),
         ("heal time", lambda row: "" if row.heal_ms is None else f"{row.heal_ms:.1f} ms"),
         ("heal bytes", lambda row: "" if row.heal_bytes is None else f"{row.heal_bytes:,}"),
         ("validation accuracy", lambda row: "" if row.accuracy is None else f"{row.accuracy:.3f}"),

@@ -19,6 +19,7 @@ class Row:
     discarded: int
     lost_ms: float | None
     process_start_ms: float | None
+    back_ms: float | None
     heal_ms: float | None
     heal_bytes: int | None
     digest: str
@@ -40,6 +41,7 @@ def summarize(run: Run) -> list[Row]:
                 discarded=sum(len(life.of_kind("discard")) for life in lives),
                 lost_ms=gap.lost_s * 1000 if gap else None,
                 process_start_ms=_start_ms(lives),
+                back_ms=_back_ms(run, lives),
                 heal_ms=heals[-1]["seconds"] * 1000 if heals else None,
                 heal_bytes=heals[-1]["bytes"] if heals else None,
                 digest=str(lives[-1].result.get("digest", "")),
@@ -82,6 +84,15 @@ def _start_ms(lives: list[Life]) -> float | None:
         return None
     first = next((e for e in lives[-1].events if e["kind"] in ("waiting", "quorum")), None)
     return None if first is None else (first["t"] - lives[-1].started_s) * 1000
+
+
+def _back_ms(run: Run, lives: list[Life]) -> float | None:
+    """From the kill to the first step to which the new process, and all others, have contributed."""
+    if len(lives) < 2 or run.kill_s is None:
+        return None
+    commits = lives[-1].of_kind("commit")
+    first = next((e for e in commits if e["participants"] == len(run.groups())), None)
+    return None if first is None else (first["t"] - run.kill_s) * 1000
 
 
 def _end_of(life: Life) -> str:

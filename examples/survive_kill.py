@@ -3,7 +3,8 @@
 Kills a training process and shows that the training continues.
 
 1. Starts a lighthouse and three replica groups, each a process of examples/train_lightning.py.
-2. Sends SIGKILL to one of them in mid-run, and restarts it at once.
+2. Sends SIGKILL to one of them in mid-run, and restarts it at once: it is forked from a template that has
+   imported the libraries, as supervisors do it (FT_WARM_START=0: a new Python process).
 3. The survivors continue without it; it comes back, heals from them, and participates again.
 4. Prints what each group lost, compares the weights of all groups, and draws the run's timeline.
 
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from run_record import faults_of, summarize
 
 from ft_core.launch.run_record import Life, Run
 from ft_core.launch.timeline import draw
+from ft_core.launch.warm.starter import warm_starts
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from lighthouse.machine.job import Note
@@ -61,7 +64,10 @@ def main() -> int:
     run.ended_s = time.time()
     picture = options.out / "timeline.png"
     draw(run, picture)
-    view.console.print(summary_table(summarize(run), run.committed_steps()))
+    rows = summarize(run)
+    view.console.print(summary_table(rows, run.committed_steps()))
+    figures = {"template_mib": demo.template_mib, "groups": [asdict(row) for row in rows]}
+    (options.out / "summary.json").write_text(json.dumps(figures, indent=2) + "\n")
     view.console.print(f"timeline: {picture}")
     faults = faults_of(run) if in_time else [f"not done after {options.limit:g} s"]
     for fault in faults:
@@ -98,6 +104,9 @@ class Demo:
     def __init__(self, options: argparse.Namespace, run: Run, view: View, lighthouse: str) -> None:
         self._options, self._run, self._view = options, run, view
         self._lighthouse = lighthouse
+        self._warm = warm_starts(True)
+        self._popen = subprocess.Popen if self._warm is None else self._warm.popen
+        self.template_mib: float | None = None
         self._victim = options.replicas - 1
         self._changed = threading.Condition()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -122,6 +131,8 @@ class Demo:
             if process.poll() is None:
                 process.kill()
             process.wait()
+        if self._warm is not None:
+            self._warm.close()
 
     def _over(self) -> bool:
         return all(life.returncode is not None and not life.killed for life in self._newest())
@@ -147,7 +158,7 @@ class Demo:
                    "--step-delay", str(self._options.step_delay),
                    "--out", str(self._result_path(group))]  # fmt: skip
         with (self._options.out / f"group-{group}-{number}.txt").open("wb") as output:
-            process = subprocess.Popen(
+            process = self._popen(
                 command, env=env, pass_fds=(writing,), stdout=output, stderr=subprocess.STDOUT
             )
         os.close(writing)
@@ -191,12 +202,20 @@ class Demo:
         """Where a process writes the digest of its final weights."""
         return Path(self._options.out / f"result-{group}.json")
 
+    def _may_kill(self, step: int) -> bool:
+        """Reader's thread: not while the template is made, unless that takes as long again."""
+        if self._warm is not None:
+            if not self._warm.wait_ready(0.0) and step < 2 * self._options.kill_at:
+                return False
+            self.template_mib = proportional_mib(self._warm.template_pid)
+        return True
+
     def _look_at(self, life: Life, process: subprocess.Popen[bytes], event: dict[str, Any]) -> None:
         """Reader's thread: kill the victim at its step, and report the event."""
         kind, say, group = event["kind"], self._view.say, f"replica group {life.group}"
         if kind == "commit":
             due = event["step"] >= self._options.kill_at and self._run.kill_s is None
-            if due and life.group == self._victim:
+            if due and life.group == self._victim and self._may_kill(event["step"]):
                 time.sleep(self._options.step_delay * KILL_AFTER)
                 self._run.victim, self._run.kill_s, life.killed = life.group, time.time(), True
                 process.kill()
@@ -215,6 +234,16 @@ class Demo:
         elif kind == "heal_done":
             say(f"{group}: healed, {event['bytes']:,} bytes in {event['seconds'] * 1e3:.1f} ms",
                 "bold green")  # fmt: skip
+
+
+def proportional_mib(pid: int) -> float | None:
+    """The memory of a process, its shared pages divided by the number of processes that share them."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return None
+    sizes = [line.split()[1] for line in text.splitlines() if line.startswith("Pss:")]
+    return int(sizes[0]) / 1024 if sizes else None
 
 
 def _short(reason: str) -> str:
