@@ -24,7 +24,7 @@ from ft_core.launch.board import slot
 from ft_core.launch.warm.learn import report
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
-from ft_core.replica.status import Attempt, Outcome, ReplicaStatus, Stage
+from ft_core.replica.status import Attempt, Outcome, RanksHold, ReplicaStatus, Stage
 from ft_core.shell.session import Session
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
@@ -99,7 +99,8 @@ class Attempts:
         limit_s = self._options.quorum_timeout_s
         self._quorum_wait_s = limit_s if timeout is None else timeout.total_seconds()
         in_step = self._options.async_quorum
-        if in_step and self._options.group_world_size == 1:  # saving may be a collective
+        shards = self._options.ranks_hold is RanksHold.SHARDS
+        if in_step and (shards or self._options.group_world_size == 1):  # no collective saves a shard
             before = session.control.status
             self._state.offer(behind=before.stage is not Stage.MEMBER or before.healing)
         status = session.control.submit(events.Begin(heal_in_step=in_step))

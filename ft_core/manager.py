@@ -53,7 +53,8 @@ class Manager:
         pg: the process group that spans this `group_rank` of all replica groups.
         load_state_dict: puts a healed state in place. None: see `register_state_dict_fn`.
         state_dict: gives the state that a healing peer needs: everything that a checkpoint would
-            hold. Called at the start of a step, in the loop's thread, when a peer must heal.
+            hold. Called at the start of a step, in the loop's thread, when a peer must heal. In a
+            group whose ranks hold shards it returns this rank's, and calls no collective.
         min_replica_size: a step with fewer participants is not committed, and no quorum forms
             with fewer members.
         use_async_quorum: True: `start_quorum` returns at once; a healing member computes its first

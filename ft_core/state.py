@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ft_core.heal import UnsupportedObjectError, digest, objects, pack
+from ft_core.heal.shardings import Sharding, dtensor_type, local_part, shardings
 from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
 from ft_core.replica.status import INITIAL
 from ft_core.shell.session import Session
@@ -68,6 +69,7 @@ class State:
         self._in_place = True
         self._offered: dict[str, Any] | None = None
         self._received: Versions = []
+        self._shardings: list[Sharding] = []
 
     def register(self, key: str, load: Load, save: Save, *, in_place: bool = True) -> None:
         """Add or replace a part. `in_place` False: its owner also reads it during a step that
@@ -168,6 +170,7 @@ class State:
         self._offered = None
         if self._in_place and behind:
             tree = self._tree(without=self._read_in_step)
+            self._shardings = shardings(tree)
             self._offered = tree_map(_if_large, tree) if _versions(tree) else None
 
     def load(self, session: Session) -> None:
@@ -198,14 +201,14 @@ class State:
         self._received = []
         offered = self._offered
         if in_step and offered is None:
-            return None
+            return {"shardings": self._shardings} if self._shardings else None
         if not session.control.submit(Overwrite(in_step)).overwriting:
             return None
         if in_step:
             # The loop may run: what it changes before this is overwritten, and later is noticed.
             self._received = _versions(offered)
         tree = offered if in_step else self._tree()
-        return {"user": tree, "batches_committed": 0}
+        return {"user": tree, "batches_committed": 0, "shardings": self._shardings}
 
     def _tree(self, without: Set[str] = frozenset()) -> dict[str, Any]:
         """The tensors into which a state may be received, by part."""
@@ -216,7 +219,8 @@ class State:
 
 
 def _if_large(leaf: Any) -> Tensor | None:
-    large = isinstance(leaf, Tensor) and leaf.nbytes >= LARGE_BYTES and leaf.is_contiguous()
+    part = local_part(leaf) if isinstance(leaf, Tensor) else None
+    large = part is not None and part.nbytes >= LARGE_BYTES and part.is_contiguous()
     return leaf if large else None
 
 
@@ -225,7 +229,8 @@ def _versions(tree: Any) -> Versions:
     found: Versions = []
     for leaf in tree_leaves(tree):
         if (large := _if_large(leaf)) is not None:
-            found.append((large, large._version))
+            part = local_part(large)  # which counts its changes, whatever DTensor has made them
+            found.append((part, part._version))
         elif within := objects.inside(leaf):
             found += _versions(within)
     return found
@@ -239,7 +244,7 @@ def _unchanged(versions: Versions) -> bool:
 
 
 class PreallocatedState:
-    """What `optimizer.state` will be after its first step, in memory, on the CPU. Training thread."""
+    """What `optimizer.state` will be after its first step, in memory. Training thread."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -255,9 +260,10 @@ class PreallocatedState:
             log.debug("no memory is prepared for %s: %s", type(self._optimizer).__name__, error)
             return
         large = [t for s in shapes.values() for t in s.values() if _is_meta(t)]
-        if sum(tensor.nbytes for tensor in large) >= PREALLOCATE_BYTES:
+        sharded = any(local_part(parameter) is not parameter for parameter in shapes)
+        if sharded or sum(tensor.nbytes for tensor in large) >= PREALLOCATE_BYTES:
             self._spare = {
-                parameter: {key: _allocated(value) for key, value in values.items()}
+                parameter: {key: _allocated(value, parameter) for key, value in values.items()}
                 for parameter, values in shapes.items()
             }
 
@@ -297,23 +303,41 @@ def _foresee(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
         mine = group | {key: value for key, value in plain.items() if key in group}
         mine["params"] = []
         for parameter in group["params"]:
-            if type(parameter) not in (Tensor, nn.Parameter) or parameter.device.type != "cpu":
-                raise ValueError(f"a {type(parameter).__name__} on {parameter.device}")
-            meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            if type(parameter) not in (Tensor, nn.Parameter, dtensor_type()):
+                raise ValueError(f"a {type(parameter).__name__}")
+            if parameter.device.type not in ("cpu", "cuda"):
+                raise ValueError(f"a parameter on {parameter.device}")
+            part = local_part(parameter).detach()
+            meta = nn.Parameter(torch.empty_like(part, device="meta"), requires_grad=False)
             meta.grad = torch.empty_like(meta) if parameter.requires_grad else None
             twins[meta] = parameter
             mine["params"].append(meta)
         twin.param_groups.append(mine)
     type(optimizer).step(twin)
+    for meta, values in twin.state.items():
+        if local_part(twins[meta]) is not twins[meta]:
+            _check_shapes(meta, values)
     return {twins[meta]: values for meta, values in twin.state.items()}
+
+
+def _check_shapes(part: Tensor, values: dict[str, Any]) -> None:
+    """Raise ValueError if something in a shard's state is not sharded as the shard is."""
+    for key, value in values.items():
+        if _is_meta(value) and value.shape != part.shape:
+            raise ValueError(f"{key} of {tuple(value.shape)} for a shard of {tuple(part.shape)}")
 
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-def _allocated(value: Any) -> Any:
+def _allocated(value: Any, parameter: Tensor) -> Any:
     if not _is_meta(value):
         return value
-    made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
-    return made.zero_()  # not torch.zeros, whose memory is there when it is touched
+    made = torch.empty_strided(
+        value.size(), value.stride(), dtype=value.dtype, device=parameter.device
+    )
+    made.zero_()  # not torch.zeros, whose memory is there when it is touched
+    if local_part(parameter) is parameter:
+        return made
+    return Sharding.of(parameter).make(made, parameter.shape)

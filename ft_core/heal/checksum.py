@@ -36,10 +36,10 @@ from ft_core.heal.format import (
     Node,
     TreeEncoder,
     byte_view,
-    dtensor_type,
     pack_node,
     plain_tensor,
 )
+from ft_core.heal.shardings import dtensor_type, local_part
 
 BLOCK_BYTES = 1 << 20
 SUM_BYTES = 16
@@ -103,7 +103,7 @@ def digest(tree: Any, *, allow_objects: bool = False, threads: int = 2) -> str:
         if type(value) in (torch.Tensor, torch.nn.Parameter):
             tensor = plain_tensor(value, path)
         elif dtensor is not None and isinstance(value, dtensor):
-            tensor = plain_tensor(value.to_local(), path)
+            tensor = plain_tensor(local_part(value), path)
         elif type(value) is np.ndarray and value.dtype.kind in NUMPY_KINDS:
             flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
             tensor = torch.from_numpy(flat if flat.flags.writeable else flat.copy())

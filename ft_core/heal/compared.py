@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ft_core.heal.checksum import checksum, weights
-from ft_core.heal.format import byte_view, dtensor_type
+from ft_core.heal.format import byte_view
+from ft_core.heal.shardings import local_part
 
 SLICES = 32
 """At most; a step in `steps // SLICES` has one. Fewer, larger slices cost less than many small ones."""
@@ -98,7 +99,7 @@ class ComparedState:
         """The spans of each slice. The same in all members: it depends on the tensors' sizes alone."""
         parts = (self._parts[key]() for key in sorted(self._parts))
         self._tensors = [tensor for tensors in parts for tensor in tensors]
-        sizes = [_local(tensor).nbytes for tensor in self._tensors]
+        sizes = [local_part(tensor).nbytes for tensor in self._tensors]
         ends = list(accumulate(sizes))
         total = ends[-1] if ends else 0
         size = -(-total // self._slices)
@@ -139,18 +140,9 @@ class Digest:
         return self._mixer.digest()
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor, else the tensor itself."""
-    kind = dtensor_type()
-    if kind is not None and isinstance(tensor, kind):
-        with torch.no_grad():  # then it is the part itself; a DTensor has no detach in inference mode
-            tensor = getattr(tensor, "to_local")()  # noqa: B009
-    return tensor.detach()
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor in the order in which they are in memory, not copied if it is dense."""
-    tensor = _local(tensor)
+    tensor = local_part(tensor).detach()
     if not tensor.is_contiguous():
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)

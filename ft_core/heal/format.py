@@ -8,8 +8,11 @@ Dataclasses, namedtuples, Namespaces and enums travel by their values (`ft_core.
 Tensors are not part of the node. They travel by dtype, shape and contents, in row-major order;
 strides, device, requires_grad and the Parameter class do not travel. Leaves that are one tensor in
 the source (the same memory, shape and strides) stay one on the target; tensors that overlap in
-another way travel separately. numpy arrays and large bytes objects travel as raw bytes too. A
-DTensor travels by its local part and needs a DTensor of equal local shape in the target's own tree.
+another way travel separately. numpy arrays and large bytes objects travel as raw bytes too.
+
+A DTensor travels by its local part, with its global shape, mesh and placements. The target has the
+DTensor of the same place receive it. Where its tree has none there (the moments of a fresh optimizer),
+it makes one on the mesh of another DTensor that is sharded alike.
 """
 
 from __future__ import annotations
@@ -34,9 +37,10 @@ import torch
 
 from ft_core.heal import objects
 from ft_core.heal.protocol import HealDenied, HealError, Layout, UnsupportedObjectError, lay_out
+from ft_core.heal.shardings import Alike, Sharding, check_alike, dtensor_type, local_part, shardings
 
 Node = Any  # None | bool | int | float | str | bytes | list[Any]
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 MAX_DEPTH = 100
 TENSOR_TAGS = frozenset({"T", "DT", "N", "B"})  # nodes that stand for raw bytes
 NUMPY_KINDS = frozenset("biufcSUMm")
@@ -436,12 +440,6 @@ class TensorSpec:
         return count * self.dtype.itemsize
 
 
-def dtensor_type() -> Any:
-    """torch's DTensor class if it has been loaded, else None: then there can be no DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return getattr(module, "DTensor", None)
-
-
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor as a one-dimensional uint8 tensor on the same memory."""
     assert tensor.is_contiguous()
@@ -479,8 +477,13 @@ class _Collector:
         if type(value) in _PLAIN_TENSORS:
             return ["T", self._add(value, path)]
         if self._dtensor is not None and isinstance(value, self._dtensor):
-            local = value.to_local()
-            return ["DT", self._add(local, path), list(value.shape)]
+            alike = Sharding.of(value).alike
+            if any("Partial" in placement for placement in alike[2]):
+                raise UnsupportedObjectError(
+                    f"{path()} is a DTensor whose sum is pending ({alike[2]}): this one cannot "
+                    "travel; redistribute it first."
+                )
+            return ["DT", self._add(local_part(value), path), list(value.shape), *map(list, alike)]
         if type(value) is np.ndarray and value.dtype.kind in NUMPY_KINDS:
             flat = np.ascontiguousarray(value).reshape(-1)
             index = self._append(torch.from_numpy(flat.view(np.uint8).copy()))
@@ -545,6 +548,7 @@ class Placement:
         self.returned: dict[int, Any] = {}  # id(node) -> leaf of `into` that is the result
         self.copied: dict[int, torch.Tensor] = {}  # id(node) -> leaf to fill at the end
         self.claimed: dict[tuple[torch.device, int], int] = {}  # memory -> tensor index
+        self.shardings: dict[Alike, Sharding] = {}  # of the DTensors in `into`
 
 
 class Manifest:
@@ -572,6 +576,7 @@ class Manifest:
         """Find places in the target's own tree for as many tensors as possible. Runs no pickles."""
         places = Placement(len(self.specs))
         if into is not None:
+            places.shardings = {sharding.alike: sharding for sharding in shardings(into)}
             TreeDecoder(lambda node, leaf: self._claim(places, node, leaf),
                         allow_objects=True).decode(_without_pickles(self._node), into)  # fmt: skip
         return places
@@ -582,10 +587,11 @@ class Manifest:
         index = self._index(node)
         kind = dtensor_type()
         sharded = kind is not None and isinstance(leaf, kind)
-        if (node[0] == "DT") != sharded or (sharded and list(leaf.shape) != node[2]):
+        if (node[0] == "DT") != sharded:
             return
-        local: torch.Tensor = getattr(leaf, "to_local")() if sharded else leaf  # noqa: B009
-        spec = self.specs[index]
+        local, spec = local_part(leaf), self.specs[index]
+        if sharded:
+            check_alike(node[2], _alike(node), spec.shape, leaf)
         if local.dtype != spec.dtype or tuple(local.shape) != spec.shape:
             return
         if local.is_meta or local.layout is not torch.strided or local.is_quantized:
@@ -626,10 +632,13 @@ class Manifest:
             if node[0] == "B":
                 return tensor.numpy().tobytes()
             if node[0] == "DT":
-                raise HealError(
-                    f"The state holds a sharded tensor of global shape {node[2]}; pass into= with "
-                    "a state dict of this rank, sharded alike."
-                )
+                known = places.shardings.get(_alike(node))
+                if known is None:
+                    raise HealError(
+                        f"The state holds a sharded tensor of global shape {node[2]}; pass into= with "
+                        "a state dict of this rank, sharded alike."
+                    )
+                return known.make(tensor, node[2])
             return tensor
 
         return TreeDecoder(leaf, allow_objects=allow_objects).decode(self._node, into)
@@ -639,6 +648,11 @@ class Manifest:
         if type(index) is not int or not 0 <= index < len(self.specs):
             raise HealError(f"A source sent a malformed manifest: no tensor {index!r}.")
         return index
+
+
+def _alike(node: Node) -> Alike:
+    sizes, names, placements = node[3:]
+    return tuple(sizes), tuple(names), tuple(placements)
 
 
 def _checked_spec(name: str, shape: list[int]) -> TensorSpec:

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from ft_core import state
 from ft_core.state import PreallocatedState
@@ -131,3 +134,56 @@ def test_little_memory_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated.prepare()
     with allocated.shown():
         assert not optimizer.state
+
+
+SHARDED: dict[str, dict[str, Any]] = {"AdamW": {}, "SGD": {"momentum": 0.9}, "Adafactor": {}}
+
+
+@pytest.fixture(scope="module")
+def states_of_shards() -> dict[str, tuple[Any, Any]]:
+    """What is foreseen for sharded parameters, and what a step makes. For all tests here at once: torch
+    keeps the sockets of groups whose DTensors it has worked on."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    found = {}
+    for name, options in SHARDED.items():
+        local = [torch.randn(4, 3), torch.randn(4), torch.randn(2, 4)]
+        shards = [nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)])) for part in local]
+        optimizer = getattr(torch.optim, name)(shards, lr=0.1, **options)
+        allocated = PreallocatedState(optimizer)
+        allocated.prepare()
+        with allocated.shown():
+            foreseen = sharded_form(optimizer)
+        for parameter in shards:
+            parameter.grad = torch.ones_like(parameter)
+        if name != "Adafactor":  # torch's does not work on shards yet
+            optimizer.step()
+        found[name] = foreseen, sharded_form(optimizer)
+    dist.destroy_process_group()
+    return found
+
+
+def sharded_form(optimizer: torch.optim.Optimizer) -> Any:
+    state_dict = optimizer.state_dict()
+    return form(state_dict), [
+        (tuple(value.device_mesh.shape), value.placements, value.to_local().shape)
+        for values in state_dict["state"].values()
+        for value in values.values()
+        if isinstance(value, DTensor)
+    ]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_moments_of_shards_are_shards(
+    name: str, states_of_shards: dict[str, tuple[Any, Any]]
+) -> None:
+    """However small they are: a sharded tensor is best received into one."""
+    foreseen, made = states_of_shards[name]
+    assert foreseen == made
+    assert made[1]
+
+
+def test_a_state_that_is_not_sharded_as_its_shard_is_not_foreseen(
+    states_of_shards: dict[str, tuple[Any, Any]],
+) -> None:
+    assert states_of_shards["Adafactor"][0] == ({}, [])

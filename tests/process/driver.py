@@ -61,10 +61,15 @@ class Worker:
         """Go on where the worker is held."""
         self._say("go")
 
-    def stop(self, *, end_of_group: bool = False) -> None:
-        """End the run after its step, and wait for that. `end_of_group`: this rank may learn of
-        its end from another rank's."""
+    def tell_to_stop(self) -> None:
+        """The run ends after its step."""
         self._say("stop")
+
+    def stop(self, *, end_of_group: bool = False, told: bool = False) -> None:
+        """End the run after its step, and wait for that. `end_of_group`: this rank may learn of
+        its end from another rank's. `told`: by `tell_to_stop`."""
+        if not told:
+            self.tell_to_stop()
         error = self.await_end()
         assert not error or (end_of_group and error.startswith("GroupBroken")), error
 
@@ -195,15 +200,17 @@ class Job:
             worker.await_commits(2)
         return workers
 
-    def finish(self, *, end_of_group: bool = False) -> None:
-        """End all runs; then: equal (step, lineage) means equal bits, over all that was ever
+    def finish(self, *, end_of_group: bool = False, together: bool = False) -> None:
+        """End all runs (`together`: none waits for another's end); then: equal (step, lineage) means equal bits, over all that was ever
         reported (S3), and each step has one lineage among the commits (S2).
 
         Ranks of one group hold shards here: each rank number is a world of its own.
         """
-        for worker in self._workers:
-            if worker.running:
-                worker.stop(end_of_group=end_of_group)
+        running = [worker for worker in self._workers if worker.running]
+        for worker in running if together else ():
+            worker.tell_to_stop()
+        for worker in running:
+            worker.stop(end_of_group=end_of_group, told=together)
         for rank in {worker.rank for worker in self._workers}:
             check_states(self.all_steps(rank))
 

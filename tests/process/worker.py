@@ -38,7 +38,7 @@ PHASES = (
     "publish",  # the state is asked for: a peer is about to heal from it
     "load",  # the healed state has arrived and is being put in place
 )
-"""Of a plain run; those of LocalSGD and DiLoCo are in `tests.ft_core.diloco.training`."""
+"""Of a plain run; others are in `tests.ft_core.diloco.training` and `tests.ft_core.sharded.training`."""
 
 
 NEVER = 1 << 62
@@ -75,6 +75,7 @@ class RunOptions:
     resume_at: int = 0
     says: bool = False
     outer: dict[str, Any] | None = None  # a run of `tests.ft_core.diloco.training` instead
+    shards: int = 0  # ranks of a group that trains a model of shards (`tests.ft_core.sharded.training`)
 
 
 @dataclass(slots=True)
@@ -182,6 +183,11 @@ class Worker:
             from tests.ft_core.diloco.training import train
 
             train(self, options)
+            return
+        if options.shards:
+            from tests.ft_core.sharded.training import train_shards
+
+            train_shards(self, options)
             return
         from ft_core.manager import Manager
         from ft_core.process_group import ProcessGroupGloo

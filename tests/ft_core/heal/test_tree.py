@@ -465,6 +465,36 @@ class TestInto:
         finally:
             dist.destroy_process_group()
 
+    def test_a_sharded_tensor_without_a_place_is_made_on_a_mesh_that_is_alike(
+        self, dtensors_in_use: None
+    ) -> None:
+        """A fresh optimizer has no moments to receive into; the parameters say how they are sharded."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+
+            def tensor(value: float, *shape: int, placement: Any = None) -> Any:
+                local = torch.full(shape, value)
+                return DTensor.from_local(local, mesh, [placement or Shard(0)])
+
+            theirs, mine = tensor(1.0, 4, 3), tensor(0.0, 4, 3)
+            moments = {0: {"step": torch.tensor(2.0), "exp_avg": tensor(3.0, 4, 3)}}
+            back = travel({"w": theirs, "o": moments}, into={"w": mine, "o": {}})
+            assert back["w"] is mine
+            made = back["o"][0]["exp_avg"]
+            assert (made.device_mesh, made.placements) == (mesh, mine.placements)
+            assert made.shape == (4, 3) and made.stride() == (3, 1)
+            assert torch.equal(made.to_local(), torch.full((4, 3), 3.0))
+            with pytest.raises(HealError, match="sharded alike"):
+                travel({"w": theirs, "m": tensor(1.0, 4, placement=Replicate())}, into={"w": mine})
+            for other in (tensor(0.0, 5, 3), tensor(0.0, 4, 3, placement=Shard(1))):
+                with pytest.raises(HealDenied, match=r"sharded in another way: .* \[4, 3\] .*Shard"):
+                    travel({"w": theirs}, into={"w": other})
+        finally:
+            dist.destroy_process_group()
+
     def test_pickles_do_not_run_while_places_are_matched(self) -> None:
         manifest, tensors = pack({"c": Custom(1), "w": torch.ones(1)}, allow_objects=True)
         with pytest.raises(HealError, match="allow_objects=True here too"):

@@ -62,7 +62,9 @@ def train(case: str, model: Transformer, optimizer: Any, step_no: Callable[[], i
     while (step := step_no()) < STEPS:
         optimizer.zero_grad()
         for part in range(micro):
-            generator = torch.Generator().manual_seed(100 * step + 10 * part + _data_rank(case, rank))
+            generator = torch.Generator().manual_seed(
+                100 * step + 10 * part + _data_rank(case, rank)
+            )
             tokens = torch.randint(0, 32, (2, 9), generator=generator)
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(part == micro - 1)

@@ -26,9 +26,7 @@ def test_numbers_are_those_of_torchs_hsdp() -> None:
         for rank in range(4):
             command = ["-m", "tests.ft_core.sharded.like_torch", str(rank), ports, server.address()]
             ranks.append(
-                workers.start(
-                    "torch", [*command, *CASES], env=os.environ, stdout=subprocess.PIPE
-                )
+                workers.start("torch", [*command, *CASES], env=os.environ, stdout=subprocess.PIPE)
             )
             stack.callback(ranks[-1].end)
         found = []
