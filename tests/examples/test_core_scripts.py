@@ -121,6 +121,20 @@ def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(job: Jo
 
 
 @pytest.mark.process
+def test_a_rank_of_shards_is_killed_and_its_group_heals() -> None:
+    """The demonstration itself: it starts, kills and compares."""
+    done = workers.run(
+        "torch",
+        ["examples/train_hsdp.py", "--steps", "120", "--kill-at", "20", "--pace-s", "0.02"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search("SIGKILL.*\n.*started again", done.stdout)
+    assert re.search(r"group 0: step \d+ .* participants 1", done.stdout)
+    assert re.search(r"group 1: done: .*\n(.*\n)*.*hold the same weights", done.stdout)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("job", [2], indirect=True)  # or one may be done before the other begins
 def test_it_runs_under_torchrun(job: Job) -> None:
     def under_torchrun(group: int) -> Process:
