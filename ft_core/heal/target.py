@@ -34,6 +34,7 @@ from ft_core.heal.transport import (
     Interrupt,
     host_identity,
     listens,
+    longest_silence_s,
     raise_malloc_threshold,
     read_memory,
     reading_socket,
@@ -104,6 +105,7 @@ class _Link:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     up: bool = False
+    up_since: float = 0.0
     down_since: float = 0.0
     failed_connects: int = 0
     ready: bool = False  # it serves our version, and the plan may use it
@@ -161,12 +163,16 @@ class _Fetch:
         self._done_bytes = 0
         self._direct_bytes = 0
         self._corrupted = 0
+        left_s = deadline - time.monotonic()
+        self._silence_s = longest_silence_s(left_s, chunk_bytes)
 
     def connect(self, sources: list[str]) -> None:
         """Begin to connect to all sources. Each is asked for the version once it is connected."""
         now = time.monotonic()
         for address in sources:
-            link_socket = reading_socket(self._context, address, self._chunk_bytes)
+            link_socket = reading_socket(
+                self._context, address, self._chunk_bytes, self._silence_s
+            )
             monitor = link_socket.get_monitor_socket(_MONITORED)
             link = _Link(address, link_socket, monitor, down_since=now)
             self._links.append(link)
@@ -269,18 +275,24 @@ class _Fetch:
             if link.failure:
                 continue
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                link.up = True
+                link.up, link.up_since = True, time.monotonic()
                 link.failed_connects = 0
                 self._send_open(link)
             elif event == zmq.EVENT_DISCONNECTED:
-                link.up = link.ready = False
-                link.down_since = time.monotonic()
-                if self._plan is not None:
-                    self._plan.drop_source(link.address)
+                self._on_disconnected(link, time.monotonic())
             elif event == zmq.EVENT_CONNECT_RETRIED and not link.up:
                 link.failed_connects += 1
                 if link.failed_connects >= _MAX_FAILED_CONNECTS:
                     self._give_up(link, "the connection is refused, the process seems to be gone")
+
+    def _on_disconnected(self, link: _Link, now: float) -> None:
+        silent = link.up and not link.served and now >= link.up_since + self._silence_s
+        link.up = link.ready = False
+        link.down_since = now
+        if self._plan is not None:
+            self._plan.drop_source(link.address)
+        if silent:  # the next connection would be made, too
+            self._give_up(link, f"connected, and silent for {self._silence_s:.1f} s")
 
     def _send_open(self, link: _Link) -> None:
         timeout_s = max(0.001, self._deadline - time.monotonic())

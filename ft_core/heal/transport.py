@@ -34,6 +34,7 @@ from lighthouse.sockets import ServerLimits
 QUEUED_REPLIES = 128  # what ZeroMQ queues for one reader before the reader counts as too slow
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 30_000  # one frame must fit in: 64 MiB at 2 MB/s
+_SHORTEST_SILENCE_S = 3.0
 _UNCONFIRMED_MS = 3_000
 """A link ends if the other machine confirms nothing of what is sent to it for that long."""
 _RECONNECT_MS = 100
@@ -82,8 +83,22 @@ def split_word(address: str) -> tuple[str, str]:
     return f"tcp://{where}", word
 
 
-def reading_socket(context: zmq.Context[Any], address: str, chunk_bytes: int) -> zmq.Socket[bytes]:
-    """A DEALER for the source at `address`, not connected yet; frames of up to `chunk_bytes`."""
+def longest_silence_s(left_s: float, chunk_bytes: int) -> float:
+    """How long a source may say nothing at all, with `left_s` until the deadline. ZeroMQ's own threads
+    answer its heartbeats, also while a source has nothing to send yet; a frame of `chunk_bytes` must fit
+    in, at 2 MB/s."""
+    frame_s = chunk_bytes / 2e6
+    return min(max(left_s / 6, _SHORTEST_SILENCE_S, frame_s), _HEARTBEAT_TIMEOUT_MS / 1000)
+
+
+def reading_socket(
+    context: zmq.Context[Any],
+    address: str,
+    chunk_bytes: int,
+    silence_s: float = _HEARTBEAT_TIMEOUT_MS / 1000,
+) -> zmq.Socket[bytes]:
+    """A DEALER for the source at `address`, not connected yet; frames of up to `chunk_bytes`. Its
+    connection ends if the source says nothing, heartbeats included, for `silence_s`."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.PLAIN_USERNAME, _SERVICE.encode())
     dealer.setsockopt(zmq.PLAIN_PASSWORD, split_word(address)[1].encode() or b"-")
@@ -96,7 +111,7 @@ def reading_socket(context: zmq.Context[Any], address: str, chunk_bytes: int) ->
     dealer.setsockopt(zmq.RCVBUF, _KERNEL_BUFFER_BYTES)
     dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     dealer.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_s * 1000))
     # A source that is not ready yet is silent, but its machine confirms the heartbeats.
     dealer.setsockopt(zmq.TCP_MAXRT, _UNCONFIRMED_MS)
     dealer.setsockopt(zmq.IPV6, 1 if "[" in address else 0)

@@ -212,6 +212,7 @@ class Forming:
         needed = wish or option  # a lighthouse of several jobs has one option for all of them
         return rules.Roll(
             max(wish, option),
+            needed,
             needed if now >= self.since + self._join_timeout_s and self._has_past() else 0,
             self._members.names,
             self._history.dead,

@@ -75,6 +75,7 @@ class Roll:
 
     Attributes:
         expected: how many are waited for until the join timeout; 0: not known.
+        wished: how many the job has, as its members say, else the lighthouse's option.
         needed: how many must be here, or be known to be dead, after it; 0: none need be.
         here: names of those that are here.
         dead: names of those that are dead, none of which is here; True: one was declared dead.
@@ -84,6 +85,7 @@ class Roll:
     """
 
     expected: int = 0
+    wished: int = 0
     needed: int = 0
     here: Collection[str] = ()
     dead: Mapping[str, bool] = field(default_factory=dict)
@@ -198,11 +200,11 @@ def too_late(roll: Roll, held: bool, step: int, until: float, now: float) -> Ver
 
     `held`: a candidate holds that step, or a later one. `until`: when too few are refused.
     """
-    if held or len(roll.here) >= roll.expected:
+    if held or len(roll.here) >= roll.wished:
         return None
     reason = (
         f"{OVER} at step {step}, and a replica group that comes back does not start it over: that "
-        f"takes all {roll.expected}, or another job id"
+        f"takes all {roll.wished}, or another job id"
     )
     if now >= until:
         return Verdict(None, reason, hopeless=True)

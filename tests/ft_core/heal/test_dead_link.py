@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from ft_core.heal import HealError, HealServer, fetch, transport
-from tests.ft_core.heal.support import KEY
+from ft_core.heal import HealError, HealServer, fetch, target, transport
+from tests.ft_core.heal.support import KEY, FaultyLink, soon
 from tests.harness import networks
 from tests.harness.waiting import PATIENCE_S, until
 
@@ -39,3 +39,34 @@ def test_a_link_that_dies_is_told_from_a_source_that_is_slow(
             made.cut(1, 0)
             thread.join(PATIENCE_S)
     assert "no connection for" in str(failures[0])
+
+
+def test_a_source_behind_a_port_that_swallows_what_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each connection is made and confirmed, so that only the silence of ZeroMQ's threads tells it from a
+    source that is slow."""
+    monkeypatch.setattr(transport, "_HEARTBEAT_MS", 100)
+    monkeypatch.setattr(target, "longest_silence_s", lambda left_s, chunk_bytes: 1.0)
+    made = [0]  # bytes until a connection is made
+
+    with HealServer(host="127.0.0.1") as server:
+
+        def swallow(offset: int, data: bytearray) -> bytearray:
+            if not server.stats().opened:
+                made[0] = max(made[0], offset + len(data))
+                return data
+            return data[: max(0, made[0] - offset)]
+
+        with (
+            FaultyLink(server.address, swallow) as link,
+            pytest.raises(HealError, match=r"connected, and silent for 1\.0 s"),
+        ):
+            fetch([link.address], KEY, deadline=soon())
+
+
+def test_how_long_a_source_may_be_silent() -> None:
+    assert transport.longest_silence_s(30.0, 1 << 20) == 5.0
+    assert transport.longest_silence_s(6.0, 1 << 20) == 3.0
+    assert transport.longest_silence_s(1_000.0, 1 << 20) == 30.0
+    assert transport.longest_silence_s(30.0, 64 << 20) == 30.0, "a frame that large takes so long"
