@@ -201,7 +201,8 @@ class Forming:
             return True
         if member.doubt is not None and not member.settle:
             return True
-        return member.join.can_heal and live.admits()
+        # It must heal. Where no member can give its state it waits, unless no step is committed without it.
+        return member.join.can_heal and (live.admits() or not self.suffice(live.living))
 
     @property
     def _min_replicas(self) -> int:
