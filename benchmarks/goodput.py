@@ -1,0 +1,261 @@
+"""python benchmarks/goodput.py [--json FILE] [--kill-every S --step S --groups N --seconds S]
+
+What is left of a training while its processes are killed at regular intervals: steps that were
+committed, and samples that counted in them, against what the same job makes without a fault, and the
+longest time between two commits. Each case kills a replica group that runs, taken at random, by SIGKILL
+every so many seconds; ours are started again by the supervisor, as under Lightning and Accelerate, and
+torchft's (if installed) by this script, at once. Both run in turn.
+
+The ideal is the pace of the job's own steps before the first kill. A step is forward and backward of a
+fixed time, an all-reduce of 340 kB, the vote, and an update; one sample a group and step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from common import arguments, report, torchft_version
+from recovery import NUMEL, Case, ours, start_lighthouse, torchft
+
+BASELINE_STEPS = 60
+START_LIMIT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is killed how often. `kill_every_s` and `step_s` in seconds."""
+
+    peer: str
+    groups: int
+    kill_every_s: float
+    step_s: float
+    seconds: float
+
+
+CASES = [
+    Load(peer, 3, kill_every_s, step_s, seconds)
+    for kill_every_s, step_s, seconds in ((5.0, 0.1, 60.0), (15.0, 0.5, 90.0))
+    for peer in ("ours", "torchft")
+]
+
+
+# ---------------------------------------------------------------- the replica groups
+
+
+def say(kind: str, **values: Any) -> None:
+    """One line in one write: the groups of a supervisor share its standard output."""
+    line = json.dumps({"t": time.monotonic(), "kind": kind, **values}) + "\n"
+    os.write(sys.stdout.fileno(), line.encode())
+
+
+def work(kind: str, group: str, lighthouse: str, step_s: float) -> None:
+    """One replica group of one rank, until it is killed."""
+    import torch
+
+    torch.set_num_threads(1)
+    weights = torch.zeros(NUMEL)
+    about = {"group": int(group), "pid": os.getpid()}
+    say("start", **about)
+    name = f"group_{group}" + (f"_{os.getpid()}" if kind == "torchft" else "")
+    manager, allreduce = (ours if kind == "ours" else torchft)(name, lighthouse, weights, "")
+    while True:
+        manager.start_quorum()
+        time.sleep(step_s)  # forward and backward
+        gradient = torch.full((NUMEL,), float(manager.current_step()))
+        allreduce(gradient)
+        if manager.should_commit():
+            weights -= 1e-3 * gradient
+            step, participants = manager.current_step(), manager.num_participants()
+            say("commit", **about, step=step, participants=participants)
+
+
+def supervised(load: Load, lighthouse: str) -> int:
+    """All groups of `load` under the supervisor; this process' exit code."""
+    from ft_core.launch.supervisor import supervise
+
+    def environment(index: int, restarts: int) -> dict[str, str]:
+        return {**os.environ, "GOODPUT_GROUP": str(index)}
+
+    command = [sys.executable, __file__, "--worker", "ours", lighthouse, str(load.step_s)]
+    return supervise(command, environment, count=load.groups, min_alive=1, max_restarts=None)
+
+
+# ---------------------------------------------------------------- the experiment
+
+
+@dataclass
+class Watched:
+    """What the groups of a job have said. Filled by the threads that read their output."""
+
+    groups: int
+    commits: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By step: when its first member reported it, and how many groups contributed."""
+    pids: dict[int, int] = field(default_factory=dict)
+    """Of the groups whose process runs."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def read(self, output: Any) -> None:
+        """Until its end."""
+        for line in output:
+            if not line.startswith("{"):
+                continue
+            said = json.loads(line)
+            with self.changed:
+                if said["kind"] == "start":
+                    self.pids[said["group"]] = said["pid"]
+                elif said["kind"] == "commit":
+                    at, most = self.commits.get(said["step"], (said["t"], 0))
+                    self.commits[said["step"]] = at, max(most, said["participants"])
+                self.changed.notify_all()
+
+    def full_steps(self) -> list[float]:
+        """When the steps were committed in which all groups have taken part, in order."""
+        return [at for _, (at, all_) in sorted(self.commits.items()) if all_ == self.groups]
+
+    def await_pace(self) -> float:
+        """Seconds a step of the whole job takes."""
+        with self.changed:
+            enough = lambda: len(self.full_steps()) > BASELINE_STEPS  # noqa: E731
+            if not self.changed.wait_for(enough, START_LIMIT_S):
+                raise TimeoutError(f"the groups did not come together within {START_LIMIT_S:g} s")
+            times = self.full_steps()[-BASELINE_STEPS:]
+        return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+
+@contextmanager
+def running(load: Load, lighthouse: str) -> Iterator[Watched]:
+    """The job of `load`: its groups are started again when they die, until the block is over."""
+    watched, over = Watched(load.groups), threading.Event()
+    if load.peer == "ours":
+        values = (load.groups, load.kill_every_s, load.step_s, load.seconds)
+        command = [sys.executable, __file__, "--supervise", lighthouse, *map(str, values)]
+        job = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=_errors(), text=True, process_group=0
+        )
+        threading.Thread(target=watched.read, args=(job.stdout,), daemon=True).start()
+        try:
+            yield watched
+        finally:
+            job.kill()  # its children end with it
+            job.wait()
+        return
+    lives: dict[int, subprocess.Popen[str]] = {}
+
+    def restart(group: int) -> None:
+        while not over.is_set():
+            command = [
+                sys.executable,
+                __file__,
+                "--worker",
+                load.peer,
+                lighthouse,
+                str(load.step_s),
+            ]
+            lives[group] = life = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=_errors(), text=True,
+                env={**os.environ, "GOODPUT_GROUP": str(group)},
+            )  # fmt: skip
+            watched.read(life.stdout)
+            life.wait()
+
+    keepers = [threading.Thread(target=restart, args=(g,), daemon=True) for g in range(load.groups)]
+    for keeper in keepers:
+        keeper.start()
+    try:
+        yield watched
+    finally:
+        over.set()
+        for life in lives.values():
+            life.kill()
+        for keeper in keepers:
+            keeper.join(10.0)
+
+
+def _errors() -> int | None:
+    return None if os.environ.get("BENCH_VERBOSE") else subprocess.DEVNULL
+
+
+def experiment(load: Load) -> dict[str, Any]:
+    """The figures of one case."""
+    stop_server, lighthouse = start_lighthouse(Case("", load.groups, "", peer=load.peer))
+    chance, kills = random.Random(0), 0
+    try:
+        with running(load, lighthouse) as watched:
+            pace_s = watched.await_pace()
+            began = time.monotonic()
+            while (left_s := began + load.seconds - time.monotonic()) > 0:
+                time.sleep(min(left_s, load.kill_every_s))
+                if left_s > load.kill_every_s and watched.pids:
+                    group = chance.choice(sorted(watched.pids))
+                    os.kill(
+                        watched.pids.pop(group), signal.SIGKILL
+                    )  # until it has said its next pid
+                    kills += 1
+            ended = time.monotonic()
+            commits = dict(watched.commits)
+    finally:
+        stop_server()
+    made = sorted((at, n) for at, n in commits.values() if began <= at <= ended)
+    gaps = [b - a for a, b in itertools.pairwise([began, *(at for at, _ in made), ended])]
+    ideal = (ended - began) / pace_s
+    return {
+        "kills": kills,
+        "pace_ms": round(pace_s * 1e3, 1),
+        "steps": round(len(made) / ideal, 4),
+        "samples": round(sum(n for _, n in made) / (ideal * load.groups), 4),
+        "longest_gap_ms": round(max(gaps) * 1e3),
+        "p99_gap_ms": round(sorted(gaps)[int(0.99 * (len(gaps) - 1))] * 1e3),
+    }
+
+
+def main() -> None:
+    parser = arguments(__doc__.split("\n\n")[1])
+    for name, of in (("--kill-every", float), ("--step", float), ("--seconds", float)):
+        parser.add_argument(
+            name, type=of, default=None, help="of one case instead of the usual two"
+        )
+    parser.add_argument("--groups", type=int, default=3)
+    options = parser.parse_args()
+    cases = CASES
+    if options.kill_every or options.step or options.seconds:
+        given = options.kill_every or 5.0, options.step or 0.1, options.seconds or 60.0
+        cases = [Load(peer, options.groups, *given) for peer in ("ours", "torchft")]
+    rows, figures = [], {}
+    for load in cases:
+        if load.peer == "torchft" and torchft_version() is None:
+            print("torchft is not installed: pip install -e '.[bench]' measures it, too")
+            continue
+        found = experiment(load)
+        name = f"{load.peer}, {load.groups} groups, a kill every {load.kill_every_s:g} s"
+        figures[f"{name}, steps of {load.step_s:g} s"] = found
+        rows.append([name, found["pace_ms"], found["kills"], f"{found['steps']:.1%}",
+                     f"{found['samples']:.1%}", found["longest_gap_ms"], found["p99_gap_ms"]])  # fmt: skip
+        print(f"{name}: {found}", flush=True)
+    columns = ["case", "step ms", "kills", "steps", "samples", "longest gap ms", "p99 gap ms"]
+    report("Goodput", columns, rows, figures, options.json)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1] == "--worker":
+        work(sys.argv[2], os.environ["GOODPUT_GROUP"], sys.argv[3], float(sys.argv[4]))
+    elif len(sys.argv) > 1 and sys.argv[1] == "--supervise":
+        groups, kill_every_s, step_s, seconds = sys.argv[3:7]
+        numbers = int(groups), float(kill_every_s), float(step_s), float(seconds)
+        sys.exit(supervised(Load("ours", *numbers), sys.argv[2]))
+    else:
+        main()
