@@ -104,6 +104,8 @@ def train() -> None:
     def load_state_dict(state: dict) -> None:
         model.load_state_dict(state["model"])
         adamw.load_state_dict(state["optimizer"])
+        if rank == 0:
+            print("healed", flush=True)
 
     manager = Manager(
         pg=ProcessGroupNCCL() if on_gpus else ProcessGroupGloo(),

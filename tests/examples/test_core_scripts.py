@@ -125,13 +125,12 @@ def test_a_rank_of_shards_is_killed_and_its_group_heals() -> None:
     """The demonstration itself: it starts, kills and compares."""
     done = workers.run(
         "torch",
-        ["examples/train_hsdp.py", "--steps", "120", "--kill-at", "20", "--pace-s", "0.02"],
+        ["examples/train_hsdp.py", "--steps", "60", "--kill-at", "10", "--pace-s", "0"],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search("SIGKILL.*\n.*started again", done.stdout)
-    assert re.search(r"group 0: step \d+ .* participants 1", done.stdout)
-    assert re.search(r"group 1: done: .*\n(.*\n)*.*hold the same weights", done.stdout)
+    story = "SIGKILL to rank 1 of group 1.*started again.*group 1: healed.*hold the same weights"
+    assert re.search(story, done.stdout, re.DOTALL), done.stdout
 
 
 @pytest.mark.process

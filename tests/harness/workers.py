@@ -389,6 +389,7 @@ class _Children:
             else:
                 children._fork(popen, given)
 
+        execute.__signature__ = self._signature  # type: ignore[attr-defined]
         subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 
     def _fork(self, popen: Any, given: Mapping[str, Any]) -> None:

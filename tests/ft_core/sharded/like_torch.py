@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -129,11 +131,25 @@ def ours(case: str, lighthouse: str, port: int) -> str:
         timeout=LIMIT,
         watch_process=False,
     )
+    if case == "plain":
+        refusals(model, manager)
     assert replicate(model, manager) is model
     digest = train(case, model, Optimizer(manager, inner), manager.current_step)
     dist.barrier()  # all have committed: none is left alone in its last step
     manager.shutdown()
     return digest
+
+
+def refusals(model: Transformer, manager: Manager) -> None:
+    """What would leave a gradient that is not averaged."""
+    wrong: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (nn.Linear(2, 2), {}, "fully_shard"),
+        (nn.Sequential(model, nn.Linear(2, 2)), {}, "'1.weight' (2 such parameters)"),
+        (model, {"reduce_op": dist.ReduceOp.MAX}, "AVG or SUM"),
+    ]
+    for module, options, text in wrong:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            replicate(module, manager, **options)
 
 
 def main(rank: str, ports: str, lighthouse: str, *cases: str) -> None:

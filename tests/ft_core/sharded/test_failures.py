@@ -65,6 +65,8 @@ def test_a_killed_rank_takes_its_group_alone_and_its_shards_heal(
         group = start_group("1", use_async_quorum=asynchronous)
         for worker in group:
             worker.await_event("heal_done")
+            loaded = worker.await_report(lambda report: report["kind"] == "loaded")
+            assert loaded["in_place"], "a target needs no memory but that of its shards"
     all_commit([*healthy, *group])
     job.finish(together=True)
     assert all(not report["error"] for w in healthy for report in w.since("ended", 0))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ft_core import Manager, Optimizer, ProcessGroupGloo, replicate
+from ft_core import Manager, Optimizer, ProcessGroupGloo, replicate, state
 from tests.ft_core.sharded.like_torch import local
 from tests.ft_core.sharded.model import Transformer
 
@@ -25,6 +25,7 @@ PHASES = (
 
 
 def train_shards(worker: Any, options: Any) -> None:
+    state.LARGE_BYTES = 1  # small tensors are received in a step as large ones are
     limit = timedelta(seconds=options.timeout_s)
     store = dist.TCPStore("127.0.0.1", options.store_port, None, False, limit)
     dist.init_process_group(
@@ -41,10 +42,13 @@ def train_shards(worker: Any, options: Any) -> None:
     model.blocks[1].register_full_backward_pre_hook(lambda *_: worker._at("backward"))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def load(state: dict[str, Any]) -> None:
+    def load(healed: dict[str, Any]) -> None:
         worker._at("load")
-        model.load_state_dict(state["model"])
-        inner.load_state_dict(state["optimizer"])
+        mine = model.state_dict()
+        own = [local(mine[k]).data_ptr() == local(healed["model"][k]).data_ptr() for k in mine]
+        worker._report("loaded", in_place=all(own))
+        model.load_state_dict(healed["model"])
+        inner.load_state_dict(healed["optimizer"])
 
     manager = Manager(
         ProcessGroupGloo(timeout=limit),
@@ -96,12 +100,12 @@ def _report_step(worker: Any, manager: Manager, model: Transformer, inner: Any) 
     for parameter in model.parameters():
         for value in (parameter, *inner.state.get(parameter, {}).values()):
             mixer.update(local(value).contiguous().view(torch.uint8).numpy().tobytes())
-    outcome, state = manager.last_outcome(), manager.state_dict()
+    outcome, position = manager.last_outcome(), manager.state_dict()
     worker._report(
         "step",
         committed=outcome is not None and outcome.committed,
-        step=state["step"],
-        lineage=state["lineage"],
+        step=position["step"],
+        lineage=position["lineage"],
         digest=mixer.hexdigest(),
         reason=outcome.reason if outcome else "",
     )
