@@ -64,6 +64,12 @@ def managed(
     return manager
 
 
+def participants(manager: Any) -> int:
+    """Of the last step: the same for all ranks."""
+    outcome = manager.last_outcome()
+    return 0 if outcome is None else outcome.participants
+
+
 def worker(
     rank: int, ports: list[int], lighthouse: str, mib: int, steps: int, barrier: Any, results: Any
 ) -> None:
@@ -126,7 +132,7 @@ def measure_heal(
     if rank < 2:
         manager = managed(model, inner, rank, lighthouse, port, "heal", alone=True)
         optimizer, healed = Optimizer(manager, inner), False
-        while not healed or manager.num_participating_groups() == 1:
+        while not healed or participants(manager) < 2:
             optimizer.zero_grad()
             model(torch.ones(1, width)).mean().backward()
             optimizer.step()
@@ -144,8 +150,12 @@ def measure_heal(
     optimizer.zero_grad()
     seconds, peak = time.perf_counter() - began, status_mib("VmHWM")
     assert manager.current_step() >= 3, "nothing was healed"
-    model(torch.ones(1, width)).mean().backward()
-    optimizer.step()
+    while True:
+        model(torch.ones(1, width)).mean().backward()
+        optimizer.step()
+        if participants(manager) == 2:  # both groups leave after this step
+            break
+        optimizer.zero_grad()
     manager.shutdown()
     return shards, peak - before - (shards - weights), seconds
 
