@@ -54,6 +54,11 @@ log = logging.getLogger("lighthouse")
 
 BATCH_MESSAGES = 4_096
 """Frames handled before connection events and deadlines get their turn."""
+PUT_OFF_S = 1.0
+"""How long frames that have arrived may put off what is due. They are read in turn, one of each
+connection, so that no flood keeps those of a member unread for so long."""
+ABSENT_S, LOOK_S = 0.1, 0.02
+"""A thread that wakes so late was away itself. It then waits for what ZeroMQ's thread has to hand over."""
 SHUTDOWN_LINGER_MS = 200
 
 STATUS_COST = 50
@@ -249,6 +254,7 @@ class LighthouseServer:
         endpoint = self._endpoint
         frames = endpoint.polled[0]
         dry, deadline, now = True, self._machine.deadline(), time.monotonic()
+        noticed: float | None = None  # when it was seen that something is due
         while True:
             ready = dict(poller.poll(self._sleep_ms(dry, deadline)))
             if self._wake_read.fileno() in ready and not self._obey():
@@ -264,9 +270,13 @@ class LighthouseServer:
                 self.stats.lost_peers += 1
                 self._apply(self._machine.disconnected(peer, time.monotonic()))
             deadline, now = self._machine.deadline(), time.monotonic()
-            if deadline is not None and deadline <= now:
+            if deadline is None or deadline > now:
+                noticed = None
+            elif noticed is None:  # look once more: what has arrived is in time
+                noticed = now + LOOK_S if now > deadline + ABSENT_S else now
+            elif (dry and now >= noticed) or now >= noticed + PUT_OFF_S:
                 self._apply(self._machine.expire(now))
-                deadline = self._machine.deadline()
+                deadline, noticed = self._machine.deadline(), None
 
     def _sleep_ms(self, dry: bool, deadline: float | None) -> int | None:
         """How long to wait for events; None: for ever. `dry`: no frame is left to be handled."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import queue
 import subprocess
 import sys
+import termios
+import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,9 @@ import msgpack
 import pytest
 import zmq
 
+import lighthouse.server as server_module
 from lighthouse.client import SERVICE, LighthouseClient
-from lighthouse.config import LighthouseConfig
+from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.machine.job import Note
@@ -32,6 +38,7 @@ from lighthouse.wire.messages import (
     StatusRequest,
     Waiting,
 )
+from tests.harness.waiting import until
 from tests.lighthouse.conftest import PlayerFactory
 from tests.lighthouse.support import (
     FAST,
@@ -307,6 +314,62 @@ def test_state_file_makes_a_restart_wait_for_all(context: zmq.Context[Any], tmp_
     finally:
         a.close()
         b.close()
+
+
+def test_a_vote_that_has_arrived_in_time_is_not_late(
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server was busy until the deadline had passed, and reads one frame before it looks at it."""
+    monkeypatch.setattr(server_module, "BATCH_MESSAGES", 1)
+    monkeypatch.setattr(server_module, "PUT_OFF_S", PATIENCE_S)
+    limits = Timeouts.derive(60.0, heartbeat_timeout_s=3.0, revoke_timeout_s=4.0, join_timeout_s=0.5)
+    other, blocked, go_on = JobKey("other", "room"), threading.Event(), threading.Event()
+
+    def block(note: Note) -> None:
+        if note.job == other:
+            blocked.set()
+            go_on.wait(PATIENCE_S)
+
+    config = LighthouseConfig(timeouts=limits)
+    with LighthouseServer(config=config, on_note=block) as server, ExitStack() as stack:
+        stack.callback(go_on.set)
+        a, b = (Player(server.address(), name, context) for name in "ab")
+        for player in (a, b):
+            player.join(expected_replicas=2)
+        for player in (a, b):
+            player.await_quorum()
+        a.vote(False)
+        b.await_message(Revoke)
+        due = time.monotonic() + limits.revoke_timeout_s
+        c = Player(server.address(), "c", context, other)
+        for player in (a, b, c):
+            stack.callback(player.close)
+        c.join()
+        assert blocked.wait(PATIENCE_S)
+        assert b.quorum is not None
+        beat = Heartbeat(b.job, b.replica_id, b.quorum.quorum_id, 0)
+        for _ in range(3):
+            b.say(beat)
+        b.vote()
+        fds = server._endpoint._routes.fd_of
+        (fd,) = (fd for peer, fd in fds.items() if peer.decode().startswith("b-"))
+        most = 15 * len(codec.encode(beat))  # more than the vote and what came before it
+        for _ in range(2):  # when the second lot was read, ZeroMQ's thread has handed over the first
+            known = server._endpoint._received_by(fd)
+            for _ in range(20):
+                b.say(beat)
+            until(lambda known=known: server._endpoint._received_by(fd) > known + most)
+            until(lambda: _unread(fd) == 0)
+        time.sleep(max(0.0, due - time.monotonic()))
+        go_on.set()
+        heard: object = None
+        while not isinstance(heard, Decision | Expelled):
+            heard = b.await_message(object)  # type: ignore[type-var]
+        assert isinstance(heard, Decision)
+
+
+def _unread(fd: int) -> int:
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_notes_are_one_line_a_quorum_change_and_none_a_step(context: zmq.Context[Any]) -> None:
