@@ -29,8 +29,6 @@ from survive_kill import proportional_mib  # noqa: E402  (an example is no packa
 
 PATIENCE_S = 150.0
 TRAINED_S = 6.0
-STILL_S = 1.5
-"""A template that has used no CPU for so long has imported all."""
 Figures = dict[str, float | None]
 
 
@@ -84,8 +82,7 @@ def transformers(folder: Path, env: dict[str, str]) -> Figures:
         began = _await(lambda: next(_counting(log, 0.0), None))
         template = None
         if env["FT_WARM_START"] != "0":
-            template = _await(lambda: next(_children(launcher.pid, "(template for warm"), None))
-            _await(lambda pid=template: _is_still(pid))
+            template = _await(lambda: next(_children(launcher.pid, "warm starts, ready"), None))
         time.sleep(max(0.0, began + TRAINED_S - time.time()))
         memory = proportional_mib(template) if template else None
         victim = list(_children(launcher.pid, "ft_accelerate.run"))[-1]
@@ -115,15 +112,6 @@ def _children(pid: int, word: str) -> Iterator[int]:
         for child in (task / "children").read_text().split():
             if word in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " "):
                 yield int(child)
-
-
-def _is_still(pid: int) -> bool:
-    def used() -> list[str]:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-
-    before = used()
-    time.sleep(STILL_S)
-    return used() == before
 
 
 def _await(find: Callable[[], Any]) -> Any:

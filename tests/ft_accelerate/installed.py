@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from ft_core.environment import ENV_WARM
+
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -28,6 +30,7 @@ def installed(folder: Path, **more: str) -> dict[str, str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
     env["PYTHONPATH"] = os.pathsep.join([str(folder), str(REPO)])
+    env[ENV_WARM] = "0"  # see tests/conftest.py
     env["HF_HOME"] = str(folder / "hf")
     env["OMP_NUM_THREADS"] = "1"
     env["HF_HUB_OFFLINE"] = "1"

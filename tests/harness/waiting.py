@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,3 +30,14 @@ def gone(pid: int) -> bool:
 def children_of(pid: int) -> list[int]:
     """The processes that the main thread of this one has started, and that were not waited for."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def template_of(supervisor: int) -> int:
+    """Process id of a supervisor's template of warm starts, if it is ready; else 0."""
+    tasks = Path(f"/proc/{supervisor}/task")
+    listed = [(task / "children").read_text().split() for task in tasks.iterdir()]
+    for child in {pid for pids in listed for pid in pids}:
+        with contextlib.suppress(OSError):
+            if b"(template of warm starts, ready)" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+    return 0

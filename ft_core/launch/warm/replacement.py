@@ -137,7 +137,7 @@ def _become(order: Order, descriptors: Sequence[int], imported: Imported) -> Non
     # Python 3.11 keeps the parent's.
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     importlib.invalidate_caches()
-    _rename([sys.executable, *order.words])
+    show_as([sys.executable, *order.words])
     for each in order.renew:
         module, _, name = each.partition(":")
         if module in sys.modules:
@@ -179,8 +179,8 @@ def _draw_anew() -> None:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
 
 
-def _rename(words: Sequence[str]) -> None:
-    """Show `words` in /proc and `ps`: they are written over the template's command line."""
+def show_as(words: Sequence[str]) -> None:
+    """Show `words` in /proc and `ps`: they are written over the command line, as far as it is long."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     if start == 0:  # hidden from this process

@@ -37,7 +37,7 @@ REFUSALS = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before the second template that replaces one, and at most; doubled from one to the next."""
 _START = "import sys; sys.path.insert(0, {root!r}); from ft_core.launch.warm.template import main; main()"
-_ROOM = "(template for warm starts)".ljust(4096)
+_ROOM = f"({learn.TITLE})".ljust(4096)
 """The last word of the template's command line, over which a replacement's is written."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 

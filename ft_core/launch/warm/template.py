@@ -130,6 +130,7 @@ def main() -> None:
     told, _ = channel.receive()
     template = Template([(name, origin) for name, origin in told["modules"]], told["environment"])
     channel.send({"refusal": template.refusal, "modules": len(sys.modules)})
+    replacement.show_as([sys.executable, f"({learn.TITLE}, ready)"])
     asked = None if template.refusal else template.serve(channel)
     channel.close()
     if asked is None:

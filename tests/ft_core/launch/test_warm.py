@@ -220,6 +220,56 @@ def test_what_imports_have_set_is_there_again(bench: Bench) -> None:
     assert found == [(0, "handled\nset False\n", "")] * 2
 
 
+TORCH = """
+import json, os, random, sys
+loaded = "torch" in sys.modules
+import numpy, torch, zmq
+from torch import distributed as dist
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.tensor([index ** 2, index])
+if __name__ == "__main__":
+    said = {"drawn": [random.random(), numpy.random.rand(), torch.rand(()).item(), torch.initial_seed()]}
+    for method in ("fork", "spawn"):
+        loader = torch.utils.data.DataLoader(Squares(), 4, num_workers=1, multiprocessing_context=method)
+        said[method] = [batch.sum().item() for batch in loader]
+    torch.set_num_threads(2)
+    ones = torch.ones(600, 600)
+    said["threads"] = [(ones @ ones).sum().item(), numpy.ones((300, 300)).dot(numpy.ones((300, 300))).sum()]
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.all_reduce(ones)
+    said["gloo"] = ones.sum().item()
+    dist.destroy_process_group()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
+        port = pull.bind_to_random_port("tcp://127.0.0.1")
+        push.connect(f"tcp://127.0.0.1:{port}")
+        push.send(b"yes")
+        said["zmq"] = pull.recv().decode()
+    from ft_core.launch.warm.learn import report
+    report()
+    print(json.dumps([loaded, said]))
+"""
+
+
+def test_torch_works_in_a_replacement(bench: Bench) -> None:
+    """Its loaders' processes, threads and groups; and each process draws numbers of its own."""
+    command = bench.script(TORCH, "trains.py")
+    lives = []
+    for warm in (False, True, True):
+        with bench.start(command, stdout=subprocess.PIPE) as process:
+            assert process.warm == warm
+            lives.append(json.loads(process.communicate(timeout=PATIENCE_S)[0]))
+        assert bench.starter.wait_ready(PATIENCE_S)
+    assert [loaded for loaded, _ in lives] == [False, True, True]
+    drawn = [said.pop("drawn") for _, said in lives]
+    assert all(len(set(each)) == 3 for each in zip(*drawn, strict=True)), drawn
+    assert lives[0][1] == lives[1][1] == lives[2][1]
+    assert lives[0][1]["zmq"] == "yes"
+
+
 # ---------------------------------------------------------------- what is imported anew
 
 
