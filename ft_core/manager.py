@@ -222,7 +222,12 @@ class Manager:
         self.step.before_vote(check)
 
     def register_compared(
-        self, key: str, tensors: Callable[[], Iterable[Tensor]], *, within: int | None = None
+        self,
+        key: str,
+        tensors: Callable[[], Iterable[Tensor]],
+        *,
+        within: int | None = None,
+        after_heals: bool = False,
     ) -> None:
         """Have members compare these tensors, which must be equal in all of them at each vote.
 
@@ -231,7 +236,12 @@ class Manager:
         Where no state has such a majority, the run ends with `JoinRefused`. `tensors` is called
         once, in the loop's thread; it returns the same sizes in the same order in all members.
         `within`: compare at least once in so many committed steps, where these are long.
+        `after_heals`: compare these with the rest after each heal, and never else: the state of an
+        optimizer, say. `tensors` is called each time then.
         """
+        if after_heals:
+            self._attempts.compared.register_after_heals(key, tensors)
+            return
         self._attempts.compared.register(key, tensors, within)
 
     def compare_states(self, equal: bool) -> None:

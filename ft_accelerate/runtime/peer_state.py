@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -100,7 +100,7 @@ def _restore_one(accelerator: Any, state: dict[str, Any], *, models: bool) -> No
         for model, values in zip(accelerator._models, state["models"], strict=True):
             _copy_into(_unwrapped(model), values)
         for optimizer, values in zip(accelerator._optimizers, state["optimizers"], strict=True):
-            optimizer.optimizer.load_state_dict(values)
+            load_optimizer(optimizer.optimizer, values)
     for scheduler, values in zip(accelerator._schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(copy.deepcopy(values))
     if accelerator.scaler is not None and state["scaler"] is not None:
@@ -115,6 +115,32 @@ def _restore_one(accelerator: Any, state: dict[str, Any], *, models: bool) -> No
     for loader, values in zip(_stateful(accelerator), state["loaders"], strict=False):
         # What `save_state` writes; the position itself is in `ScriptPosition`.
         loader.dl_state_dict = values
+
+
+def load_optimizer(optimizer: Any, values: dict[str, Any]) -> None:
+    """As `load_state_dict`, but each tensor keeps the type that it has there: torch gives it that of its
+    parameter, and moments in float32 of parameters in bfloat16 would not be the peers'."""
+    optimizer.load_state_dict(values)
+    numbers = [n for group in values["param_groups"] for n in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        mine = optimizer.state.get(parameter, {})
+        for name, value in values["state"].get(number, {}).items():
+            held = mine.get(name)
+            if isinstance(value, Tensor) and isinstance(held, Tensor) and held.dtype != value.dtype:
+                mine[name] = value.detach().clone().to(held.device)
+
+
+def moments(optimizers: Iterable[Any]) -> list[Tensor]:
+    """The tensors of these optimizers' states, in an order that is the same in all processes."""
+    return [
+        value
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for _, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor)
+    ]
 
 
 def lineage_of_start(accelerators: Accelerators, *, allow_objects: bool) -> str:

@@ -549,6 +549,9 @@ class Runtime:
         manager = self.group_ranks.manager(self.prepared.device)
         manager.set_state_dict_fns(self._load, self._dump)
         manager.preallocate_state(*self.prepared.optimizers)
+        manager.register_compared(
+            "optimizers", lambda: states.moments(self.prepared.optimizers), after_heals=True
+        )
         if self._sink is not None:
             manager.telemetry.add_sink(self._sink)
         self.reducer.attach(manager)

@@ -6,8 +6,8 @@ carries a digest of a slice of the parameters, which the lighthouse compares
 (`lighthouse.machine.comparison`). Each slice has its turn; together they cover every byte.
 
 Compared is what is registered: parameters, as they are after the last update, since the next one waits
-for the vote. Not compared are buffers, which a forward may change at any time, nor the state of the
-optimizer, which is seen in the parameters with the next update.
+for the vote. Not compared are buffers, which a forward may change at any time. The state of the
+optimizer is seen in the parameters with the next update, so it need be compared after heals only.
 
 Digests read memory at its full speed, and their cost is spread over many steps. On CUDA kernels are
 queued on the current stream, in front of the point at which the vote waits for it.
@@ -65,6 +65,7 @@ class ComparedState:
         self._slices = min(steps, SLICES)
         self._stride = steps // self._slices if steps else 0
         self._parts: dict[str, Tensors] = {}
+        self._after_heals: dict[str, Tensors] = {}
         self._tensors: list[Tensor] = []
         self._spans: list[list[Span]] | None = None
 
@@ -77,9 +78,15 @@ class ComparedState:
         self._parts[key] = tensors
         self._spans = None
 
+    def register_after_heals(self, key: str, tensors: Tensors) -> None:
+        """Add (or replace) a part that is compared with all others after a heal, and never else.
+        `tensors` is called each time: an optimizer makes its state late, and may replace it."""
+        self._after_heals[key] = tensors
+
     def clear(self) -> None:
         """Hold nothing any more."""
         self._parts.clear()
+        self._after_heals.clear()
         self._tensors, self._spans = [], None
 
     def at(self, step: int, *, whole: bool) -> Digest | None:
@@ -91,9 +98,17 @@ class ComparedState:
             return None
         if self._spans is None:
             self._spans = self._plan()
-        turn = step // self._stride % self._slices
-        slices = self._spans if whole else self._spans[turn : turn + 1]
-        return Digest(self._tensors, [span for spans in slices for span in spans])
+        if whole:
+            return self._whole(self._spans)
+        return Digest(self._tensors, self._spans[step // self._stride % self._slices])
+
+    def _whole(self, slices: list[list[Span]]) -> Digest:
+        parts = (self._after_heals[key]() for key in sorted(self._after_heals))
+        more = [tensor for tensors in parts for tensor in tensors]
+        first = len(self._tensors)
+        spans = [span for spans in slices for span in spans]
+        spans += [Span(first + n, 0, local_part(tensor).nbytes) for n, tensor in enumerate(more)]
+        return Digest([*self._tensors, *more], spans)
 
     def _plan(self) -> list[list[Span]]:
         """The spans of each slice. The same in all members: it depends on the tensors' sizes alone."""

@@ -80,6 +80,10 @@ class Trainer:
     def state(self) -> list[torch.Tensor]:
         return list(self.net.parameters())
 
+    def momenta(self) -> list[torch.Tensor]:
+        states = self.optimizer.state.values()
+        return [state["momentum_buffer"] for state in states]
+
 
 def trainers(server: Any, names: str, **options: Any) -> list[Trainer]:
     return [Trainer(server, name, len(names), **options) for name in names]
@@ -159,7 +163,8 @@ def test_no_state_has_a_majority() -> None:
         assert a.heals == b.heals == 0
 
 
-def test_a_heal_that_does_not_restore_all_is_compared_at_once() -> None:
+@pytest.mark.parametrize("part", ["parameter", "momentum"])
+def test_a_heal_that_does_not_restore_all_is_compared_at_once(part: str) -> None:
     """The load function spoils a tensor: that member is told before it trains on, and heals again."""
     with lighthouse() as server:
         old, new = (Trainer(server, name, 1, compare_steps=1024) for name in ("old", "new"))
@@ -168,9 +173,13 @@ def test_a_heal_that_does_not_restore_all_is_compared_at_once() -> None:
 
         def load(state: Any) -> None:
             complete(state)
-            if new.heals == 1:
+            if new.heals == 1 and part == "parameter":
                 new.net[2].weight.data.add_(1.0)
+            elif new.heals == 1:
+                new.momenta()[0].add_(1.0)
 
+        for member in (old, new):
+            member.manager.register_compared("momenta", member.momenta, after_heals=True)
         new.manager.set_state_dict_fns(load, new.save)
 
         def serve() -> None:

@@ -128,3 +128,18 @@ def test_long_steps_are_compared_more_often() -> None:
     compared = ComparedState(1024)
     compared.register("outer", tensors, within=32)
     assert all(compared.at(step, whole=False) is not None for step in range(32))
+
+
+def test_a_part_that_is_compared_after_heals_only() -> None:
+    state, moments = [torch.ones(5)], [torch.zeros(3)]
+    one, other = comparing(state, 8), comparing(state, 8)
+    for compared in (one, other):
+        compared.register_after_heals("moments", lambda: moments)
+    before = [one.at(step, whole=False) for step in range(8)]
+    whole = one.at(0, whole=True)
+    moments = [torch.tensor([0.0, 1.0, 0.0])]  # another tensor: it is asked for each time
+    after = [other.at(step, whole=False) for step in range(8)]
+    other_whole = other.at(0, whole=True)
+    assert whole is not None and other_whole is not None
+    assert [d and d.finish() for d in before] == [d and d.finish() for d in after]
+    assert whole.finish() != other_whole.finish()
