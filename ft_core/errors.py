@@ -45,6 +45,16 @@ class OutsideStep(FaultToleranceError, RuntimeError):
     """A collective of the manager was called between two steps, where no vote tells of its errors."""
 
 
+class UnderCapture(FaultToleranceError, RuntimeError):
+    """A collective was called while a CUDA graph is captured."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(
+            f"{operation} while a CUDA graph is captured: a replay would not know the members of its "
+            "step; capture the computation, and reduce the gradients after each replay"
+        )
+
+
 class StepInDoubt(FaultToleranceError):
     """A vote was cast, and the lighthouse was unreachable for too long to learn its outcome."""
 

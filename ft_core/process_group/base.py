@@ -143,6 +143,26 @@ class ProcessGroup(dist.ProcessGroup):
         """Whether the group is configured, has not failed, and no collective of it is under way."""
         return False
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a collective of the group has not ended: on a device, whatever its work and its future
+        say. The default does not know. Any thread; quick."""
+        return False
+
+    def settle(self) -> Exception | None:
+        """Block until no collective of the bound quorum (`bind`) is under way on its device; returns the
+        error of one that has failed there.
+
+        Where works end by stream order, this is what tells whether they have reduced anything. The
+        default, for groups whose works end with their collectives: nothing. Any thread.
+        """
+        return None
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the calling thread captures a graph, so that a collective would be refused."""
+        return False
+
     @abstractmethod
     def errored(self) -> Exception | None:
         """The first error since `configure` began (a revocation counts), or None."""

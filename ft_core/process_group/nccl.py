@@ -1,7 +1,7 @@
 """NCCL: the reconfigurable process group for CUDA tensors.
 
-Written from torch's documented behaviour and the headers of 2.13 to 2.15; it has not been run on a
-GPU in this project. Treat it as untested until it has.
+Written from torch's source and tested on a double of NCCL's semantics on the CPU
+(tests/harness/nccl_double.py). It has not been run on a GPU in this project.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Work
 
+from ft_core.errors import ProcessGroupError, UnderCapture
+from ft_core.process_group.nccl_device import (
+    ClassicCudaDevice,
+    CudaDevice,
+    DeviceEvent,
+    NcclDevice,
+)
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
 
@@ -25,25 +33,24 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     """An NCCL group for CUDA tensors, whose members can change. Methods, errors and threads: see
     `ProcessGroup`.
 
-    It has NOT RUN ON A GPU in this project yet. Tests cover only that its constructor refuses a machine
-    without one, and what it shares with Gloo: rendezvous, revocation, works.
+    It has NOT RUN ON A GPU in this project yet (docs/design.md says what was checked, and how).
 
-    With torch 2.14 and later and `native` (the default there), the `nccl2` backend reconfigures
-    itself. Otherwise every quorum gets a new communicator, and the old one is aborted.
-    `ncclCommAbort` may block when a kernel hangs, so it runs in a thread of its own and `revoke`
-    does not wait for it.
+    Every quorum gets a communicator of its own. The old one is aborted, in a thread: an abort may
+    block while a kernel hangs, and `revoke` does not wait for it.
 
-    `wait()` on a work blocks the current CUDA stream, not the host. A revoked collective leaves
-    garbage in its tensors, so ask `errored()` after synchronizing and before using them. Set
-    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 in the environment of the process, or torch's watchdog ends
-    the process on an error.
+    `wait()` on a work, and its future, order CUDA streams and do not block the host. NCCL tells them
+    nothing of errors: a collective that was cut off leaves garbage in its tensors and ends like any
+    other. So ask `settle()` before the results are relied on, as the manager does before each vote.
 
     Args:
         timeout: seconds or timedelta; bounds connecting, and a collective that is not revoked.
         hostname, interface: choose the address to bind and to advertise (at most one of them); the
             default is the outgoing address.
         device: of the tensors; the default is the current CUDA device.
-        native: whether to use `nccl2`; the default is to, where torch has it.
+        native: whether to use torch's `nccl2` backend; the default is to, where torch has it (2.14 and
+            later).
+        on: the device to stand on in place of a CUDA device, such as the tests' double; `device` and
+            `native` mean nothing then.
 
     Raises `RuntimeError` without a CUDA device, `ValueError` for bad options.
     """
@@ -56,52 +63,102 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         interface: str | None = None,
         device: torch.device | int | None = None,
         native: bool | None = None,
+        on: NcclDevice | None = None,
     ) -> None:
         super().__init__(timeout, hostname=hostname, interface=interface)
-        if not dist.is_nccl_available() or not torch.cuda.is_available():
-            raise RuntimeError("NCCL needs a CUDA device and a torch built with it; use Gloo here")
-        if native and not hasattr(dist.distributed_c10d, "ProcessGroupNCCL2"):
-            raise ValueError("this torch has no nccl2 backend (2.14 and later); drop native")
-        available = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
-        self._native = available if native is None else native
-        index = torch.cuda.current_device() if device is None else torch.device(device).index
-        self._device = torch.device("cuda", index)
+        self._on = on or _cuda_device(device, native)
 
     def getBackendName(self) -> str:
         return "ft-nccl"
 
+    @property
+    def under_way(self) -> bool:
+        self._on.enter()  # the control thread asks
+        return super().under_way
+
+    @property
+    def capturing(self) -> bool:
+        return self._on.capturing()
+
+    def issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
+        """As `ProcessGroup.issue`. Raises `UnderCapture` while a CUDA graph is captured."""
+        if self.capturing:
+            raise UnderCapture(operation)
+        return super().issue(operation, *args, watched=watched, **kwargs)
+
     def _new_communicator(self, rank: int, world_size: int) -> Communicator:
-        if self._native:
-            return _Nccl2Communicator(self.timeout_s, rank, world_size)
-        return _NcclCommunicator(self.timeout_s, self._device)
+        return _NcclCommunicator(self._on, self.timeout_s, rank, world_size)
 
 
-class _NcclBase(Communicator):
-    """What both backends share: a store, and an abort that can't block its caller."""
+def _cuda_device(device: torch.device | int | None, native: bool | None) -> NcclDevice:
+    if not dist.is_nccl_available() or not torch.cuda.is_available():
+        raise RuntimeError("NCCL needs a CUDA device and a torch built with it; use Gloo here")
+    available = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
+    if native and not available:
+        raise ValueError("this torch has no nccl2 backend (2.14 and later); drop native")
+    index = None if device is None else torch.device(device).index
+    kind = CudaDevice if (available if native is None else native) else ClassicCudaDevice
+    return kind(torch.cuda.current_device() if index is None else index)
 
-    backend_futures = True  # NCCL's futures carry CUDA events; its works end by stream order
 
-    def __init__(self, timeout_s: float) -> None:
-        self.backend: Any = None
+class _NcclCommunicator(Communicator):
+    """A communicator for one quorum, whose abort can't block its caller."""
+
+    def __init__(self, device: NcclDevice, timeout_s: float, rank: int, world_size: int) -> None:
+        self._device = device
         self._timeout_s = timeout_s
         self._store = RendezvousStore()
         self._lock = threading.Lock()
         self._aborting: threading.Thread | None = None
+        self.enter_thread()
+        self.backend = device.new_backend(self._store, rank, world_size, timeout_s)
+
+    @property
+    def reconnectable(self) -> bool:
+        return False
+
+    def enter_thread(self) -> None:
+        self._device.enter()
+
+    def handle(self) -> bytes:
+        return self._device.handle(self.backend)
+
+    def connect(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        self._store.rendezvous = rendezvous
+        try:
+            # The group interrupts earlier than the backend gives up.
+            self._device.connect(self.backend, rendezvous, timeout_s + _CONNECT_MARGIN_S)
+        finally:
+            self._store.rendezvous = None
+
+    def end_of(self, work: Work) -> _CollectiveEnd:
+        return _CollectiveEnd(self, self._device, self._device.end_of(work))
+
+    def error(self) -> Exception | None:
+        """Why the collectives that have ended may not have reduced anything; None: they have.
+
+        NCCL's kernels end without an error when their communicator is aborted. Both this class and
+        torch's watchdog record the error before they abort, so one that is asked after the end of a
+        kernel is told.
+        """
+        if self._aborting is not None:
+            return ProcessGroupError("the communicator was aborted")
+        error = self.backend.get_error()
+        return None if error.name == "SUCCESS" else ProcessGroupError(f"NCCL says {error.name}")
 
     def interrupt(self) -> None:
         with self._lock:
-            backend = self.backend
-            if backend is None or self._aborting is not None:
+            if self._aborting is not None:
                 return
             self._aborting = threading.Thread(
-                target=self._abort, args=(backend,), name="ft-pg-nccl-abort", daemon=True
+                target=self._abort, name="ft-pg-nccl-abort", daemon=True
             )
             self._aborting.start()
 
-    @staticmethod
-    def _abort(backend: Any) -> None:
+    def _abort(self) -> None:
         try:
-            backend.abort()
+            self.enter_thread()
+            self.backend.abort()
         except Exception as error:  # it is discarded anyway
             _log.warning("aborting an NCCL communicator failed: %s", error)
 
@@ -111,66 +168,26 @@ class _NcclBase(Communicator):
 
     def close(self) -> None:
         self.interrupt()
-        if self._aborting is not None:
-            self._aborting.join(self._timeout_s)
-        self.backend = None
+        assert self._aborting is not None
+        self._aborting.join(self._timeout_s)
 
 
-class _NcclCommunicator(_NcclBase):
-    """A communicator of torch's classic NCCL backend, for one quorum."""
+class _CollectiveEnd:
+    """The end of one collective on its device. See `work.DeviceEnd`."""
 
-    def __init__(self, timeout_s: float, device: torch.device) -> None:
-        super().__init__(timeout_s)
-        self._device = device
+    def __init__(
+        self, communicator: _NcclCommunicator, device: NcclDevice, event: DeviceEvent
+    ) -> None:
+        self._communicator, self._device, self._event = communicator, device, event
 
-    @property
-    def reconnectable(self) -> bool:
-        return False
+    def passed(self) -> bool:
+        return self._event.query()
 
-    def handle(self) -> bytes:
-        return b""
+    def wait(self) -> None:
+        self._event.synchronize()
 
-    def connect(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        self._store.rendezvous = rendezvous
-        try:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=self._timeout_s)
-            options.config.blocking = 0  # so that an abort can end a blocked initialization
-            backend = dist.ProcessGroupNCCL(
-                self._store, rendezvous.rank, len(rendezvous.handles), options
-            )
-            self.backend = backend
-            # NCCL would connect at the first collective, and read the store then.
-            backend.eager_connect_single_device(self._device)
-        finally:
-            self._store.rendezvous = None
+    def error(self) -> Exception | None:
+        return self._communicator.error()
 
-
-class _Nccl2Communicator(_NcclBase):
-    """An `nccl2` backend, which takes other members while it lives (torch 2.14 and later)."""
-
-    def __init__(self, timeout_s: float, rank: int, world_size: int) -> None:
-        super().__init__(timeout_s)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        options.enable_reconfigure = True
-        backend_class = dist.distributed_c10d.ProcessGroupNCCL2
-        self.backend = backend_class(self._store, rank, world_size, options, None)
-
-    @property
-    def reconnectable(self) -> bool:
-        return self._aborting is None  # an aborted backend is not used again
-
-    def handle(self) -> bytes:
-        return str(self.backend.get_reconfigure_handle()).encode()
-
-    def connect(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        self._store.rendezvous = rendezvous
-        try:
-            options = dist.distributed_c10d.ReconfigureOptions()
-            options.uuid = rendezvous.quorum_id
-            options.handles = [(handle or b"").decode() for handle in rendezvous.handles]
-            options.timeout = timedelta(seconds=timeout_s + _CONNECT_MARGIN_S)
-            self.backend.reconfigure(options).wait()
-        finally:
-            self._store.rendezvous = None
+    def aside(self) -> Any:
+        return self._device.aside()

@@ -32,7 +32,13 @@ from ft_core.errors import AddressError, ProcessGroupError
 from ft_core.process_group.base import ProcessGroup, outputs_of
 from ft_core.process_group.dialing import connect_limit_s, unreachable
 from ft_core.process_group.rendezvous import Address, Listener, Rendezvous
-from ft_core.process_group.work import BackendWork, FailedWork, PointToPointWork, StreamWork
+from ft_core.process_group.work import (
+    BackendWork,
+    DeviceEnd,
+    FailedWork,
+    PointToPointWork,
+    StreamWork,
+)
 from lighthouse.own_address import choose_address
 
 _log = logging.getLogger(__name__)
@@ -48,8 +54,11 @@ class Communicator(ABC):
     """A connected backend and the way to break it. One at a time belongs to a group."""
 
     backend: Any  # c10d.Backend; set by `connect`
-    backend_futures = False  # whether works keep the backend's own waits and futures
     has_orphans = False  # an orphaned operation holds one of the backend's threads
+
+    def enter_thread(self) -> None:
+        """Called first in each helper thread that uses the communicator, so that it can choose its device."""
+        return None
 
     @abstractmethod
     def handle(self) -> bytes:
@@ -74,6 +83,11 @@ class Communicator(ABC):
     def quiescent(self) -> bool:
         """After an interrupt: whether operations that remain are asleep and leave their tensors
         alone. Any thread."""
+
+    def end_of(self, work: Work) -> DeviceEnd | None:
+        """The end on its device of a collective that was just started; None: works end when the
+        collectives do. In the thread that started it."""
+        return None
 
     def unanswered(self) -> set[str]:
         """Hosts that confirm nothing of what was sent to them. Any thread."""
@@ -109,6 +123,7 @@ class _Builder(threading.Thread):
 
     def run(self) -> None:
         try:
+            self.communicator.enter_thread()
             self.communicator.connect(self._rendezvous, self._timeout_s)
         except Exception as error:
             self.error = error
@@ -154,7 +169,9 @@ class ReconfigurableProcessGroup(ProcessGroup):
             -1,
             None,
         )  # (quorum, its error)
-        self._in_flight: set[BackendWork] = set()  # each operation on it is atomic
+        # In the order of their issue; each operation on it is atomic.
+        self._in_flight: dict[BackendWork, None] = {}
+        self._failed_work: tuple[int, Exception] | None = None  # (quorum, error) of the last one
         self._background: list[threading.Thread] = []
         self._shut_down = False
         # A backend that is alive when the interpreter ends can abort the process.
@@ -239,7 +256,19 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
     @property
     def idle(self) -> bool:
-        return self._open and all(work.is_completed() for work in list(self._in_flight))
+        return self._open and not self.under_way
+
+    @property
+    def under_way(self) -> bool:
+        return not all(work.is_completed() for work in list(self._in_flight))
+
+    def settle(self) -> Exception | None:
+        quorum_id = self._quorum_id if self.bound_quorum is None else self.bound_quorum
+        for work in list(self._in_flight):
+            if isinstance(work, StreamWork) and work.quorum_id == quorum_id:
+                work.settle()
+        failed = self._failed_work
+        return failed[1] if failed is not None and failed[0] == quorum_id else None
 
     def errored(self) -> Exception | None:
         return self._error
@@ -286,6 +315,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         return self.issue("allreduce", tensors, opts, watched=not tensors[0].is_cpu)
 
     def issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
+        self._drop_ended()
         with self._issue_lock:
             # `configure` takes this lock before it gives the communicator other members, so a
             # collective that saw an open group can't run under the next quorum.
@@ -296,8 +326,11 @@ class ReconfigurableProcessGroup(ProcessGroup):
             start = getattr(self._communicator.backend, operation, None)
             try:
                 if start is None:
-                    raise NotImplementedError(f"{self.getBackendName()} does not support {operation}")
+                    raise NotImplementedError(
+                        f"{self.getBackendName()} does not support {operation}"
+                    )
                 native = start(*args, **kwargs)
+                end = self._communicator.end_of(native)
             except (TypeError, ValueError, NotImplementedError):
                 raise  # a mistake in the call, which costs no quorum
             except Exception as cause:
@@ -306,14 +339,14 @@ class ReconfigurableProcessGroup(ProcessGroup):
                 failure = self.collective_failed(operation, quorum_id, cause)
                 failure.__cause__ = cause.with_traceback(None)
                 return FailedWork(failure)
-            kind = BackendWork
-            if self._communicator.backend_futures:
-                kind = StreamWork
-            elif operation in ("send", "recv"):
-                kind = PointToPointWork
-            work = kind(self, native, operation, quorum_id, outputs_of(operation, args))
-            self._in_flight.add(work)
-            communicator = self._communicator
+            communicator, outputs = self._communicator, outputs_of(operation, args)
+            work: BackendWork
+            if end is not None:
+                work = StreamWork(self, native, operation, quorum_id, outputs, end=end, held=args)
+            else:
+                kind = PointToPointWork if operation in ("send", "recv") else BackendWork
+                work = kind(self, native, operation, quorum_id, outputs)
+            self._in_flight[work] = None
         if watched:
             work.watch()
         error = self._error
@@ -326,7 +359,19 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
     def work_ended(self, work: BackendWork) -> None:
         """A work has its result. Any thread."""
-        self._in_flight.discard(work)
+        error = work.exception()
+        if error is not None and isinstance(work, StreamWork):
+            self._failed_work = (work.quorum_id, error)  # before it is gone: see `settle`
+        self._in_flight.pop(work, None)
+
+    def _drop_ended(self) -> None:
+        """Let go of works whose end nothing else announces; the oldest end first."""
+        try:
+            while (oldest := next(iter(self._in_flight), None)) is not None:
+                if not isinstance(oldest, StreamWork) or not oldest.is_completed():
+                    return
+        except RuntimeError:  # another thread has dropped one at this very moment
+            return
 
     def collective_failed(
         self, operation: str, quorum_id: int, error: Exception
@@ -371,7 +416,9 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self, communicator: Communicator, works: list[BackendWork], error: ProcessGroupError
     ) -> None:
         """Make revoked works end soon, also those that the backend has lost."""
-        works = [work for work in works if not work.watch()]
+        works = [work for work in works if not work.abandoned and not work.watch()]
+        for work in works:
+            work.abandoned = True
         if works:
             threading.Thread(
                 target=self._end_or_abandon,
@@ -386,6 +433,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         # Not at once: a caller that sees the end of a work may use its tensors again, so the
         # backend must be done with them. It nearly always is within a millisecond, and then ends
         # the works itself.
+        communicator.enter_thread()
         give_up_at = time.monotonic() + _ABANDON_WITHIN_S
         quiescent = 0
         while works:
@@ -508,6 +556,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
                 if failed is not None and notify:
                     failed.notify_abort()
                 for one in communicators:
+                    one.enter_thread()
                     one.close()
             except Exception:  # the thread's outer edge: nothing of the next quorum depends on it
                 _log.exception("a process group of an earlier quorum could not be closed")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -156,6 +157,26 @@ class WorksOwner(Protocol):
     ) -> ProcessGroupError: ...
 
 
+class DeviceEnd(Protocol):
+    """The end of one collective on its device. Any thread."""
+
+    def passed(self) -> bool:
+        """Whether the device is done with it, well or not. Quick."""
+        ...
+
+    def wait(self) -> None:
+        """Block the host until the device is done with it. A revocation ends that, too."""
+        ...
+
+    def error(self) -> Exception | None:
+        """After the end: why its tensors hold no result; None: they hold it. Before: what is known."""
+        ...
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """A context in which the thread's stream is another one than the model's."""
+        ...
+
+
 class BackendWork(TorchWork):
     """A collective in flight in a backend, bound to the quorum under which it was issued.
 
@@ -186,9 +207,9 @@ class BackendWork(TorchWork):
         self._outputs = outputs
         self.quorum_id = quorum_id
         self.issued_at = time.monotonic()
+        self.abandoned = False  # a thread of the group sees to its end
         self._group = group
         self._work: TorchWork | None = work
-        self._native: TorchWork | None = None  # of a StreamWork, which needs it to the end
         self._value: Any = None
         self._error: Exception | None = None
         self._finished = False
@@ -375,35 +396,92 @@ class BackendWork(TorchWork):
 
 
 class StreamWork(BackendWork):
-    """A collective on a CUDA stream: waiting and futures are the backend's own.
+    """A collective on a device's stream, which ends when the device is done with it.
 
-    They order streams instead of blocking the host, which a future made here could not. An abort of
-    the communicator ends them, so `resolve` only records the result.
+    `wait` and futures are the backend's: they order streams, do not block the host, and tell nothing
+    of errors that come later. So the work is kept, with its tensors, until the device is done with
+    it, and only then asked for an error. An error that shows earlier breaks the group, which frees a
+    kernel that hangs. Any thread.
     """
 
+    def __init__(
+        self,
+        group: WorksOwner,
+        work: TorchWork,
+        operation: str,
+        quorum_id: int,
+        outputs: Any,
+        *,
+        end: DeviceEnd,
+        held: Any,
+    ) -> None:
+        super().__init__(group, work, operation, quorum_id, outputs)
+        self._native, self._end, self._held = work, end, held
+        self._told: Exception | None = None  # the group was broken for it
+        self._tell_once = [None]
+
     def watch(self) -> bool:
-        self._native = self._native or self._work
-        return super().watch()
+        """Nothing: the backend calls nothing when the device is done. `is_completed` looks."""
+        return self._finished
+
+    def is_completed(self) -> bool:
+        if not self._finished:
+            passed, error = self._end.passed(), self._end.error()  # in this order
+            if passed:
+                self._conclude(error)
+            elif error is not None:
+                self._tell(error)
+        return self._finished
+
+    def settle(self) -> None:
+        """Block the host until the device is done with it."""
+        if not self._finished:
+            self._end.wait()
+            self._conclude(self._end.error())
+
+    def _conclude(self, error: Exception | None) -> None:
+        if error is None:
+            self.resolve(self._outputs, None)
+        else:
+            self.resolve(None, self._tell(error))
+
+    def _tell(self, error: Exception) -> Exception:
+        """Break the group for `error`, once; returns the error to raise."""
+        try:
+            self._tell_once.pop()
+        except IndexError:
+            return self._told or error
+        failure = self._group.collective_failed(self.operation, self.quorum_id, error)
+        failure.__cause__ = error.with_traceback(None)
+        self._told = failure
+        return failure
+
+    def resolve(self, value: Any, error: Exception | None) -> None:
+        super().resolve(value, error)
+        self._held = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait for the collective. Raises what is known to have gone wrong."""
         if self._error is not None:
-            raise self._error
-        assert self._native is not None
+            raise copy_of(self._error)
         try:
             return self._native.wait() if timeout is None else self._native.wait(timeout)
         except Exception as error:
-            self._fail(error)
-            raise self._error or error from error
+            failure = self._tell(error)
+        raise copy_of(failure)
 
     def get_future(self) -> Future[Any]:
-        assert self._native is not None
-        return self._native.get_future()
+        with self._end.aside():  # a future of NCCL makes the current stream wait when it is made
+            return self._native.get_future()
+
+    def result(self) -> Any:
+        self.wait()
+        return self._native.result()
 
     def synchronize(self) -> None:
         self.wait()
 
     def block_current_stream(self) -> None:
-        assert self._native is not None
         self._native.block_current_stream()
 
 

@@ -63,6 +63,17 @@ class ProcessGroupWrapper(ProcessGroup):
     def idle(self) -> bool:
         return self.parent.idle
 
+    @property
+    def under_way(self) -> bool:
+        return self.parent.under_way
+
+    def settle(self) -> Exception | None:
+        return self.parent.settle()
+
+    @property
+    def capturing(self) -> bool:
+        return self.parent.capturing
+
     def errored(self) -> Exception | None:
         return self.parent.errored()
 

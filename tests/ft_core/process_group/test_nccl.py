@@ -1,0 +1,189 @@
+"""The NCCL group on a double of NCCL's semantics (tests/harness/nccl_double.py): no GPU is needed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from ft_core.collectives import allreduce as reduction
+from ft_core.errors import UnderCapture
+from ft_core.process_group import ProcessGroupError, ProcessGroupNCCL
+from ft_core.replica.status import Participation
+from ft_core.step import Step
+from tests.ft_core.process_group.members import Calls, configure
+from tests.harness.nccl_double import DoubleDevice, Wires, capture
+from tests.harness.waiting import PATIENCE_S, until
+
+ROUNDS = 60
+
+
+class Pair:
+    """Two groups, each on a device of its own."""
+
+    def __init__(self, timeout_s: float = PATIENCE_S) -> None:
+        self.wires = Wires()
+        self.devices = [DoubleDevice(self.wires, index) for index in (1, 2)]
+        self.groups = [
+            ProcessGroupNCCL(timeout_s, hostname="127.0.0.1", on=device) for device in self.devices
+        ]
+        self.quorum_id = 0
+        self.meet()
+
+    def meet(self) -> None:
+        """The next quorum."""
+        self.quorum_id += 1
+        configure(self.groups, self.quorum_id)
+
+    def tensor(self, rank: int, value: float = 1.0, elements: int = 8) -> torch.Tensor:
+        return self.devices[rank].place(torch.full((elements,), value))
+
+    def step(self, rank: int) -> Step:
+        """A step that is bound to the current quorum."""
+        group = self.groups[rank]
+        step = Step(group, weighted=False, bind=lambda: None, on_error=lambda reason: None)
+        step.open()
+        step.part = Participation(
+            quorum_id=self.quorum_id, replica_rank=rank, replica_world_size=2, rank=rank,
+            participants=2, groups=2,
+        )  # fmt: skip
+        step.bound_at = time.monotonic()
+        group.bind(self.quorum_id)
+        return step
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    both = Pair()
+    yield both
+    for group in both.groups:
+        group.shutdown()
+    assert not both.wires.faults
+
+
+def test_sums_in_one_quorum_after_the_other(pair: Pair) -> None:
+    def reduce(rank: int) -> tuple[Exception | None, float]:
+        step, tensor = pair.step(rank), pair.tensor(rank, rank + 1.0)
+        reduction.reduce(step, tensor, ReduceOp.SUM, divided_by=1, quantize=False).wait()
+        step.drain()
+        return step.error, float(tensor.mean())
+
+    for _ in range(3):
+        assert Calls(reduce, range(2)).values() == dict.fromkeys(range(2), (None, 3.0))
+        assert not any(group.under_way for group in pair.groups)
+        pair.meet()
+
+
+@pytest.mark.parametrize("call", ["reduce", "start"])
+def test_a_cut_link_commits_nothing(pair: Pair, call: str) -> None:
+    """Wherever in a step the link is cut: a member whose sum is wrong has failed its step."""
+    chance = random.Random(1)
+    pair.wires.delay_s = lambda: chance.random() * 0.002
+    queued = threading.Semaphore(0)
+    pair.wires.on_kernel = queued.release
+
+    def attempt(rank: int) -> bool:
+        step = pair.step(rank)
+        tensors = [pair.tensor(rank, rank + 1.0) for _ in range(4)]
+        for tensor in tensors:
+            if call == "start":
+                reduction.start(step, tensor, ReduceOp.SUM, divided_by=1)
+            else:
+                reduction.reduce(step, tensor, ReduceOp.SUM, divided_by=1, quantize=False)
+        step.drain()
+        right = all(bool((tensor == 3.0).all()) for tensor in tensors)
+        assert right or step.error is not None, "unreduced gradients would be committed"
+        return right
+
+    wrong = 0
+    for _ in range(ROUNDS):
+        calls = Calls(attempt, range(2))
+        for _ in range(chance.randrange(1, 9)):
+            queued.acquire(timeout=0.05)  # less than 8 come if it is cut early
+        pair.wires.cut()
+        wrong += not all(calls.values().values())
+        pair.meet()
+        while queued.acquire(blocking=False):
+            pass
+    assert wrong, "no cut came early enough to matter"
+
+
+def test_a_failure_after_the_queueing_is_found(pair: Pair) -> None:
+    """Each collective is queued, and nobody waits for it, before the link breaks."""
+    steps = [pair.step(rank) for rank in range(2)]
+    hold = threading.Event()
+    pair.wires.delay_s = lambda: 0.0 * hold.wait(PATIENCE_S)
+    works = [group.allreduce([pair.tensor(rank)]) for rank, group in enumerate(pair.groups)]
+    assert not any(work.is_completed() for work in works)
+    pair.wires.cut()
+    hold.set()
+    for step in steps:
+        step.drain()
+        assert isinstance(step.error, ProcessGroupError)
+    assert all(isinstance(work.exception(), ProcessGroupError) for work in works)
+
+
+def test_a_late_peer_is_seen_as_a_stall_and_its_step_fails(pair: Pair) -> None:
+    step = pair.step(0)
+    work = pair.groups[0].allreduce([pair.tensor(0)])
+    drained = Calls(lambda rank: step.drain(), [0])
+    assert step.waited_s(time.monotonic() + 18.0) >= 18.0, "as the control thread asks"
+    assert pair.groups[0].under_way
+    pair.groups[0].revoke(RuntimeError("stalled"))
+    drained.values()
+    assert "stalled" in str(step.error)
+    assert not work.is_success()
+    assert step.waited_s(time.monotonic() + 18.0) == 0.0
+
+
+def test_a_peer_later_than_nccl_waits_fails_the_step() -> None:
+    pair = Pair(timeout_s=0.2)
+    try:
+        step = pair.step(0)
+        reduction.start(step, pair.tensor(0), ReduceOp.SUM, divided_by=1)
+        step.drain()
+        assert step.error is not None
+        until(lambda: pair.groups[0].errored() is not None)
+    finally:
+        for group in pair.groups:
+            group.shutdown()
+
+
+def test_an_error_that_shows_early_frees_a_kernel_that_hangs(pair: Pair) -> None:
+    work = pair.groups[0].allreduce([pair.tensor(0)])
+    pair.wires.cut(revoke=False)
+    assert pair.groups[0].under_way, "asking finds the error"
+    assert isinstance(pair.groups[0].errored(), ProcessGroupError)
+    assert pair.groups[0].settle() is work.exception() is not None
+
+
+def test_tensors_of_the_host_are_refused(pair: Pair) -> None:
+    work = pair.groups[0].allreduce([torch.ones(2)])
+    with pytest.raises(ProcessGroupError, match="No backend type"):
+        work.wait()
+
+
+def test_works_that_nothing_asks_about_are_let_go(pair: Pair) -> None:
+    refs = []
+    for _ in range(20):
+        works = [group.allreduce([pair.tensor(rank)]) for rank, group in enumerate(pair.groups)]
+        for work in works:
+            work.wait()
+            refs.append(weakref.ref(work))
+    assert sum(ref() is not None for ref in refs) <= 2 * len(works)
+
+
+def test_a_collective_is_refused_while_a_graph_is_captured(pair: Pair) -> None:
+    step = pair.step(0)
+    with capture(pair.devices[0]):
+        with pytest.raises(UnderCapture, match="graph is captured"):
+            pair.groups[0].allreduce([pair.tensor(0)])
+        with pytest.raises(UnderCapture, match="reduce the gradients after each replay"):
+            reduction.start(step, pair.tensor(0), ReduceOp.SUM, divided_by=1)
+    assert step.error is None
