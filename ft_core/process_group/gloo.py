@@ -62,10 +62,10 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
 
     def _new_communicator(self, rank: int, world_size: int) -> Communicator:
         host = choose_address(self._hostname, self._interface)
-        return _GlooCommunicator(host, self.timeout_s, rank, world_size, native=self._native)
+        return GlooCommunicator(host, self.timeout_s, rank, world_size, native=self._native)
 
 
-class _GlooCommunicator(Communicator):
+class GlooCommunicator(Communicator):
     """One Gloo device and the group on it."""
 
     def __init__(

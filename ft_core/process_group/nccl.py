@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Work
 
 from ft_core.errors import ProcessGroupError, UnderCapture
+from ft_core.process_group.gloo import GlooCommunicator
 from ft_core.process_group.nccl_device import (
     ClassicCudaDevice,
     CudaDevice,
@@ -24,6 +27,7 @@ from ft_core.process_group.nccl_device import (
 )
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
+from lighthouse.own_address import choose_address
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0
@@ -32,6 +36,9 @@ _CONNECT_MARGIN_S = 30.0
 class ProcessGroupNCCL(ReconfigurableProcessGroup):
     """An NCCL group for CUDA tensors, whose members can change. Methods, errors and threads: see
     `ProcessGroup`.
+
+    Tensors in host memory travel over a Gloo group beside it, which has the same members and is revoked
+    with it. So does `barrier`, which blocks the host and not a stream.
 
     It has NOT RUN ON A GPU in this project yet (docs/design.md says what was checked, and how).
 
@@ -87,7 +94,9 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         return super().issue(operation, *args, watched=watched, **kwargs)
 
     def _new_communicator(self, rank: int, world_size: int) -> Communicator:
-        return _NcclCommunicator(self._on, self.timeout_s, rank, world_size)
+        address = choose_address(self._hostname, self._interface)
+        host = GlooCommunicator(address, self.timeout_s, rank, world_size, native=False)
+        return _NcclCommunicator(self._on, host, self.timeout_s, rank, world_size)
 
 
 def _cuda_device(device: torch.device | int | None, native: bool | None) -> NcclDevice:
@@ -102,16 +111,22 @@ def _cuda_device(device: torch.device | int | None, native: bool | None) -> Nccl
 
 
 class _NcclCommunicator(Communicator):
-    """A communicator for one quorum, whose abort can't block its caller."""
+    """A communicator for one quorum, with another one for tensors in host memory.
 
-    def __init__(self, device: NcclDevice, timeout_s: float, rank: int, world_size: int) -> None:
-        self._device = device
+    An abort can't block its caller.
+    """
+
+    def __init__(
+        self, device: NcclDevice, host: GlooCommunicator, timeout_s: float, rank: int, size: int
+    ) -> None:
+        self._device, self._host = device, host
         self._timeout_s = timeout_s
         self._store = RendezvousStore()
         self._lock = threading.Lock()
         self._aborting: threading.Thread | None = None
         self.enter_thread()
-        self.backend = device.new_backend(self._store, rank, world_size, timeout_s)
+        prefixed = dist.PrefixStore("nccl", self._store)  # Gloo's keys travel the same way
+        self.backend = device.new_backend(prefixed, rank, size, timeout_s)
 
     @property
     def reconnectable(self) -> bool:
@@ -124,12 +139,21 @@ class _NcclCommunicator(Communicator):
         return self._device.handle(self.backend)
 
     def connect(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        self._host.connect(rendezvous, timeout_s)
+        with self._lock:
+            if self._aborting is not None:
+                raise ProcessGroupError("interrupted while connecting")
         self._store.rendezvous = rendezvous
         try:
             # The group interrupts earlier than the backend gives up.
             self._device.connect(self.backend, rendezvous, timeout_s + _CONNECT_MARGIN_S)
         finally:
             self._store.rendezvous = None
+
+    def backend_for(self, args: tuple[Any, ...]) -> Any:
+        tensor = _first_tensor(args)
+        on_device = tensor is not None and self._device.holds(tensor)
+        return self.backend if on_device else self._host.backend
 
     def end_of(self, work: Work) -> _CollectiveEnd:
         return _CollectiveEnd(self, self._device, self._device.end_of(work))
@@ -147,6 +171,7 @@ class _NcclCommunicator(Communicator):
         return None if error.name == "SUCCESS" else ProcessGroupError(f"NCCL says {error.name}")
 
     def interrupt(self) -> None:
+        self._host.interrupt()
         with self._lock:
             if self._aborting is not None:
                 return
@@ -164,12 +189,30 @@ class _NcclCommunicator(Communicator):
 
     def quiescent(self) -> bool:
         aborting = self._aborting
-        return aborting is None or not aborting.is_alive()
+        aborted = aborting is None or not aborting.is_alive()
+        return aborted and self._host.quiescent()
+
+    def unanswered(self) -> set[str]:
+        return self._host.unanswered()
+
+    def operation_orphaned(self, until: float) -> None:
+        super().operation_orphaned(until)
+        self._host.operation_orphaned(until)
 
     def close(self) -> None:
         self.interrupt()
         assert self._aborting is not None
         self._aborting.join(self._timeout_s)
+        self._host.close()
+
+
+def _first_tensor(args: Iterable[Any]) -> Tensor | None:
+    """Of a collective's arguments, which may hold lists of lists."""
+    for arg in args:
+        found = _first_tensor(arg) if isinstance(arg, list | tuple) else arg
+        if isinstance(found, Tensor):
+            return found
+    return None
 
 
 class _CollectiveEnd:

@@ -6,7 +6,10 @@ of torch's NCCL backends. Tests pass one that keeps NCCL's semantics on the CPU.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,7 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
+from ft_core.errors import ProcessGroupError
+from ft_core.process_group.rendezvous import Rendezvous
+
+_CONNECTED_CHECK_S = 0.001
 
 
 class DeviceEvent(Protocol):
@@ -45,7 +51,7 @@ class NcclDevice(Protocol):
         """Whether the calling thread's stream is being captured into a graph."""
         ...
 
-    def new_backend(self, store: RendezvousStore, rank: int, size: int, timeout_s: float) -> Any:
+    def new_backend(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
         """A backend for one quorum, not connected yet. `timeout_s` bounds a collective."""
         ...
 
@@ -87,7 +93,7 @@ class CudaDevice:
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def new_backend(self, store: RendezvousStore, rank: int, size: int, timeout_s: float) -> Any:
+    def new_backend(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         options.enable_reconfigure = True
@@ -119,15 +125,40 @@ class CudaDevice:
 class ClassicCudaDevice(CudaDevice):
     """A CUDA device with torch's classic NCCL backend (torch 2.11 to 2.13)."""
 
-    def new_backend(self, store: RendezvousStore, rank: int, size: int, timeout_s: float) -> Any:
+    def new_backend(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         options.config.blocking = 0  # so that an abort can end a blocked initialization
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        # The backend reads it now. Another mode ends the process on an error, which is right for
+        # groups inside of a replica group: those keep what the user has set.
+        with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+            return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def handle(self, backend: Any) -> bytes:
         return b""
 
     def connect(self, backend: Any, rendezvous: Rendezvous, timeout_s: float) -> None:
-        # NCCL would connect at the first collective, and read the store then.
+        # NCCL would connect at the first collective, and read the store then. Without blocking, only
+        # the end of a collective shows that it is connected.
         backend.eager_connect_single_device(self._device)
+        first = torch.zeros(1, device=self._device)
+        connected = self.end_of(backend.allreduce([first], dist.AllreduceOptions()))
+        give_up_at = time.monotonic() + timeout_s
+        while not connected.query():
+            if backend.get_error().name != "SUCCESS" or time.monotonic() > give_up_at:
+                raise ProcessGroupError("NCCL has not connected its members")
+            time.sleep(_CONNECTED_CHECK_S)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """An environment variable that has `value` for a moment."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

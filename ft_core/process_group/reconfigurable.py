@@ -84,9 +84,13 @@ class Communicator(ABC):
         """After an interrupt: whether operations that remain are asleep and leave their tensors
         alone. Any thread."""
 
+    def backend_for(self, args: tuple[Any, ...]) -> Any:
+        """The backend for a collective with these arguments."""
+        return self.backend
+
     def end_of(self, work: Work) -> DeviceEnd | None:
-        """The end on its device of a collective that was just started; None: works end when the
-        collectives do. In the thread that started it."""
+        """The end on its device of a collective that `backend` has just started; None: works end when
+        the collectives do. In the thread that started it."""
         return None
 
     def unanswered(self) -> set[str]:
@@ -323,14 +327,16 @@ class ReconfigurableProcessGroup(ProcessGroup):
                 return FailedWork(self._refusal(operation))
             assert self._communicator is not None
             quorum_id = self._quorum_id
-            start = getattr(self._communicator.backend, operation, None)
+            communicator = self._communicator
+            backend = communicator.backend_for(args)
+            start = getattr(backend, operation, None)
             try:
                 if start is None:
                     raise NotImplementedError(
                         f"{self.getBackendName()} does not support {operation}"
                     )
                 native = start(*args, **kwargs)
-                end = self._communicator.end_of(native)
+                end = communicator.end_of(native) if backend is communicator.backend else None
             except (TypeError, ValueError, NotImplementedError):
                 raise  # a mistake in the call, which costs no quorum
             except Exception as cause:
@@ -339,7 +345,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
                 failure = self.collective_failed(operation, quorum_id, cause)
                 failure.__cause__ = cause.with_traceback(None)
                 return FailedWork(failure)
-            communicator, outputs = self._communicator, outputs_of(operation, args)
+            outputs = outputs_of(operation, args)
             work: BackendWork
             if end is not None:
                 work = StreamWork(self, native, operation, quorum_id, outputs, end=end, held=args)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
-from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
+from ft_core.process_group.rendezvous import Rendezvous
 from tests.harness.waiting import PATIENCE_S
 
 POISON = -12345.0
@@ -113,7 +113,7 @@ class _Backend:
     """torch's backend for one quorum."""
 
     def __init__(
-        self, device: DoubleDevice, store: RendezvousStore, rank: int, size: int, timeout_s: float
+        self, device: DoubleDevice, store: dist.Store, rank: int, size: int, timeout_s: float
     ) -> None:
         self.device, self.wires = device, device.wires
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
@@ -268,7 +268,7 @@ class DoubleDevice:
     def capturing(self) -> bool:
         return self.captures
 
-    def new_backend(self, store: RendezvousStore, rank: int, size: int, timeout_s: float) -> Any:
+    def new_backend(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
         return _Backend(self, store, rank, size, timeout_s)
 
     def handle(self, backend: Any) -> bytes:

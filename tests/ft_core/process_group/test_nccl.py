@@ -163,10 +163,48 @@ def test_an_error_that_shows_early_frees_a_kernel_that_hangs(pair: Pair) -> None
     assert pair.groups[0].settle() is work.exception() is not None
 
 
-def test_tensors_of_the_host_are_refused(pair: Pair) -> None:
-    work = pair.groups[0].allreduce([torch.ones(2)])
-    with pytest.raises(ProcessGroupError, match="No backend type"):
-        work.wait()
+def test_tensors_of_the_host_travel_beside_nccl(pair: Pair) -> None:
+    def mixed(rank: int) -> list[list[float]]:
+        group, device = pair.groups[rank], pair.devices[rank]
+        step, result = pair.step(rank), torch.zeros(2, 1)
+        # Both kinds in flight: a quorum's members call both in the same order.
+        row, total = torch.full((1, 1), rank + 1.0), torch.tensor([rank + 1.0])
+        on_device = device.tensor([10.0 * (rank + 1)])
+        works = [
+            group._allgather_base(result, row),
+            group.allreduce([on_device]),
+            group.allreduce([total]),
+        ]
+        for work in works:
+            work.wait()
+        group.barrier().wait()
+        step.drain()
+        assert step.error is None
+        return [result.view(-1).tolist(), on_device.tolist(), total.tolist()]
+
+    for _ in range(2):
+        expected = [[1.0, 2.0], [30.0], [3.0]]
+        assert Calls(mixed, range(2)).values() == {0: expected, 1: expected}
+        pair.meet()
+
+
+def test_a_weighted_mean_finds_its_weights_on_the_host(pair: Pair) -> None:
+    def weight(rank: int) -> float:
+        step = pair.step(rank)
+        step.weighted, step.samples = True, 1 + 2 * rank
+        reduction.find_weight(step)
+        assert step.error is None
+        return step.weight
+
+    assert Calls(weight, range(2)).values() == {0: 0.25, 1: 0.75}
+
+
+def test_both_are_revoked_together(pair: Pair) -> None:
+    waits = [pair.groups[0].allreduce([one]) for one in (pair.tensor(0), torch.ones(4))]
+    pair.groups[0].revoke(RuntimeError("the peer is gone"))
+    until(lambda: all(work.is_completed() for work in waits))
+    assert all("the peer is gone" in str(work.exception()) for work in waits)
+    pair.meet()
 
 
 def test_works_that_nothing_asks_about_are_let_go(pair: Pair) -> None:
