@@ -102,7 +102,6 @@ class CheckedCollectives:
         known = exchange_headers(
             self.manager.step,
             [self.process_index, *mine, self.agreed, int(self.whole)],
-            device=self.device,
             patience_s=self.patience_s,
         )
         if not known:

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ft_core.process_group.work import BackendWork, StreamWork, finish_with
+from ft_core.process_group.work import BackendWork, finish_with
 from ft_core.step import Step
 
 T = TypeVar("T")
@@ -75,14 +75,16 @@ def exchange_headers(
     step: Step,
     header: Sequence[int],
     *,
-    device: torch.device,
     patience_s: float | None = None,
 ) -> list[list[int]] | None:
     """`header` of every member that contributes to the step, in the order of their ranks.
 
     A header says what its member is about to do, in as many 64-bit integers on all members. Blocks;
     binds the step to its quorum if no collective has. None: the step has failed, and `step.error`
-    says why. It also fails when the others have not come within `patience_s` seconds (not on CUDA).
+    says why. It also fails when the others have not come within `patience_s` seconds.
+
+    Headers lie in host memory, also where the model is on a GPU: what the host reads at once must come
+    with its error, which a device tells later only.
 
     An all-gather on purpose: Gloo keeps it apart from all-reduces. Members that call different ones
     of these two wait for each other; two all-reduces of different sizes would end the process.
@@ -93,7 +95,7 @@ def exchange_headers(
     if part is None:
         return None
     mine = [1, *header] if part.rank is not None else [0] * (1 + len(header))
-    row = torch.tensor([mine], dtype=torch.int64, device=device)
+    row = torch.tensor([mine], dtype=torch.int64)
     table = row.new_empty(step.group.size(), row.shape[1])
     try:
         work = step.group._allgather_base(table, row)
@@ -108,11 +110,7 @@ def exchange_headers(
 
     result = finish_with(work, end)
     step.pending.append(result)  # so that a stall is noticed
-    if (
-        patience_s is not None
-        and isinstance(work, BackendWork)
-        and not isinstance(work, StreamWork)
-    ):
+    if patience_s is not None and isinstance(work, BackendWork):
         if not work.ended_within(patience_s):
             late = f"the other members have not come to an exchange within {patience_s:g} s"
             step.fail(TimeoutError(late))

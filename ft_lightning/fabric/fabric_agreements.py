@@ -206,7 +206,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         assert manager is not None
         name, _, _, op = call
         header = [_number(repr(call)), self._window.place.agreements]
-        said = exchange_headers(manager.step, header, device=tensor.device)
+        said = exchange_headers(manager.step, header)
         if said is None:
             return None  # the round has failed, and is repeated
         if any(other != said[0] for other in said):

@@ -5,12 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import torch
-
 from ft_core.collectives.agreement import Agreed, agree, exchange_headers
 from tests.harness.cluster import Replica, lighthouse, replicas
-
-CPU = torch.device("cpu")
 
 
 def loop_of(votes: str, behind_from: int = 99) -> tuple[list[str], Agreed[int] | None]:
@@ -65,7 +61,7 @@ def test_members_have_the_result_of_the_same_attempt() -> None:
                     if index == 1:
                         manager.report_error(RuntimeError("injected"))
                 header = [7, index, attempts[0]]
-                return exchange_headers(manager.step, header, device=CPU)
+                return exchange_headers(manager.step, header)
 
             agreed = agree(
                 attempt,
@@ -91,7 +87,7 @@ def test_a_member_that_contributes_nothing_has_no_header() -> None:
             header = [int(replica is old)]
             while True:
                 manager.start_quorum()
-                said = exchange_headers(manager.step, header, device=CPU)
+                said = exchange_headers(manager.step, header)
                 together = manager.replica_world_size() == 2
                 manager.should_commit(no_update=True)
                 if together:

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ft_core.collectives import allreduce as reduction
+from ft_core.collectives.agreement import exchange_headers
 from ft_core.errors import UnderCapture
 from ft_core.process_group import ProcessGroupError, ProcessGroupNCCL
 from ft_core.replica.status import Participation
@@ -197,6 +198,19 @@ def test_a_weighted_mean_finds_its_weights_on_the_host(pair: Pair) -> None:
         return step.weight
 
     assert Calls(weight, range(2)).values() == {0: 0.25, 1: 0.75}
+
+
+def test_headers_tell_of_an_error_at_once(pair: Pair) -> None:
+    """What the host reads at once is never garbage that NCCL has left."""
+    assert Calls(lambda rank: exchange_headers(pair.step(rank), [rank]), range(2)).values() == {
+        rank: [[0], [1]] for rank in range(2)
+    }
+    step = pair.step(0)
+    said = Calls(lambda rank: exchange_headers(step, [1, 2]), [0])
+    until(lambda: pair.groups[0].under_way)
+    pair.groups[0].revoke(RuntimeError("the peer is gone"))
+    assert said.values() == {0: None}
+    assert "the peer is gone" in str(step.error)
 
 
 def test_both_are_revoked_together(pair: Pair) -> None:
