@@ -96,12 +96,14 @@ class Receiver:
                 "place, pass into=None and load the result."
             )
         if tensor.device not in self._streams:
-            slots = [
-                torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=True)
-                for _ in range(_STAGING_SLOTS)
-            ]
-            stream = torch.cuda.Stream(tensor.device)
-            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            # The heal thread's own device is 0: memory that is pinned there makes a context there.
+            with torch.cuda.device(tensor.device):
+                slots = [
+                    torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=True)
+                    for _ in range(_STAGING_SLOTS)
+                ]
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
             self._streams[tensor.device] = (stream, slots)
         stream, slots = self._streams[tensor.device]
         return _DeviceSegment(tensor, slots, stream)
