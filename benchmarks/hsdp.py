@@ -100,7 +100,7 @@ def measure_steps(
     plain = torch.optim.AdamW(theirs.parameters())
     inner = torch.optim.AdamW(mine.parameters())
     manager = managed(mine, inner, rank, lighthouse, port, "steps", alone=False)
-    data = torch.randn(96, 512)
+    data = torch.randn(48, 512)
     kinds = ((theirs, plain), (mine, Optimizer(manager, inner)))
     seconds: tuple[list[float], list[float]] = ([], [])
     for step in range(0, 2 * steps, BLOCK):

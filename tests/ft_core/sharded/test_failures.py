@@ -66,7 +66,8 @@ def test_a_killed_rank_takes_its_group_alone_and_its_shards_heal(
         for worker in group:
             worker.await_event("heal_done")
             loaded = worker.await_report(lambda report: report["kind"] == "loaded")
-            assert loaded["in_place"], "a target needs no memory but that of its shards"
+            # A target needs no memory but that of its shards, unless its quorum was lost meanwhile.
+            assert loaded["in_place"] or worker.discards_since(0)
     all_commit([*healthy, *group])
     job.finish(together=True)
     assert all(not report["error"] for w in healthy for report in w.since("ended", 0))
