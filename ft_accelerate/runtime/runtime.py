@@ -35,10 +35,9 @@ from ft_accelerate.runtime.checked_collectives import (
     Diverged,
     Kind,
 )
-from ft_accelerate.runtime.frozen import freeze, thaw
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership
 from ft_accelerate.runtime.models import FaultTolerantModel
-from ft_accelerate.runtime.prepared import Prepared
+from ft_accelerate.runtime.prepared import Prepared, freeze, thaw
 from ft_accelerate.runtime.saved_position import SavedPosition
 from ft_accelerate.runtime.script_position import EARLY, Iteration, Phase, ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
