@@ -367,7 +367,9 @@ class ReconfigurableProcessGroup(ProcessGroup):
         """A work has its result. Any thread."""
         error = work.exception()
         if error is not None and isinstance(work, StreamWork):
-            self._failed_work = (work.quorum_id, error)  # before it is gone: see `settle`
+            # Before it is gone: see `settle`. A kernel of an older quorum may end late.
+            if self._failed_work is None or self._failed_work[0] <= work.quorum_id:
+                self._failed_work = (work.quorum_id, error)
         self._in_flight.pop(work, None)
 
     def _drop_ended(self) -> None:
@@ -422,6 +424,9 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self, communicator: Communicator, works: list[BackendWork], error: ProcessGroupError
     ) -> None:
         """Make revoked works end soon, also those that the backend has lost."""
+        # A stream's work is never abandoned: its kernel writes to its tensors until it ends, which the
+        # abort sees to.
+        works = [work for work in works if not isinstance(work, StreamWork)]
         works = [work for work in works if not work.abandoned and not work.watch()]
         for work in works:
             work.abandoned = True
@@ -439,7 +444,6 @@ class ReconfigurableProcessGroup(ProcessGroup):
         # Not at once: a caller that sees the end of a work may use its tensors again, so the
         # backend must be done with them. It nearly always is within a millisecond, and then ends
         # the works itself.
-        communicator.enter_thread()
         give_up_at = time.monotonic() + _ABANDON_WITHIN_S
         quiescent = 0
         while works:

@@ -164,6 +164,32 @@ def test_an_error_that_shows_early_frees_a_kernel_that_hangs(pair: Pair) -> None
     assert pair.groups[0].settle() is work.exception() is not None
 
 
+def test_a_kernel_that_outlives_its_quorum_keeps_its_tensors_and_hides_no_failure(
+    pair: Pair,
+) -> None:
+    begun, hold = threading.Event(), threading.Event()
+
+    def delay_s() -> float:
+        if not begun.is_set():  # the first kernel only
+            begun.set()
+            hold.wait(PATIENCE_S)
+        return 0.0
+
+    pair.wires.delay_s = delay_s
+    old = pair.groups[0].allreduce([pair.tensor(0)])
+    assert begun.wait(PATIENCE_S)
+    pair.meet()
+    step = pair.step(0)
+    newer = pair.groups[0].allreduce([pair.tensor(0)])
+    pair.groups[0].revoke(RuntimeError("the newer one fails, too"))
+    until(newer.is_completed)
+    assert not old.is_completed(), "it may still write"
+    hold.set()
+    until(old.is_completed)
+    step.drain()
+    assert "the newer one fails" in str(step.error)
+
+
 def test_tensors_of_the_host_travel_beside_nccl(pair: Pair) -> None:
     def mixed(rank: int) -> list[list[float]]:
         group, device = pair.groups[rank], pair.devices[rank]
