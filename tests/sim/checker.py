@@ -164,8 +164,10 @@ class Checker:
         self.evicted.add(replica_id)
 
     def leaves(self, replica_id: str) -> None:
-        """A process gives up its place in its quorum, and its vote with it."""
+        """A process gives up its place in its quorum, and its vote with it, also if it is back later."""
         self.expelled.add(replica_id)
+        for noes in self.noes.values():
+            noes.pop(replica_id, None)
 
     def heard(self, replica_id: str, message: Reply) -> None:
         """A process received `message`."""
