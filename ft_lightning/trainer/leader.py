@@ -28,6 +28,7 @@ from ft_lightning.shared.strategy_base import act_as_leader
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.loggers import Loggers, keep_metrics, released
 from ft_lightning.trainer.resumption import Resumption
+from ft_lightning.trainer.storage import local_path
 from lighthouse.files import remove_drafts, replace_whole
 
 if TYPE_CHECKING:
@@ -155,9 +156,9 @@ class Checkpoints:
         `plain`: it writes one file, and now. On a disk of this machine that file is written whole:
         a process that dies meanwhile leaves no half file under the right name.
         """
-        whole = plain and "://" not in str(path)
+        local = local_path(path) if plain else None
         try:
-            with replace_whole(path) if whole else contextlib.nullcontext(path) as target:
+            with contextlib.nullcontext(path) if local is None else replace_whole(local) as target:
                 io.save_checkpoint(checkpoint, target, storage_options=options)
         except Exception as error:  # a storage's own errors are of any kind
             if not self._makes_up and not _in_callback():
@@ -167,8 +168,8 @@ class Checkpoints:
             log.warning("checkpoint %s could not be saved (%s): training goes on", path, error)
             return False
         self.failed, self.error, self._worked = 0, None, True
-        if whole:
-            remove_drafts(os.path.dirname(os.path.abspath(path)))
+        if local is not None:
+            remove_drafts(os.path.dirname(os.path.abspath(local)))
         return True
 
     def begin(self) -> None:

@@ -1,7 +1,7 @@
 """A job of which all processes have died goes on from its newest whole checkpoint.
 
 Each job has a record of its checkpoint files: `.ft_lightning/JOB.json` in the Trainer's
-`default_root_dir`. The leader writes it after each save. Which record is of this job its id says:
+`default_root_dir`, which may be a URL. The leader writes it after each save. Which record is of this job its id says:
 
 | job id | started again by its launcher | started anew |
 |---|---|---|
@@ -31,7 +31,7 @@ from ft_lightning.shared import trainings
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.batches import adopt, adopted, release
 from ft_lightning.trainer.loggers import adopt_log_places, log_places
-from lighthouse.files import replace_whole
+from ft_lightning.trainer.storage import SmallFile, lasts, local_path
 
 log = logging.getLogger("ft_lightning")
 
@@ -39,7 +39,7 @@ FOLDER = ".ft_lightning"
 KEPT_SAVES = 100
 """Of a fit, in its record."""
 KEPT_RECORDS = 20
-"""In a folder: each start of a script under a supervisor makes one."""
+"""In a folder of this machine: each start of a script under a supervisor makes one."""
 
 
 class Resumption:
@@ -61,11 +61,13 @@ class Resumption:
     ) -> None:
         self._trainer, self._wanted = trainer, wanted
         self._number = str(trainings.number_of(job.room_id))
-        root = str(trainer.default_root_dir)
+        root = trainer.default_root_dir
         alone = job.job_id.startswith("alone-") and scope.group_size == 1
-        self._path: Path | None = None
-        if not alone and "://" not in root:
-            self._path = Path(root) / FOLDER / f"{re.sub(r'[^A-Za-z0-9._-]', '_', job.job_id)}.json"
+        self._file: SmallFile | None = None
+        if not alone and lasts(root):
+            name = re.sub(r"[^A-Za-z0-9._-]", "_", job.job_id)
+            self._file = SmallFile(root, f"{FOLDER}/{name}.json")
+        self._lost = not alone and not lasts(root)
         self._named = job.job_id != SHARED_JOB and not job.job_id.startswith("alone-")
         self._restarted = scope.restarts > 0
         self._known: dict[str, Any] = ask(self._read) or {}
@@ -95,7 +97,7 @@ class Resumption:
                 return
             for path, step in reversed(resumption._known["saves"]):
                 try:
-                    if "://" in path or os.path.exists(path):
+                    if local_path(path) is None or os.path.exists(path):
                         cls.resume_start(self, path, *args, **{**kwargs, "weights_only": False})
                         resumption._begin_from(path, step)
                         return
@@ -134,6 +136,11 @@ class Resumption:
                 f"all had ended; the job goes on from {self.source} (step "
                 f"{self._trainer.global_step:,}). FTDDPStrategy(resume=False) begins anew"
             )
+        if self._lost:
+            return (
+                "default_root_dir is in the memory of each process: when all have died the job begins "
+                "anew. Set one that lasts, so that it goes on from its newest checkpoint"
+            )
         earlier, self._known = self._known, {}
         self._change(lambda fits: {n: fit for n, fit in fits.items() if int(n) < int(self._number)})
         if not earlier.get("saves") or earlier.get("finished") or self._trainer.global_step:
@@ -146,8 +153,8 @@ class Resumption:
 
     def saved(self, path: Any) -> None:
         """A whole checkpoint of this fit was written."""
-        path = str(path)
-        path = path if "://" in path else os.path.abspath(path)
+        local = local_path(path)
+        path = str(path) if local is None else os.path.abspath(local)
         known = self._known
         saves = [each for each in known.get("saves", []) if each[0] != path]
         known["saves"] = [*saves[-KEPT_SAVES:], [path, self._trainer.global_step]]
@@ -173,28 +180,25 @@ class Resumption:
         return fit
 
     def _fits(self) -> dict[str, Any]:
-        if self._path is None:
-            return {}
         try:
-            fits: dict[str, Any] = json.loads(self._path.read_text())
-        except (OSError, ValueError):
+            fits: dict[str, Any] = json.loads(self._file.read()) if self._file is not None else {}
+        except ValueError:
             return {}
         return fits
 
     def _change(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         before = self._fits()
         after = change(before)
-        if self._path is None or before == after:
+        if self._file is None or before == after:
             return
         try:
-            self._path.parent.mkdir(exist_ok=True)
-            with replace_whole(self._path) as draft:
-                draft.write_text(json.dumps(after))
-            others = set(self._path.parent.glob("*.json")) - {self._path}
+            self._file.write(json.dumps(after).encode())
+            others = set(self._file.folder.glob("*.json")) if self._file.folder else set()
+            others.discard(Path(str(self._file)))
             for old in sorted(others, key=os.path.getmtime)[: 1 - KEPT_RECORDS]:
                 old.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("%s can't be written (%s): the job can't go on from it", self._path, error)
+        except Exception as error:  # a storage's own errors are of any kind
+            log.warning("%s can't be written (%s): the job can't go on from it", self._file, error)
 
     def release(self) -> None:
         """Lightning's objects are themselves again."""

@@ -390,8 +390,9 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             if self._met:
                 self._resumption.took_over()
                 self._checkpoints.make_up()
-            elif sentence := self._resumption.begin():
-                say("ft_lightning", sentence)
+        # The only group of a job leads before its first quorum.
+        if self._leader and not self._met and (sentence := self._resumption.begin()):
+            say("ft_lightning", sentence)
         self._met = True
         return True
 

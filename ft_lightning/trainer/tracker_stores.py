@@ -18,6 +18,10 @@ from typing import Any
 from ft_core.launch import stored_runs
 
 _EVENT_FILES = "tensorboard.backend.event_processing.event_file_loader"
+_IMPORTED_LATE = {
+    "TensorBoardLogger": ("torch.utils.tensorboard", _EVENT_FILES),
+    "WandbLogger": ("wandb", "wandb.apis.public", "wandb.sdk.launch", "wandb.wandb_run"),
+}
 
 
 def kind_of(logger: Any) -> str:
@@ -28,11 +32,10 @@ def kind_of(logger: Any) -> str:
 
 def prepare(logger: Any) -> None:
     """Import what the next leader needs to open this logger: beside the training, an import makes the loop
-    wait for a second or more. Before the first quorum. (wandb and MLflow are imported by their loggers.)"""
-    if kind_of(logger) == "TensorBoardLogger":
-        for name in ("torch.utils.tensorboard", _EVENT_FILES):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
+    wait for up to a second or more. Before the first quorum. (MLflow is imported by its logger.)"""
+    for name in _IMPORTED_LATE.get(kind_of(logger), ()):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def last_steps(logger: Any) -> dict[str, int] | None:

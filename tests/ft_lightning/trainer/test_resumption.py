@@ -9,11 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from ft_core.config import JobOptions
 from ft_lightning.shared import trainings
 from ft_lightning.shared.topology import Role, Scope
+from ft_lightning.trainer.leader import Checkpoints
 from ft_lightning.trainer.resumption import FOLDER, Resumption
 from ft_lightning.trainer.strategy import FTDDPMixin
 from tests.ft_lightning.harness import Run, running
@@ -121,7 +126,7 @@ class Loop:
     done = skip = False
 
 
-def started_from(root: Path, job: str, restarts: int, *, wanted: bool, given: Any = None) -> Any:
+def started_from(root: Path | str, job: str, restarts: int, *, wanted: bool, given: Any = None) -> Any:
     """The checkpoint that another process of the job loads, and what its leader says."""
     resumption = fit(root, job, restarts, wanted=wanted)
     trainer = resumption._trainer
@@ -132,7 +137,7 @@ def started_from(root: Path, job: str, restarts: int, *, wanted: bool, given: An
     return trainer._checkpoint_connector.started, resumption.begin()
 
 
-def fit(root: Path, job: str, restarts: int = 0, *, wanted: bool = True) -> Resumption:
+def fit(root: Path | str, job: str, restarts: int = 0, *, wanted: bool = True) -> Resumption:
     trainer = SimpleNamespace(
         default_root_dir=str(root),
         global_step=0,
@@ -179,6 +184,47 @@ def test_which_start_goes_on(
     assert ("has not finished" in said) == (not goes_on and job != "another" and not finished)
     again = started_from(tmp_path, job, 1, wanted=True)[0]  # one that began anew has saved nothing
     assert again == path
+
+
+class Elsewhere(LocalFileSystem):
+    """A storage of its own protocol, as an object store's, whose files are in a folder."""
+
+    protocol = ("elsewhere",)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return LocalFileSystem._strip_protocol(str(path).removeprefix("elsewhere://"))
+
+
+@pytest.mark.parametrize("kind", ["elsewhere://", "file://", "file:"])
+def test_a_folder_that_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Records and checkpoints are found there by the job's next processes; nothing is in a folder of this
+    name below the working directory."""
+    fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
+    monkeypatch.chdir(tmp_path)
+    root = f"{kind}{tmp_path}/root"
+    (tmp_path / "root").mkdir()
+    saved = Checkpoints()
+    io = TorchCheckpointIO()
+    first = fit(root, "mine")
+    assert not first.begin()
+    first._trainer.global_step = 5
+    for name in ("a", "b"):
+        assert saved.save(io, {"step": 5}, f"{root}/{name}.ckpt", None, plain=True)
+        first.saved(f"{root}/{name}.ckpt")
+    here = {path.name for path in tmp_path.iterdir()}
+    assert here == {"root"}
+    assert {p.name for p in (tmp_path / "root").iterdir()} == {FOLDER, "a.ckpt", "b.ckpt"}
+    path, said = started_from(root, "mine", 1, wanted=True)
+    assert torch.load(Path(path.removeprefix("elsewhere://"))) == {"step": 5}
+    assert path.endswith("/b.ckpt") and f"goes on from {path}" in said
+
+
+def test_a_folder_in_memory_ends_with_the_process() -> None:
+    first = fit("memory://root", "mine")
+    assert "default_root_dir is in the memory of each process" in first.begin()
+    first.saved("memory://root/a.ckpt")
+    assert started_from("memory://root", "mine", 1, wanted=True)[0] is None
 
 
 def test_a_path_that_is_given_is_loaded(tmp_path: Path) -> None:
