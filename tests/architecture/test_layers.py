@@ -25,6 +25,7 @@ ALLOWED["ft_lightning"] |= {
     "pytorch_lightning",
     "lightning_fabric",
     "lightning_utilities",
+    "fsspec",  # as Lightning itself, whose dependency it is
     "msgpack",
 }
 # Optional: only where a script has imported it.
