@@ -192,7 +192,10 @@ def test_it_ends_as_a_cold_start_does(bench: Bench) -> None:
 
 def test_it_is_a_child_that_signals_reach(bench: Bench) -> None:
     bench.teach()
-    command = bench.script("import signal\nprint('here', flush=True)\nsignal.pause()")
+    # Not `signal.pause`: a signal that arrives just before it is called would not end it.
+    command = bench.script(
+        "import time\nprint('here', flush=True)\nwhile True:\n    time.sleep(0.01)"
+    )
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
         with bench.start(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             assert process.warm
