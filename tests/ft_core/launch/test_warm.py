@@ -157,6 +157,8 @@ def test_a_replacement_is_what_a_cold_start_is(
     assert warm == cold
 
 
+HEARS = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+"""Of a script that SIGINT is to end: a shell starts commands in the background with SIGINT ignored."""
 ENDS = {
     "regular": "print('done', tinylib.VALUE)",
     "exit code": "sys.exit(3)",
@@ -166,7 +168,7 @@ ENDS = {
     "error": "def f():\n    raise ValueError('x')\nf()",
     "chained": "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise KeyError('y')",
     "interrupt": "raise KeyboardInterrupt",
-    "ctrl-c": "os.kill(os.getpid(), signal.SIGINT); time.sleep(600)",
+    "ctrl-c": f"{HEARS}; os.kill(os.getpid(), signal.SIGINT); time.sleep(600)",
     "syntax": "x = = 1",
     "encoding": "\N{LATIN SMALL LETTER E WITH ACUTE} = 1; print(ascii(dir()[0]))",
     "hook": "sys.excepthook = lambda *seen: print(seen[0], seen[2].tb_lineno)\nraise ValueError",
@@ -193,9 +195,8 @@ def test_it_ends_as_a_cold_start_does(bench: Bench) -> None:
 def test_it_is_a_child_that_signals_reach(bench: Bench) -> None:
     bench.teach()
     # Not `signal.pause`: a signal that arrives just before it is called would not end it.
-    command = bench.script(
-        "import time\nprint('here', flush=True)\nwhile True:\n    time.sleep(0.01)"
-    )
+    wait = "while True:\n    time.sleep(0.01)"
+    command = bench.script(f"import signal, time\n{HEARS}\nprint('here', flush=True)\n{wait}")
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
         with bench.start(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             assert process.warm
