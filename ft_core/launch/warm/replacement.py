@@ -6,8 +6,10 @@ process, if that is such a fork (`spawn`).
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
+import gc
 import importlib
 import io
 import logging
@@ -63,6 +65,8 @@ def live(order: Order, descriptors: Sequence[int], imported: Imported) -> None:
     """
     global _imported, _order
     _imported = imported
+    # What the template has frozen is freed at the end, or libraries take it for leaked and say so.
+    atexit.register(gc.unfreeze)
     again: Order | None = order
     while again is not None:
         _order = again

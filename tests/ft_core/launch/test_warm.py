@@ -192,6 +192,17 @@ def test_it_ends_as_a_cold_start_does(bench: Bench) -> None:
         assert found[0] == found[1], name
 
 
+def test_what_libraries_hold_is_freed_at_the_end(bench: Bench) -> None:
+    """In a cycle, too. Some bindings print a report of leaks where it is not."""
+    bench.library.write_text(
+        "import os\nclass Held:\n    def __del__(self, write=os.write):\n        write(1, b'freed')\n"
+        "HELD = Held()\nHELD.itself = HELD\n"
+    )
+    bench.teach()
+    command = bench.script("import tinylib")
+    assert [bench.run(command, warm=warm)[1] for warm in (False, True)] == ["freed", "freed"]
+
+
 def test_it_is_a_child_that_signals_reach(bench: Bench) -> None:
     bench.teach()
     # Not `signal.pause`: a signal that arrives just before it is called would not end it.
