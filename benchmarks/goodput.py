@@ -2,9 +2,9 @@
 
 What is left of a training while its processes are killed at regular intervals: steps that were
 committed, and samples that counted in them, against what the same job makes without a fault, and the
-longest time between two commits. Each case kills a replica group that runs, taken at random, by SIGKILL
-every so many seconds; ours are started again by the supervisor, as under Lightning and Accelerate, and
-torchft's (if installed) by this script, at once. Both run in turn.
+longest time between two commits. Each case kills a replica group that runs, taken at random, by
+SIGKILL every so many seconds. Ours are started again by the supervisor, from a template, as under
+Lightning and Accelerate; torchft's (if installed) by this script, at once. Both run in turn.
 
 The ideal is the pace of the job's own steps before the first kill. A step is forward and backward of a
 fixed time, an all-reduce of 340 kB, the vote, and an update; one sample a group and step.
@@ -87,12 +87,16 @@ def work(kind: str, group: str, lighthouse: str, step_s: float) -> None:
 def supervised(load: Load, lighthouse: str) -> int:
     """All groups of `load` under the supervisor; this process' exit code."""
     from ft_core.launch.supervisor import supervise
+    from ft_core.launch.warm.starter import warm_starts
 
     def environment(index: int, restarts: int) -> dict[str, str]:
         return {**os.environ, "GOODPUT_GROUP": str(index)}
 
     command = [sys.executable, __file__, "--worker", "ours", lighthouse, str(load.step_s)]
-    return supervise(command, environment, count=load.groups, min_alive=1, max_restarts=None)
+    warm = warm_starts(True, places=["GOODPUT_"])
+    return supervise(
+        command, environment, count=load.groups, min_alive=1, max_restarts=None, warm=warm
+    )
 
 
 # ---------------------------------------------------------------- the experiment
@@ -190,9 +194,21 @@ def _errors() -> int | None:
     return None if os.environ.get("BENCH_VERBOSE") else subprocess.DEVNULL
 
 
+def coordinator(load: Load) -> tuple[Any, str]:
+    """(what ends it, its address)."""
+    if load.peer == "ours":
+        return start_lighthouse(Case("", load.groups, ""))
+    import socket
+
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+    return server.shutdown, server.address().replace(socket.gethostname(), "127.0.0.1")
+
+
 def experiment(load: Load) -> dict[str, Any]:
     """The figures of one case."""
-    stop_server, lighthouse = start_lighthouse(Case("", load.groups, "", peer=load.peer))
+    stop_server, lighthouse = coordinator(load)
     chance, kills = random.Random(0), 0
     try:
         with running(load, lighthouse) as watched:
