@@ -493,7 +493,7 @@ TAKEN_BY_NAME = {
     "job_id",
 }
 """What users of both frameworks choose under the names of `JobOptions`."""
-SETTLED_BY_THE_LAUNCHER = {"num_replica_groups", "max_restarts", "group_size"}
+SETTLED_BY_THE_LAUNCHER = {"num_replica_groups", "max_restarts", "group_size", "warm_start"}
 """Not the member's: tests/ft_core/launch/test_supervisor.py, tests/ft_lightning and tests/ft_accelerate."""
 
 
