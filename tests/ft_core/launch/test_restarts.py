@@ -48,7 +48,7 @@ def test_the_pause_grows_and_shrinks_with_healthy_time() -> None:
     job, pauses = Job(4), []
     for trained_s in (0, 5, 5, 5, 60, 1e6):
         job.train(5)
-        pauses.append(pause(job.dies(1, KILLED, step=int(job.commits), trained_s=trained_s)))
+        pauses.append(pause(job.dies(1, ERROR, step=int(job.commits), trained_s=trained_s)))
         job.returns(1)
     assert pauses == [0.5, 1.0, 2.0, 4.0, 2.0, 0.0]
 
@@ -59,12 +59,22 @@ def test_the_first_pause_is_left_out_after_a_life_that_has_trained(others: int) 
     job, pauses = Job(1 + others), []
     for trained_s in (4.9, 5.0, 5.0, 5.0, 60.0, 60.0, 60.0):
         job.train(5)
-        pauses.append(pause(job.dies(1, KILLED, step=int(job.commits), trained_s=trained_s)))
+        pauses.append(pause(job.dies(1, ERROR, step=int(job.commits), trained_s=trained_s)))
         job.returns(1)
     if others == 1:  # few are alive: the pause does not grow
         assert pauses == [0.5, *[0.0] * 6]
     else:
         assert pauses == [0.5, 1.0, 2.0, 4.0, 2.0, 1.0, 0.0]
+
+
+def test_one_that_is_killed_from_outside_and_had_trained_is_started_again_at_once() -> None:
+    """However often; what it had to wait for its own failures before is not forgotten."""
+    job, pauses = Job(4), []
+    for code in (ERROR, KILLED, KILLED, KILLED, ERROR):
+        job.train(5)
+        pauses.append(pause(job.dies(1, code, step=int(job.commits), trained_s=6.0)))
+        job.returns(1)
+    assert pauses == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_the_pause_has_an_end() -> None:
