@@ -1,4 +1,5 @@
 """python benchmarks/goodput.py [--json FILE] [--kill-every S --step S --groups N --seconds S]
+                               [--kills N]
 
 What is left of a training while its processes are killed at regular intervals: steps that were
 committed, and samples that counted in them, against what the same job makes without a fault, and the
@@ -8,10 +9,15 @@ Lightning and Accelerate; torchft's (if installed) by this script, at once. Both
 
 The ideal is the pace of the job's own steps before the first kill. A step is forward and backward of a
 fixed time, an all-reduce of 340 kB, the vote, and an update; one sample a group and step.
+
+`--kills N`: what each of N kills costs the survivors instead: the longer of the first two intervals
+between commits that end after it, beyond a step. The group that has trained longest is killed once it
+has for 6 s (before, its pause would grow) and all groups contribute.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import os
@@ -30,21 +36,25 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import arguments, report, torchft_version
-from recovery import NUMEL, Case, ours, start_lighthouse, torchft
+from recovery import NUMEL, Case, ours, say, start_lighthouse, step, torchft
 
 BASELINE_STEPS = 60
-START_LIMIT_S = 180.0
+START_LIMIT_S = 90.0
+"""For the groups to come together; also after a kill, with `--kills`."""
+LIFE_S = 6.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is killed how often. `kill_every_s` and `step_s` in seconds."""
+    """What is killed how often. `kill_every_s` and `step_s` in seconds. `spares`: hot ones, beside
+    `groups`."""
 
     peer: str
     groups: int
     kill_every_s: float
     step_s: float
     seconds: float
+    spares: int = 0
 
 
 CASES = [
@@ -57,13 +67,7 @@ CASES = [
 # ---------------------------------------------------------------- the replica groups
 
 
-def say(kind: str, **values: Any) -> None:
-    """One line in one write: the groups of a supervisor share its standard output."""
-    line = json.dumps({"t": time.monotonic(), "kind": kind, **values}) + "\n"
-    os.write(sys.stdout.fileno(), line.encode())
-
-
-def work(kind: str, group: str, lighthouse: str, step_s: float) -> None:
+def work(kind: str, group: str, lighthouse: str, step_s: float, spares: int) -> None:
     """One replica group of one rank, until it is killed."""
     import torch
 
@@ -72,16 +76,20 @@ def work(kind: str, group: str, lighthouse: str, step_s: float) -> None:
     about = {"group": int(group), "pid": os.getpid()}
     say("start", **about)
     name = f"group_{group}" + (f"_{os.getpid()}" if kind == "torchft" else "")
-    manager, allreduce = (ours if kind == "ours" else torchft)(name, lighthouse, weights, "")
+    if kind == "ours":
+        expected = int(os.environ["GOODPUT_EXPECTED"])
+        manager, allreduce = ours(
+            name, lighthouse, weights, "", spares=spares, expected_replicas=expected
+        )
+    else:
+        manager, allreduce = torchft(name, lighthouse, weights, "")
     while True:
-        manager.start_quorum()
-        time.sleep(step_s)  # forward and backward
-        gradient = torch.full((NUMEL,), float(manager.current_step()))
-        allreduce(gradient)
-        if manager.should_commit():
-            weights -= 1e-3 * gradient
-            step, participants = manager.current_step(), manager.num_participants()
-            say("commit", **about, step=step, participants=participants)
+        if step(manager, allreduce, weights, step_s):
+            is_ours = kind == "ours"
+            participants = (
+                manager.last_outcome().participants if is_ours else manager.num_participants()
+            )
+            say("commit", **about, step=manager.current_step(), participants=participants)
 
 
 def supervised(load: Load, lighthouse: str) -> int:
@@ -90,12 +98,19 @@ def supervised(load: Load, lighthouse: str) -> int:
     from ft_core.launch.warm.starter import warm_starts
 
     def environment(index: int, restarts: int) -> dict[str, str]:
-        return {**os.environ, "GOODPUT_GROUP": str(index)}
+        expected = str(load.groups + load.spares)
+        return {**os.environ, "GOODPUT_GROUP": str(index), "GOODPUT_EXPECTED": expected}
 
-    command = [sys.executable, __file__, "--worker", "ours", lighthouse, str(load.step_s)]
+    values = str(load.step_s), str(load.spares)
+    command = [sys.executable, __file__, "--worker", "ours", lighthouse, *values]
     warm = warm_starts(True, places=["GOODPUT_"])
     return supervise(
-        command, environment, count=load.groups, min_alive=1, max_restarts=None, warm=warm
+        command,
+        environment,
+        count=load.groups + load.spares,
+        min_alive=1,
+        max_restarts=None,
+        warm=warm,
     )
 
 
@@ -111,6 +126,8 @@ class Watched:
     """By step: when its first member reported it, and how many groups contributed."""
     pids: dict[int, int] = field(default_factory=dict)
     """Of the groups whose process runs."""
+    trains_since: dict[int, float] = field(default_factory=dict)
+    """By group: when its process reported its first commit."""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def read(self, output: Any) -> None:
@@ -122,7 +139,9 @@ class Watched:
             with self.changed:
                 if said["kind"] == "start":
                     self.pids[said["group"]] = said["pid"]
+                    self.trains_since.pop(said["group"], None)
                 elif said["kind"] == "commit":
+                    self.trains_since.setdefault(said["group"], said["t"])
                     at, most = self.commits.get(said["step"], (said["t"], 0))
                     self.commits[said["step"]] = at, max(most, said["participants"])
                 self.changed.notify_all()
@@ -140,13 +159,41 @@ class Watched:
             times = self.full_steps()[-BASELINE_STEPS:]
         return statistics.median(b - a for a, b in itertools.pairwise(times))
 
+    def await_victim(self) -> int:
+        """The group that has trained longest, when it may be killed."""
+
+        def found() -> int | None:
+            newest = max(self.commits, default=None)
+            full = newest is not None and self.commits[newest][1] == self.groups
+            if not full or len(self.pids) < self.groups or len(self.trains_since) < self.groups:
+                return None
+            oldest = min(self.trains_since, key=lambda group: self.trains_since[group])
+            long = time.monotonic() - self.trains_since[oldest] > LIFE_S
+            return oldest if long else None
+
+        with self.changed:
+            if not self.changed.wait_for(lambda: found() is not None, START_LIMIT_S):
+                raise TimeoutError(f"not at full strength within {START_LIMIT_S:g} s of a kill")
+            victim = found()
+            assert victim is not None
+            return victim
+
+    def kill(self, group: int) -> float:
+        """SIGKILL to its process, which has no number until it has said the next; returns when."""
+        with self.changed:
+            pid = self.pids.pop(group)
+            self.trains_since.pop(group, None)
+        at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        return at
+
 
 @contextmanager
 def running(load: Load, lighthouse: str) -> Iterator[Watched]:
     """The job of `load`: its groups are started again when they die, until the block is over."""
     watched, over = Watched(load.groups), threading.Event()
     if load.peer == "ours":
-        values = (load.groups, load.kill_every_s, load.step_s, load.seconds)
+        values = (load.groups, load.kill_every_s, load.step_s, load.seconds, load.spares)
         command = [sys.executable, __file__, "--supervise", lighthouse, *map(str, values)]
         job = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=_errors(), text=True, process_group=0
@@ -169,6 +216,7 @@ def running(load: Load, lighthouse: str) -> Iterator[Watched]:
                 load.peer,
                 lighthouse,
                 str(load.step_s),
+                "0",
             ]
             lives[group] = life = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=_errors(), text=True,
@@ -184,10 +232,10 @@ def running(load: Load, lighthouse: str) -> Iterator[Watched]:
         yield watched
     finally:
         over.set()
-        for life in lives.values():
-            life.kill()
-        for keeper in keepers:
-            keeper.join(10.0)
+        for group, keeper in enumerate(keepers):
+            while keeper.is_alive():  # it may just have started another
+                lives[group].kill()
+                keeper.join(0.2)
 
 
 def _errors() -> int | None:
@@ -197,7 +245,7 @@ def _errors() -> int | None:
 def coordinator(load: Load) -> tuple[Any, str]:
     """(what ends it, its address)."""
     if load.peer == "ours":
-        return start_lighthouse(Case("", load.groups, ""))
+        return start_lighthouse(Case("", load.groups + load.spares, ""))
     import socket
 
     from torchft.coordination import LighthouseServer
@@ -217,10 +265,7 @@ def experiment(load: Load) -> dict[str, Any]:
             while (left_s := began + load.seconds - time.monotonic()) > 0:
                 time.sleep(min(left_s, load.kill_every_s))
                 if left_s > load.kill_every_s and watched.pids:
-                    group = chance.choice(sorted(watched.pids))
-                    os.kill(
-                        watched.pids.pop(group), signal.SIGKILL
-                    )  # until it has said its next pid
+                    watched.kill(chance.choice(sorted(watched.pids)))
                     kills += 1
             ended = time.monotonic()
             commits = dict(watched.commits)
@@ -239,6 +284,35 @@ def experiment(load: Load) -> dict[str, Any]:
     }
 
 
+def each_kill(load: Load, kills: int) -> dict[str, Any]:
+    """What each of `kills` deaths costs the survivors, in ms beyond a step."""
+    stop_server, lighthouse = coordinator(load)
+    chance, killed = random.Random(0), []
+    try:
+        with running(load, lighthouse) as watched:
+            pace_s = watched.await_pace()
+            for _ in range(kills):
+                victim = watched.await_victim()
+                time.sleep(chance.random() * load.step_s)  # any phase of a step
+                killed.append(watched.kill(victim))
+            time.sleep(10 * load.step_s)
+            times = sorted(at for at, _ in watched.commits.values())
+    finally:
+        stop_server()
+    beyond = []
+    for at in killed:
+        first = bisect.bisect_right(times, at)
+        gaps = [b - a for a, b in itertools.pairwise(times[first - 1 : first + 2])]
+        beyond.append((max(gaps) - pace_s) * 1e3)
+    beyond.sort()
+    return {
+        "kills": kills,
+        "pace_ms": round(pace_s * 1e3, 1),
+        **{f"p{p}_ms": round(beyond[min(kills - 1, kills * p // 100)], 1) for p in (50, 90, 99)},
+        "worst_ms": round(beyond[-1], 1),
+    }
+
+
 def main() -> None:
     parser = arguments(__doc__.split("\n\n")[1])
     for name, of in (("--kill-every", float), ("--step", float), ("--seconds", float)):
@@ -246,18 +320,32 @@ def main() -> None:
             name, type=of, default=None, help="of one case instead of the usual two"
         )
     parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--spares", type=int, default=0, help="hot ones of ours, beside the groups")
+    parser.add_argument("--kills", type=int, default=None, help="what each of so many costs")
     options = parser.parse_args()
+    if options.kills:
+        load = Load("ours", options.groups, 0.0, options.step or 0.05, 0.0)
+        found = each_kill(load, options.kills)
+        title = f"{options.kills} kills, {load.groups} groups, steps of {load.step_s:g} s: beyond a step"
+        report(title, list(found), [list(found.values())], {title: found}, options.json)
+        return
     cases = CASES
     if options.kill_every or options.step or options.seconds:
         given = options.kill_every or 5.0, options.step or 0.1, options.seconds or 60.0
-        cases = [Load(peer, options.groups, *given) for peer in ("ours", "torchft")]
+        peers = ("ours",) if options.spares else ("ours", "torchft")
+        cases = [Load(peer, options.groups, *given, options.spares) for peer in peers]
     rows, figures = [], {}
     for load in cases:
         if load.peer == "torchft" and torchft_version() is None:
             print("torchft is not installed: pip install -e '.[bench]' measures it, too")
             continue
-        found = experiment(load)
-        name = f"{load.peer}, {load.groups} groups, a kill every {load.kill_every_s:g} s"
+        spares = f" and {load.spares} spare" if load.spares else ""
+        name = f"{load.peer}, {load.groups} groups{spares}, a kill every {load.kill_every_s:g} s"
+        try:
+            found = experiment(load)
+        except TimeoutError as error:
+            print(f"{name}: {error}", flush=True)
+            continue
         figures[f"{name}, steps of {load.step_s:g} s"] = found
         rows.append([name, found["pace_ms"], found["kills"], f"{found['steps']:.1%}",
                      f"{found['samples']:.1%}", found["longest_gap_ms"], found["p99_gap_ms"]])  # fmt: skip
@@ -268,10 +356,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] == "--worker":
-        work(sys.argv[2], os.environ["GOODPUT_GROUP"], sys.argv[3], float(sys.argv[4]))
+        step_s, spares = float(sys.argv[4]), int(sys.argv[5])
+        work(sys.argv[2], os.environ["GOODPUT_GROUP"], sys.argv[3], step_s, spares)
     elif len(sys.argv) > 1 and sys.argv[1] == "--supervise":
-        groups, kill_every_s, step_s, seconds = sys.argv[3:7]
-        numbers = int(groups), float(kill_every_s), float(step_s), float(seconds)
-        sys.exit(supervised(Load("ours", *numbers), sys.argv[2]))
+        groups, *numbers, spares = sys.argv[3:8]
+        kill_every_s, step_s, seconds = map(float, numbers)
+        load = Load("ours", int(groups), kill_every_s, step_s, seconds, int(spares))
+        sys.exit(supervised(load, sys.argv[2]))
     else:
         main()

@@ -5,19 +5,21 @@ and the target in a process of its own:
 
     raw TCP          sendall and recv_into preallocated memory, no checksum: the kernel's limit
     torchft HTTP     torchft's HTTPTransport, 1 stream and 8 chunks (where torchft is installed)
-    heal, ZeroMQ     ours with the same-host path off, 1 and 2 sources, checksums on
+    heal, TCP        ours with the same-host path off, 1 and 2 sources, checksums on
     heal, same host  ours as it is by default between processes of one machine
 
-Speed is state size over the time from the call to the tree in place: best and median of the
-repeats, the first of which pays for page faults and is reported separately. CPU is the processor
-time of all processes a GB, repeats only, and is the more reliable figure on a busy machine. Memory
-is the peak resident size over that of the imports, as a multiple of the state; each side holds its
-own state already, so 1.0 is the minimum. `publish` is how long the source's training thread is
-blocked, the first time and when memory is reused.
+Our sources publish the state anew for each transfer, as a training loop does, without a copy: no transfer
+finds the checksums of the one before. Speed is state size over the time from the call to the tree in place:
+best and median of the repeats, the first of which pays for page faults and is reported separately. CPU is
+the processor time of all processes a GB, repeats only, and is the more reliable figure on a busy machine.
+Both medians are also given as multiples of raw TCP's in the same run. Memory is the peak resident size over
+that of the imports, as a multiple of the state; each side holds its own state already, so 1.0 is the minimum.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import os
 import socket
@@ -25,15 +27,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+HERE = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(Path(__file__).resolve().parent), os.environ.get("HEAL_PACKAGE", str(HERE))]
 from common import arguments, report, torchft_version  # noqa: E402
 
-TENSORS = 64
 TIMEOUT_S = 300.0
 PIECE = 4 << 20
 State = dict[str, Any]
@@ -46,11 +49,11 @@ def peak_mib() -> float:
     raise OSError("no VmHWM in /proc/self/status")
 
 
-def make_state(mib: int, value: int) -> State:
+def make_state(mib: float, tensors: int, value: int) -> State:
     import torch
 
-    count = (mib << 20) // 4 // TENSORS
-    return {f"w{i}": torch.full((count,), value + i, dtype=torch.int32) for i in range(TENSORS)}
+    count = int(mib * 2**20) // 4 // tensors
+    return {f"w{i}": torch.full((count,), value + i, dtype=torch.int32) for i in range(tensors)}
 
 
 def say(**values: Any) -> None:
@@ -72,33 +75,22 @@ def source_tcp(state: State) -> None:
                         connection.sendall(data[start : start + PIECE])
 
 
-def source_heal(state: State, *, copy: bool) -> None:
+def source_heal(state: State) -> None:
     from ft_core.heal import HealKey, HealServer
 
     with HealServer(host="127.0.0.1") as server:
-        took = []
-        for step in range(3):
-            start = time.perf_counter()
-            server.publish(HealKey(step, "bench"), state, copy=copy)
-            took.append(time.perf_counter() - start)
-        say(address=server.address, publish_s=took)
-        for _ in sys.stdin:
-            pass
+        say(address=server.address)
+        for step, _ in enumerate(sys.stdin):
+            server.publish(HealKey(step, "bench"), state, copy=False)
+            say(published=step)
 
 
 def source_torchft(state: State, *, chunks: int) -> None:
     from torchft.checkpointing.http_transport import HTTPTransport
 
     server: Any = HTTPTransport(timedelta(seconds=TIMEOUT_S), chunks)
-    took = []
-    for step in range(3):
-        start = time.perf_counter()
-        server.send_checkpoint([1], step, state, timedelta(seconds=TIMEOUT_S))
-        took.append(time.perf_counter() - start)
-        if step < 2:
-            server.disallow_checkpoint()
-    address = server.metadata().replace(socket.gethostname(), "127.0.0.1")
-    say(address=address, publish_s=took)
+    server.send_checkpoint([1], 0, state, timedelta(seconds=TIMEOUT_S))
+    say(address=server.metadata().replace(socket.gethostname(), "127.0.0.1"))
     for _ in sys.stdin:
         pass
     server.shutdown(wait=False)
@@ -122,12 +114,14 @@ def target_tcp(addresses: list[Any], state: State) -> Callable[[], object]:
 def target_heal(addresses: list[Any], state: State, *, same_host: bool) -> Callable[[], object]:
     from ft_core.heal import HealKey, fetch
 
+    steps = itertools.count()
+
     def transfer() -> None:
         tree, stats = fetch(
-            addresses, HealKey(2, "bench"), into=state, deadline=time.monotonic() + TIMEOUT_S,
+            addresses, HealKey(next(steps), "bench"), into=state, deadline=time.monotonic() + TIMEOUT_S,
             same_host=same_host,
         )  # fmt: skip
-        assert tree["w1"] is state["w1"]
+        assert tree["w0"] is state["w0"] and int(state["w0"][0]) == 0
         assert (stats.same_host_bytes > 0) == same_host, "the same-host path is refused here"
 
     return transfer
@@ -139,35 +133,35 @@ def target_torchft(addresses: list[Any], state: State, *, chunks: int) -> Callab
     client: Any = HTTPTransport(timedelta(seconds=TIMEOUT_S), chunks)
 
     def transfer() -> None:
-        tree = client.recv_checkpoint(0, addresses[0], 2, timedelta(seconds=TIMEOUT_S))
-        assert int(tree["w1"][0]) == 1
+        tree = client.recv_checkpoint(0, addresses[0], 0, timedelta(seconds=TIMEOUT_S))
+        assert int(tree["w0"][0]) == 0
 
     return transfer
 
 
-def run_source(kind: str, mib: int) -> None:
+def run_source(kind: str, mib: float, tensors: int) -> None:
     import torch  # noqa: F401
 
     if kind.startswith("torchft"):
         import torchft  # noqa: F401
     base = peak_mib()
-    state = make_state(mib, 0)
+    state = make_state(mib, tensors, 0)
     if kind == "tcp":
         source_tcp(state)
     elif kind.startswith("torchft"):
         source_torchft(state, chunks=8 if kind.endswith("8") else 0)
     else:
-        source_heal(state, copy=kind != "heal-live")
+        source_heal(state)
     say(peak=(peak_mib() - base) / mib)
 
 
-def run_target(kind: str, mib: int, addresses: list[Any]) -> None:
+def run_target(kind: str, mib: float, tensors: int, addresses: list[Any]) -> None:
     import torch  # noqa: F401
 
     if kind.startswith("torchft"):
         import torchft  # noqa: F401
     base = peak_mib()
-    state = make_state(mib, 1000)
+    state = make_state(mib, tensors, 1000)
     if kind == "tcp":
         transfer = target_tcp(addresses, state)
     elif kind.startswith("torchft"):
@@ -186,17 +180,17 @@ def run_target(kind: str, mib: int, addresses: list[Any]) -> None:
 class Child:
     """This file in another role, which reads and writes JSON lines."""
 
-    def __init__(self, *arguments: str, quiet: bool = False) -> None:
+    def __init__(self, package: Path, *arguments: str, quiet: bool = False) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__, *arguments], text=True,
+            env={**os.environ, "HEAL_PACKAGE": str(package)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
         )  # fmt: skip
 
     def cpu_s(self) -> float:
         """Processor time of all its threads so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime((~self._process.pid << 3) | 2)  # as clock_getcpuclockid does
 
     def go(self) -> None:
         assert self._process.stdin is not None
@@ -231,99 +225,135 @@ class Child:
                 pipe.close()
 
 
-def measure(source: str, target: str, count: int, mib: int, repeats: int) -> dict[str, Any]:
-    children: list[Child] = []
-    quiet = source.startswith("torchft")  # it logs every request
-    try:
-        children += [
-            Child("--role", "source", "--kind", source, "--mib", str(mib), quiet=quiet)
-            for _ in range(count)
-        ]
-        ready = [child.read() for child in children]
-        addresses = json.dumps([answer["address"] for answer in ready])
-        client = Child("--role", "target", "--kind", target, "--mib", str(mib),
-                       "--addresses", addresses, quiet=quiet)  # fmt: skip
-        children.append(client)
-        client.read()
-        seconds = []
-        cpu_s = 0.0
-        for number in range(repeats + 1):
-            if number == 1:
-                cpu_s = -sum(child.cpu_s() for child in children)
-            if source == "tcp":
-                children[0].go()
-            client.go()
-            seconds.append(float(client.read()["seconds"]))
-        cpu_s += sum(child.cpu_s() for child in children)
-        target_peak = children.pop().end()
-        source_peak = max(children.pop().end() for _ in range(count))
-    finally:
-        for child in children:
+@dataclass(frozen=True)
+class Case:
+    """How a state is moved: the kinds of its sources and of its target, and whose package they use."""
+
+    source: str
+    target: str
+    sources: int = 1
+    package: Path = HERE
+
+
+class Transfers:
+    """The processes of one case."""
+
+    def __init__(self, case: Case, shape: Sequence[str]) -> None:
+        self._case = case
+        quiet = case.source.startswith("torchft")  # it logs every request
+        words = ["--role", "source", "--kind", case.source, *shape]
+        self._sources = [Child(case.package, *words, quiet=quiet) for _ in range(case.sources)]
+        addresses = json.dumps([child.read()["address"] for child in self._sources])
+        words = ["--role", "target", "--kind", case.target, "--addresses", addresses, *shape]
+        self._target = Child(case.package, *words, quiet=quiet)
+        self._target.read()
+        self.seconds: list[float] = []
+        self.cpu_s: list[float] = []
+
+    def one(self) -> None:
+        """Copy the state once. Publishing it counts for the processor time."""
+        children = [*self._sources, self._target]
+        before = sum(child.cpu_s() for child in children)
+        for child in self._sources:
+            if self._case.source in ("tcp", "heal"):
+                child.go()
+            if self._case.source == "heal":
+                child.read()
+        self._target.go()
+        self.seconds.append(float(self._target.read()["seconds"]))
+        self.cpu_s.append(sum(child.cpu_s() for child in children) - before)
+
+    def end(self) -> tuple[float, float]:
+        """Peak memory of a source, and of the target."""
+        target = self._target.end()
+        return max(child.end() for child in self._sources), target
+
+    def kill(self) -> None:
+        for child in (*self._sources, self._target):
             child.kill()
-    size_gb = (mib << 20) / 1e9
-    publish = ready[0].get("publish_s", [])
-    return {
-        "first_gb_s": size_gb / seconds[0],
-        "best_gb_s": size_gb / min(seconds[1:]),
-        "median_gb_s": size_gb / statistics.median(seconds[1:]),
-        "cpu_s_per_gb": cpu_s / repeats / size_gb,
-        "source_peak": source_peak,
-        "target_peak": target_peak,
-        "publish_first_s": publish[0] if publish else None,
-        "publish_again_s": min(publish[1:]) if publish else None,
-    }
 
 
 CASES = {
-    "raw TCP": ("tcp", "tcp", 1),
-    "torchft HTTP, 1 stream": ("torchft", "torchft", 1),
-    "torchft HTTP, 8 chunks": ("torchft-8", "torchft-8", 1),
-    "heal, ZeroMQ, 1 source": ("heal", "heal", 1),
-    "heal, ZeroMQ, 2 sources": ("heal", "heal", 2),
-    "heal, ZeroMQ, 1 live source": ("heal-live", "heal", 1),
-    "heal, same host, 1 source": ("heal", "heal-memory", 1),
-    "heal, same host, 2 sources": ("heal", "heal-memory", 2),
-    "heal, same host, 1 live source": ("heal-live", "heal-memory", 1),
+    "raw TCP": Case("tcp", "tcp"),
+    "torchft HTTP, 1 stream": Case("torchft", "torchft"),
+    "torchft HTTP, 8 chunks": Case("torchft-8", "torchft-8"),
+    "heal, TCP, 1 source": Case("heal", "heal"),
+    "heal, TCP, 2 sources": Case("heal", "heal", 2),
+    "heal, same host, 1 source": Case("heal", "heal-memory"),
 }
 
 
-def row(name: str, figures: dict[str, Any] | None) -> list[str]:
-    if figures is None:
-        return [name, "not installed", "", "", "", "", "", ""]
-    keys = ("best_gb_s", "median_gb_s", "first_gb_s", "cpu_s_per_gb")
-    speeds = [f"{figures[key]:.2f}" for key in keys]
-    memory = [f"{figures[key]:.2f}" for key in ("source_peak", "target_peak")]
-    first, again = figures["publish_first_s"], figures["publish_again_s"]
-    publish = "" if first is None else f"{first * 1e3:.0f} / {again * 1e3:.1f}"
-    return [name, *speeds, *memory, publish]
+def measure(cases: dict[str, Case], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Figures of each case. In each round, all take their turn."""
+    shape = ["--mib", str(options.mib), "--tensors", str(options.tensors)]
+    running: dict[str, Transfers] = {}
+    try:
+        for name, case in cases.items():
+            running[name] = Transfers(case, shape)
+        for _ in range(options.repeats + 1):
+            for transfers in running.values():
+                transfers.one()
+        peaks = {name: transfers.end() for name, transfers in running.items()}
+    finally:
+        for transfers in running.values():
+            transfers.kill()
+    size_gb = options.mib * 2**20 / 1e9
+    raw = running.get("raw TCP")
+    figures: dict[str, dict[str, Any]] = {}
+    for name, transfers in running.items():
+        seconds, cpu_s = transfers.seconds[1:], transfers.cpu_s[1:]
+        figures[name] = {
+            "best_gb_s": size_gb / min(seconds),
+            "median_gb_s": size_gb / statistics.median(seconds),
+            "first_gb_s": size_gb / transfers.seconds[0],
+            "cpu_s_per_gb": statistics.median(cpu_s) / size_gb,
+            "source_peak": peaks[name][0],
+            "target_peak": peaks[name][1],
+            "times_raw_gb_s": raw and _median_ratio(raw.seconds, transfers.seconds),
+            "times_raw_cpu": raw and _median_ratio(transfers.cpu_s, raw.cpu_s),
+            "seconds": transfers.seconds,
+        }
+    return figures
+
+
+def _median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(over[1:], under[1:], strict=True))
+
+
+def row(name: str, figures: dict[str, Any]) -> list[str]:
+    values = list(figures.values())[:-1]
+    return [name, *("" if value is None else f"{value:.2f}" for value in values)]
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[2])
-    parser.add_argument("--mib", type=int, default=1024, help="size of the state")
+    parser.add_argument("--mib", type=float, default=1024, help="size of the state")
+    parser.add_argument("--tensors", type=int, default=64, help="of how many equal tensors")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--only", default="", help="cases whose names hold one of these, a|b")
+    parser.add_argument("--other", type=Path, help="a checkout whose heal is measured, too")
     parser.add_argument("--role", choices=["source", "target"], help="(internal)")
     parser.add_argument("--kind", help="(internal)")
     parser.add_argument("--addresses", type=json.loads, help="(internal)")
     options = parser.parse_args()
     if options.role == "source":
-        run_source(options.kind, options.mib)
+        run_source(options.kind, options.mib, options.tensors)
         return
     if options.role == "target":
-        run_target(options.kind, options.mib, options.addresses)
+        run_target(options.kind, options.mib, options.tensors, options.addresses)
         return
-    figures: dict[str, Any] = {}
-    for name, (source, target, count) in CASES.items():
-        if options.only not in name:
-            continue
-        installed = not source.startswith("torchft") or torchft_version() is not None
-        figures[name] = (
-            measure(source, target, count, options.mib, options.repeats) if installed else None
-        )
+    cases = dict(CASES)
+    if options.other is not None:
+        cases["the other's heal, 1 source"] = Case("heal", "heal", package=options.other)
+        cases["the other's heal, 2 sources"] = Case("heal", "heal", 2, options.other)
+    if torchft_version() is None:
+        cases = {name: case for name, case in cases.items() if "torchft" not in name}
+    wanted = options.only.split("|")
+    cases = {name: case for name, case in cases.items() if any(word in name for word in wanted)}
+    figures = measure(cases, options)
     columns = ["transport", "GB/s best", "median", "first", "CPU s/GB", "source RSS", "target RSS",
-               "publish ms, first / again"]  # fmt: skip
-    title = f"Heal of a state of {options.mib} MiB over loopback"
+               "x raw GB/s", "x raw CPU"]  # fmt: skip
+    title = f"Heal of {options.tensors} tensors, {options.mib:g} MiB in all, over loopback"
     report(title, columns, [row(*item) for item in figures.items()], figures, options.json)
 
 

@@ -73,19 +73,30 @@ def work(kind: str, name: str, lighthouse: str, gib: int, interface: str) -> Non
     stop = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
     while not stop.is_set():
-        manager.start_quorum()
-        time.sleep(STEP_S)  # forward and backward
-        gradient = torch.full((NUMEL,), float(manager.current_step()))
-        allreduce(gradient)
-        if manager.should_commit():
-            weights -= 1e-3 * gradient
+        if step(manager, allreduce, weights, STEP_S):
             say("commit", step=manager.current_step(), participants=manager.num_participants())
     say("end", sum=float(weights.double().sum()), step=manager.current_step())
     manager.shutdown()
     os._exit(0)
 
 
-def ours(name: str, lighthouse: str, weights: Any, interface: str) -> tuple[Any, Any]:
+def step(manager: Any, allreduce: Any, weights: Any, step_s: float) -> bool:
+    """One step, of which forward and backward take `step_s`; whether it was committed."""
+    import torch
+
+    manager.start_quorum()
+    time.sleep(step_s)  # forward and backward
+    gradient = torch.full((NUMEL,), float(manager.current_step()))
+    allreduce(gradient)
+    committed = manager.should_commit()
+    if committed:
+        weights -= 1e-3 * gradient
+    return bool(committed)
+
+
+def ours(
+    name: str, lighthouse: str, weights: Any, interface: str, **options: Any
+) -> tuple[Any, Any]:
     from ft_core import Manager, ProcessGroupGloo
 
     manager = Manager(
@@ -98,6 +109,7 @@ def ours(name: str, lighthouse: str, weights: Any, interface: str) -> tuple[Any,
         hostname=interface or None,
         rank=0,
         world_size=1,
+        **options,
     )
     return manager, lambda tensor: manager.allreduce(tensor).wait()
 
@@ -126,7 +138,9 @@ def torchft(name: str, lighthouse: str, weights: Any, interface: str) -> tuple[A
 
 
 def say(kind: str, **values: Any) -> None:
-    print(json.dumps({"t": time.monotonic(), "kind": kind, **values}), flush=True)
+    """One line in one write: groups that a supervisor has started share its standard output."""
+    line = json.dumps({"t": time.monotonic(), "kind": kind, **values}) + "\n"
+    os.write(sys.stdout.fileno(), line.encode())
 
 
 # ---------------------------------------------------------------- the experiment

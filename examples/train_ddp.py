@@ -28,17 +28,19 @@ from ft_core import (
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=500)
 parser.add_argument("--batch-size", type=int, default=32)
+parser.add_argument("--spares", type=int, default=0, help="so many of the groups are hot spares")
 parser.add_argument("--pace-s", type=float, default=0.0, help="a step takes at least this long")
 args = parser.parse_args()
 
-# ---- data: 1,797 images of 8 x 8 pixels, one shard a replica group
+# ---- data: 1,797 images of 8 x 8 pixels, one shard a replica group, none for a spare
 group = int(os.environ.get("REPLICA_GROUP_ID", 0))
-groups = int(os.environ.get("NUM_REPLICA_GROUPS", 1))
+shares = int(os.environ.get("NUM_REPLICA_GROUPS", 1)) - args.spares  # of the data
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
 labels = torch.tensor(digits.target)
 train = torch.utils.data.TensorDataset(images[:1500], labels[:1500])
-sampler = DistributedSampler(train, group, groups, group_rank=0, num_replicas=1, drop_last=True)
+share = min(group, shares - 1)
+sampler = DistributedSampler(train, share, shares, group_rank=0, num_replicas=1, drop_last=True)
 batches_an_epoch = sampler.num_samples // args.batch_size
 
 
@@ -66,7 +68,13 @@ def load_state_dict(state: dict) -> None:
     optimizer.load_state_dict(state["optimizer"])
 
 
-manager = Manager(pg=ProcessGroupGloo(), load_state_dict=load_state_dict, state_dict=state_dict)
+manager = Manager(
+    pg=ProcessGroupGloo(),
+    load_state_dict=load_state_dict,
+    state_dict=state_dict,
+    use_async_quorum=args.spares == 0,
+    spares=args.spares,
+)
 model = DistributedDataParallel(manager, net)
 optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
@@ -76,6 +84,10 @@ try:
         began = time.perf_counter()
         optimizer.zero_grad()  # begins a step: joins a quorum
         step = manager.current_step()
+        if args.spares and (mine := manager.data_share()) not in (None, share):
+            share = mine  # until then this spare has computed for nothing, to be current
+            sampler.take_share(share)
+            print(f"step {step}: takes over share {share}", flush=True)
         x, y = batch(step)
         loss = F.cross_entropy(model(x), y)
         loss.backward()  # gradients are averaged meanwhile

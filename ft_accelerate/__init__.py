@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ft_accelerate.install import FaultToleranceKwargs
     from ft_accelerate.options import FaultTolerancePlugin
+    from ft_accelerate.runtime.epochs import epochs
     from ft_accelerate.runtime.periodic import DiLoCo, LocalSGD
 
 _HOMES = {
@@ -25,9 +26,10 @@ _HOMES = {
     "FaultToleranceKwargs": "ft_accelerate.install",
     "FaultTolerancePlugin": "ft_accelerate.options",
     "LocalSGD": "ft_accelerate.runtime.periodic",
+    "epochs": "ft_accelerate.runtime.epochs",
 }
 
-__all__ = ["DiLoCo", "FaultToleranceKwargs", "FaultTolerancePlugin", "LocalSGD"]
+__all__ = ["DiLoCo", "FaultToleranceKwargs", "FaultTolerancePlugin", "LocalSGD", "epochs"]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,6 @@ from ft_core.environment import (
     ENV_REPLICA_GROUP,
     ReplicaEnv,
 )
-from ft_core.launch import board
 from ft_core.launch.rank_group import rank_environment
 
 if TYPE_CHECKING:
@@ -390,10 +389,6 @@ class Supervision:
             ENV_CHILD: str(self.child),
             ENV_CHILDREN: str(self.children),
         }
-
-    def tell_joined(self) -> None:
-        """Let the launcher, if there is one, know that this process takes part in a quorum."""
-        board.slot().join()
 
 
 def is_enabled(env: Mapping[str, str] | None = None) -> bool:

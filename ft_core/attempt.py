@@ -20,11 +20,21 @@ from ft_core.config import JobOptions
 from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal.compared import ComparedState, Digest
 from ft_core.heal.objects import naming_option
-from ft_core.launch.board import slot
-from ft_core.launch.warm.learn import report
+from ft_core.launch.board import Slot, slot
+from ft_core.launch.kept import Card
+from ft_core.launch.warm.learn import report as report_modules
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
-from ft_core.replica.status import Attempt, Outcome, RanksHold, ReplicaStatus, Stage
+from ft_core.replica.shares import Shares
+from ft_core.replica.status import (
+    Attempt,
+    Outcome,
+    Participation,
+    RanksHold,
+    ReplicaStatus,
+    Stage,
+    View,
+)
 from ft_core.shell.session import Session
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
@@ -33,6 +43,7 @@ from lighthouse.wire.messages import NOT_COUNTED
 
 log = logging.getLogger("ft_core")
 
+BEHIND = "this member is behind, and takes no state in this step"
 FIRST_CHECKS = 3
 """After so many commits it is checked that the state can travel."""
 
@@ -43,6 +54,7 @@ class Attempts:
     Attributes:
         step: the one under way.
         last_outcome: of the last attempt that has ended.
+        behind: it was to take a state, and its loop uses its own.
         compared: what votes tell of the own state.
     """
 
@@ -62,10 +74,13 @@ class Attempts:
         self._untaken = False  # a vote was cast, and the loop does not know its outcome
         self._updates = NOT_COUNTED  # since the last commit
         self.compared = ComparedState(options.compare_steps)
-        self._slot = slot()
-        self._told_modules = False  # to a supervisor, for warm starts
+        self._slot = slot() if options.trains else Slot()
+        self._bound: View | None = None  # under which the last attempt was bound
+        self._may_show = False  # the last vote has committed a step after which the state may travel
+        self._card: Card | None = None  # where this process serves its states, for an observer
         self._session: Session | None = None
         self.last_outcome: Outcome | None = None
+        self.behind = False
 
     @property
     def session(self) -> Session:
@@ -78,9 +93,16 @@ class Attempts:
     def session(self, session: Session) -> None:
         self._session = session
 
+    def be_observed(self, place: tuple[str, ...]) -> None:
+        """Tell an observer where the states of this process are, which is about to join. `place`: see
+        `Card`."""
+        if self._options.group_world_size == 1:
+            self._card = Card(self.session.plane.source, place, token=self._options.token)
+            self._slot.tell(self._card.row())
+
     # ------------------------------------------------------------------ the way in
 
-    def begin(self, timeout: timedelta | None) -> None:
+    def begin(self, timeout: timedelta | None, *, takes_state: bool = True) -> None:
         """See `Manager.start_quorum`."""
         session = self.session
         session.back()
@@ -94,6 +116,8 @@ class Attempts:
             with naming_option(self._options):
                 self._state.check(allow_objects=self._options.heal_allow_objects)
         self.step.open()
+        self._state.is_used, self.behind = not takes_state, False
+        may_show, self._may_show = self._may_show, False
         self._began_at = time.monotonic()
         # Also where nothing is waited for now: the quorum may be lost before the first collective.
         limit_s = self._options.quorum_timeout_s
@@ -105,7 +129,9 @@ class Attempts:
             self._state.offer(behind=before.stage is not Stage.MEMBER or before.healing)
         status = session.control.submit(events.Begin(heal_in_step=in_step))
         if status.entered:
-            self.step.part = status.part
+            self.step.part = self.part(status)
+            if may_show and (session.plane.observed or self._state.shows):
+                self._state.show(session, allow_objects=self._options.heal_allow_objects)
         elif not in_step or status.stage is Stage.MEMBER:
             self.enter()
 
@@ -119,13 +145,19 @@ class Attempts:
         heal = before_vote or not self._options.async_quorum
         control, wait_s = session.control, self._quorum_wait_s
         deadline = None if wait_s is None else time.monotonic() + wait_s
+        takes = not self._state.is_used
         while True:
-            session.wait_for(lambda status: status.may_enter(heal=heal), deadline)
+            may = session.wait_for(lambda status: status.may_enter(heal=heal and takes), deadline)
             session.check_refused()
             status = control.status
             if status.attempt is Attempt.FAILED:
                 return
+            if heal and not takes and status.healing:
+                self.behind = True
+                return
             if not status.may_enter(heal=heal):
+                if may:  # the quorum is another one since
+                    continue
                 raise QuorumUnavailable(
                     f"no quorum within the timeout: {status.reason}; the lighthouse is "
                     f"{session.lighthouse}"
@@ -140,18 +172,31 @@ class Attempts:
                 self.rejoin(events.Rejoin(reason))
                 raise
         self._state.serve(session)
-        self.step.part = control.submit(events.Entered()).part
+        self.step.part = self.part(control.submit(events.Entered()))
+        self._slot.join()
+
+    def part(self, status: ReplicaStatus) -> Participation | None:
+        """This rank's participation in the quorum's step; None: there was no quorum yet."""
+        part, view, shares = status.part, status.view, self._state.shares
+        if shares is None or part is None or view is None:
+            return part
+        return shares.part(view, part, self.session.replica_id)
 
     def bind(self) -> None:
         """The first collective of the step: from here on it belongs to this quorum."""
         session, step = self.session, self.step
+        before = step.part  # by which the loop has computed, whatever quorums come meanwhile
         while True:
             status = session.control.submit(events.Bind())
             if status.attempt is Attempt.BOUND:
-                assert status.part is not None
+                part = self.part(status)
+                assert part is not None
                 # Its collectives are refused if the process group is another quorum's by now.
-                self._group.bind(status.part.quorum_id)
-                step.part, step.bound_at = status.part, time.monotonic()
+                self._group.bind(part.quorum_id)
+                step.part, step.bound_at, self._bound = part, time.monotonic(), status.view
+                if before is not None and before.share != part.share:
+                    step.fail(RuntimeError(f"took over share {part.share} of the data in a step"))
+                    return
                 if step.weighted:
                     find_weight(step)
                 return
@@ -160,6 +205,8 @@ class Attempts:
                 return
             try:
                 self.enter()
+                if self.behind:
+                    raise RuntimeError(BEHIND)
             except Exception as error:
                 step.fail(error)
                 return
@@ -187,6 +234,7 @@ class Attempts:
             raise
         finally:
             self._untaken = False
+        self._may_show = outcome.committed and admits
         return outcome.committed
 
     def _make_vote(self, control: bytes, needed: int, admits: bool) -> events.CastVote:
@@ -195,6 +243,8 @@ class Attempts:
         if session.control.status.attempt is Attempt.CLOSED:
             raise RuntimeError("should_commit must follow start_quorum")
         step.check()
+        if self._state.shares is not None:
+            step.bind()  # a commit moves them, by the members of this very quorum
         if not self._state.unchanged():
             step.fail(RuntimeError(CHANGED_WHILE_SERVED))
         status, digest = session.control.status, None
@@ -205,7 +255,9 @@ class Attempts:
         status = session.control.status
         if step.error is None and (status.attempt is Attempt.OPEN or status.healing):
             self.enter(before_vote=True)
-        part = step.part = step.part or session.control.status.part
+            if self.behind:
+                step.fail(RuntimeError(BEHIND))
+        part = step.part = step.part or self.part(session.control.status)
         if step.error is not None:
             return events.CastVote(False, f"{type(step.error).__name__}: {step.error}")
         if part is None or part.groups < needed:
@@ -264,14 +316,19 @@ class Attempts:
                 # The optimizer is next. All members have voted, the healed ones too, so that none
                 # reads the state any more, except where a group acts on its own vote.
                 self._state.retire(session, copy=self._options.group_commit)
+            elif self._state.shows:
+                version = self._state.settle(session)
+                if version is not None and self._card is not None:
+                    self._card = replace(self._card, version=version)
+                    self._slot.tell(self._card.row())
             assert part is not None, "a yes without a quorum"
             self._state.batches_committed += part.participants
+            if self._state.shares is not None:
+                self._move_shares(self._state.shares, part)
             self.step.end(True)
             self._discards_in_a_row, step = 0, outcome.step
             self._slot.committed(step)
-            if not self._told_modules:
-                self._told_modules = True
-                report()
+            report_modules()
             self._telemetry.emit(COMMIT, step=step, participants=part.groups, seconds=seconds)
             return
         try:
@@ -288,6 +345,15 @@ class Attempts:
             raise TooManyDiscards(
                 f"{self._discards_in_a_row} steps in a row were discarded, the last because: {reason}"
             )
+
+    def _move_shares(self, shares: Shares, part: Participation) -> None:
+        """A step is committed: each share of the data that has lost its holder gets another one."""
+        assert self._bound is not None and self.last_outcome is not None
+        self.last_outcome = replace(self.last_outcome, participants=part.groups)
+        self._state.shares = after = shares.after(self._bound)
+        for share, (old, new) in enumerate(zip(shares.holders, after.holders, strict=True)):
+            if old and old != new:
+                log.info("share %s of the data: %s takes over from %s", share, new or "no group", old)
 
     def _settle(self, timeout: timedelta | None) -> None:
         """The loop begins a step without having taken the outcome of the last one."""
@@ -320,7 +386,7 @@ class Attempts:
         session = self.session
         self.step.drain()
         self.step.part = self.step.bound_at = None
-        self._untaken = False
+        self._untaken = self.behind = False
         if not isinstance(event, events.Rejoin) or event.discard_state:
             self._updates = NOT_COUNTED
         session.control.submit(event)

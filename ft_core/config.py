@@ -33,6 +33,7 @@ class JobOptions:
         min_replicas: no quorum forms with fewer replica groups, and no step is committed with fewer
             participants.
         expected_replicas: the first quorum waits for this many replica groups; 0: not known.
+        spares: so many of the expected replica groups are hot spares (`ft_core.replica.shares`).
         commit: "quorum": all members commit a step or none does. "group": each replica group acts
             on its own vote.
         async_quorum: `start_quorum` returns at once, and a heal runs beside the step.
@@ -53,10 +54,12 @@ class JobOptions:
         interface: IP address, or name of a network interface, to advertise; "": the one that routes
             to the lighthouse.
         watch_process: start the watcher, which reports this process's death (Linux).
-        heal_port: where this rank's heal server listens; 0: any free port.
+        heal_port: where this rank's heal server listens; 0: any free port. The bytes of a state go over
+            another one, a free one, as those of the process group do.
         token: shared secret; a heal server refuses members that present another one.
         heal_allow_objects: let states hold arbitrary Python objects, which travel by pickle: only on
             a network that you trust. All members choose alike.
+        trains: a supervisor counts this manager's steps. False: they come before the training.
         objects_option: how a user of this integration writes `heal_allow_objects=True`.
         timeouts: every duration of the protocol; derived.
 
@@ -69,6 +72,7 @@ class JobOptions:
     lighthouse: str = ""
     min_replicas: int = 1
     expected_replicas: int = 0
+    spares: int = 0
     commit: str = "quorum"
     async_quorum: bool = True
     init_sync: bool = True
@@ -90,6 +94,7 @@ class JobOptions:
     heal_port: int = 0
     token: str = field(default="", repr=False)
     heal_allow_objects: bool = False
+    trains: bool = True
     objects_option: str = "Manager(heal_allow_objects=True)"
     timeouts: Timeouts = field(init=False)
 
@@ -97,6 +102,7 @@ class JobOptions:
         for name, least in (
             ("min_replicas", 1),
             ("expected_replicas", 0),
+            ("spares", 0),
             ("max_retries", 0),
             ("compare_steps", 0),
             ("group_world_size", 1),
@@ -117,6 +123,8 @@ class JobOptions:
             raise ValueError(f"quorum_timeout_s must be positive, got {self.quorum_timeout_s}")
         if not 0 <= self.heal_port <= 65_535:
             raise ValueError(f"port must be from 0 (any free port) to 65535, got {self.heal_port}")
+        if self.spares:
+            self._check_spares()
         if self.lighthouse:
             normalize_address(self.lighthouse)
         timeouts = Timeouts.derive(
@@ -125,6 +133,24 @@ class JobOptions:
             heartbeat_timeout_s=None if self.heartbeat_s is None else 3 * self.heartbeat_s,
         )
         object.__setattr__(self, "timeouts", timeouts)
+
+    def _check_spares(self) -> None:
+        if not self.expected_replicas:
+            raise ValueError(
+                "spares needs the number of all replica groups, spares included: expected_replicas, or "
+                "NUM_REPLICA_GROUPS"
+            )
+        if self.data_shares < self.min_replicas:
+            raise ValueError(
+                f"spares={self.spares} of {self.expected_replicas} replica groups leaves "
+                f"{self.data_shares} that contribute, fewer than min_replicas={self.min_replicas}"
+            )
+        served = "quorum", False, WorldSizeMode.DYNAMIC
+        if (self.commit, self.async_quorum, self.world_size_mode) != served:
+            raise ValueError(
+                'spares needs commit="quorum", a synchronous quorum (use_async_quorum=False) and '
+                "WorldSizeMode.DYNAMIC: who holds which share of the data follows from each commit"
+            )
 
     @classmethod
     def resolve(cls, chosen: object = None, **arguments: Any) -> JobOptions:
@@ -168,6 +194,11 @@ class JobOptions:
         return self.commit == "group"
 
     @property
+    def data_shares(self) -> int:
+        """How many replica groups contribute at most, where the job has spares."""
+        return self.expected_replicas - self.spares
+
+    @property
     def place(self) -> CopyIndex:
         """This rank's number among those of its group that hold a copy each."""
         if self.ranks_hold is RanksHold.SHARDS:
@@ -181,6 +212,9 @@ class JobOptions:
         found = {"ranks of a replica group": str(size)} if size > 1 else {}
         if self.compare_steps != COMPARE_STEPS:
             found["parameters are compared"] = f"in {self.compare_steps} steps"
+        if self.spares:
+            said = f"{self.data_shares}; {self.spares}; {self.min_replicas}"
+            found["shares of the data; spares; min_replicas"] = said
         return found | ({"mean": "by samples"} if self.weighted else {})
 
 

@@ -57,6 +57,8 @@ class DistributedSampler(TorchDistributedSampler[Any]):
             num_replicas = dist.get_world_size() if ready else 1
         _check_range("replica_rank", replica_rank, "num_replica_groups", num_replica_groups)
         _check_range("group_rank", group_rank, "num_replicas", num_replicas)
+        self._group_rank, self._group_size = group_rank, num_replicas
+        self._num_groups = num_replica_groups
         self.global_rank = group_rank + num_replicas * replica_rank
         self.global_world_size = num_replicas * num_replica_groups
         super().__init__(
@@ -68,6 +70,13 @@ class DistributedSampler(TorchDistributedSampler[Any]):
             drop_last=drop_last,
         )
         self._position = 0
+
+    def take_share(self, replica_rank: int) -> None:
+        """Read this replica group's shard from the next iteration on: a hot spare takes it over
+        (`Manager.data_share`). The position is as far into that shard. Raises ValueError for a number
+        that no group has."""
+        _check_range("replica_rank", replica_rank, "num_replica_groups", self._num_groups)
+        self.rank = self.global_rank = self._group_rank + self._group_size * replica_rank
 
     def set_position(self, samples: int) -> None:
         """Have the next iteration skip `samples` samples of this shard, which were trained on.

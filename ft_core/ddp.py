@@ -238,6 +238,12 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
         self._retry.before_forward()
         return super().forward(*inputs, **kwargs)
 
+    def end_backward(self) -> None:
+        """Nothing: each bucket has been sent with its last gradient."""
+
+    def end_step(self, committed: bool) -> None:
+        """Nothing: `.grad` is a view of what was reduced."""
+
     def unfinished(self) -> bool:
         """Whether a backward pass has left out parameters, so that some gradients are not averaged."""
         return self._reduction.unsent > 0

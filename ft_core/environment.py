@@ -20,6 +20,13 @@ ENV_EVENTS = "FT_EVENT_LOG"
 ENV_COMPARE = "FT_COMPARE_STEPS"
 ENV_WARM = "FT_WARM_START"
 
+ENV_TORCHFT_SECONDS = {
+    "timeout": "TORCHFT_TIMEOUT_SEC",
+    "quorum_timeout": "TORCHFT_QUORUM_TIMEOUT_SEC",
+    "connect_timeout": "TORCHFT_CONNECT_TIMEOUT_SEC",
+}
+ENV_TORCHFT_PORT = "TORCHFT_MANAGER_PORT"
+
 SHARED_JOB = "default"
 """The job id of all replica groups of a lighthouse that were given none."""
 
@@ -74,6 +81,16 @@ class ReplicaEnv:
             event_log=env.get(ENV_EVENTS, ""),
             compare_steps=_int(env, ENV_COMPARE, 0) if env.get(ENV_COMPARE) else None,
         )
+
+
+def torchft_settings(env: Mapping[str, str] | None = None) -> dict[str, int]:
+    """What torchft's variables say: seconds for arguments of its Manager that are durations, and "port".
+
+    Raises ValueError for one that is no number.
+    """
+    env = os.environ if env is None else env
+    names = {**ENV_TORCHFT_SECONDS, "port": ENV_TORCHFT_PORT}
+    return {key: _int(env, name, 0) for key, name in names.items() if env.get(name)}
 
 
 def warm_starts_allowed(env: Mapping[str, str] | None = None) -> bool:

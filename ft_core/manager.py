@@ -26,8 +26,10 @@ from ft_core.collectives.allreduce import AsyncReduce, with_default
 from ft_core.config import JobOptions, new_replica_id
 from ft_core.errors import QuorumUnavailable
 from ft_core.heal.objects import naming_option
+from ft_core.launch.kept import Version
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
+from ft_core.replica.shares import Shares
 from ft_core.replica.status import (
     Attempt,
     Outcome,
@@ -35,9 +37,9 @@ from ft_core.replica.status import (
     Stage,
     WorldSizeMode,
 )
-from ft_core.shell.session import Session
+from ft_core.shell.session import Session, schema_digest
 from ft_core.state import State
-from ft_core.telemetry import Telemetry
+from ft_core.telemetry import KEPT, Telemetry
 from lighthouse.wire.messages import FINISHED, OTHERS_FINISHED
 
 log = logging.getLogger("ft_core")
@@ -86,6 +88,8 @@ class Manager:
             else 1024. All members must agree on this.
         job_id: keeps two jobs on one lighthouse apart; default FT_JOB_ID.
         expected_replicas: the first quorum waits for this many; default NUM_REPLICA_GROUPS.
+        spares: so many of the `expected_replicas` groups are hot spares, which take part with weight 0
+            and replace a dead group from its next step on: see `data_share` and docs/own_loop.md.
         commit: "quorum": all members commit a step or none does. "group": each replica group
             acts on its own vote and does not wait for the others' (docs/protocol.md).
         heal_allow_objects: let states travel that hold arbitrary Python objects (pickle: only on
@@ -134,6 +138,7 @@ class Manager:
         watch_process: bool = True,
         ranks_hold: str = "shards",
         compare_steps: int | None = None,
+        spares: int = 0,
     ) -> None:
         if min_replica_size < 1:
             raise ValueError(f"min_replica_size must be at least 1, got {min_replica_size}")
@@ -164,6 +169,7 @@ class Manager:
             heal_port=port,
             token=token,
             heal_allow_objects=heal_allow_objects,
+            spares=spares,
         )
         self._set_up(pg, options)
         if load_state_dict is not None and state_dict is not None:
@@ -182,9 +188,10 @@ class Manager:
         self._options, self._replica_id = options, new_replica_id(options.name)
         self._pg = pg
         self.state = State()
+        if options.spares:
+            self.state.shares = Shares.vacant(options.data_shares, options.min_replicas)
         self._schema = dict(options.schema)
-        self._start = (0, "")
-        self._origin = (0, 0)  # (genesis, held) of that state; see `lighthouse.wire.messages.Join`
+        self._start = Version(0, "", 0, 0)
         self._session: Session | None = None
         self._closed = self._leaves = False
         self.telemetry = Telemetry()
@@ -262,13 +269,15 @@ class Manager:
     def state_dict(self) -> dict[str, Any]:
         """The manager's own state: save and restore it with every checkpoint."""
         step, lineage = self._position()
-        genesis, held = self._session.control.status.origin if self._session else self._origin
+        start = self._start.genesis, self._start.held
+        genesis, held = self._session.control.status.origin if self._session else start
         return {
             "step": step,
             "batches_committed": self.state.batches_committed,
             "lineage": lineage,
             "genesis": genesis,
             "held": held,
+            **self.state.held_shares(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -278,10 +287,11 @@ class Manager:
         """
         if self._session is not None:
             raise RuntimeError("load_state_dict must be called before the first start_quorum")
-        batches = int(state_dict["batches_committed"])
-        self._start = (int(state_dict["step"]), str(state_dict.get("lineage", "")))
-        self._origin = (int(state_dict.get("genesis", 0)), int(state_dict.get("held", 0)))
+        batches, lineage = int(state_dict["batches_committed"]), str(state_dict.get("lineage", ""))
+        genesis, held = int(state_dict.get("genesis", 0)), int(state_dict.get("held", 0))
+        self._start = Version(int(state_dict["step"]), lineage, genesis, held)
         self.state.batches_committed = batches
+        self.state.take_shares(state_dict)
 
     def allow_state_dict_read(self) -> None:
         """Kept for torchft scripts: reads need no permission (`should_commit` checks them)."""
@@ -296,13 +306,16 @@ class Manager:
         allow_heal: bool = True,
         shrink_only: bool = False,
         timeout: timedelta | None = None,
+        *,
+        takes_state: bool = True,
     ) -> None:
         """Begin a step: be in a quorum, serve peers that must heal, heal if behind.
 
         `room_id`: several quorums in one job; the first call chooses it ("default": what the options
         say). `allow_heal` False: a replica group that is behind is not admitted. `shrink_only` is
         taken and has no effect: no member is admitted within a step. `timeout`: for this quorum
-        only.
+        only. `takes_state` False: the state is in use (in a validation, say), so nothing is received into
+        it. If this member is behind, `is_healing` says so and the step fails: `rejoin`, then heal.
 
         Raises:
             QuorumUnavailable: no quorum within the timeout; says what it waited for.
@@ -318,7 +331,7 @@ class Manager:
         if room_id != session.room_id:
             known = session.room_id
             raise ValueError(f"this manager is in room {known!r}; use one manager for {room_id!r}")
-        self._attempts.begin(timeout)
+        self._attempts.begin(timeout, takes_state=takes_state)
 
     def try_start_quorum(self) -> bool:
         """`start_quorum`, but only if this rank is a member of a quorum and stays one; whether it is.
@@ -485,13 +498,27 @@ class Manager:
         """Rank among the participants, None if this one contributes nothing. Waits, too."""
         return self._known_part().rank
 
+    def data_share(self) -> int | None:
+        """This group's share of the data in this step: 0 to `num_data_shares` - 1; None: it is a spare, and
+        its batch does not count. Ask after each `start_quorum`. Waits, and raises without `spares`."""
+        self.num_data_shares()
+        self.step.part = self._known_part()  # by which the loop computes
+        return self.step.part.share
+
+    def num_data_shares(self) -> int:
+        """Into how many shares the data is divided. Raises RuntimeError without `spares`."""
+        if self.state.shares is None:
+            raise RuntimeError("shares of the data need Manager(spares=...), at least 1")
+        return self._options.data_shares
+
     def is_participating(self) -> bool:
         """Whether this group contributes to this step. Waits for the quorum."""
         return self.participating_rank() is not None
 
     def is_healing(self) -> bool:
-        """Whether this group's state is still to be loaded (asynchronous quorum)."""
-        return self._session is not None and self._session.control.status.healing
+        """Whether this group's state is still to be loaded (asynchronous quorum, or `takes_state`)."""
+        session = self._session
+        return session is not None and (self._attempts.behind or session.control.status.healing)
 
     def step_failed(self) -> bool:
         """Whether this step can't be committed any more, whichever member failed. Any thread."""
@@ -539,6 +566,11 @@ class Manager:
         return self._options.ranks_hold.value
 
     @property
+    def spares(self) -> int:
+        """As given to the constructor."""
+        return self._options.spares
+
+    @property
     def world_size_mode(self) -> WorldSizeMode:
         """As given to the constructor."""
         return self._options.world_size_mode
@@ -568,7 +600,7 @@ class Manager:
     def update_failed(self, e: BaseException) -> None:
         """The update of a committed step raised `e`, and may be half done: `rejoin` without a state.
 
-        A member that is alone in its quorum keeps its state: no other member holds another one.
+        A member that is alone in its quorum keeps its state.
         """
         self._attempts.update_failed(e)
 
@@ -583,8 +615,7 @@ class Manager:
         return self._session is not None and self._session.control.status.stage is Stage.MEMBER
 
     def others_finished(self) -> bool:
-        """Whether the open step is one that other members have not made: they have left with
-        `shutdown(finished=True)`. Never waits."""
+        """Whether other members have not made the open step: they left with `shutdown(finished=True)`."""
         view = None if self._session is None else self._session.control.status.view
         part = self.step.part
         if view is None or part is None or part.quorum_id != view.quorum_id:
@@ -615,8 +646,13 @@ class Manager:
         """First step: now the state exists that the join must describe."""
         if self._closed:
             raise RuntimeError("this manager was shut down; create a new one")
-        step, lineage = self._start
-        if not lineage:
+        schema = "; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items()))
+        place = self._options.job_id, room_id, schema_digest(schema)
+        if allow_heal and self._options.trains:
+            if (kept := self.state.begin_with_kept(self._options, place, self._start)) is not None:
+                self._start = kept
+                self.telemetry.emit(KEPT, step=kept.step)
+        if not (lineage := self._start.lineage):
             alike, objects = not self._options.init_sync, self._options.heal_allow_objects
             with naming_option(self._options):
                 lineage = self.state.first_lineage(alike=alike, allow_objects=objects)
@@ -627,10 +663,10 @@ class Manager:
             replica_id=self._replica_id,
             room_id=room_id,
             can_heal=allow_heal,
-            step=step,
+            step=self._start.step,
             lineage=lineage,
-            origin=self._origin,
-            schema="; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items())),
+            origin=(self._start.genesis, self._start.held),
+            schema=schema,
             telemetry=self.telemetry,
             into=lambda: self.state.room_to_receive(
                 self._attempts.session, in_step=self._options.async_quorum
@@ -638,6 +674,7 @@ class Manager:
             waited_s=self.step.waited_s,
         )
         self._session = self._attempts.session = session
+        self._attempts.be_observed(place)
         if self._leaves:  # it was told so before its first step
             self.leave_after_step()
         session.await_lighthouse()
@@ -648,14 +685,14 @@ class Manager:
         if self.step.part is None:
             self.wait_quorum()
         status = session.control.status
-        part = self.step.part or status.part
+        part = self.step.part or self._attempts.part(status)
         if part is None:
             raise QuorumUnavailable(f"no quorum: {status.reason}")
         return part
 
     def _position(self) -> tuple[int, str]:
         if self._session is None:
-            return self._start
+            return self._start.step, self._start.lineage
         status = self._session.control.status
         return status.step, status.lineage
 

@@ -56,7 +56,7 @@ def replicate(
     if manager.ranks_hold != "shards":
         raise ValueError('replicate() is for Manager(ranks_hold="shards")')
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    _check_covered(model, sharded)
+    check_covered(model, sharded)
 
     def hook(gradient: Tensor) -> None:
         _average(manager, gradient, reduce_op)
@@ -66,12 +66,12 @@ def replicate(
     number = _numbers.get(manager, 0)
     _numbers[manager] = number + 1
     key = "sharded" if number == 0 else f"sharded.{number}"
-    manager.register_schema(key, _describe(model))
+    manager.register_schema(key, describe_shards(model))
     me = weakref.ref(model)
 
     def compared() -> list[Tensor]:
         model = me()
-        return [] if model is None else _shards(model)
+        return [] if model is None else shards_of(model)
 
     manager.register_compared(key, compared)
     return model
@@ -88,12 +88,11 @@ def _average(manager: Manager, gradient: Tensor, op: ReduceOp.RedOpType) -> None
         gradient.div_(step.part.participants)
 
 
-def _check_covered(model: nn.Module, sharded: Iterable[nn.Module]) -> None:
+def check_covered(model: nn.Module, sharded: Iterable[nn.Module]) -> None:
+    """Raise ValueError unless the modules `sharded` hold all parameters of `model` that are trained."""
     covered = {p for module in sharded for p in module.parameters() if isinstance(p, DTensor)}
     if not covered:
-        raise ValueError(
-            "replicate() found no fully_shard()ed module: call fully_shard(model) before it"
-        )
+        raise ValueError("there is no fully_shard()ed module: call fully_shard(model) first")
     left = [n for n, p in model.named_parameters() if p.requires_grad and p not in covered]
     if left:
         raise ValueError(
@@ -102,7 +101,7 @@ def _check_covered(model: nn.Module, sharded: Iterable[nn.Module]) -> None:
         )
 
 
-def _describe(model: nn.Module) -> str:
+def describe_shards(model: nn.Module) -> str:
     """One line that is equal for this rank of all replica groups: a digest of shapes and placements."""
     lines, parameters = [], dict(model.named_parameters())
     for name, p in parameters.items():
@@ -116,7 +115,7 @@ def _describe(model: nn.Module) -> str:
     return f"{len(parameters)} tensors sharded over {sizes} ranks ({digest})"
 
 
-def _shards(model: nn.Module) -> list[Tensor]:
+def shards_of(model: nn.Module) -> list[Tensor]:
     """The parameters as they are between steps, wherever FSDP has gathered them meanwhile."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

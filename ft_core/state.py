@@ -13,8 +13,9 @@ it, too, against 0.2 s for the transfer.
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,9 +24,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ft_core.heal import UnsupportedObjectError, digest, objects, pack
+from ft_core.config import JobOptions
+from ft_core.heal import (
+    NEXT,
+    HealError,
+    HealKey,
+    UnsupportedObjectError,
+    digest,
+    fetch,
+    objects,
+    pack,
+    unpack,
+)
 from ft_core.heal.shardings import Sharding, dtensor_type, local_part, shardings
+from ft_core.launch.board import slot
+from ft_core.launch.kept import Card, Version
 from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
+from ft_core.replica.shares import Shares
 from ft_core.replica.status import INITIAL
 from ft_core.shell.session import Session
 
@@ -45,6 +60,9 @@ CHANGED_WHILE_RECEIVED = (
     "received once more, and from now on into other memory"
 )
 
+KEPT_TRIES = 3
+"""The keeper may put a newer version in the place of the one that is asked for."""
+
 Versions = list[tuple[Tensor, int]]
 
 Load = Callable[[Any], None]
@@ -55,18 +73,30 @@ class State:
     """A manager's named parts of state, each with its load and save function.
 
     `batches_committed`: in all committed steps, one a participant and step; heals with the parts.
+    `shares`: who holds which share of the data, in a job with spares; heals, too.
 
     Thread: the training loop's, but for `room_to_receive`.
     """
 
     def __init__(self) -> None:
         self.batches_committed = 0
+        self.shares: Shares | None = None
         self._parts: dict[str, tuple[Load, Save]] = {}
         self._read_in_step: set[str] = set()
         self._preallocated: list[PreallocatedState] = []
         self._served: Versions = []
+        self.whole: Callable[[], bool] = lambda: True
+        """Whether what the parts save now, at a step's boundary, is all of the state, and can be loaded
+        here: an integration may be elsewhere in its loop. Asked for observers and for what is kept."""
+        self.kept: Version | None = None
+        """Of the state with which this process began, if the keeper held it. Read only."""
+        self.shows = False
+        """Whether a state is served to an observer. Read only."""
+        self._shown: tuple[Versions, Version] | None = None  # no step was committed since
         self._withheld = ""
         self._in_place = True
+        self.is_used = False
+        """The loop uses the state while it waits at a step's boundary: nothing is received into it."""
         self._offered: dict[str, Any] | None = None
         self._received: Versions = []
         self._shardings: list[Sharding] = []
@@ -79,6 +109,15 @@ class State:
             self._read_in_step.discard(key)
         else:
             self._read_in_step.add(key)
+
+    def held_shares(self) -> dict[str, list[str]]:
+        """What goes with the state in a heal or a checkpoint; empty in a job without spares."""
+        return {} if self.shares is None else {"shares": list(self.shares.holders)}
+
+    def take_shares(self, tree: Mapping[str, Any]) -> None:
+        """What `held_shares` of the state has said that this member takes."""
+        if self.shares is not None:
+            self.shares = self.shares.loaded(tree.get("shares", ()))
 
     def preallocate(self, *optimizers: Optimizer) -> None:
         """The parts hold these optimizers' states: `prepare` allocates those that do not exist."""
@@ -114,14 +153,69 @@ class State:
             self.retire(session)
         if not status.targets or status.published == position:
             return
+        self.shows, self._shown = False, None  # members come first
         try:
-            tree = {"user": self.save(), "batches_committed": self.batches_committed}
+            tree = self._all()
             session.plane.publish(*position, tree, len(status.targets))
         except Exception as error:  # the user's code, or what it has put into the state
             self._withhold(session, position, error)
         else:
             self._served = _versions(tree)
         session.control.submit(Published(position))
+
+    def _all(self) -> dict[str, Any]:
+        tree = {"user": self.save(), "batches_committed": self.batches_committed}
+        return tree | self.held_shares()
+
+    def show(self, session: Session, *, allow_objects: bool) -> None:
+        """At a step's boundary: serve the state to an observer that waits for one, large tensors in
+        place until `settle`. It travels packed, as an observer knows none of the user's classes."""
+        status = session.control.status
+        if self.shows and session.plane.quiet:
+            self.retire(session)
+        busy = self.shows or status.published is not None
+        if busy or not (session.plane.observed and self.whole()):
+            return
+        try:
+            tree = self._all()
+            if shardings(tree):
+                raise ValueError("a state with DTensors can't be kept")
+            manifest, tensors = pack(tree, allow_objects)
+            packed = {"manifest": manifest, "tensors": tensors}
+            session.plane.publish(status.step, status.lineage, packed, 0)
+        except Exception as error:  # the user's code, or what it has put into the state
+            session.plane.withhold(NEXT.step, NEXT.lineage, repr(error))
+        else:
+            version = Version(status.step, status.lineage, *status.origin)
+            self.shows, self._shown = True, (_versions(tensors), version)
+
+    def settle(self, session: Session) -> Version | None:
+        """A step was committed, and the state is about to change: copy what the observer has not read
+        yet. Returns the version that was shown, if it has not changed until now."""
+        shown, self._shown = self._shown, None
+        if shown is None:
+            return None
+        versions, version = shown
+        if _unchanged(versions):
+            session.plane.freeze()
+            return version
+        self.retire(session)
+        return None
+
+    def begin_with_kept(
+        self, options: JobOptions, place: tuple[str, ...], own: Version
+    ) -> Version | None:
+        """Before this process joins: take what the supervisor's keeper holds, if this process is to begin
+        with that; returns its version. `place`: see `Card`. `own`: of the state without the keeper."""
+        found = kept_state(options, place, own) if self.whole() else None
+        if found is None:
+            return None
+        self.kept, packed = found
+        allow_objects = options.heal_allow_objects
+        tree = unpack(packed["manifest"], packed["tensors"], allow_objects=allow_objects)
+        self._load(tree)
+        self._count(tree)
+        return self.kept
 
     def _withhold(self, session: Session, position: tuple[int, str], error: Exception) -> None:
         """A member that asks for the state is not a reason to end this one: tell it why there is
@@ -151,6 +245,7 @@ class State:
         """The state may change from now on: stop serving it. `copy`: serve copies of what peers have
         not received."""
         self._served = []
+        self.shows, self._shown = False, None
         (session.plane.freeze if copy else session.plane.retire)()
 
     def unchanged(self) -> bool:
@@ -185,11 +280,20 @@ class State:
         view = session.control.status.view
         assert view is not None
         tree = session.plane.take_state(view.step, view.lineage)
+        self._load(tree)
+        session.control.submit(Loaded())
+        self._count(tree)
+
+    def _load(self, tree: Mapping[str, Any]) -> None:
+        """Put the user's parts of a state in place."""
         for key, (load, _) in self._parts.items():
             if key in tree["user"]:
                 load(tree["user"][key])
-        session.control.submit(Loaded())
+
+    def _count(self, tree: Mapping[str, Any]) -> None:
+        """What a state that is in place says of the training."""
         self.batches_committed = tree["batches_committed"]
+        self.take_shares(tree)
 
     def room_to_receive(self, session: Session, *, in_step: bool) -> Any:
         """Heal thread: the tree into which a fetched state may be received; None: into new memory.
@@ -198,9 +302,9 @@ class State:
         offered for a step that goes on meanwhile. From here on the own state is torn until the heal
         has ended.
         """
-        self._received = []
+        self._received, self._shown = [], None  # what is shown may change from now on
         offered = self._offered
-        if in_step and offered is None:
+        if self.is_used or (in_step and offered is None):
             return {"shardings": self._shardings} if self._shardings else None
         if not session.control.submit(Overwrite(in_step)).overwriting:
             return None
@@ -238,6 +342,40 @@ def _versions(tree: Any) -> Versions:
 
 def _unchanged(versions: Versions) -> bool:
     return all(tensor._version == version for tensor, version in versions)
+
+
+# ---------------------------------------------------------------- what the keeper holds
+
+
+def kept_state(
+    options: JobOptions, place: tuple[str, ...], own: Version
+) -> tuple[Version, dict[str, Any]] | None:
+    """(version, the state as `State.show` has packed it), if this process begins with what the keeper
+    holds; else None. The training loop's thread, before the process joins.
+
+    `place`: see `Card`. `own`: the version of the state that this process has without the keeper.
+    """
+    if options.group_world_size > 1 or slot().others_train():
+        return None
+    for _ in range(KEPT_TRIES):
+        row = slot().keepers_card()
+        card = None if row is None else Card.of(row)
+        if card is None or card.version is None or card.place != place:
+            return None
+        version = card.version
+        if not version.begins_with(own):
+            return None
+        deadline = time.monotonic() + options.timeouts.heal_timeout_s
+        key = HealKey(version.step, version.lineage)
+        try:
+            packed, stats = fetch([card.address], key, deadline=deadline, options=options)
+        except HealError as error:
+            log.warning("the kept state of step %s can't be had: %s", version.step, error)
+            continue
+        took = f"{stats.bytes / 1e6:.0f} MB in {stats.seconds:.2f} s"
+        log.info("begins with the state of step %s, which was kept (%s)", version.step, took)
+        return version, packed
+    return None
 
 
 # ---------------------------------------------------------------- an optimizer's state in advance

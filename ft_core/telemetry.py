@@ -20,6 +20,7 @@ DISCARD = "discard"  # step, reason, seconds
 REVOKED = "revoked"  # quorum_id, reason
 HEAL_START = "heal_start"  # step, sources
 HEAL_DONE = "heal_done"  # step, bytes, seconds, sources
+KEPT = "kept"  # step (of the state with which this process begins, from the supervisor's keeper)
 SERVE = "serve"  # step, seconds (the snapshot's copy)
 WAITING = "waiting"  # reason
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ft_lightning.pytorch import (
         FTDDPStrategy,
         FTDiLoCoStrategy,
+        FTFSDPStrategy,
         FTLocalSGDStrategy,
         FTMetricsCallback,
         FTTimeline,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FTDDPStrategy",
     "FTDiLoCoStrategy",
+    "FTFSDPStrategy",
     "FTLocalSGDStrategy",
     "FTMetricsCallback",
     "FTTimeline",

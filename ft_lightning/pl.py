@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
 from ft_lightning.diloco.trainer_strategies import FTDiLoCoMixin, FTLocalSGDMixin
 from ft_lightning.trainer.reporting import MetricsMixin, TimelineMixin
+from ft_lightning.trainer.sharded_strategy import FTFSDPMixin
 from ft_lightning.trainer.strategy import FTDDPMixin
 
 __all__ = [
     "FTDDPStrategy",
     "FTDiLoCoStrategy",
+    "FTFSDPStrategy",
     "FTLocalSGDStrategy",
     "FTMetricsCallback",
     "FTTimeline",
@@ -28,6 +30,10 @@ class FTLocalSGDStrategy(FTLocalSGDMixin, DDPStrategy):  # type: ignore[misc]  #
 
 class FTDiLoCoStrategy(FTDiLoCoMixin, DDPStrategy):  # type: ignore[misc]  # typed as the other's
     __doc__ = FTDiLoCoMixin.__doc__
+
+
+class FTFSDPStrategy(FTFSDPMixin, ModelParallelStrategy):  # type: ignore[misc]  # typed as the other's
+    __doc__ = FTFSDPMixin.__doc__
 
 
 class FTMetricsCallback(MetricsMixin, Callback):  # type: ignore[misc]  # typed as the other's

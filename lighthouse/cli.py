@@ -20,7 +20,7 @@ from lighthouse import __version__
 from lighthouse.client import LighthouseClient
 from lighthouse.config import LighthouseConfig, Timeouts, normalize_address
 from lighthouse.errors import LighthouseError
-from lighthouse.keeper import keep_running, patiently
+from lighthouse.keeper import SIGNAL_LOOK_S, keep_running, patiently
 from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.wire.messages import JobKey, printable
@@ -65,7 +65,11 @@ def _timeout_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group(
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "show_default": True,
+        "token_normalize_func": lambda word: word.replace("_", "-"),  # torchft's --min_replicas
+    },
 )
 @click.option(
     "--bind",
@@ -174,7 +178,8 @@ def _serve(
                 _fail(f"can't show the status page on {web} ({error.strerror}): choose another")
             lines.say(f"status page on {page.url}")
         try:
-            server.join()
+            while not server.join(SIGNAL_LOOK_S):
+                pass
         except RuntimeError as error:
             _fail(str(error), code=1)
     return 0
@@ -263,6 +268,28 @@ def declare_dead(member: str, job: str, address: str, timeout_s: float) -> None:
     if not accepted:
         _fail(text, code=1)
     click.echo(text)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--bind", default="0.0.0.0:29510", help="Where to listen; all interfaces.")
+@click.option("--min_replicas", required=True, help="No quorum forms with fewer replica groups.")
+@click.option("--join_timeout_ms", type=float, help="As `lighthouse --join-timeout`.")
+@click.option("--heartbeat_timeout_ms", type=float, help="As `lighthouse --heartbeat-timeout`.")
+@click.option("--quorum_tick_ms", type=float, help="Has no effect: nothing is polled.")
+def torchft_main(
+    bind: str,
+    min_replicas: str,
+    join_timeout_ms: float | None,
+    heartbeat_timeout_ms: float | None,
+    quorum_tick_ms: float | None,
+) -> None:
+    """The command `lighthouse` with the options of torchft's."""
+    words = ["--bind", bind, "--min-replicas", min_replicas]
+    if join_timeout_ms is not None:
+        words += ["--join-timeout", str(join_timeout_ms / 1000)]
+    if heartbeat_timeout_ms is not None:
+        words += ["--heartbeat-timeout", str(heartbeat_timeout_ms / 1000)]
+    main(words, prog_name="lighthouse")
 
 
 def show(answer: dict[str, Any]) -> None:

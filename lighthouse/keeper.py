@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import select
 import signal
 import sys
 import time
@@ -24,6 +25,8 @@ STEADY_S = 10.0
 BIND_PATIENCE_S = 2.0
 """How long an address may be in use: the kernel may still be taking down the process before."""
 BIND_AGAIN_S = 0.02
+SIGNAL_LOOK_S = 1.0
+"""No wait lasts longer: a signal that comes just before it is handled when it ends."""
 _SET_DEATH_SIGNAL = 1
 
 T = TypeVar("T")
@@ -113,6 +116,9 @@ class _Keeper:
         if said and not self._address:
             self._address = said
             self._on_listening(said)
+        with os.fdopen(os.pidfd_open(self._child), "rb") as ended:
+            while not select.select([ended], [], [], SIGNAL_LOOK_S)[0]:
+                pass
         _, status = os.waitpid(self._child, 0)
         self._child = 0
         return os.waitstatus_to_exitcode(status)

@@ -47,6 +47,7 @@ from lighthouse.wire.messages import (
     Refused,
     Request,
     StatusRequest,
+    Vote,
     printable,
 )
 
@@ -59,6 +60,8 @@ PUT_OFF_S = 1.0
 connection, so that no flood keeps those of a member unread for so long."""
 ABSENT_S, LOOK_S = 0.1, 0.02
 """A thread that wakes so late was away itself. It then waits for what ZeroMQ's thread has to hand over."""
+SPIN_S = 0.0003
+"""How long votes are looked for before the thread sleeps: 0.1 ms less a step, benchmarks/RESULTS.md."""
 SHUTDOWN_LINGER_MS = 200
 
 STATUS_COST = 50
@@ -143,6 +146,8 @@ class LighthouseServer:
         """Where it listens, as it was bound: "tcp://0.0.0.0:29510" for all interfaces."""
         self._address = sockets.reachable(self.bound)
         self.stats = Stats()
+        self._votes_missing = False  # the last request was a vote, and others' have to come
+        self._prompt = True  # the last of them came soon: worth looking for the next
         self._complaints = Complaints()
         self._encoder = codec.Encoder()
         remembered = self._journal.remembered if self._journal else None
@@ -247,17 +252,17 @@ class LighthouseServer:
             self._close()
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for each in self._endpoint.polled:
-            poller.register(each, zmq.POLLIN)
-        poller.register(self._wake_read.fileno(), zmq.POLLIN)
+        with sockets.Waiter(*self._endpoint.polled, self._wake_read) as waiter:
+            self._serve_with(waiter)
+
+    def _serve_with(self, waiter: sockets.Waiter) -> None:
         endpoint = self._endpoint
         frames = endpoint.polled[0]
         dry, deadline, now = True, self._machine.deadline(), time.monotonic()
         noticed: float | None = None  # when it was seen that something is due
         while True:
-            ready = dict(poller.poll(self._sleep_ms(dry, deadline)))
-            if self._wake_read.fileno() in ready and not self._obey():
+            ready = self._wait(waiter, self._sleep_ms(dry, deadline))
+            if self._wake_read in ready and not self._obey():
                 return
             if self._desk.wake_at <= now:
                 self._desk.turn()
@@ -277,6 +282,16 @@ class LighthouseServer:
             elif (dry and now >= noticed) or now >= noticed + PUT_OFF_S:
                 self._apply(self._machine.expire(now))
                 deadline, noticed = self._machine.deadline(), None
+
+    def _wait(self, waiter: sockets.Waiter, timeout_ms: int | None) -> set[sockets.Watched]:
+        """What may be readable. While some have voted on a step the others' votes are looked for
+        without sleep, if the last that was waited for came within that time."""
+        if not self._votes_missing or timeout_ms == 0:
+            return waiter.wait(timeout_ms)
+        began = time.monotonic()
+        ready = waiter.wait(timeout_ms, SPIN_S if self._prompt else 0.0)
+        self._prompt = time.monotonic() - began < SPIN_S
+        return ready
 
     def _sleep_ms(self, dry: bool, deadline: float | None) -> int | None:
         """How long to wait for events; None: for ever. `dry`: no frame is left to be handled."""
@@ -344,7 +359,9 @@ class LighthouseServer:
             self._endpoint.charge(peer, STATUS_COST)
             self._desk.ask(peer)
         elif isinstance(message, _REQUESTS):
-            self._apply(self._machine.handle(peer, message, time.monotonic()))  # type: ignore[arg-type]
+            effects = self._machine.handle(peer, message, time.monotonic())  # type: ignore[arg-type]
+            self._apply(effects)
+            self._votes_missing = not effects and isinstance(message, Vote)
         else:
             self._endpoint.blame(peer)  # a reply: only a lighthouse sends those
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import socket
 import struct
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import zmq
 
@@ -43,13 +46,11 @@ class ServerLimits:
         request_bytes: a larger frame ends its connection.
         queued: answers that one peer may leave unread; 0: any number.
         ends_slow: a peer that leaves more is disconnected. False: they are dropped.
-        buffer_bytes: the kernel's, for what is sent; 0: its own choice.
     """
 
     request_bytes: int = codec.MAX_REQUEST_BYTES
     queued: int = 64  # a healthy peer has one answer on its way
     ends_slow: bool = True
-    buffer_bytes: int = 0
 
 
 LIMITS = ServerLimits()
@@ -71,8 +72,6 @@ def open_router(
     router.setsockopt(zmq.SNDHWM, limits.queued)
     router.setsockopt(zmq.BACKLOG, BACKLOG)
     router.setsockopt(zmq.MAXMSGSIZE, limits.request_bytes)
-    if limits.buffer_bytes:
-        router.setsockopt(zmq.SNDBUF, limits.buffer_bytes)
     _set_common(router, bindable, timeouts)
     monitor = _open_monitor(router, context, ACCEPTED | DISCONNECTED | ACCEPT_FAILED)
     try:
@@ -192,6 +191,54 @@ def reachable(bound: str) -> str:
         return bound
     found = outgoing_address(prefer_ipv6=host == "::")
     return f"tcp://{bracketed(found)}:{port}"
+
+
+Watched = zmq.Socket[bytes] | socket.socket
+
+
+class Waiter:
+    """Waits for sockets, ZeroMQ's and others, as `zmq.Poller` does, with one system call where
+    that makes three and builds lists: 0.05 ms less a step. One thread. A context manager.
+    """
+
+    def __init__(self, *watched: Watched) -> None:
+        self._sockets = [each for each in watched if isinstance(each, zmq.Socket)]
+        self._of = {_descriptor(each): each for each in watched}
+        self._epoll = select.epoll()
+        for fd in self._of:
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def wait(self, timeout_ms: int | None, spin_s: float = 0.0) -> set[Watched]:
+        """Those that may be readable; empty after `timeout_ms` (None: no limit).
+
+        For `spin_s` it looks again and again before it sleeps: a thread that has gone to sleep takes
+        longer to come back. Threads with work to do go first.
+        """
+        # A ZeroMQ descriptor tells of changes only, and any call on the socket may take notice of one.
+        ready: set[Watched] = {
+            each for each in self._sockets if int(each.getsockopt(EVENTS)) & POLLIN
+        }
+        found = self._epoll.poll(0) if ready or spin_s else []
+        if not ready and not found:
+            until = time.monotonic() + spin_s if spin_s else 0.0
+            while not found and time.monotonic() < until:
+                os.sched_yield()
+                found = self._epoll.poll(0)
+            found = found or self._epoll.poll(None if timeout_ms is None else timeout_ms / 1000)
+        ready.update(self._of[fd] for fd, _ in found)
+        return ready
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._epoll.close()
+
+
+def _descriptor(watched: Watched) -> int:
+    if isinstance(watched, socket.socket):
+        return watched.fileno()
+    return int(watched.getsockopt(zmq.FD))
 
 
 def _set_common(watched: zmq.Socket[bytes], endpoint: str, timeouts: Timeouts) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
@@ -66,6 +67,12 @@ refresh(); setInterval(refresh, 1000);
 """
 
 
+MOST_CONNECTIONS = 16
+"""At a time; more are closed at once. They take descriptors that the members' connections need."""
+SILENCE_S = 10.0
+"""So long a visitor that says nothing may hold a thread."""
+
+
 class StatusPage:
     """Serves the page from threads of its own until `close`; `url` is where. A context manager.
 
@@ -104,6 +111,29 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
+    def __init__(self, *args: Any) -> None:
+        self._free = threading.Semaphore(MOST_CONNECTIONS)
+        super().__init__(*args)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.05)  # no descriptor is free, and the caller asks again at once
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser has hung up, say: nothing for the lighthouse's standard error."""
         log.debug("a question for the page of %s failed", client_address, exc_info=True)
@@ -115,7 +145,7 @@ class _Server6(_Server):
 
 def _handler_of(status: Status) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10  # seconds that a silent client may hold a thread
+        timeout = SILENCE_S
 
         def do_GET(self) -> None:
             if self.path == "/":

@@ -9,10 +9,11 @@ one is named.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ from ft_accelerate.options import (
 )
 from ft_core.environment import SHARED_JOB, new_job_id, slurm_job_id
 from ft_core.launch import rank_group
-from ft_core.launch.supervisor import supervise, tell_lighthouse
+from ft_core.launch.supervisor import say, supervise, tell_lighthouse
 from ft_core.launch.warm.starter import warm_starts
 
 SPEAKER = "ft_accelerate"
@@ -312,23 +313,50 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
     address = made.plugin.lighthouse or server.address()
     describe(made, address)
     try:
-        return supervise(
-            rank_group.group_command(
-                protected(command), made.place.group_size, parent_env=ENV_SUPERVISOR
-            ),
-            environment(made, env, address=address, devices=devices),
-            count=made.place.groups,
-            first=made.place.first,
-            elsewhere=not made.place.alone,
-            min_alive=made.plugin.min_replicas if made.place.alone else 1,
-            max_restarts=made.plugin.max_restarts,
-            speaker=SPEAKER,
-            on_given_up=tell_lighthouse(address, made.plugin.job_id),
-            warm=warm_starts(made.plugin.warm_start, places=[ENV_PREFIX]),
-        )
+        with _held(address) if server is None else contextlib.nullcontext():
+            return _supervise(made, command, env, address=address, devices=devices)
     finally:
         if server is not None:
+            if not made.place.alone:
+                say(SPEAKER, "the lighthouse of this machine stays until the other machines are done")
             server.shutdown()
+
+
+def _supervise(
+    made: Launch,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    address: str,
+    devices: Sequence[str],
+) -> int:
+    return supervise(
+        rank_group.group_command(
+            protected(command), made.place.group_size, parent_env=ENV_SUPERVISOR
+        ),
+        environment(made, env, address=address, devices=devices),
+        count=made.place.groups,
+        first=made.place.first,
+        elsewhere=not made.place.alone,
+        min_alive=made.plugin.min_replicas if made.place.alone else 1,
+        max_restarts=made.plugin.max_restarts,
+        speaker=SPEAKER,
+        on_given_up=tell_lighthouse(address, made.plugin.job_id),
+        warm=warm_starts(made.plugin.warm_start, places=[ENV_PREFIX]),
+    )
+
+
+@contextlib.contextmanager
+def _held(address: str) -> Iterator[None]:
+    """The lighthouse of another machine's launcher stays while this one is connected: also when a
+    replica group dies at its end here, and none is connected until it is back."""
+    from lighthouse.client import LighthouseClient
+    from lighthouse.errors import LighthouseError
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(LighthouseError, ValueError, OSError):
+            stack.enter_context(LighthouseClient(address))
+        yield
 
 
 def protected(command: Sequence[str]) -> list[str]:

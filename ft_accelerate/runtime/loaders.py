@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import send_to_device
 
 from ft_accelerate.runtime.peer_state import generator_of
@@ -22,8 +23,9 @@ _POSITIONS_OF_OTHERS = (
 )  # fmt: skip
 """Of torchdata's states: where all of these are None, the counts alone give a place."""
 
-EVALUATION_BATCHES = 1
-"""How many batches of an evaluation a fast-forwarding script sees: enough for its variables to exist."""
+SHOWN_BATCHES = 1
+"""How many batches of an evaluation a fast-forwarding script sees, and of an epoch that it need not run
+through: enough for its variables to exist."""
 
 _first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Of each loader that was fast-forwarded."""
@@ -118,8 +120,9 @@ class _Pass:
         if length is None:
             length = position.lengths.get(iteration.seq)
         whole = length
-        if not self._runtime.prepared.training:
-            some = iteration.left_out + EVALUATION_BATCHES
+        not_all = position.entry is not None and position.leaves is None
+        if not_all or not self._runtime.prepared.training:
+            some = iteration.left_out + SHOWN_BATCHES
             length = min(some, length or some)
         if length is not None and iteration.yielded >= length:
             position.batches += max(0, (whole or 0) - iteration.yielded)
@@ -172,6 +175,15 @@ def _index_sampler(loader: Any) -> Any | None:
         if isinstance(sampler, BatchSamplerShard):
             return sampler
     return None
+
+
+def skips_by_index(loader: Any) -> bool:
+    """Whether a pass over this loader can begin in its middle without reading what lies before."""
+    return (
+        isinstance(loader, DataLoaderShard)
+        and not _is_stateful(loader)
+        and _index_sampler(loader) is not None
+    )
 
 
 def _is_stateful(loader: Any) -> bool:

@@ -47,6 +47,16 @@ class Prepared:
         return [wrapper.optimizer for each in all_ for wrapper in each._optimizers]
 
     @property
+    def loaders(self) -> list[Any]:
+        """Accelerate's wrappers of the prepared loaders."""
+        return [loader for each in self.accelerators.values() for loader in each._dataloaders]
+
+    def begin_accumulation(self) -> None:
+        """The next batch is the first of those over which gradients are accumulated."""
+        for accelerator in self.accelerators.values():
+            accelerator.step = 0
+
+    @property
     def registered(self) -> list[Any]:
         """What the script has registered for checkpointing."""
         return [thing for each in self.accelerators.values() for thing in each._custom_objects]

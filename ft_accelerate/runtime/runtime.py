@@ -47,6 +47,7 @@ from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.board import slot
+from ft_core.launch.narrator import Narrator
 from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import OVER_EXIT_CODE, age_s, die_with, say
 from ft_core.manager import Manager
@@ -122,7 +123,6 @@ class Runtime:
         self._open = self._joined = self._aside = self._closed = self._has_turn = False
         self._at = "fetch"
         self._starting = 0  # the thread in which a quorum is being started
-        self._owes_report = True
         self._healed: dict[str, Any] | None = None
         self._headerless = NO_QUORUM  # the quorum in which gradients go without a header
         self._sigterm = Sigterm(self._is_waiting)
@@ -219,10 +219,15 @@ class Runtime:
     # ------------------------------------------------------------------ a batch is asked for
 
     def at_fetch(self, loader: Any, iteration: Iteration) -> None:
-        """Before the next batch: where windows begin, and where a process that is behind arrives."""
+        """Before the next batch: where windows begin, and where a process that is behind arrives.
+
+        Raises `Elsewhere` as `ScriptPosition.leap`.
+        """
         position = self.position
         while True:
             if position.phase is Phase.FAST_FORWARD:
+                if position.leap(iteration):
+                    self.prepared.begin_accumulation()
                 if not position.arrive(iteration):
                     self._end_if_told()
                     self._keep_peers_going()
@@ -235,6 +240,8 @@ class Runtime:
             exhausted = iteration.begun and loader.end_of_dataloader
             if not self.live or exhausted or not self.ready or not self.prepared.training:
                 return
+            if position.leaves not in (None, iteration.seq):
+                return  # an evaluation within an epoch, in which a window could not be entered
             position.open_window(iteration)
             if self._open:
                 return
@@ -270,13 +277,9 @@ class Runtime:
 
     def _tell_back(self) -> None:
         """This group has caught up."""
-        if self.position.window is not None:
-            number, batch = self.position.window
+        if place := self.position.in_words():
             away_s = time.monotonic() - self._there_at
-            self._tell(
-                f"is back at batch {batch + 1:,} of pass {number + 1:,} over the data, after "
-                f"{away_s:.1f} s"
-            )
+            self._tell(f"is back at {place}, after {away_s:.1f} s")
 
     def _tell(self, text: str) -> None:
         """A line for the person who watches."""
@@ -469,9 +472,6 @@ class Runtime:
             self.leadership.follow(manager.step.part, rank)
         except QuorumUnavailable:
             return  # the attempt has failed already; its vote tells
-        if self._owes_report:
-            self._owes_report = False
-            self._supervision.tell_joined()
 
     def _take_main(self, whole: dict[int, bool]) -> None:
         """The headers of this quorum are there."""
@@ -553,6 +553,8 @@ class Runtime:
         )
         if self._sink is not None:
             manager.telemetry.add_sink(self._sink)
+        if self.options.num_replica_groups > 1 and self.group_ranks.place.group_rank == 0:
+            self._narrate(manager)
         self.reducer.attach(manager)
         lineage = self.group_ranks.sync_initial_state(
             lambda: states.lineage_of_start(self.prepared.accelerators, allow_objects=allow_objects),
@@ -563,6 +565,22 @@ class Runtime:
         manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
         manager.compare_states(not self.serve_copies)
         self.manager = manager
+
+    def _narrate(self, manager: Manager) -> None:
+        """Tell of evictions, and of discards that repeat.
+
+        Of deaths and the start the launcher tells, if it has all groups. That this group is back is told
+        when its script is (`_tell_back`).
+        """
+        others = not slot().whole
+        options, place = self.options, self.position.in_words
+        name, groups = str(options.replica_group_id), options.num_replica_groups
+        manager.telemetry.add_sink(
+            Narrator(
+                "ft_accelerate", name, groups, options.lighthouse, place,
+                deaths=others, start=others, returns=False,
+            )
+        )  # fmt: skip
 
     def _take_start(self, state: dict[str, Any]) -> None:
         """Begin with the state of this group's rank 0, as with DistributedDataParallel.

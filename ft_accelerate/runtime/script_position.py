@@ -15,6 +15,10 @@ behind runs through its past quickly, with the work taken out, until it is where
              gradients that they have stepped on are dropped.
     live     it takes part: from the event on at which its peers stood.
 
+A script, or a framework, that tells where each epoch begins (`begin_epoch`) has a shorter way: it enters
+its peers' epoch (`entry`, `enter`) and skips what they have read of their window's pass, whatever lies
+before.
+
 A window begins where a training batch is asked for after an optimizer has stepped, and spans all
 batches over which gradients are accumulated. A script that has caught an exception in place of a step
 is in an older window than its peers, which it learns when it takes their state. A place is (number of the loader iteration in order of
@@ -40,6 +44,25 @@ EARLY = (
 )
 
 Place = tuple[int, int]
+
+
+class Elsewhere(Exception):
+    """Leaves a framework's loop over an epoch, which it enters again at its peers' place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """Where an epoch began.
+
+    Attributes:
+        number: of the epoch.
+        first_pass: number of the first pass over a loader in it.
+        counts: what else the loop counts, as it was there.
+    """
+
+    number: int
+    first_pass: int
+    counts: tuple[int, ...] = ()
 
 
 class Phase(Enum):
@@ -83,6 +106,7 @@ class Target:
         pending: gradients are averaged, but no optimizer has stepped on them yet.
         begun: see `ScriptPosition.begun`.
         batches: see `ScriptPosition.batches`.
+        epochs: those that the script has told of, back to that of the window, as `Epoch`'s fields.
     """
 
     window: Place | None
@@ -96,6 +120,7 @@ class Target:
     pending: bool = False
     begun: int = 0
     batches: int = 0
+    epochs: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
     @property
     def reachable(self) -> bool:
@@ -128,6 +153,10 @@ class ScriptPosition:
     """Of all loaders, that the script has asked for, or would have."""
     generator_states: dict[int, Any] = field(default_factory=dict)
     """Of passes that peers have under way, at their beginning."""
+    epochs: list[Epoch] = field(default_factory=list)
+    """Those that the script has told of, back to that of the window."""
+    leaves: int | None = None
+    """The pass whose loop `Elsewhere` leaves, and may enter in its middle; None: none."""
     _left_at: int = 0
     _logged_bytes: int = 0
     _unstepped: tuple[Place, int, int] | None = None
@@ -192,12 +221,20 @@ class ScriptPosition:
         """An optimizer has stepped, or would have."""
         self.stepped, self.pending = True, False
 
+    def in_words(self) -> str:
+        """The place of the window; "" before the first one. Any thread."""
+        if self.window is None:
+            return ""
+        number, batch = self.window
+        return f"batch {batch + 1:,} of pass {number + 1:,} over the data"
+
     def describe(self, at: str) -> Target:
         """For a peer that must come here."""
         active = tuple((i.seq, i.yielded, i.generator_state) for i in self.active)
         return Target(
             self.window, tuple(self.ops), self.grads, active, self.iterations,
             dict(self.lengths), self.events, at, self.pending, self.begun, self.batches,
+            tuple((e.number, e.first_pass, e.counts) for e in self.epochs),
         )  # fmt: skip
 
     # ------------------------------------------------------------------ coming back
@@ -215,6 +252,47 @@ class ScriptPosition:
         same = target.window == self.window
         self.phase = Phase.REPLAY if same else Phase.FAST_FORWARD
 
+    def begin_epoch(self, number: int, *counts: int) -> None:
+        """The script, which can enter any epoch, begins this one."""
+        while len(self.epochs) > 1 and self.window and self.epochs[1].first_pass <= self.window[0]:
+            del self.epochs[0]
+        self.epochs.append(Epoch(number, self.iterations, counts))
+
+    @property
+    def entry(self) -> Epoch | None:
+        """The epoch in which this script, which is behind, meets its peers; None: they have not told."""
+        target = self.target
+        if self.phase is not Phase.FAST_FORWARD or target is None or target.window is None:
+            return None
+        begun = [epoch for epoch in target.epochs if epoch[1] <= target.window[0]]
+        if not begun or (self.leaves is not None and begun[-1][1] != target.window[0]):
+            return None
+        return Epoch(begun[-1][0], begun[-1][1], tuple(begun[-1][2]))
+
+    def enter(self, epoch: Epoch) -> int:
+        """The script is at the beginning of its peers' epoch. Returns the number of batches that they
+        have read in their window's pass."""
+        assert self.target is not None and self.target.window is not None
+        self.iterations = epoch.first_pass
+        return self.target.window[1]
+
+    def leap(self, iteration: Iteration) -> bool:
+        """A batch is asked for in an epoch that the script has told of: skip what the peers have read.
+
+        True: batches were skipped. Raises `Elsewhere` where that leaves the loop.
+        """
+        if self.entry is None:
+            return False
+        assert self.target is not None and self.target.window is not None
+        seq, batch = self.target.window
+        if iteration.seq == self.leaves:
+            if iteration.seq < seq or (iteration.seq == seq and iteration.yielded != batch):
+                raise Elsewhere
+        elif iteration.seq == seq and iteration.yielded < batch:
+            iteration.yielded = batch
+            return True
+        return False
+
     @property
     def distance(self) -> int:
         """About how many batches are still to be run through; 0: at the place.
@@ -228,6 +306,8 @@ class ScriptPosition:
             return max(0, target.grads - self.grads) if target.window is None else 0
         if target.window is None:
             return 0
+        if self.entry is not None:
+            return 1
         here = self.active[-1] if self.active else None
         if here is not None and here.seq == target.window[0]:
             return max(1, target.window[1] - here.yielded)

@@ -208,7 +208,9 @@ class StartupCollectives:
 
     def _connect(self) -> Manager:
         # There is no state that could differ: nothing to compare, and no member to sit out a step.
-        manager = self._ranks.manager(_device(), suffix=SUFFIX, commit="quorum", init_sync=False)
+        manager = self._ranks.manager(
+            _device(), suffix=SUFFIX, commit="quorum", init_sync=False, trains=False
+        )
         manager.set_state_dict_fns(self._late, lambda: {"events": self._events})
         return manager
 

@@ -2,8 +2,9 @@
 
 Trainer's loop is a loop over Accelerate's objects, and is protected like any other (`install`). The
 rest is here; `SEAMS` is put in place when a script imports `transformers.trainer`. Trainer's state
-heals, so that logs and decisions are the peers'. A process that fast-forwards leaves out the callbacks'
-events on results, writes no state of random numbers, and knows from its peers which step was the best.
+heals, so that logs and decisions are the peers'. A process that comes back enters the loop where they
+are (`trainer_entry`), or runs there fast-forward. On that way it leaves out the callbacks' events on
+results, writes no state of random numbers, and knows from its peers which step was the best.
 
 *Checkpoints are whole or absent.* Trainer writes a checkpoint's files under its final name one after
 the other, and looks for the best one by that name. Here each process writes to a folder of its own, as
@@ -39,6 +40,7 @@ from typing import Any
 from ft_accelerate import seams
 from ft_accelerate.options import is_enabled
 from ft_accelerate.runtime import process as processes
+from ft_accelerate.runtime import trainer_entry
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
 from ft_accelerate.runtime.prepared import FollowsTheScript
@@ -70,6 +72,7 @@ def watch() -> None:
 def _on_trainer(module: ModuleType) -> None:
     try:
         seams.put(SEAMS, KNOWN)
+        trainer_entry.watch()
     except RuntimeError as error:
         if processes.active() is not None or is_enabled():
             raise SystemExit(f"ft_accelerate: {error}") from None
@@ -141,7 +144,7 @@ def _call_event(
     runtime: Runtime, original: Any, self: Any, event: str, args: Any, state: Any, control: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    if event in RESULTS and not runtime.live:
+    if (event in RESULTS and not runtime.live) or trainer_entry.passes_over(self):
         return control
     state.is_world_process_zero = state.is_local_process_zero = runtime.leader
     return owed_hooks(self).call(runtime, original, self, event, args, state, control, **kwargs)

@@ -79,7 +79,8 @@ class RetryHooks:
 
 
 class RetryableModel(Protocol):
-    """A model whose gradients are kept: `ft_core.ddp.RetryableDistributedDataParallel`.
+    """A model whose gradients are kept: `ft_core.ddp.RetryableDistributedDataParallel`, or
+    `ft_core.kept_shards.RetryableShards`.
 
     Attributes:
         require_backward_grad_sync: whether the backward pass under way synchronizes.
@@ -98,6 +99,12 @@ class RetryableModel(Protocol):
 
     def forget_forward(self) -> None:
         """No backward will follow the forward passes so far."""
+
+    def end_backward(self) -> None:
+        """Backward has ended: start the reductions that wait for gradients which have not come."""
+
+    def end_step(self, committed: bool) -> None:
+        """The step is over. `committed`: the mean is to be in `.grad` when this returns."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -400,6 +407,20 @@ class RetryableReducer:
             self._reduced.append(send)
         return bool(self._reducing)
 
+    def reduces(self) -> bool:
+        """A gradient of this backward pass is complete. Whether it is to be reduced; opens a step if none
+        is open, and ends it with this pass."""
+        reduces = self._reduces()
+        self._end_with_backward()
+        return reduces
+
+    def reduce_in_order(self, start: Callable[[], None]) -> None:
+        """`start()` copies gradients that are complete, and starts to reduce the copy
+        (`reduce_bucket`). It is called for each attempt, in the order of the first one. The vote waits
+        for what it has started."""
+        self._reduced.append(start)
+        start()
+
     # ------------------------------------------------------------------ the step
 
     def fail(self, error: BaseException) -> None:
@@ -451,7 +472,11 @@ class RetryableReducer:
                 raise failure
             if self._reducing:
                 self.check_complete()
+                for model in self._live_models():
+                    model.end_backward()
             if self._reducing and self._commit():
+                for model in self._live_models():
+                    model.end_step(True)
                 for optional in self._optional:
                     optional.remove_unused()
                 self._hooks.committed()
@@ -481,7 +506,7 @@ class RetryableReducer:
         self._retrying = True
         for each in self._reduced:
             if not isinstance(each, _Reduced):
-                each()
+                each()  # its gradients are in no bucket, or it keeps what it sends
             elif each.kept is None:
                 started.append(self.reduce_bucket(each.tensor, 1))
             elif self._manager is not None:
@@ -500,6 +525,8 @@ class RetryableReducer:
         """The step is committed, or given up: the kept gradients are not needed any more."""
         self._reduced.clear()
         self._gradients.clear()
+        for model in self._live_models():
+            model.end_step(False)
         for optional in self._optional:
             optional.counts = optional.reduced = None
         self._optional.clear()

@@ -19,7 +19,7 @@ from ft_core.diloco.fragments import (
     local_part,
     split,
 )
-from ft_core.diloco.global_state import GlobalState
+from ft_core.diloco.global_state import GlobalState, OuterOptimizer, SeveralOptimizers
 from ft_core.diloco.outer_loop import OuterLoop
 from ft_core.diloco.outer_step import OuterReduce, OuterStep
 from ft_core.diloco.schedule import Schedule
@@ -51,7 +51,7 @@ class OuterOptimizerStep(OuterStep):
     """The mean pseudo-gradient is the gradient of a step of `optimizer` on the global parameters.
 
     Args:
-        optimizer: over all trainable parameters of the model.
+        optimizer: over all trainable parameters of the model; or several, with a part of them each.
         fragment_update_alpha, codec, error_feedback: as `DiLoCo`'s.
         backup_device, pin_memory: as `GlobalState`'s.
 
@@ -64,7 +64,7 @@ class OuterOptimizerStep(OuterStep):
         self,
         model: nn.Module,
         fragments: Sequence[Fragment],
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         fragment_update_alpha: float,
         codec: str | None,
@@ -74,19 +74,21 @@ class OuterOptimizerStep(OuterStep):
         pin_memory: bool = True,
     ) -> None:
         check_options(fragment_update_alpha, codec, error_feedback)
-        _check_covers(optimizer, fragments)
+        parts = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        joint: OuterOptimizer = parts[0] if len(parts) == 1 else SeveralOptimizers(parts)
+        _check_covers(joint, fragments)
         state = GlobalState(
-            model, fragments, optimizer, backup_device=backup_device, pin_memory=pin_memory
+            model, fragments, joint, backup_device=backup_device, pin_memory=pin_memory
         )
         super().__init__(model, fragments, state, bucket_bytes)
-        self.optimizer = optimizer
+        self.optimizer = joint
         self._alpha = fragment_update_alpha
         self._codec = None if codec is None else codec_named(codec)
         self._feedback = error_feedback
         self._residuals: dict[int, list[Tensor]] = {}
         self.settings = (
             f"alpha={fragment_update_alpha}, codec={codec}, error_feedback={error_feedback}, "
-            f"outer={type(optimizer).__name__}"
+            f"outer={'+'.join(type(each).__name__ for each in parts)}"
         )
 
     def contribution(self, fragment: Fragment, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -169,7 +171,8 @@ class DiLoCo(OuterLoop):
         model: its trainable parameters are synchronized; persistent buffers are averaged once a
             window (integers: the first participant's).
         inner_optimizer: its `step` is an inner step.
-        outer_optimizer: over all trainable parameters of the model; steps one fragment at a time.
+        outer_optimizer: over all trainable parameters of the model; steps one fragment at a time. Or
+            several with a part of the parameters each, such as one for each fragment.
         sync_every: inner steps in a window (the paper's H).
         backup_device: where the global parameters are kept; None: in CPU memory.
         pin_memory: page-locked, if that is CPU memory and there is a CUDA device.
@@ -194,7 +197,7 @@ class DiLoCo(OuterLoop):
         manager: Manager,
         model: nn.Module,
         inner_optimizer: Optimizer,
-        outer_optimizer: Optimizer,
+        outer_optimizer: Optimizer | Sequence[Optimizer],
         sync_every: int,
         backup_device: torch.device | None = None,
         pin_memory: bool = True,
@@ -232,7 +235,7 @@ class DiLoCo(OuterLoop):
         )
 
 
-def _check_covers(outer: Optimizer, fragments: Sequence[Fragment]) -> None:
+def _check_covers(outer: OuterOptimizer, fragments: Sequence[Fragment]) -> None:
     known = {id(p) for group in outer.param_groups for p in group["params"]}
     for fragment in fragments:
         for name, p in zip(fragment.names, fragment.parameters, strict=True):

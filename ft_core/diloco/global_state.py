@@ -8,8 +8,8 @@ parameters and the inner optimizer's state belong to one member and never travel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,44 @@ from ft_core.diloco.fragments import Fragment, local_part, persistent_buffers
 
 if TYPE_CHECKING:
     from ft_core.manager import Manager
+
+
+class OuterOptimizer(Protocol):
+    """What is needed of the outer optimizer: one of torch's, or `SeveralOptimizers`."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def step(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+class SeveralOptimizers:
+    """Optimizers that have a part of the parameters each, as one. Thread: the training loop's."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Theirs, in order."""
+        return [group for each in self._optimizers for group in each.param_groups]
+
+    def step(self) -> None:
+        """Step those that have a parameter with a gradient."""
+        for each in self._optimizers:
+            if any(p.grad is not None for group in each.param_groups for p in group["params"]):
+                each.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizers": [each.state_dict() for each in self._optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        for each, its in zip(self._optimizers, state_dict["optimizers"], strict=True):
+            each.load_state_dict(its)
 
 
 class GlobalState:
@@ -33,7 +71,7 @@ class GlobalState:
         self,
         model: nn.Module,
         fragments: Sequence[Fragment],
-        outer_optimizer: Optimizer | None,
+        outer_optimizer: OuterOptimizer | None,
         *,
         backup_device: torch.device | None = None,
         pin_memory: bool = True,
@@ -168,20 +206,34 @@ def refuse_drifting(manager: Manager, key: str, model: nn.Module, inner: Optimiz
 
     Raises ValueError if a part of the manager's state other than `key` holds tensors of these.
     """
-    own = {local_part(p).untyped_storage().data_ptr() for p in model.parameters()}
-    for held in inner.state.values():
-        own |= {_storage(t) for t in tree_leaves(held) if isinstance(t, Tensor)}
-    own.discard(0)
+    own = drifting(model, inner)
     for other, save in manager.state.parts():
-        if other == key:
-            continue
-        for leaf in tree_leaves(save()):
-            if isinstance(leaf, Tensor) and _storage(leaf) in own:
-                raise ValueError(
-                    f"the manager's state {other!r} holds tensors of the model or its optimizer, "
-                    "which differ among members between outer steps: leave them out, the global "
-                    "parameters are served without them"
-                )
+        if other != key and not own.isdisjoint(_storages(save())):
+            raise ValueError(
+                f"the manager's state {other!r} holds tensors of the model or its optimizer, "
+                "which differ among members between outer steps: leave them out, the global "
+                "parameters are served without them"
+            )
+
+
+def drifting(model: nn.Module, inner: Optimizer) -> set[int]:
+    """The memory (as data pointers) of what differs among members between two outer steps: the model
+    and the state of its optimizer."""
+    # An optimizer that is made of several has its state in its state dict only.
+    own = {_storage(p) for p in model.parameters()} | _storages([dict(inner.state), inner.state_dict()])
+    own.discard(0)
+    return own
+
+
+def without(state: Any, memory: Set[int]) -> Any:
+    """`state` less those of its entries that have a tensor in `memory`, if it is a dict."""
+    if not isinstance(state, dict):
+        return state
+    return {key: each for key, each in state.items() if memory.isdisjoint(_storages(each))}
+
+
+def _storages(tree: Any) -> set[int]:
+    return {_storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
 
 
 def _storage(tensor: Tensor) -> int:

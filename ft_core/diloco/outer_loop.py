@@ -49,6 +49,10 @@ class OuterLoop:
     KEY: ClassVar[str]
     """Of its part of the manager's state."""
 
+    JOINS_AT_ENTRY: ClassVar[bool] = True
+    """Join where `with` begins, if the manager's state does not drift. False: join after the first inner
+    step, which a member that heals then loses."""
+
     def __init__(
         self,
         manager: Manager,
@@ -64,6 +68,11 @@ class OuterLoop:
             raise ValueError(
                 f"give weighted to {type(self).__name__}, not to the Manager: an outer step's mean "
                 "is over windows, not over batches"
+            )
+        if manager.spares:
+            raise ValueError(
+                f"{type(self).__name__} has no hot spares: Manager(spares={manager.spares}) serves loops "
+                "that average gradients in each step"
             )
         assert outer.state is not None
         self._manager, self._inner = manager, inner_optimizer
@@ -103,10 +112,12 @@ class OuterLoop:
         """
         if self._hook is not None:
             raise RuntimeError(f"this {type(self).__name__} is entered already")
-        if not self._was_current and not self._loaded:
+        first = not self._was_current and not self._loaded
+        if first:
             self._state.snapshot()  # the model may have been filled since construction
+        if first and self.JOINS_AT_ENTRY:
             refuse_drifting(self._manager, self.KEY, self._outer.model, self._inner)
-        if not self._open:
+        if not self._open and self.JOINS_AT_ENTRY:
             self._open_slot()
         self._hook = self._inner.register_step_post_hook(self._after_inner_step)
         return self

@@ -7,6 +7,7 @@ once, in place; `digest` tells whether two states are equal. `pack` and `unpack`
 from ft_core.heal.checksum import digest
 from ft_core.heal.format import pack, unpack
 from ft_core.heal.protocol import (
+    NEXT,
     HealDenied,
     HealError,
     HealKey,
@@ -20,6 +21,7 @@ from ft_core.heal.target import fetch
 from ft_core.heal.transport import Interrupt
 
 __all__ = [
+    "NEXT",
     "HealDenied",
     "HealError",
     "HealKey",

@@ -1,4 +1,4 @@
-"""Checksums of raw bytes, and the digest of a whole state.
+"""Checksums of raw bytes, on the wire and of what members compare; the digest of a whole state.
 
 A block of up to 1 MiB is read as little-endian 64-bit words x0, x1, ... and reduced to
 
@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from ft_core.heal.format import (
     NUMPY_KINDS,
@@ -66,6 +67,27 @@ def _dot(data: torch.Tensor, start: int, words: int) -> int:
     # Typed at any byte offset: x86-64 and arm64 both load unaligned words.
     typed = torch.frombuffer(data.numpy().data, dtype=torch.int64, count=words, offset=start)
     return int(torch.dot(typed, weights()[:words]))
+
+
+class WireSum:
+    """XXH3 (64 bits) of bytes as they come: what a heal's chunks are checked by. One thread.
+
+    Four to five times as fast as `checksum`, which stays for what is compared from version to version.
+    Against accidents, not against an attacker.
+    """
+
+    def __init__(self) -> None:
+        self._mixer = xxhash.xxh3_64()
+
+    def add(self, parts: Sequence[memoryview]) -> int:
+        """Add these bytes, and return how many. Releases the GIL."""
+        for part in parts:
+            self._mixer.update(part)
+        return sum(map(len, parts))
+
+    def value(self) -> int:
+        """The sum of all bytes so far."""
+        return self._mixer.intdigest()
 
 
 def checksum(data: torch.Tensor) -> bytes:

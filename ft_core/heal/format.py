@@ -18,16 +18,18 @@ it makes one on the mesh of another DTensor that is sharded alike.
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import decimal
 import enum
+import gc
 import hashlib
 import pathlib
 import pickle
 import sys
 import uuid
 import zoneinfo
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -506,6 +508,21 @@ class _Collector:
         return self._seen[key]
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """No garbage collection meanwhile: a node for each tensor would set off several, which walk all objects
+    of the process and cost more than the work itself. Nodes have no cycles."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_without_collections()
 def pack(tree: Any, allow_objects: bool = False) -> tuple[bytes, list[torch.Tensor]]:
     """The manifest and the tensors of a tree.
 
@@ -558,6 +575,7 @@ class Manifest:
     whose tensors have equal dtypes and shapes, so that chunks of several sources can be mixed.
     """
 
+    @_without_collections()
     def __init__(self, data: bytes | memoryview) -> None:
         parsed = unpack_node(data)
         try:
@@ -572,6 +590,7 @@ class Manifest:
         self.layout: Layout = lay_out([spec.nbytes for spec in self.specs])
         self.layout_digest = hashlib.blake2b(pack_node(specs), digest_size=16).digest()
 
+    @_without_collections()
     def match(self, into: Any) -> Placement:
         """Find places in the target's own tree for as many tensors as possible. Runs no pickles."""
         places = Placement(len(self.specs))

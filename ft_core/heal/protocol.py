@@ -4,23 +4,24 @@ HealError                   the state could not be fetched; the target stays beh
 ├── HealDenied              the target's options differ from the sources': it will never get a state
 └── UnsupportedObjectError  the state itself holds something that cannot travel: change the state
 
-Layout. Small tensors share one pool, so that ten thousand scalars of an optimizer are one transfer.
-Every large tensor is a segment of its own, so that a chunk never spans two tensors and can be
-received straight into its place. Both ends compute the same layout from the same sizes.
+Layout. Small tensors share one pool, so that ten thousand scalars of an optimizer are one run of memory.
+Every large tensor is a segment of its own. The segments, one after another, are the bytes of the state;
+a chunk is a run of these bytes, and may span several segments. Both ends compute the same layout from the
+same sizes.
 
-Messages between HealServer and fetch, version 3. PURE: bytes in, frozen values out.
+Control messages between HealServer and fetch, version 4. PURE: bytes in, frozen values out. The bytes of
+the state take another way (`ft_core.heal.bulk`), or are read from the source's memory.
 
 Target to source, one frame (`lighthouse.wire.codec`):
 
-    open    token, step, lineage, chunk_bytes, timeout_s, host      held until it is published
-    get     direct, [chunk indexes], [lo, hi, lo, hi, ...]          what it wants; all it still lacks
-                direct: the chunks were read from the source's memory; are they valid?
-    done                                                            the reader has everything
+    open     token, step, lineage, chunk_bytes, timeout_s, host     held until it is published
+    confirm  [chunk indexes], [lo, hi, lo, hi, ...]     these were read from the source's memory: are they
+                                                        valid? And all that the target still lacks
+    done                                                the reader has everything
 
-Source to target, one frame, for some kinds followed by one raw frame:
+Source to target, one frame, for `manifest` followed by one raw frame:
 
-    manifest  step, lineage, layout digest, pid, [addresses]   + manifest   pid 0: no same-host path
-    chunk     index, checksum                                  + raw bytes
+    manifest  step, lineage, layout digest, session, pid, [addresses]  + manifest    pid 0: no same-host path
     valid     [indexes], [indexes]    read directly: of this version; perhaps changed since
     gone      reason                  this version is not served (any more), or not to one more reader
     refused   reason                  this reader will never be served
@@ -31,8 +32,10 @@ Anything else raises `lighthouse.errors.ProtocolError`; the source drops and cou
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from lighthouse.wire.codec import MessageCodec
 
@@ -70,6 +73,10 @@ class HealKey:
         return f"(step {self.step}, lineage {self.lineage or '-'})"
 
 
+NEXT = HealKey(0, "*")
+"""What an observer asks for: the version that the source shows next, whichever it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class HealProgress:
     """How far a heal is. Passed to the `progress` callback in the thread that called `fetch`."""
@@ -101,7 +108,7 @@ class ServerStats:
     snapshot_seconds: float = 0.0  # time that the training thread spent in publish and freeze
     opened: int = 0  # readers admitted
     finished: int = 0  # readers that reported that they have everything
-    bytes_sent: int = 0  # raw bytes handed to ZeroMQ
+    bytes_sent: int = 0  # raw bytes handed to the kernel
     bytes_lent: int = 0  # bytes that readers on this host read from this process's memory
     dropped: int = 0  # malformed or unexpected requests
     refused: int = 0  # wrong token, too many clients
@@ -132,37 +139,57 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of bytes inside one segment: the unit that is requested, checked and counted."""
+    """A run of the state's bytes: the unit that is requested, checked and counted."""
 
-    segment: int
-    offset: int
+    start: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Segment 0 is the pool (maybe empty). `places` has one entry per tensor, in their order."""
+    """Segment 0 is the pool (maybe empty). `places` has one entry per tensor, in their order.
+
+    `starts`: where each segment begins in the bytes of the whole state.
+    """
 
     segment_bytes: tuple[int, ...]
+    starts: tuple[int, ...]
     places: tuple[Extent, ...]
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all segments."""
-        return sum(self.segment_bytes)
+        return self.starts[-1] + self.segment_bytes[-1]
 
     def chunks(self, chunk_bytes: int) -> list[Chunk]:
-        """All bytes in order, in pieces of at most `chunk_bytes`. Raises ValueError for a bad size."""
+        """All bytes in order, in pieces of `chunk_bytes`. Raises ValueError for a bad size."""
         if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(
                 f"chunk_bytes is {chunk_bytes}; it must be between {MIN_CHUNK_BYTES} and "
                 f"{MAX_CHUNK_BYTES}."
             )
+        total = self.total_bytes
         return [
-            Chunk(segment, offset, min(chunk_bytes, nbytes - offset))
-            for segment, nbytes in enumerate(self.segment_bytes)
-            for offset in range(0, nbytes, chunk_bytes)
+            Chunk(start, min(chunk_bytes, total - start)) for start in range(0, total, chunk_bytes)
         ]
+
+    def extents(self, chunk: Chunk) -> list[Extent]:
+        """Where the bytes of `chunk` lie, in order.
+
+        There are at most 66, since only the pool is shorter than SMALL_BYTES: one system call moves
+        them all.
+        """
+        found = []
+        segment = bisect_right(self.starts, chunk.start) - 1
+        start, stop = chunk.start, chunk.start + chunk.nbytes
+        while start < stop:
+            offset = start - self.starts[segment]
+            nbytes = min(self.segment_bytes[segment] - offset, stop - start)
+            if nbytes:
+                found.append(Extent(segment, offset, nbytes))
+            start += nbytes
+            segment += 1
+        return found
 
 
 def lay_out(tensor_bytes: Sequence[int]) -> Layout:
@@ -178,17 +205,19 @@ def lay_out(tensor_bytes: Sequence[int]) -> Layout:
             places.append(Extent(len(segments), 0, nbytes))
             segments.append(nbytes)
     segments[0] = pool
-    return Layout(tuple(segments), tuple(places))
+    starts = tuple(accumulate(segments, initial=0))[:-1]
+    return Layout(tuple(segments), starts, tuple(places))
 
 
 # ---------------------------------------------------------------- messages
 
 
-VERSION = 3
+VERSION = 4
 MAX_REQUEST_BYTES = 64 << 10
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_CHUNKS_A_REQUEST = 64
 MAX_RANGES = 32  # `missing` holds at most this many ranges
+SESSION_BYTES = 16
 
 
 def _check(ok: bool, what: str) -> None:
@@ -203,7 +232,8 @@ def _check_ints(values: tuple[int, ...], limit: int, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A target asks for a version; the source answers when it is published."""
+    """A target asks for a version; the source answers when it is published. An observer, which is no
+    member, asks for `NEXT`."""
 
     token: str
     step: int
@@ -219,10 +249,9 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Get:
-    """Chunks that the target wants (or has read directly), and ranges of all that it lacks."""
+class Confirm:
+    """Chunks that the target has read directly, and ranges of all that it lacks."""
 
-    direct: bool
     chunks: tuple[int, ...]
     missing: tuple[int, ...]
 
@@ -239,24 +268,21 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class ManifestReply:
-    """This source serves the version. The manifest itself is the second frame."""
+    """This source serves the version. The manifest itself is the second frame.
+
+    `session`: what the target presents on its bulk connection.
+    """
 
     step: int
     lineage: str
     layout_digest: bytes
+    session: bytes
     pid: int
     addresses: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        _check(len(self.session) == SESSION_BYTES, "session")
         _check_ints(self.addresses, 1 << 20, "addresses")
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkReply:
-    """The bytes of a chunk are the second frame."""
-
-    index: int
-    checksum: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,16 +311,10 @@ class HealRefused:
     reason: str
 
 
-Request = Open | Get | Done
-Reply = ManifestReply | ChunkReply | ValidReply | Gone | HealRefused
-requests = MessageCodec(VERSION, {"open": Open, "get": Get, "done": Done})
+Request = Open | Confirm | Done
+Reply = ManifestReply | ValidReply | Gone | HealRefused
+requests = MessageCodec(VERSION, {"open": Open, "confirm": Confirm, "done": Done})
 replies = MessageCodec(
     VERSION,
-    {
-        "manifest": ManifestReply,
-        "chunk": ChunkReply,
-        "valid": ValidReply,
-        "gone": Gone,
-        "refused": HealRefused,
-    },
+    {"manifest": ManifestReply, "valid": ValidReply, "gone": Gone, "refused": HealRefused},
 )

@@ -2,51 +2,90 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ft_core.heal.checksum import checksum
 from ft_core.heal.format import Manifest, byte_view
-from ft_core.heal.protocol import Chunk, HealError
+from ft_core.heal.protocol import Chunk, Extent, HealError
 
 _STAGING_SLOTS = 3
 
 
-class _DeviceSegment:
-    """A tensor on a device. Its chunks pass through pinned host memory and a stream of their own.
+class Lane:
+    """Memory for one chunk after another. One thread; a connection has one of its own.
 
-    A slot is written again only after its copy has ended. This follows the documented semantics of
-    streams and events; it has not run on a GPU yet.
+    Bytes of tensors on a device pass through pinned host memory and a stream of this lane. A slot is
+    written again only after its copies have ended. This follows the documented semantics of streams and
+    events; it has not run on a GPU yet.
     """
 
-    def __init__(self, tensor: torch.Tensor, slots: list[torch.Tensor], stream: Any) -> None:
-        self._bytes = byte_view(tensor)
-        self._slots = slots
-        self._events: list[Any] = [None] * len(slots)
-        self._stream = stream
+    def __init__(
+        self, host: dict[int, torch.Tensor], device: dict[int, torch.Tensor], slot_bytes: int
+    ) -> None:
+        self._host, self._device, self._slot_bytes = host, device, slot_bytes
+        self._slots: list[torch.Tensor] = []
+        self._events: list[list[Any]] = [[] for _ in range(_STAGING_SLOTS)]
+        self._streams: dict[torch.device, Any] = {}
         self._next = 0
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # (on the device, in the slot)
 
-    def slot(self, nbytes: int) -> torch.Tensor:
-        """The next free staging memory."""
-        event = self._events[self._next]
-        if event is not None:
+    def parts(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
+        """Host memory (uint8, 1-D) to receive a chunk into, in order."""
+        found = []
+        self._staged.clear()
+        used = 0
+        for extent in extents:
+            stop = extent.offset + extent.nbytes
+            if extent.segment in self._host:
+                found.append(self._host[extent.segment][extent.offset : stop])
+                continue
+            target = self._device[extent.segment][extent.offset : stop]
+            slot = self._slot(target.device)[used : used + extent.nbytes]
+            used += extent.nbytes
+            self._staged.append((target, slot))
+            found.append(slot)
+        return found
+
+    def _slot(self, device: torch.device) -> torch.Tensor:
+        if not self._slots:
+            # This thread's own device is 0: memory that is pinned there makes a context there.
+            with torch.cuda.device(device):
+                self._slots = [
+                    torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=True)
+                    for _ in range(_STAGING_SLOTS)
+                ]
+        for event in self._events[self._next]:
             event.synchronize()
-        return self._slots[self._next][:nbytes]
+        self._events[self._next].clear()
+        return self._slots[self._next]
 
-    def commit(self, chunk: Chunk) -> None:
-        """Start the copy of what was received into the current slot."""
-        with torch.cuda.stream(self._stream):
-            target = self._bytes[chunk.offset : chunk.offset + chunk.nbytes]
-            target.copy_(self._slots[self._next][: chunk.nbytes], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        self._events[self._next] = event
-        self._next = (self._next + 1) % len(self._slots)
+    def place(self) -> None:
+        """Put what was received into `parts` in its place."""
+        if not self._staged:
+            return
+        for target, slot in self._staged:
+            stream = self._streams.get(target.device)
+            if stream is None:
+                stream = self._streams[target.device] = torch.cuda.Stream(target.device)
+                stream.wait_stream(torch.cuda.default_stream(target.device))
+            with torch.cuda.stream(stream):
+                target.copy_(slot, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(stream)
+            self._events[self._next].append(event)
+        self._next = (self._next + 1) % _STAGING_SLOTS
+
+    def finish(self) -> None:
+        """Wait until everything is in its place."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 class Receiver:
-    """Memory for all segments of one manifest. One thread.
+    """Memory for all segments of one manifest. The fetching thread, apart from its lanes.
 
     Args:
         manifest: of the state that is fetched.
@@ -62,9 +101,9 @@ class Receiver:
         self._chunk_bytes = chunk_bytes
         self._places = manifest.match(into)
         self._tensors: list[torch.Tensor | None] = list(self._places.direct)
-        self._streams: dict[torch.device, Any] = {}
         self._host: dict[int, torch.Tensor] = {}
-        self._device: dict[int, _DeviceSegment] = {}
+        self._device: dict[int, torch.Tensor] = {}
+        self._lanes: list[Lane] = []
         try:
             self._allocate()
         except (RuntimeError, MemoryError) as error:
@@ -84,70 +123,43 @@ class Receiver:
             if tensor is None:
                 tensor = torch.empty(spec.shape, dtype=spec.dtype)
                 self._tensors[index] = tensor
-            if tensor.device.type == "cpu":
-                self._host[place.segment] = byte_view(tensor)
-            else:
-                self._device[place.segment] = self._staged(tensor)
+            if tensor.device.type not in ("cpu", "cuda"):
+                raise HealError(
+                    f"into= holds a tensor on {tensor.device}; only CPU and CUDA can be healed in "
+                    "place, pass into=None and load the result."
+                )
+            segments = self._host if tensor.device.type == "cpu" else self._device
+            segments[place.segment] = byte_view(tensor)
 
-    def _staged(self, tensor: torch.Tensor) -> _DeviceSegment:
-        if tensor.device.type != "cuda":
-            raise HealError(
-                f"into= holds a tensor on {tensor.device}; only CPU and CUDA can be healed in "
-                "place, pass into=None and load the result."
-            )
-        if tensor.device not in self._streams:
-            # The heal thread's own device is 0: memory that is pinned there makes a context there.
-            with torch.cuda.device(tensor.device):
-                slots = [
-                    torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=True)
-                    for _ in range(_STAGING_SLOTS)
-                ]
-                stream = torch.cuda.Stream()
-                stream.wait_stream(torch.cuda.current_stream())
-            self._streams[tensor.device] = (stream, slots)
-        stream, slots = self._streams[tensor.device]
-        return _DeviceSegment(tensor, slots, stream)
+    def lane(self) -> Lane:
+        """Memory for what one connection receives. Any thread."""
+        lane = Lane(self._host, self._device, self._chunk_bytes)
+        self._lanes.append(lane)
+        return lane
 
-    def slot(self, chunk: Chunk) -> torch.Tensor:
-        """Host memory (uint8, 1-D, `chunk.nbytes` long) to receive this chunk into."""
-        if chunk.segment in self._device:
-            return self._device[chunk.segment].slot(chunk.nbytes)
-        return self._host[chunk.segment][chunk.offset : chunk.offset + chunk.nbytes]
-
-    def accept(self, chunk: Chunk, slot: torch.Tensor, expected: bytes) -> bool:
-        """Check what was received into `slot` and, if it is right, put it in its place."""
-        if checksum(slot) != expected:
-            return False
-        self.place(chunk)
-        return True
-
-    def place(self, chunk: Chunk) -> None:
-        """Put what was received into the chunk's slot in its place."""
-        if chunk.segment in self._device:
-            self._device[chunk.segment].commit(chunk)
+    def extents(self, chunk: Chunk) -> list[Extent]:
+        """Where the chunk's bytes lie. Any thread."""
+        return self._manifest.layout.extents(chunk)
 
     def finish(self, *, allow_objects: bool) -> Any:
         """The tree, once every chunk is in its place. Raises HealError."""
         layout = self._manifest.layout
-        for stream, _ in self._streams.values():
-            stream.synchronize()
+        for lane in self._lanes:
+            lane.finish()
         pool = self._host[0]
+        pool_start = pool.data_ptr()
         for index, (spec, place) in enumerate(
             zip(self._manifest.specs, layout.places, strict=True)
         ):
             if place.segment != 0:
                 continue
-            raw = pool[place.offset : place.offset + place.nbytes]
             target = self._tensors[index]
             if target is None:
                 target = torch.empty(spec.shape, dtype=spec.dtype)
                 self._tensors[index] = target
-            if place.nbytes:
-                byte_view(target).copy_(raw)
+            if place.nbytes and target.device.type == "cpu":  # contiguous, as all in `direct`
+                ctypes.memmove(target.data_ptr(), pool_start + place.offset, place.nbytes)
+            elif place.nbytes:
+                byte_view(target).copy_(pool[place.offset : place.offset + place.nbytes])
         tensors = [tensor for tensor in self._tensors if tensor is not None]
         return self._manifest.build(tensors, self._places, self._into, allow_objects=allow_objects)
-
-
-def as_memory(tensor: torch.Tensor) -> memoryview:
-    """The writable memory of a uint8 host tensor."""
-    return tensor.numpy().data

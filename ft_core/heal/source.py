@@ -1,8 +1,8 @@
-"""The source's end of a heal: a thread that serves one published version over a ROUTER socket.
+"""The source's end of a heal: it serves one published version.
 
-The training thread publishes, freezes and retires versions. The server thread owns the socket and
-answers readers. They share the fields that `HealServer._lock` guards; a byte on a socket pair wakes
-the server thread after each change.
+The training thread publishes, freezes and retires versions. The server thread owns a ROUTER socket and
+answers readers there; the bytes go over a `BulkServer`, in a thread for each reader. They share the fields
+that `HealServer._lock` guards; a byte on a socket pair wakes the server thread after each change.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import errno
 import hmac
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -25,14 +26,18 @@ import zmq
 
 from ft_core.config import UNNAMED, JobOptions
 from ft_core.heal import protocol as wire
-from ft_core.heal.protocol import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk, HealKey, ServerStats
-from ft_core.heal.snapshot import Arena, Loan, Publication
-from ft_core.heal.transport import (
-    QUEUED_REPLIES,
-    host_identity,
-    raise_malloc_threshold,
-    serving_endpoint,
+from ft_core.heal.bulk import BulkServer
+from ft_core.heal.protocol import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    NEXT,
+    SESSION_BYTES,
+    Chunk,
+    HealKey,
+    ServerStats,
 )
+from ft_core.heal.snapshot import Arena, Publication, Reading
+from ft_core.heal.transport import QUEUED_REPLIES, HealAddress, host_identity, serving_endpoint
 from lighthouse.errors import ProtocolError
 from lighthouse.wire.messages import Peer
 
@@ -54,14 +59,18 @@ class Reader:
     publication: Publication | None = None  # None: it waits for one
     chunks: list[Chunk] = field(default_factory=list)
     missing: tuple[int, ...] | None = None  # [lo, hi, lo, hi, ...); None: not reported yet
+    session: bytes = b""  # what its bulk connection presents
+    lost: bool = False  # it wants bytes that were dropped
 
     def missing_segments(self) -> set[int]:
         """Segments of which this reader still lacks something."""
+        assert self.publication is not None
         spans = (0, len(self.chunks)) if self.missing is None else self.missing
         return {
-            chunk.segment
+            extent.segment
             for lo, hi in zip(spans[::2], spans[1::2], strict=True)
             for chunk in self.chunks[lo:hi]
+            for extent in self.publication.layout.extents(chunk)
         }
 
     def next_deadline(self, retired: Mapping[HealKey, str]) -> float:
@@ -76,8 +85,8 @@ class Reader:
         """Why this reader cannot be served (any more), or an empty string."""
         if self.publication is not None:
             if self.publication is current:
-                return ""
-        elif current is not None and self.key == current.key:
+                return f"{self.key} is gone: the source trained on" if self.lost else ""
+        elif self.key == NEXT or (current is not None and self.key == current.key):
             return ""
         elif current is None or current.key.step <= self.key.step:
             # It may still be published, or published again.
@@ -89,11 +98,35 @@ class Reader:
         return f"{self.key} is gone: {reason}"
 
 
+class _Session:
+    """What one reader's bulk connection may have. In that connection's thread."""
+
+    def __init__(self, server: HealServer, reader: Reader, publication: Publication) -> None:
+        self._server, self._reader, self._publication = server, reader, publication
+
+    def begin(self, index: int, missing: tuple[int, ...]) -> Reading | None:
+        """See `bulk.BulkSession`."""
+        if index >= len(self._reader.chunks):
+            return None
+        self._server.hear(self._reader, missing)
+        reading = self._publication.read(self._reader.chunks[index])
+        if reading is None:
+            self._server.hear(self._reader, missing, lost=True)
+        return reading
+
+    def end(self, reading: Any, total: int) -> bool:
+        """See `bulk.BulkSession`."""
+        valid = self._publication.seal(reading, total)
+        if valid:
+            self._server.count_sent(reading.chunk.nbytes)
+        return valid
+
+
 class HealServer:
     """Serves snapshots of this rank's state to ranks that heal.
 
     `publish`, `freeze`, `retire` and `close` belong to one thread, the training thread,
-    and never wait for a reader. `stats` and `address` are for any thread.
+    and never wait for a reader. `stats`, `address` and `observed` are for any thread.
 
     Args:
         host: the address to bind and to advertise.
@@ -131,6 +164,8 @@ class HealServer:
         self._expected_targets = 0
         self._finished_targets = 0
 
+        self.observed = False
+        """Whether an observer waits for a version, whichever it is. Read only."""
         self._arena = Arena()
         self._closed = False
         try:
@@ -150,22 +185,35 @@ class HealServer:
 
     def _bind(self, host: str, port: int) -> None:
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        word = secrets.token_hex(8)
         try:
-            self._endpoint, self._address = serving_endpoint(self._context, host, port)
+            self._endpoint, where = serving_endpoint(self._context, host, port, word)
+            try:
+                self._bulk = BulkServer(host, word, self._find)
+            except OSError as error:
+                self._endpoint.close()
+                raise ValueError(f"Cannot serve heals on {host}: {error}.") from error
         except ValueError:
             self._context.term()
             raise
+        self._address = HealAddress(where, self._bulk.port, word)
 
     @property
     def address(self) -> str:
-        """Where targets reach this server: tcp://host:port, "/", and the word that they present."""
-        return self._address
+        """Where targets reach this server: tcp://host:port/bulk port/word."""
+        return str(self._address)
 
     def stats(self) -> ServerStats:
         """Counters since the start."""
         with self._lock:
             stats = self._stats
         return dataclasses.replace(stats, dropped=stats.dropped + self._endpoint.malformed)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no reader reads what is published. Any thread."""
+        with self._lock:
+            return not any(reader.publication is not None for reader in self._readers.values())
 
     def publish(
         self, key: HealKey, tree: Any, *, copy: bool = True, expected_targets: int = 0
@@ -187,8 +235,6 @@ class HealServer:
                 self._finished_targets = 0
             return
         self.retire(f"the source published {key}")
-        if not copy:
-            raise_malloc_threshold()
         publication = Publication(
             key, tree, self._arena, copy=copy, allow_objects=self._options.heal_allow_objects
         )
@@ -225,7 +271,8 @@ class HealServer:
             readers += self._away
             awaited = self._expected_targets - self._finished_targets - len(readers)
             waiting = any(
-                r.publication is None and r.key == publication.key for r in self._readers.values()
+                r.publication is None and r.key in (publication.key, NEXT)
+                for r in self._readers.values()
             )
         if awaited > 0 or waiting:
             needed = set(publication.live)
@@ -261,6 +308,7 @@ class HealServer:
         self._closed = True
         self._notify()
         self._thread.join()
+        self._bulk.close()
         self._wake.close()
         self._woken.close()
         self._arena.give(None)
@@ -271,6 +319,29 @@ class HealServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # ------------------------------------------------------------ bulk connections' threads
+
+    def _find(self, session: bytes) -> _Session | None:
+        with self._lock:
+            for reader in self._readers.values():
+                if hmac.compare_digest(reader.session, session) and reader.publication is not None:
+                    return _Session(self, reader, reader.publication)
+        return None
+
+    def hear(self, reader: Reader, missing: tuple[int, ...], *, lost: bool = False) -> None:
+        """`reader` lacks these ranges of chunks; `lost`: of one that this source has dropped."""
+        with self._lock:
+            reader.missing, reader.lost = missing, lost
+        if lost:
+            self._notify()
+
+    def count_sent(self, nbytes: int) -> None:
+        """So many bytes have been sent, and are valid."""
+        with self._lock:
+            self._count(bytes_sent=nbytes)
+
+    # ------------------------------------------------------------ the training thread, again
 
     def _check_open(self) -> None:
         if self._closed:
@@ -302,6 +373,9 @@ class HealServer:
                 if self._closed:
                     return
                 self._hang_up(dry=self._receive())
+                with self._lock:
+                    sessions = {reader.session for reader in self._readers.values()}
+                self._bulk.keep(sessions)
         except Exception:  # the thread's outer edge: a failing source must not end the training
             _log.exception("The heal server failed; targets will use other sources.")
         finally:
@@ -360,12 +434,7 @@ class HealServer:
             reader.missing = request.missing
         if reader.publication is None or any(c >= len(reader.chunks) for c in request.chunks):
             raise ProtocolError("a chunk that does not exist")
-        if request.direct:
-            self._confirm(identity, reader, request.chunks)
-            return
-        for index in request.chunks:
-            if not self._serve(identity, reader, index):
-                return
+        self._confirm(identity, reader, request.chunks)
 
     def _on_open(self, identity: Peer, request: wire.Open) -> None:
         now = time.monotonic()
@@ -408,8 +477,14 @@ class HealServer:
             started = [
                 (identity, reader)
                 for identity, reader in self._readers.items()
-                if current is not None and reader.publication is None and reader.key == current.key
+                if current is not None
+                and reader.publication is None
+                and reader.key in (current.key, NEXT)
             ]
+            begun = {identity for identity, _ in started}
+            self.observed = any(
+                r.key == NEXT and i not in begun for i, r in self._readers.items()
+            )
             replies: list[tuple[Peer, wire.Reply]] = []
             for identity, reader in self._readers.items():
                 if self._withheld is not None and reader.key == self._withheld[0]:
@@ -426,11 +501,13 @@ class HealServer:
 
     def _start(self, identity: Peer, reader: Reader, current: Publication) -> None:
         reader.chunks = current.layout.chunks(reader.chunk_bytes)
-        reader.publication = current
+        reader.session = secrets.token_bytes(SESSION_BYTES)
+        reader.publication, reader.key = current, current.key
         reply = wire.ManifestReply(
             step=current.key.step,
             lineage=current.key.lineage,
             layout_digest=current.layout_digest,
+            session=reader.session,
             pid=os.getpid() if reader.same_host else 0,
             addresses=current.addresses() if reader.same_host else (),
         )
@@ -440,7 +517,7 @@ class HealServer:
         """The reader has read these chunks from this process's memory: tell which of them are valid."""
         publication = reader.publication
         assert publication is not None
-        intact = {i: publication.untouched(reader.chunks[i].segment) for i in indexes}
+        intact = {i: publication.untouched(reader.chunks[i]) for i in indexes}
         if None in intact.values():
             self._drop_reader(identity, reader)
             return
@@ -449,24 +526,6 @@ class HealServer:
             with self._lock:
                 self._count(bytes_lent=sum(reader.chunks[i].nbytes for i in valid))
 
-    def _serve(self, identity: Peer, reader: Reader, index: int) -> bool:
-        """Send one chunk. False if the reader cannot be answered at present."""
-        publication, chunk = reader.publication, reader.chunks[index]
-        assert publication is not None
-        digest = publication.checksum_of(chunk)
-        lent = None if digest is None else publication.lend(chunk)
-        if digest is None or lent is None or publication.closed:
-            if lent is not None:
-                lent[1].sent(None)
-            self._drop_reader(identity, reader)
-            return False
-        data, loan = lent
-        sent = self._send(identity, wire.ChunkReply(index, digest), data, loan)
-        if sent:
-            with self._lock:
-                self._count(bytes_sent=chunk.nbytes)
-        return sent
-
     def _drop_reader(self, identity: Peer, reader: Reader) -> None:
         """Tell a reader that its version is no longer served."""
         with self._lock:
@@ -474,15 +533,9 @@ class HealServer:
         reason = self._retired.get(reader.key, "the source trained on")
         self._send(identity, wire.Gone(f"{reader.key} is gone: {reason}"))
 
-    def _send(
-        self, identity: Peer, reply: wire.Reply, payload: Any = None, loan: Loan | None = None
-    ) -> bool:
-        """Send without waiting. False if the reader is gone, or so slow that its queue is full: the
-        reply is dropped then, and the reader asks again."""
+    def _send(self, identity: Peer, reply: wire.Reply, payload: bytes | None = None) -> bool:
+        """Send without waiting. False if the reader is gone, or so slow that its queue is full."""
         data = wire.replies.encode(reply)
         if payload is None:
             return self._endpoint.send([identity], data) == 1
-        sent, tracker = self._endpoint.send_payload(identity, data, payload)
-        if loan is not None:
-            loan.sent(tracker)
-        return sent
+        return self._endpoint.send_payload(identity, data, payload)

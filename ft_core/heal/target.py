@@ -1,7 +1,11 @@
 """The target's end of a heal: fetch one version from several sources at once.
 
 A shell around TransferPlan, which holds the policy: this file owns the sockets and the clock. The
-calling thread sleeps until a message, the end of a connection, or the plan's next deadline.
+calling thread sleeps until a message, the report of a bulk stream, the end of a connection, or the plan's
+next deadline.
+
+A source is in the plan while its memory is read directly, by its name; else each of its bulk streams is, while it is
+admitted.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -17,10 +22,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ft_core.config import UNNAMED, JobOptions
 from ft_core.heal import protocol as wire
+from ft_core.heal.bulk import STREAMS, BulkReport, BulkStream, Inbox, News
 from ft_core.heal.format import Manifest
 from ft_core.heal.protocol import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
+    NEXT,
     Chunk,
     HealDenied,
     HealError,
@@ -28,25 +35,27 @@ from ft_core.heal.protocol import (
     HealProgress,
     HealStats,
 )
-from ft_core.heal.receive import Receiver, as_memory
+from ft_core.heal.receive import Lane, Receiver
 from ft_core.heal.transfer_plan import PACE_AFTER_S, TransferPlan
 from ft_core.heal.transport import (
+    HealAddress,
     Interrupt,
     host_identity,
     listens,
     longest_silence_s,
-    raise_malloc_threshold,
     read_memory,
     reading_socket,
-    split_word,
 )
+from lighthouse.config import split_address
 from lighthouse.errors import ProtocolError
 
-DEFAULT_CHUNK_BYTES = 1 << 20  # measured: larger frames cost page faults, smaller ones Python
+DEFAULT_CHUNK_BYTES = 16 << 20  # measured: calls are few enough for a busy interpreter
 MAX_SOURCES = 1024
+_CHUNKS_A_STREAM = 2  # a smaller state is not worth more connections
 _CONNECT_GRACE_S = 5.0  # a source that is not connected for this long is given up
 _MAX_FAILED_CONNECTS = 4  # as is one that refuses this many connections in a row
-_MESSAGES_A_TURN = 2
+_RETRY_S = 0.1
+_MAX_RETRY_S = 4.0
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
@@ -65,8 +74,9 @@ def fetch(
     """Fetch the state of version `key`; returns the tree and what the transfer cost. Any thread.
 
     Args:
-        sources: addresses of HealServers, tcp://host:port; duplicates are ignored.
-        key: the version. One that is not published yet is waited for.
+        sources: `address`es of HealServers; duplicates are ignored.
+        key: the version. One that is not published yet is waited for. `NEXT` for an observer, which has
+            one source; `progress` tells which version that is.
         deadline: when to give up (`time.monotonic()`).
         into: this rank's own tree, or a function that returns it, called in this thread when the
             first bytes are about to be written. Tensors of equal dtype and shape at the same place are received
@@ -88,7 +98,6 @@ def fetch(
         raise ValueError(f"{len(sources)} sources are too many; name at most {MAX_SOURCES}.")
     if type(chunk_bytes) is not int or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes is {chunk_bytes!r}; it must be from 64 KiB to 64 MiB.")
-    raise_malloc_threshold()
     run = _Fetch(key, into, deadline, options, chunk_bytes, same_host, progress, interrupt)
     try:
         run.connect(list(dict.fromkeys(sources)))
@@ -99,20 +108,27 @@ def fetch(
 
 @dataclass(slots=True)
 class _Link:
-    """The connection to one source."""
+    """The connections to one source."""
 
-    address: str
+    name: str  # as `fetch` was told it
+    address: HealAddress
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    up: bool = False
+    up: bool = False  # the control connection
     up_since: float = 0.0
     down_since: float = 0.0
     failed_connects: int = 0
-    ready: bool = False  # it serves our version, and the plan may use it
-    served: bool = False  # it was ready once; what a lost connection still delivers is welcome
-    direct: bool = False  # read its memory instead of the socket
+    session: bytes = b""  # it serves our version; empty: not (yet)
+    served: bool = False  # it had a session once
     pid: int = 0
     addresses: tuple[int, ...] = ()  # of its segments, in its memory
+    direct: bool = False  # its memory is read
+    reading: set[int] = field(default_factory=set)  # chunks that were, and are not confirmed yet
+    streams: dict[str, BulkStream] = field(default_factory=dict)  # by their names in the plan
+    streams_at: float = 0.0  # when to open those that are not there
+    retry_s: float = _RETRY_S
+    unreachable: int = 0  # attempts in a row that were not admitted
+    mute_since: float = 0.0  # when a stream brought its last bytes, or the first one was opened
     failure: str = ""  # why it was given up
     refused: bool = False  # for good
     received_bytes: int = 0
@@ -123,11 +139,11 @@ class _Link:
             return self.failure
         if not self.up:
             return "no connection"
-        return f"sent {self.received_bytes} bytes" if self.ready else "not published there yet"
+        return f"sent {self.received_bytes} bytes" if self.session else "not published there yet"
 
 
 class _Fetch:
-    """One call of fetch. Owns a context and two sockets for each source until `close`."""
+    """One call of fetch. Owns the sockets and streams of all sources until `close`."""
 
     def __init__(
         self,
@@ -152,11 +168,16 @@ class _Fetch:
         self._interrupt = interrupt
         if interrupt is not None:
             self._poller.register(interrupt.fileno(), zmq.POLLIN)
+        self._inbox = Inbox()
+        self._poller.register(self._inbox.fileno(), zmq.POLLIN)
         self._links: list[_Link] = []
+        self._streams: list[BulkStream] = []
+        self._streams_each = 1
+        self._memory: Future[Receiver] = Future()
+        self._lane: Lane | None = None  # for what this thread reads itself
         self._started = time.perf_counter()
         self._plan: TransferPlan | None = None
         self._manifest: Manifest | None = None
-        self._receiver: Receiver | None = None
         self._layout_digest = b""
         self._chunks: list[Chunk] = []
         self._total_bytes = 0
@@ -164,27 +185,33 @@ class _Fetch:
         self._direct_bytes = 0
         self._corrupted = 0
         left_s = deadline - time.monotonic()
-        self._silence_s = longest_silence_s(left_s, chunk_bytes)
+        self._silence_s = longest_silence_s(left_s)
 
     def connect(self, sources: list[str]) -> None:
         """Begin to connect to all sources. Each is asked for the version once it is connected."""
         now = time.monotonic()
-        for address in sources:
-            link_socket = reading_socket(
-                self._context, address, self._chunk_bytes, self._silence_s
-            )
+        for name in sources:
+            address = HealAddress.parse(name)
+            link_socket = reading_socket(self._context, address, self._silence_s)
             monitor = link_socket.get_monitor_socket(_MONITORED)
-            link = _Link(address, link_socket, monitor, down_since=now)
+            link = _Link(name, address, link_socket, monitor, down_since=now)
             self._links.append(link)
             self._poller.register(monitor, zmq.POLLIN)
             self._poller.register(link_socket, zmq.POLLIN)
             try:
-                link_socket.connect(split_word(address)[0])
+                link_socket.connect(address.where)
             except zmq.ZMQError as error:
                 self._give_up(link, f"not an address that can be connected to ({error})")
 
     def close(self) -> None:
-        """Close everything. Connected sources are told that this reader has finished."""
+        """Close everything; nothing is written after it. Connected sources are told that this reader
+        has finished."""
+        self._memory.cancel()
+        for stream in self._streams:
+            stream.end()
+        for stream in self._streams:
+            stream.join()
+        self._inbox.close()
         for link in self._links:
             link.socket.disable_monitor()
             link.monitor.close(linger=0)
@@ -202,22 +229,27 @@ class _Fetch:
         while self._plan is None or not self._plan.finished:
             now = time.monotonic()
             self._check_alive(now)
+            self._open_streams(now)
+            self._end_late(now)
             self._request(now)
             ready = dict(self._poller.poll(self._wait_ms(now)))
+            if self._inbox.fileno() in ready:
+                for report in self._inbox.take():
+                    self._on_report(report)
             for link in self._links:
                 if link.monitor in ready:
                     self._read_monitor(link)
                 if link.socket in ready and not link.failure:
                     self._read(link)
-        tree = self._memory().finish(allow_objects=self._options.heal_allow_objects)
+        tree = self._receiver().finish(allow_objects=self._options.heal_allow_objects)
         return tree, HealStats(
             bytes=self._done_bytes,
             seconds=time.perf_counter() - self._started,
-            source_bytes={link.address: link.received_bytes for link in self._links},
+            source_bytes={link.name: link.received_bytes for link in self._links},
             retries=self._plan.retries,
             corrupted=self._corrupted,
             same_host_bytes=self._direct_bytes,
-            failed_sources={link.address: link.failure for link in self._links if link.failure},
+            failed_sources={link.name: link.failure for link in self._links if link.failure},
         )
 
     def _wait_ms(self, now: float) -> int:
@@ -231,6 +263,7 @@ class _Fetch:
             times.append(now + PACE_AFTER_S)
             due = self._plan.next_deadline()
             times += [] if due is None else [due]
+            times += [link.streams_at for link in self._links if self._wants_stream(link)]
         return max(0, int((min(times) - now) * 1000) + 1)
 
     def _check_alive(self, now: float) -> None:
@@ -246,7 +279,9 @@ class _Fetch:
             raise self._error("its sources have fallen silent")
         if rest_s:
             left_s = self._deadline - now
-            raise self._error(f"too slow, the rest would take {rest_s:.0f} s of {left_s:.0f} s left")
+            raise self._error(
+                f"too slow, the rest would take {rest_s:.0f} s of {left_s:.0f} s left"
+            )
         if self._interrupt is not None and self._interrupt.is_set:
             raise self._error("it was interrupted")
 
@@ -254,17 +289,27 @@ class _Fetch:
         missing = ""
         if self._plan is not None:
             missing = f" with {self._plan.remaining} of {len(self._chunks)} chunks missing"
-        sources = "; ".join(
-            f"{split_word(link.address)[0]}: {link.status()}" for link in self._links
-        )
+        sources = "; ".join(f"{link.address.where}: {link.status()}" for link in self._links)
         kind = HealDenied if all(link.refused for link in self._links) else HealError
         return kind(f"Could not heal to {self._key}: {what}{missing}. Sources: {sources}.")
 
     def _give_up(self, link: _Link, reason: str) -> None:
         link.failure = reason
-        link.ready = False
-        if self._plan is not None:
-            self._plan.drop_source(link.address)
+        self._leave(link)
+
+    def _leave(self, link: _Link) -> None:
+        """Receive no more from it. What it owes is handed out when nothing of it can be written."""
+        link.session = b""
+        for stream in link.streams.values():
+            stream.end()
+        self._stop_reading(link)
+
+    def _stop_reading(self, link: _Link) -> None:
+        """Read its memory no more."""
+        link.reading.clear()
+        if link.direct and self._plan is not None:
+            self._plan.drop_source(link.name)
+        link.direct = False
 
     def _read_monitor(self, link: _Link) -> None:
         while True:
@@ -287,10 +332,9 @@ class _Fetch:
 
     def _on_disconnected(self, link: _Link, now: float) -> None:
         silent = link.up and not link.served and now >= link.up_since + self._silence_s
-        link.up = link.ready = False
+        link.up = False
         link.down_since = now
-        if self._plan is not None:
-            self._plan.drop_source(link.address)
+        self._leave(link)
         if silent:  # the next connection would be made, too
             self._give_up(link, f"connected, and silent for {self._silence_s:.1f} s")
 
@@ -306,51 +350,141 @@ class _Fetch:
         )
         link.socket.send(wire.requests.encode(opening), zmq.NOBLOCK)
 
+    # ------------------------------------------------------------ what is asked of whom
+
+    def _wants_stream(self, link: _Link) -> bool:
+        # One at first: a slow source must not hold most of the state.
+        most = self._streams_each if link.received_bytes else 1
+        return bool(link.session) and not link.direct and len(link.streams) < most
+
+    def _open_streams(self, now: float) -> None:
+        for link in self._links:
+            host, _ = split_address(link.address.where)
+            where, word = (host, link.address.bulk_port), link.address.word
+            while self._wants_stream(link) and now >= link.streams_at:
+                try:
+                    stream = BulkStream(
+                        where, word, link.session, self._chunks, self._memory, self._inbox
+                    )
+                except (OSError, ValueError) as error:
+                    self._give_up(link, f"no bulk connection to {host}:{where[1]} ({error})")
+                    break
+                names = (f"{link.name} {number}" for number in range(self._streams_each))
+                link.streams[next(name for name in names if name not in link.streams)] = stream
+                link.mute_since = link.mute_since or now
+                self._streams.append(stream)
+
+    def _end_late(self, now: float) -> None:
+        """End the connections to sources that hold up the transfer. They are made again."""
+        late = self._plan.late(now) if self._plan is not None else []
+        for link in self._links:
+            for name in link.streams.keys() & late:
+                link.streams[name].end()
+            if link.name in late:
+                self._stop_reading(link)
+
     def _request(self, now: float) -> None:
-        """Send the plan's requests, one message to each source."""
+        """Ask for what the plan says."""
         if self._plan is None:
             return
         wanted: dict[str, list[int]] = {}
-        for address, chunk in self._plan.next_requests(now):
-            wanted.setdefault(address, []).append(chunk)
+        for name, chunk in self._plan.next_requests(now):
+            wanted.setdefault(name, []).append(chunk)
         if not wanted:
             return
         ranges = self._plan.missing(wire.MAX_RANGES)
         missing = tuple(edge for span in ranges for edge in span)
         for link in self._links:
-            chunks = wanted.get(link.address, [])
-            read = self._read_directly(link, chunks) if link.direct else []
-            asked = [chunk for chunk in chunks if chunk not in read]
-            for direct, indexes in ((True, read), (False, asked)):
-                if indexes:
-                    message = wire.Get(direct, tuple(indexes), missing)
-                    try:
-                        link.socket.send(wire.requests.encode(message), zmq.NOBLOCK)
-                    except zmq.Again:  # lost; the plan's rule for stalled sources covers it
-                        continue
+            chunks = wanted.get(link.name, [])
+            if link.direct and chunks:
+                self._read_directly(link, chunks, missing)
+            for name, stream in link.streams.items():
+                for chunk in wanted.get(name, []):
+                    stream.ask(chunk, missing)
 
-    def _read_directly(self, link: _Link, chunks: list[int]) -> list[int]:
-        """Copy chunks from the source's memory; returns those that the source must confirm."""
+    def _read_directly(self, link: _Link, chunks: list[int], missing: tuple[int, ...]) -> None:
+        """Read chunks from the source's memory, and ask whether they are valid."""
+        receiver = self._receiver()
+        if self._lane is None:
+            self._lane = receiver.lane()
+        try:
+            for index in chunks:
+                extents = receiver.extents(self._chunks[index])
+                parts = self._lane.parts(extents)
+                for extent, part in zip(extents, parts, strict=True):
+                    remote = link.addresses[extent.segment]
+                    if not remote:
+                        raise OSError("that segment is not there any more")
+                    read_memory(link.pid, remote + extent.offset, part.data_ptr(), extent.nbytes)
+                self._lane.place()
+            link.socket.send(
+                wire.requests.encode(wire.Confirm(tuple(chunks), missing)), zmq.NOBLOCK
+            )
+            link.reading.update(chunks)
+        except (OSError, zmq.Again):  # refused by the kernel, or the process is gone
+            self._stop_reading(link)
+
+    # ------------------------------------------------------------ what comes
+
+    def _on_report(self, report: BulkReport) -> None:
         assert self._plan is not None
-        read, receiver = [], self._memory()
-        for index in chunks:
-            chunk = self._chunks[index]
-            remote = link.addresses[chunk.segment]
-            if not remote or self._plan.is_done(index):
-                continue
-            slot = receiver.slot(chunk)
-            try:
-                read_memory(link.pid, remote + chunk.offset, slot.data_ptr(), chunk.nbytes)
-            except OSError:  # refused by the kernel, or the process is gone
-                link.direct = False
-                break
-            receiver.place(chunk)
-            read.append(index)
-        return read
+        link, name = next(
+            (link, name)
+            for link in self._links
+            for name, stream in link.streams.items()
+            if stream is report.stream
+        )
+        now, index = time.monotonic(), report.chunk
+        if report.news not in (News.READY, News.UNREACHABLE, News.ENDED):
+            link.mute_since = now
+        match report.news:
+            case News.READY if link.session:
+                link.unreachable = 0
+                self._plan.add_source(name, now, of=link.name)
+                self._report()
+            case News.FIRST:
+                self._receiver()  # may take long, and all streams wait for it
+                for each in self._links:
+                    for waiting in each.streams:
+                        self._plan.progress(waiting, time.monotonic())
+            case News.MOVING:
+                self._plan.progress(name, now)
+            case News.RECEIVED:
+                link.retry_s = _RETRY_S
+                self._accept(link, name, index)
+            case News.CORRUPTED:
+                self._corrupted += 1
+                blamed = self._plan.corrupted(name, index, now)
+                if blamed is not None:
+                    names = ", ".join(HealAddress.parse(each).where for each in blamed)
+                    raise self._error(f"chunk {index} came corrupted twice (from {names})")
+            case News.VOID:
+                self._plan.returned(name, index, now)
+            case News.UNREACHABLE | News.ENDED:
+                self._on_stream_end(link, name, report, now)
+
+    def _on_stream_end(self, link: _Link, name: str, report: BulkReport, now: float) -> None:
+        assert self._plan is not None
+        del link.streams[name]
+        self._streams.remove(report.stream)
+        report.stream.join()
+        self._plan.drop_source(name)
+        link.streams_at = now + link.retry_s
+        link.retry_s = min(_MAX_RETRY_S, 2 * link.retry_s)
+        if link.failure:
+            return
+        mute_s = now - link.mute_since
+        port = link.address.bulk_port
+        if report.news is News.UNREACHABLE:
+            link.unreachable += 1
+            if link.unreachable >= _MAX_FAILED_CONNECTS or mute_s >= self._silence_s:
+                self._give_up(link, f"its port {port} can't be reached ({report.reason})")
+        elif mute_s >= self._silence_s:
+            self._give_up(link, f"nothing came from its port {port} for {mute_s:.1f} s")
 
     def _read(self, link: _Link) -> None:
-        """Handle what one source sent, and request more after every chunk to keep it busy."""
-        for _ in range(_MESSAGES_A_TURN):  # a limit, so that no source starves the others
+        """Handle what one source sent."""
+        while not link.failure:
             try:
                 header = link.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -361,13 +495,7 @@ class _Fetch:
                 self._give_up(link, f"it sent a malformed message ({error})")
             while link.socket.getsockopt(zmq.RCVMORE):  # parts that no handler has read
                 link.socket.recv()
-            if link.failure:  # it must not fill our memory
-                link.socket.disconnect(split_word(link.address)[0])
-                return
-            if self._plan is not None:
-                if self._plan.finished:
-                    return
-                self._request(time.monotonic())
+        link.socket.disconnect(link.address.where)  # it must not fill our memory
 
     def _handle(self, link: _Link, reply: wire.Reply) -> None:
         if isinstance(reply, wire.ManifestReply):
@@ -375,101 +503,72 @@ class _Fetch:
         elif isinstance(reply, wire.Gone | wire.HealRefused):
             link.refused = isinstance(reply, wire.HealRefused)
             self._give_up(link, f"{'it refused: ' if link.refused else ''}{reply.reason[:500]}")
-        elif isinstance(reply, wire.ChunkReply):
-            self._check_asked(link, (reply.index,))
-            self._on_chunk(link, reply)
         else:
-            self._check_asked(link, (*reply.valid, *reply.moved))
             self._on_valid(link, reply)
-
-    def _check_asked(self, link: _Link, indexes: tuple[int, ...]) -> None:
-        if not link.served or any(not 0 <= index < len(self._chunks) for index in indexes):
-            raise ProtocolError("a chunk that was not asked for")
 
     def _on_manifest(self, link: _Link, reply: wire.ManifestReply) -> None:
         if not link.socket.getsockopt(zmq.RCVMORE):
             raise ProtocolError("a manifest without its bytes")
         data = link.socket.recv()
+        if self._key == NEXT:
+            self._key = HealKey(reply.step, reply.lineage)
         if (reply.step, reply.lineage) != (self._key.step, self._key.lineage):
             raise ProtocolError("a manifest of another version")
-        if link.ready:
+        if link.session:
             return
+        now = time.monotonic()
         if self._plan is None:
             manifest = Manifest(data)
             self._manifest = manifest
             self._chunks = manifest.layout.chunks(self._chunk_bytes)
             self._layout_digest = manifest.layout_digest
             self._total_bytes = manifest.layout.total_bytes
-            self._plan = TransferPlan(len(self._chunks))
+            self._plan = TransferPlan(len(self._chunks), first=1, began=now)
+            self._streams_each = min(STREAMS, max(1, len(self._chunks) // _CHUNKS_A_STREAM))
         if reply.layout_digest != self._layout_digest:
             self._give_up(link, "its tensors differ in shape or dtype under the same version")
             return
-        link.ready = link.served = True
+        assert self._manifest is not None
+        link.session, link.served, link.streams_at = reply.session, True, now
         link.pid, link.addresses = reply.pid, reply.addresses
-        segments = len({chunk.segment for chunk in self._chunks} | {0})
         # A source can't make this process read another one's memory: the process must be the one
         # that this connection has reached.
-        where = split_word(link.address)[0]
         link.direct = (
             link.pid > 0
-            and len(link.addresses) == segments
+            and len(link.addresses) == len(self._manifest.layout.segment_bytes)
             and bool(self._host)
-            and listens(link.pid, where)
+            and listens(link.pid, link.address.where)
         )
-        self._plan.add_source(link.address, time.monotonic())
+        if link.direct:
+            self._plan.add_source(link.name, now)
         self._report()
 
-    def _memory(self) -> Receiver:
+    def _receiver(self) -> Receiver:
         """Where bytes go: found when the first ones are about to be written. Until then this rank's
         own state is whole, whatever becomes of the sources."""
-        if self._receiver is None:
+        if not self._memory.done():
             assert self._manifest is not None
             into = self._into() if callable(self._into) else self._into
-            self._receiver = Receiver(self._manifest, into, self._chunk_bytes)
-        return self._receiver
-
-    def _on_chunk(self, link: _Link, reply: wire.ChunkReply) -> None:
-        assert self._plan is not None
-        chunk = self._chunks[reply.index]
-        if not link.socket.getsockopt(zmq.RCVMORE):
-            raise ProtocolError("a chunk without its bytes")
-        if self._plan.is_done(reply.index):  # a duplicate: another source was faster
-            link.socket.recv(copy=False)
-            self._plan.received(link.address, reply.index, time.monotonic())
-            return
-        receiver = self._memory()
-        slot = receiver.slot(chunk)
-        size = link.socket.recv_into(as_memory(slot))
-        if size == chunk.nbytes and receiver.accept(chunk, slot, reply.checksum):
-            self._accept(link, reply.index, chunk)
-            return
-        self._corrupted += 1
-        blamed = self._plan.corrupted(link.address, reply.index, time.monotonic())
-        if blamed is not None:
-            raise self._error(
-                f"chunk {reply.index} came corrupted twice (from {', '.join(blamed)})"
-            )
+            self._memory.set_result(Receiver(self._manifest, into, self._chunk_bytes))
+        return self._memory.result()
 
     def _on_valid(self, link: _Link, reply: wire.ValidReply) -> None:
         """The source tells which of the chunks that were read from its memory are valid."""
-        assert self._plan is not None
-        for index in reply.valid:
-            chunk = self._chunks[index]
-            if not self._plan.is_done(index):
-                self._direct_bytes += chunk.nbytes
-            self._accept(link, index, chunk)
-        for index in reply.moved:  # its memory changes: from now on through the socket
-            link.direct = False
-            self._plan.returned(link.address, index, time.monotonic())
+        for index in link.reading.intersection(reply.valid):
+            link.reading.remove(index)
+            self._direct_bytes += self._chunks[index].nbytes
+            self._accept(link, link.name, index)
+        if link.reading.intersection(reply.moved):  # its memory changes: over a stream from now on
+            self._stop_reading(link)
 
-    def _accept(self, link: _Link, index: int, chunk: Chunk) -> None:
+    def _accept(self, link: _Link, name: str, index: int) -> None:
         assert self._plan is not None
-        if self._plan.received(link.address, index, time.monotonic()):
-            self._done_bytes += chunk.nbytes
-            link.received_bytes += chunk.nbytes
+        if self._plan.received(name, index, time.monotonic()):
+            self._done_bytes += self._chunks[index].nbytes
+            link.received_bytes += self._chunks[index].nbytes
             self._report()
 
     def _report(self) -> None:
         if self._progress is not None:
-            ready = sum(link.ready for link in self._links)
+            ready = sum(bool(link.session) for link in self._links)
             self._progress(HealProgress(self._key, self._done_bytes, self._total_bytes, ready))

@@ -3,22 +3,25 @@
 Theory. Every chunk is in exactly one of these places:
 
     a range       [lo, hi), owned by a source (its stripe) or by none (an orphan)
-    returned      handed back: its source died, stalled, or sent it corrupted
-    outstanding   requested from one source, or from two when the first is late
+    returned      handed back: its source was lost, or sent it corrupted
+    outstanding   requested from one source
     done          received and checked
 
-A source is kept busy with `window` outstanding chunks. It takes returned chunks first, then its own
-stripe, then an orphaned one, then the far half of the largest stripe of another source. When no
-chunk is left to hand out, it hedges: it requests the oldest chunk that another source owes for much
-longer than this source usually takes.
+A chunk is never requested from two sources at a time: both would write into the same memory, and the
+second, unchecked one over the first. So what a source owes is handed out again only when its connection
+has ended, which `drop_source` says.
 
-A source that owes chunks and delivers none for `stall_s` (a multiple of the usual time between two
-of its chunks) is stalled: its chunks are returned and its stripe is orphaned. What it still delivers
-is accepted and ends the stall. If all sources are stalled, each is probed with one chunk at a time
-at doubling intervals, since a request may have been lost.
+A source is kept busy with `window` outstanding chunks, with fewer at first: a slow one that is the first to be
+ready must not hold most of the state. It takes returned chunks first, then its own
+stripe, then an orphaned one, then the far half of the largest stripe of another source.
 
-A chunk that fails its checksum is requested again, from another source if there is one. The second
-failure of one chunk ends the heal.
+`late` names the sources whose connections are to be ended. One that owes chunks and sends nothing for
+`stall_s` (a multiple of the usual time between two of its chunks) is stalled. One that owes its oldest
+chunk for much longer than another source usually takes holds up the end, if that other has nothing else
+to do. A connection that is made again is a new source.
+
+A chunk that fails its checksum is requested again, from another process if there is one. The second
+failure of one chunk ends the heal. A source here is a connection; a process may have several.
 
 A transfer that can't end in time is given up early: members wait for it, and what it has cost them is
 lost. Its pace so far says so, with a margin, as links get faster, too. So does a silence of all sources
@@ -29,17 +32,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-WINDOW = 8
+WINDOW = 4
 FIRST_STALL_S = 2.0  # before anything is known of a source's speed
-STALL_FLOOR_S = 0.25
+STALL_FLOOR_S = 1.0  # a connection is worth more than a short pause of a busy machine
 STALL_CAP_S = 10.0
 STALL_FACTOR = 10.0
-HEDGE_FACTOR = 4.0
-HEDGE_FLOOR_S = 0.02
-MAX_PROBE_S = 4.0
+LATE_FACTOR = 4.0
+LATE_FLOOR_S = 0.1
 PACE_AFTER_S = 1.0
 """How long a transfer runs before its pace is judged; one that may take less than eight times as long
 is never judged."""
@@ -52,16 +53,15 @@ _SMOOTHING = 0.2
 
 @dataclass(slots=True)
 class _Source:
+    of: str
+    window: int
     lo: int = 0
     hi: int = 0
     outstanding: dict[int, float] = field(default_factory=dict)  # chunk -> when asked
     last_progress: float = 0.0
     interval_s: float | None = None  # usual time between two chunks
     latency_s: float | None = None  # usual time from request to chunk
-    stalled: bool = False
-    probe_at: float = 0.0
-    probe_wait_s: float = 0.0
-    received: int = 0
+    ending: bool = False  # its connection is being ended
 
     def stall_s(self) -> float:
         if self.interval_s is None:
@@ -70,10 +70,22 @@ class _Source:
 
 
 class TransferPlan:
-    """The state of one transfer of `count` chunks. Times are seconds of one monotonic clock."""
+    """The state of one transfer of `count` chunks. Times are seconds of one monotonic clock.
 
-    def __init__(self, count: int, *, window: int = WINDOW) -> None:
+    `window`: how many chunks a source is asked for ahead; `first`: how many at first, one more with each that it
+    delivers. `began`: when it began; None: when the first source is added.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        window: int = WINDOW,
+        first: int = WINDOW,
+        began: float | None = None,
+    ) -> None:
         self._count = count
+        self._first = min(first, window)
         self._window = window
         self._done = bytearray(count)
         self._left = count
@@ -81,8 +93,8 @@ class TransferPlan:
         self._orphans: list[tuple[int, int]] = [(0, count)] if count else []
         self._returned: deque[int] = deque()
         self._bad: dict[int, list[str]] = {}  # chunk -> sources that sent it corrupted
-        self._began: float | None = None
-        self._last = 0.0  # when a source last delivered anything
+        self._began = began
+        self._last = began or 0.0  # when a source last delivered anything
         self.retries = 0
 
     @property
@@ -118,101 +130,114 @@ class TransferPlan:
         """Whether this chunk was received and checked."""
         return bool(self._done[chunk])
 
-    def stalled(self, name: str) -> bool:
-        """Whether this source owes chunks and delivers none."""
-        return name in self._sources and self._sources[name].stalled
-
-    def add_source(self, name: str, now: float) -> None:
-        """A source is ready to serve chunks."""
+    def add_source(self, name: str, now: float, *, of: str = "") -> None:
+        """A source is ready to serve chunks. `of`: the process that it is a connection to, if there may be
+        several; else its name."""
         assert name not in self._sources
         self._began = now if self._began is None else self._began
-        self._sources[name] = _Source(last_progress=now)
+        self._sources[name] = _Source(of or name, self._first, last_progress=now)
 
     def drop_source(self, name: str) -> None:
-        """A source is lost; the others take over what it owed. Unknown names are ignored."""
+        """A source's connection has ended; the others take over what it owed. Unknown names are
+        ignored."""
         source = self._sources.pop(name, None)
-        if source is not None:
-            self._release(source)
-
-    def _release(self, source: _Source) -> None:
+        if source is None:
+            return
         if source.lo < source.hi:
             self._orphans.append((source.lo, source.hi))
-            source.lo = source.hi = 0
-        owed = [chunk for chunk in source.outstanding if not self._done[chunk]]
-        self._returned.extend(owed)
-        self.retries += len(owed)
-        source.outstanding.clear()
+        self._returned.extend(source.outstanding)
+        self.retries += len(source.outstanding)
+
+    def progress(self, name: str, now: float) -> None:
+        """A part of a chunk has come from this source."""
+        self._last = now
+        if name in self._sources:
+            self._sources[name].last_progress = now
 
     def received(self, name: str, chunk: int, now: float) -> bool:
         """A valid chunk arrived. False if it is a duplicate."""
         self._note_progress(name, chunk, now)
         if self._done[chunk]:
             return False
+        if name in self._sources:
+            source = self._sources[name]
+            source.window = min(self._window, source.window + 1)
         self._done[chunk] = 1
         self._left -= 1
         return True
 
     def corrupted(self, name: str, chunk: int, now: float) -> list[str] | None:
-        """A chunk arrived with a wrong checksum. Returns the sources that sent it corrupted if this
-        ends the heal (the second time), else None."""
-        self._note_progress(name, chunk, now)
-        if self._done[chunk]:
+        """A chunk that this source owed arrived with a wrong checksum. Returns the sources that sent it
+        corrupted if this ends the heal (the second time), else None."""
+        if not self._note_progress(name, chunk, now):
             return None
         blamed = self._bad.setdefault(chunk, [])
-        blamed.append(name)
+        blamed.append(self._sources[name].of)
         self._returned.append(chunk)
         self.retries += 1
         return blamed if len(blamed) > 1 else None
 
     def returned(self, name: str, chunk: int, now: float) -> None:
-        """A chunk could not be read from this source in this way. It is requested again, and no
+        """A chunk that this source owed has changed while it was sent. It is requested again, and no
         source is blamed."""
-        self._note_progress(name, chunk, now)
-        if not self._done[chunk]:
+        if self._note_progress(name, chunk, now):
             self._returned.append(chunk)
             self.retries += 1
 
-    def _note_progress(self, name: str, chunk: int, now: float) -> None:
+    def _note_progress(self, name: str, chunk: int, now: float) -> bool:
+        """Whether this source owed the chunk."""
         self._last = now
         source = self._sources.get(name)
         if source is None:
-            return
+            return False
         asked = source.outstanding.pop(chunk, None)
         since = source.last_progress if asked is None else max(source.last_progress, asked)
-        if not source.stalled:  # the length of a stall says nothing about its usual pace
-            source.interval_s = _smooth(source.interval_s, now - since)
+        source.interval_s = _smooth(source.interval_s, now - since)
         if asked is not None:
             source.latency_s = _smooth(source.latency_s, now - asked)
         source.last_progress = now
-        source.stalled = False
-        source.probe_wait_s = 0.0
-        source.received += 1
+        return asked is not None
+
+    def late(self, now: float) -> list[str]:
+        """Sources whose connections are to be ended now. Each is named once."""
+        names = [name for name, at in self._ends() if now >= at]
+        for name in names:
+            self._sources[name].ending = True
+        return names
+
+    def _ends(self) -> list[tuple[str, float]]:
+        """(source, when it is late if nothing more comes of it)."""
+        idle = [s.latency_s for s in self._sources.values() if not s.outstanding and not s.ending]
+        quickest_s = min((each for each in idle if each is not None), default=None)
+        ends = []
+        for name, source in self._sources.items():
+            if source.ending or not source.outstanding:
+                continue
+            at = source.last_progress + source.stall_s()
+            if quickest_s is not None:
+                patience_s = max(LATE_FLOOR_S, LATE_FACTOR * quickest_s)
+                at = min(at, min(source.outstanding.values()) + patience_s)
+            ends.append((name, at))
+        return ends
 
     def next_requests(self, now: float) -> list[tuple[str, int]]:
-        """(source, chunk) pairs to request now. Also finds stalled sources."""
-        for source in self._sources.values():
-            owes = bool(source.outstanding)
-            stalled_at = source.last_progress + source.stall_s()
-            if owes and not source.stalled and now >= stalled_at:
-                self._release(source)
-                source.stalled = True
-                source.probe_wait_s = source.stall_s()
-                source.probe_at = now
+        """(source, chunk) pairs to request now."""
         requests: list[tuple[str, int]] = []
-        healthy = [item for item in self._sources.items() if not item[1].stalled]
-        hungry = [item for item in healthy if len(item[1].outstanding) <= self._window // 2]
+        hungry = [
+            (name, source)
+            for name, source in self._sources.items()
+            if not source.ending and len(source.outstanding) <= source.window // 2
+        ]
         progress = True
         while progress:  # one chunk each in turn, so that the stripes start evenly
             progress = False
             for name, source in hungry:
-                if len(source.outstanding) < self._window:
-                    chunk = self._take(name, source, now)
+                if len(source.outstanding) < source.window:
+                    chunk = self._take(name, source)
                     if chunk is not None:
                         self._ask(source, chunk, now)
                         requests.append((name, chunk))
                         progress = True
-        if not healthy:
-            requests.extend(self._probe(now))
         return requests
 
     def _ask(self, source: _Source, chunk: int, now: float) -> None:
@@ -220,41 +245,25 @@ class TransferPlan:
             source.last_progress = now  # it owed no chunk until now
         source.outstanding[chunk] = now
 
-    def _probe(self, now: float) -> Iterator[tuple[str, int]]:
-        for name, source in self._sources.items():
-            if now < source.probe_at:
-                continue
-            source.outstanding.clear()
-            chunk = self._take(name, source, now)
-            if chunk is None:
-                chunk = next((c for c in range(self._count) if not self._done[c]), None)
-            if chunk is not None:
-                # It stays in `returned`: the first source to revive may request it too.
-                self._returned.append(chunk)
-                source.probe_at = now + source.probe_wait_s
-                source.probe_wait_s = min(MAX_PROBE_S, 2 * source.probe_wait_s)
-                self.retries += 1
-                yield name, chunk
-
-    def _take(self, name: str, source: _Source, now: float) -> int | None:
-        chunk = self._take_returned(name, source)
-        if chunk is not None:
-            return chunk
-        while True:
+    def _take(self, name: str, source: _Source) -> int | None:
+        chunk = self._take_returned(name)
+        while chunk is None:
             while source.lo < source.hi:
                 source.lo += 1
                 if not self._done[source.lo - 1]:
                     return source.lo - 1
             if not self._adopt(source):
-                return self._hedge(source, now)
+                return None
+        return chunk
 
-    def _take_returned(self, name: str, source: _Source) -> int | None:
-        others = any(n != name and not s.stalled for n, s in self._sources.items())
+    def _take_returned(self, name: str) -> int | None:
+        of = self._sources[name].of
+        others = any(s.of != of and not s.ending for s in self._sources.values())
         for _ in range(len(self._returned)):
             chunk = self._returned.popleft()
             if self._done[chunk]:
                 continue
-            if chunk in source.outstanding or (others and name in self._bad.get(chunk, ())):
+            if others and of in self._bad.get(chunk, ()):
                 self._returned.append(chunk)
                 continue
             return chunk
@@ -274,47 +283,9 @@ class TransferPlan:
         rich.hi = middle
         return True
 
-    def _hedge(self, source: _Source, now: float) -> int | None:
-        late = self._hedge_candidates(source)
-        if late is None or now < late[0]:
-            return None
-        self.retries += 1
-        return late[1]
-
-    def _hedge_candidates(self, source: _Source) -> tuple[float, int] | None:
-        """(time, chunk): when this source may request which chunk that another owes."""
-        if source.latency_s is None:
-            return None
-        patience_s = max(HEDGE_FLOOR_S, HEDGE_FACTOR * source.latency_s)
-        copies: dict[int, int] = {}
-        for other in self._sources.values():
-            for chunk in other.outstanding:
-                copies[chunk] = copies.get(chunk, 0) + 1
-        best: tuple[float, int] | None = None
-        for other in self._sources.values():
-            if other is source:
-                continue
-            for chunk, asked in other.outstanding.items():
-                if self._done[chunk] or copies[chunk] > 1 or chunk in source.outstanding:
-                    continue
-                if best is None or asked + patience_s < best[0]:
-                    best = (asked + patience_s, chunk)
-        return best
-
     def next_deadline(self) -> float | None:
-        """When to call `next_requests` even if nothing arrives; None: no such time."""
-        healthy = [source for source in self._sources.values() if not source.stalled]
-        if not healthy:
-            return min((source.probe_at for source in self._sources.values()), default=None)
-        times: list[float] = []
-        for source in healthy:
-            if source.outstanding:
-                times.append(source.last_progress + source.stall_s())
-            if len(source.outstanding) <= self._window // 2:
-                late = self._hedge_candidates(source)
-                if late is not None:
-                    times.append(late[0])
-        return min(times, default=None)
+        """When to call `late` even if nothing arrives; None: no such time."""
+        return min((at for _, at in self._ends()), default=None)
 
     def missing(self, max_ranges: int) -> list[tuple[int, int]]:
         """Chunks that are not done, as at most `max_ranges` ranges [lo, hi); where there are more,
@@ -332,12 +303,14 @@ class TransferPlan:
         return ranges
 
     def check(self) -> None:
-        """Assert all invariants, for tests: every chunk is somewhere."""
+        """Assert all invariants, for tests: every chunk is somewhere, and requested once."""
         covered = bytearray(self._done)
         for source in self._sources.values():
             covered[source.lo : source.hi] = b"\1" * (source.hi - source.lo)
             for chunk in source.outstanding:
                 covered[chunk] = 1
+        owed = [chunk for source in self._sources.values() for chunk in source.outstanding]
+        assert len(owed) == len(set(owed)), "a chunk is requested from two sources"
         for lo, hi in self._orphans:
             covered[lo:hi] = b"\1" * (hi - lo)
         for chunk in self._returned:

@@ -1,11 +1,11 @@
-"""The two ways on which a heal's bytes travel: ZeroMQ sockets, and memory of the same machine. And
-how a transfer is interrupted.
+"""How a heal's ends reach each other: addresses, ZeroMQ sockets for control, memory of the same machine.
+And how a transfer is interrupted.
 
 Memory of the same machine is read by process_vm_readv through ctypes, as an optional fast path. It
 is taken where source and target share boot id, PID and user namespace, and where the kernel lets
-the target read (same user, no stricter ptrace policy). Everything else goes through ZeroMQ. A read
-within one memory cannot be corrupted on its way, so there are no checksums. But the source may train
-on while it is read: the reader reads first and asks then, and the source answers whether the memory
+the target read (same user, no stricter ptrace policy). Everything else goes through `ft_core.heal.bulk`.
+A read within one memory cannot be corrupted on its way, so there are no checksums. But the source may
+train on while it is read: the reader reads first and asks then, and the source answers whether the memory
 still held that version when it was asked.
 """
 
@@ -15,14 +15,13 @@ import ctypes
 import hmac
 import ipaddress
 import os
-import secrets
 import sys
 import threading
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 import zmq
 
 from ft_core.heal import protocol as wire
@@ -33,12 +32,11 @@ from lighthouse.sockets import ServerLimits
 
 QUEUED_REPLIES = 128  # what ZeroMQ queues for one reader before the reader counts as too slow
 _HEARTBEAT_MS = 2_000
-_HEARTBEAT_TIMEOUT_MS = 30_000  # one frame must fit in: 64 MiB at 2 MB/s
+_HEARTBEAT_TIMEOUT_MS = 30_000  # a manifest must fit in: 64 MiB at 2 MB/s
 _SHORTEST_SILENCE_S = 3.0
 _UNCONFIRMED_MS = 3_000
 """A link ends if the other machine confirms nothing of what is sent to it for that long."""
 _RECONNECT_MS = 100
-_KERNEL_BUFFER_BYTES = 4 << 20
 
 
 _SERVICE = "heal"
@@ -49,17 +47,38 @@ _LIMITS = ServerLimits(
     request_bytes=wire.MAX_REQUEST_BYTES,
     queued=QUEUED_REPLIES,
     ends_slow=False,
-    buffer_bytes=_KERNEL_BUFFER_BYTES,
 )
 
 
-def serving_endpoint(context: zmq.Context[Any], host: str, port: int) -> tuple[Endpoint, str]:
-    """(a bound endpoint, the address that its readers need). Port 0 takes a free one.
+@dataclass(frozen=True, slots=True)
+class HealAddress:
+    """Where a heal server is reached: tcp://host:port/bulk port/word.
 
-    The address ends with a random word that readers present: members know it from the quorum.
+    Readers present the random word; members know it from the quorum.
+    """
+
+    where: str  # tcp://host:port
+    bulk_port: int
+    word: str
+
+    @classmethod
+    def parse(cls, text: str) -> HealAddress:
+        """The parts of `text`; never raises: a part that is missing is empty."""
+        where, _, rest = text.removeprefix("tcp://").partition("/")
+        port, _, word = rest.rpartition("/")
+        return cls(f"tcp://{where}", int(port) if port.isdecimal() and len(port) <= 5 else 0, word)
+
+    def __str__(self) -> str:
+        return f"{self.where}/{self.bulk_port}/{self.word}"
+
+
+def serving_endpoint(
+    context: zmq.Context[Any], host: str, port: int, word: str
+) -> tuple[Endpoint, str]:
+    """(a bound endpoint that admits those that present `word`, tcp://host:port). Port 0: a free one.
+
     Raises ValueError if it cannot be bound.
     """
-    word = secrets.token_hex(8)
     try:
         endpoint = Endpoint(
             context,
@@ -74,57 +93,38 @@ def serving_endpoint(context: zmq.Context[Any], host: str, port: int) -> tuple[E
             f"Cannot serve heals on {host}:{port}: {error}; choose an address of this machine and "
             "a free port."
         ) from error
-    return endpoint, f"tcp://{bracketed(host)}:{endpoint.address.rpartition(':')[2]}/{word}"
+    return endpoint, f"tcp://{bracketed(host)}:{endpoint.address.rpartition(':')[2]}"
 
 
-def split_word(address: str) -> tuple[str, str]:
-    """(where to connect, the word to present) of a heal server's address."""
-    where, _, word = address.removeprefix("tcp://").partition("/")
-    return f"tcp://{where}", word
-
-
-def longest_silence_s(left_s: float, chunk_bytes: int) -> float:
+def longest_silence_s(left_s: float) -> float:
     """How long a source may say nothing at all, with `left_s` until the deadline. ZeroMQ's own threads
-    answer its heartbeats, also while a source has nothing to send yet; a frame of `chunk_bytes` must fit
-    in, at 2 MB/s."""
-    frame_s = chunk_bytes / 2e6
-    return min(max(left_s / 6, _SHORTEST_SILENCE_S, frame_s), _HEARTBEAT_TIMEOUT_MS / 1000)
+    answer its heartbeats, also while a source has nothing to send yet."""
+    return min(max(left_s / 6, _SHORTEST_SILENCE_S), _HEARTBEAT_TIMEOUT_MS / 1000)
 
 
 def reading_socket(
     context: zmq.Context[Any],
-    address: str,
-    chunk_bytes: int,
+    address: HealAddress,
     silence_s: float = _HEARTBEAT_TIMEOUT_MS / 1000,
 ) -> zmq.Socket[bytes]:
-    """A DEALER for the source at `address`, not connected yet; frames of up to `chunk_bytes`. Its
-    connection ends if the source says nothing, heartbeats included, for `silence_s`."""
+    """A DEALER for the source at `address`, not connected yet. Its connection ends if the source says
+    nothing, heartbeats included, for `silence_s`."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.PLAIN_USERNAME, _SERVICE.encode())
-    dealer.setsockopt(zmq.PLAIN_PASSWORD, split_word(address)[1].encode() or b"-")
+    dealer.setsockopt(zmq.PLAIN_PASSWORD, address.word.encode() or b"-")
     dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.MAXMSGSIZE, max(wire.MAX_MANIFEST_BYTES, chunk_bytes))
+    dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MANIFEST_BYTES)
     # With a limit, ZeroMQ 4.3.5 aborts the process if a source is reset while its queue is full. What
     # is on its way is what was asked for.
     dealer.setsockopt(zmq.RCVHWM, 0)
     dealer.setsockopt(zmq.SNDHWM, 256)
-    dealer.setsockopt(zmq.RCVBUF, _KERNEL_BUFFER_BYTES)
     dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     dealer.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_s * 1000))
     # A source that is not ready yet is silent, but its machine confirms the heartbeats.
     dealer.setsockopt(zmq.TCP_MAXRT, _UNCONFIRMED_MS)
-    dealer.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
+    dealer.setsockopt(zmq.IPV6, 1 if "[" in address.where else 0)
     return dealer
-
-
-def raise_malloc_threshold() -> None:
-    """Make malloc keep the memory of frames and staged chunks instead of returning it each time.
-
-    glibc raises its thresholds by itself when a block of up to 32 MiB is freed, so this frees one;
-    the block is never touched and costs no memory. Measured: 130,000 page faults a GiB less.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 # ---------------------------------------------------------------- memory of the same machine

@@ -3,26 +3,34 @@
 Each child has a slot: whether it trains, its step, how many steps it has committed, and for each
 rank until when its loop must be back, if it hangs. A byte in a pipe wakes the supervisor where it has
 to look. The two descriptors and the child's number are in the environment.
+
+The last slot is the keeper's (`state_keeper.py`). It and the children tell each other on *cards* which
+states they serve.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import mmap
 import os
 import signal
 import struct
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 ENV_BOARD = "FT_SUPERVISOR_BOARD"
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGABRT
 """Has a process print the stacks of all of its threads."""
-_SLOT_BYTES, _RANKS_AT, _RANKS = 2048, 64, 128
+_SLOT_BYTES, _RANKS_AT, _RANKS = 4096, 64, 128
 _ERROR_AT, _ERROR_BYTES = 1280, 768
+_CARD_AT, _CARD_BYTES = 2048, 2048
+_CARD = struct.Struct("<II")  # length and checksum of the JSON text that follows
 _FLAG, _PROGRESS, _HUNG = struct.Struct("<q"), struct.Struct("<qq"), struct.Struct("<d")
 _JOINED_AT, _PROGRESS_AT, _LEADS_AT, _OVER_AT, _DEAD_AT = 0, 8, 24, 32, 40
 
@@ -56,9 +64,11 @@ class Board:
 
     def __init__(self, count: int, *, whole: bool = True) -> None:
         self._whole = whole
+        self.keeper = count
+        """The number of the keeper's slot. Read only."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        self._file.truncate(count * _SLOT_BYTES)
-        self._memory = mmap.mmap(self._file.fileno(), count * _SLOT_BYTES)
+        self._file.truncate((count + 1) * _SLOT_BYTES)
+        self._memory = mmap.mmap(self._file.fileno(), (count + 1) * _SLOT_BYTES)
         self._read, self._write = os.pipe()
         self.descriptors = (self._file.fileno(), self._write)
 
@@ -116,16 +126,16 @@ class Slot:
         self._joined, self._commits = False, 0
 
     def join(self) -> None:
-        """This process takes part in a quorum. Call it before the first vote, hence before any peer
-        that it trains with can finish."""
+        """This process takes part in a quorum of the training. Call it before the first vote, hence
+        before any peer that it trains with can finish. Idempotent."""
         if not self._joined and self._memory is not None:
             self._joined = True
             self._set(_JOINED_AT, True)
             self._tell()
 
     def committed(self, step: int) -> None:
-        """A step was committed. Counts from `join` on: what comes before is no training."""
-        if self._joined and self._memory is not None:
+        """A step of the training was committed."""
+        if self._memory is not None:
             self._commits += 1
             _PROGRESS.pack_into(self._memory, self._at + _PROGRESS_AT, step, self._commits)
 
@@ -158,6 +168,47 @@ class Slot:
         if any(self._get(at + _LEADS_AT) for at in living):
             return False
         return self._at == min((at for at in living if self._get(at + _OVER_AT)), default=-1)
+
+    def tell(self, card: Mapping[str, Any]) -> bool:
+        """Put this process's card on the board; False: there is no board, or it does not fit."""
+        text = json.dumps(card).encode()
+        if self._memory is None or _CARD.size + len(text) > _CARD_BYTES:
+            return False
+        at = self._at + _CARD_AT
+        self._memory[at + _CARD.size : at + _CARD.size + len(text)] = text
+        _CARD.pack_into(self._memory, at, len(text), zlib.crc32(text))
+        return True
+
+    def cards(self) -> dict[int, dict[str, Any]]:
+        """The cards of the children that are not known to be dead, by their number."""
+        count = 0 if self._memory is None else len(self._memory) // _SLOT_BYTES - 1
+        found = {
+            child: self._card(child * _SLOT_BYTES)
+            for child in range(count)
+            if not self._get(child * _SLOT_BYTES + _DEAD_AT)
+        }
+        return {child: card for child, card in found.items() if card is not None}
+
+    def keepers_card(self) -> dict[str, Any] | None:
+        """What the keeper has told; None: nothing, or it is just being written."""
+        return None if self._memory is None else self._card(len(self._memory) - _SLOT_BYTES)
+
+    def others_train(self) -> bool:
+        """Whether another process of this supervisor takes part in a quorum, as far as is known."""
+        if self._memory is None:
+            return False
+        others = [at for at in range(0, len(self._memory), _SLOT_BYTES) if at != self._at]
+        return any(self._get(at + _JOINED_AT) and not self._get(at + _DEAD_AT) for at in others)
+
+    def _card(self, at: int) -> dict[str, Any] | None:
+        assert self._memory is not None
+        length, checksum = _CARD.unpack_from(self._memory, at + _CARD_AT)
+        begin = at + _CARD_AT + _CARD.size
+        text = self._memory[begin : begin + length]
+        if not length or zlib.crc32(text) != checksum:
+            return None
+        card: dict[str, Any] = json.loads(text)
+        return card
 
     def _get(self, at: int) -> bool:
         assert self._memory is not None

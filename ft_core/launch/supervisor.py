@@ -20,13 +20,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ft_core.launch.board import DUMP_SIGNAL, Board
+from ft_core.launch.keeping import Keeping
 from ft_core.launch.restarts import REMEMBERED, Again, Death, GiveUp, History, RestartPolicy
 from ft_core.launch.warm.starter import WarmStarter
 
@@ -163,7 +165,8 @@ class Roster:
         if isinstance(verdict, Again):
             child.history = (*child.history[:-1], replace(death, level=verdict.level))
             child.restart_at = now + verdict.pause_s
-            return f"{how}; it is started again in {verdict.pause_s:g} s"
+            when = f"in {verdict.pause_s:g} s" if verdict.pause_s else "at once"
+            return f"{how}; it is started again {when}"
         if isinstance(verdict, GiveUp):
             return f"{how}; it is {verdict.why}"
         for other in self.children:
@@ -278,6 +281,7 @@ def supervise(
     speaker: str = "ft",
     on_given_up: Callable[[int], None] | None = None,
     warm: WarmStarter | None = None,
+    keep_state_s: float = 0.0,
 ) -> int:
     """Run `count` processes of `command` until all have ended; returns this process's exit code.
 
@@ -295,6 +299,8 @@ def supervise(
         on_given_up: called, in a thread of its own, with the number of a replica group of which no
             process will run again, unless its training is complete. `tell_lighthouse` makes one.
         warm: starts the processes, and is closed; None: they are started cold.
+        keep_state_s: the keeper, a further process, fetches the state at this interval, with which
+            children begin when all have died; 0: there is none.
     """
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     board = Board(count, whole=not elsewhere)
@@ -307,12 +313,10 @@ def supervise(
         # A process group of its own, so that the terminal's Ctrl-C reaches it only through us.
         env = {**environment(child.index, child.restarts), **board.environment(child.index)}
         child.process = popen(command, env=env, process_group=0, pass_fds=board.descriptors)
-        waiting = (child.index, child.process, events)
-        threading.Thread(target=_wait, args=waiting, daemon=True).start()
+        waits_for = child.index, child.process, events
+        threading.Thread(target=_wait, args=waits_for, daemon=True).start()
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        events.put(_Signalled(number))
-
+    keeping = Keeping(board, popen, environment, every_s=keep_state_s, speaker=speaker)
     tellers: list[threading.Thread] = []
 
     def given_up(number: int) -> None:
@@ -320,22 +324,21 @@ def supervise(
             tellers.append(threading.Thread(target=on_given_up, args=(number,), daemon=True))
             tellers[-1].start()
 
-    handlers = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     threading.Thread(target=_watch, args=(board, events), daemon=True).start()
+    signals = _signals(events)
     try:
         for child in roster.children:
             start(child)
         return _Run(roster, board, events, start, partial(say, speaker), given_up).to_the_end()
     finally:
-        if elsewhere:
-            for teller in tellers:
-                teller.join(TELL_TIMEOUT_S)
+        for teller in tellers if elsewhere else ():
+            teller.join(TELL_TIMEOUT_S)
         _signal_all(roster, signal.SIGKILL)
+        keeping.close()
         if warm is not None:
             warm.close()
         board.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        _restore(signals)
 
 
 @dataclass(slots=True)
@@ -466,6 +469,20 @@ def die_with(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def _signals(events: queue.SimpleQueue[_Event]) -> dict[int, Any]:
+    """From now on those that end this process are events. Returns the handlers that they had."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        events.put(_Signalled(number))
+
+    return {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+
+
+def _restore(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _wait(index: int, process: subprocess.Popen[bytes], events: queue.SimpleQueue[_Event]) -> None:

@@ -119,6 +119,11 @@ class ProcessGroup(dist.ProcessGroup):
     def advertise(self, host: str) -> None:
         """Use the address `host` unless the constructor was given one. Before `address`."""
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Bound collectives by `timeout` from the next `configure` on. Any thread. Raises ValueError
+        unless it is positive, NotImplementedError where the group has no timeout of its own."""
+        raise NotImplementedError(f"{self.getBackendName()} has no timeout of its own")
+
     def bind(self, quorum_id: int | None) -> None:
         """Refuse collectives under any other quorum, until the next call (None: allow all).
 

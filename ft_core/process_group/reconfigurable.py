@@ -150,9 +150,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self, timeout: timedelta | float, *, hostname: str | None, interface: str | None
     ) -> None:
         super().__init__()
-        self.timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout must be positive, not {timeout}")
+        self.timeout_s = _positive_s(timeout)
         self._hostname = hostname
         self._interface = interface
         self._listener: Listener | None = None
@@ -197,6 +195,9 @@ class ReconfigurableProcessGroup(ProcessGroup):
         with self._lock:
             if self._hostname is None and self._interface is None and self._listener is None:
                 self._hostname = host
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout_s = _positive_s(timeout)
 
     def address(self) -> bytes:
         with self._lock:
@@ -590,6 +591,13 @@ def _shut_down_at_exit(group: weakref.ref[ReconfigurableProcessGroup]) -> None:
     alive = group()
     if alive is not None:
         alive.shutdown()
+
+
+def _positive_s(timeout: timedelta | float) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if seconds <= 0:
+        raise ValueError(f"timeout must be positive, not {timeout}")
+    return seconds
 
 
 def _decoded(addresses: Sequence[bytes]) -> tuple[dict[int, Address], dict[int, str]]:

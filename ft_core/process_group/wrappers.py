@@ -49,6 +49,9 @@ class ProcessGroupWrapper(ProcessGroup):
     def revoke(self, reason: Exception, *, quorum_id: int | None = None) -> None:
         self.parent.revoke(reason, quorum_id=quorum_id)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.parent.set_timeout(timeout)
+
     def bind(self, quorum_id: int | None) -> None:
         self.parent.bind(quorum_id)
 

@@ -102,6 +102,7 @@ class GroupLeader:
         self._member = False  # and has led to a quorum
         self._votes: dict[int, Vote] = {}
         self._newest = NO_QUORUM  # the last quorum that the lighthouse has announced
+        self._group_left = 0  # how often
         self._said_no: tuple[int, int] | None = None
         self._healing = False  # the group is a healing member of its quorum
         self._broken = ""  # why this group is over
@@ -230,8 +231,9 @@ class GroupLeader:
         job, last = JobKey(), self._last_join
         if last is not None:
             job = last.job
-            leave = Leave(job, last.replica_id, f"rank {rank} is gone", promised=last.promised)
-            self._effects.append(SendUp(leave))
+            self._group_leaves(
+                Leave(job, last.replica_id, f"rank {rank} is gone", promised=last.promised)
+            )
         self._send(
             (r for r in range(self._size) if r not in self._gone), Refused(job, self._broken)
         )
@@ -289,6 +291,7 @@ class GroupLeader:
                     can_heal=all(j.can_heal for j in joins),
                     schema=first.schema if len(schemas) == 1 else "|".join(sorted(schemas))[:200],
                     attempt=0,
+                    left=self._group_left,
                 )
             )
         )
@@ -350,10 +353,13 @@ class GroupLeader:
 
     def _on_leave(self, rank: int, leave: Leave) -> None:
         """The first leave is the group's, which cannot go on without one of its ranks."""
+        join = self._joins.get(rank)
+        if join is not None and leave.left <= join.left:
+            return  # it has joined since
         self._left.add(rank)
         if self._joined:
             # The collectives of its other ranks may still need this group.
-            self._effects.append(SendUp(replace(leave, reduced=leave.reduced and self._size == 1)))
+            self._group_leaves(replace(leave, reduced=leave.reduced and self._size == 1))
             self._joined = False
             gave_up = leave.reason.startswith(GAVE_UP)
             if gave_up or leave.reason.startswith(GAVE_UP_PLACE):
@@ -364,6 +370,10 @@ class GroupLeader:
             self._start_over()
         # Else the others still wait for their first quorum, and need not join again.
         self._joins.pop(rank, None)
+
+    def _group_leaves(self, leave: Leave) -> None:
+        self._group_left += 1
+        self._effects.append(SendUp(replace(leave, left=self._group_left)))
 
     def _start_over(self) -> None:
         """The group is no member any more: its ranks must join again."""

@@ -96,6 +96,7 @@ class Replica:
         self._pardoned = False  # evicted as hung in this attempt: a loop that only waits does not hang
         self._begun = 0  # attempts, all in all
         self._spent_in_group = 0  # of them, by this rank or another one of its group
+        self._left = 0  # how often
         self._heal_in_step = False
         self._fetching: events.FetchState | None = None
         self._fetched: tuple[int, str] | None = None
@@ -207,8 +208,11 @@ class Replica:
         self._resend_at = self._grace_at = None
         if self.attempt is not Attempt.CLOSED:
             self._close(Outcome(self.step, False, f"left: {reason}"))
-        leave = messages.Leave(self._template.job, self.replica_id, reason, reduced, self.promised)
-        return [] if was_out else [Transmit(leave)]
+        return [] if was_out else [self._goodbye(reason, reduced)]
+
+    def _goodbye(self, reason: str, reduced: bool = False) -> Transmit:
+        job, own_id, self._left = self._template.job, self.replica_id, self._left + 1
+        return Transmit(messages.Leave(job, own_id, reason, reduced, self.promised, self._left))
 
     def _on_rejoin(self, event: events.Rejoin, now: float) -> list[Effect]:
         held = self.healed and not event.discard_state
@@ -265,10 +269,8 @@ class Replica:
             return []
         self.reason = f"heal failed: {event.error}"
         if event.denied:
-            job, reason = self._template.job, self.reason[:500]
-            leave = messages.Leave(job, self.replica_id, reason, promised=self.promised)
-            refused = messages.Refused(job, self.reason)
-            return [Transmit(leave), *self._on_refused(refused, now)]
+            refused = messages.Refused(self._template.job, self.reason)
+            return [self._goodbye(self.reason[:500]), *self._on_refused(refused, now)]
         effects: list[Effect] = [Remark(self.reason)]
         if self.attempt is Attempt.BOUND:
             return effects + self._fail(self.reason, now)
@@ -484,9 +486,7 @@ class Replica:
             # Its collectives may all be done; then the loop's vote comes soon.
             self._grace_at = now + self._revoke_grace_s
             return effects
-        if self._vote is None:
-            effects += self._vote_no(reason, now, phase=self._phase())
-        return effects
+        return effects + self._vote_no(reason, now, phase=self._phase())
 
     def _on_expelled(self, message: messages.Expelled, now: float) -> list[Effect]:
         view = self.view
@@ -607,7 +607,7 @@ class Replica:
         self.stage, (genesis, held) = Stage.JOINING, self.origin
         join = replace(
             self._template, step=self.step, lineage=self.lineage, promised=self.promised,
-            genesis=genesis, held=held, attempt=self._spent,
+            genesis=genesis, held=held, attempt=self._spent, left=self._left,
         )  # fmt: skip
         if self.view is not None:
             join = self.view.recall(join, in_doubt=self.attempt is Attempt.VOTED, knows=self._knows)

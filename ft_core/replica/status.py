@@ -138,6 +138,7 @@ class Participation:
         participants: how many contribute: groups, or ranks that each hold a copy.
         rank: among the participants; None if this member contributes nothing.
         groups: how many replica groups contribute.
+        share: of the data, that this group holds (`ft_core.replica.shares`); None: none.
     """
 
     quorum_id: int
@@ -146,6 +147,7 @@ class Participation:
     participants: int
     rank: int | None
     groups: int
+    share: int | None = None
 
 
 class ReplicaStatus(NamedTuple):

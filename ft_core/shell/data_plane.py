@@ -84,6 +84,16 @@ class DataPlane:
         """This rank's `RankAddress`, encoded."""
         return addresses.encode(RankAddress(self.process_group.address(), self._server.address))
 
+    @property
+    def source(self) -> str:
+        """Where this rank's states are served."""
+        return self._server.address
+
+    @property
+    def observed(self) -> bool:
+        """Whether an observer waits for a state. Any thread; costs nothing."""
+        return self._server.observed
+
     # ------------------------------------------------------------------ effects
 
     def configure(self, effect: Configure) -> None:
@@ -298,6 +308,11 @@ class DataPlane:
     def withhold(self, step: int, lineage: str, reason: str) -> None:
         """Refuse the state (step, lineage) to members that ask for it, and tell them why."""
         self._server.withhold(HealKey(step, lineage), self._options.as_written(reason))
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no reader reads what is published."""
+        return self._server.quiet
 
     def freeze(self) -> None:
         """The state is about to change: copy what targets have not received (mostly nothing)."""

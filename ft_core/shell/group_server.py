@@ -39,7 +39,7 @@ from lighthouse.config import Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError
 from lighthouse.own_address import bracketed
-from lighthouse.sockets import ServerLimits
+from lighthouse.sockets import ServerLimits, Waiter
 from lighthouse.wire import codec
 from lighthouse.wire.messages import JobKey, Join, Message, Peer, Refused, Request
 
@@ -134,27 +134,27 @@ class GroupServer:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        for each in (*self._endpoint.polled, *self._upstream.sockets):
-            poller.register(each, zmq.POLLIN)
-        poller.register(self._wake_read.fileno(), zmq.POLLIN)
         try:
-            while True:
-                ready = dict(poller.poll(self._sleep_ms()))
-                now = time.monotonic()
-                self._take_requests(now)
-                if self._wake_read.fileno() in ready:
-                    return  # after the last requests: a leave is among them
-                self._take_replies(now)
-                for peer in self._endpoint.take_lost(dry=True):
-                    self._apply(self._machine.disconnected(_name(peer), now))
-                self._look_at_lighthouse(now)
+            with Waiter(*self._endpoint.polled, *self._upstream.sockets, self._wake_read) as waiter:
+                self._serve(waiter)
         except Exception:
             log.exception("fault tolerance: the replica group's leader failed")
         finally:
             self._endpoint.close(linger_ms=1_000)
             self._upstream.close(linger_s=1.0)
             self._wake_read.close()
+
+    def _serve(self, waiter: Waiter) -> None:
+        while True:
+            ready = waiter.wait(self._sleep_ms())
+            now = time.monotonic()
+            self._take_requests(now)
+            if self._wake_read in ready:
+                return  # after the last requests: a leave is among them
+            self._take_replies(now)
+            for peer in self._endpoint.take_lost(dry=True):
+                self._apply(self._machine.disconnected(_name(peer), now))
+            self._look_at_lighthouse(now)
 
     def _sleep_ms(self) -> int | None:
         away = self._away_since

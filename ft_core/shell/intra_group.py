@@ -93,6 +93,13 @@ class IntraGroup:
         agreed: bool = self._all("decision", bool(decision), all if all_of_them else any)
         return agreed
 
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of each rank, in their order: any objects that can be pickled."""
+        if not self._reaches_peers:
+            return [value]
+        values: list[Any] = self._all("gather", value, lambda values: values)
+        return values
+
     def from_rank_0(self, decide: Callable[[], Any]) -> Any:
         """The result of `decide()`, which rank 0 alone calls; the others wait without a limit."""
         if not self._reaches_peers:

@@ -83,6 +83,7 @@ class Session:
         self._rendezvous: GroupRendezvous | None = None
         try:
             link, replica_id, identity = self._connect(host, replica_id)
+            self.replica_id = replica_id
             lineage = self._lineage_of_group(lineage)
         except BaseException:
             self.plane.close()
@@ -102,7 +103,7 @@ class Session:
             expected_replicas=options.expected_replicas,
             can_heal=can_heal,
             group_commit=options.group_commit,
-            schema=hashlib.blake2b(schema.encode(), digest_size=8).hexdigest(),
+            schema=schema_digest(schema),
             schema_text=schema[:1500],
             genesis=origin[0],
             held=origin[1],
@@ -304,6 +305,11 @@ class Session:
         else:
             log.info("%s: %s", self._options.name, text)
         self._telemetry.emit(WAITING, reason=text)
+
+
+def schema_digest(schema: str) -> str:
+    """Of what all members must have alike."""
+    return hashlib.blake2b(schema.encode(), digest_size=8).hexdigest()
 
 
 def _reach(address: str, interface: str, limit_s: float) -> tuple[str, str]:

@@ -156,6 +156,8 @@ class FabricPeriodicMixin(FTFabricMixin):
             return
         if not self._started:
             self._start()
+        if by_loader:
+            self.progress.lead = self._fetching
         self._starting = True
         try:
             if not self._entered:

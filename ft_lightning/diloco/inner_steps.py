@@ -183,6 +183,10 @@ class InnerSteps(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return {}
 
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        states = [optimizer.state_dict() for optimizer in self._optimizers]
+        return {str(number): state for number, state in enumerate(states)}
+
     def register_step_post_hook(self, hook: Any) -> RemovableHandle:
         handle = RemovableHandle(self._after)
         self._after[handle.id] = hook

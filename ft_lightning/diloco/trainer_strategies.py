@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import astuple
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from ft_lightning.shared.step_collectives import zero_loss
 from ft_lightning.trainer import healing
 from ft_lightning.trainer.batches import BATCHES, PARTS, Batches, epochs_done
 from ft_lightning.trainer.leader import refuse_search
+from ft_lightning.trainer.resumed_epoch import Origin
 from ft_lightning.trainer.strategy import FTDDPMixin
 
 log = logging.getLogger("ft_lightning")
@@ -104,6 +106,7 @@ class InnerDriver:
         try:
             self.algorithm.__enter__()
             self.entered = True
+            self._batches.begin(self._trainer)
             self._on_quorum()
         finally:
             self._place = None
@@ -192,6 +195,7 @@ class InnerDriver:
                 loops[BATCHES][part]["completed"] += 1
             loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
         state["place"], state["local_step"] = self._place.value, self.algorithm.local_step
+        state["origin"] = astuple(self._batches.origin)
         packed: dict[str, Any] = inner_steps.pack(state)
         return packed
 
@@ -228,6 +232,7 @@ class InnerDriver:
             # What was logged in the epoch that this group was in is not of this one.
             trainer.fit_loop.epoch_loop._results.reset()
             self._hooks("on_train_epoch_start")
+        self._batches.origin = Origin(*state["origin"])
         self._batches.jump(trainer)
         if self._place is _Place.BATCH_END:
             # The loop is about to count this batch, too.

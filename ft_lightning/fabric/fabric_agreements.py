@@ -170,12 +170,12 @@ class FabricAgreementsMixin(StrategyBase, _Base):
                 lambda: self._exchange(call, tensor),
                 begin=self._begin_round,
                 vote=self._vote_on_round,
-                is_behind=lambda: self._lost,
+                is_behind=lambda: self._lost or manager.is_healing(),
             )
         finally:
             self._where = self._round_of = None
         if agreed is None:
-            self._open = False
+            self._open, self._lost = False, True
             manager.rejoin("fell behind between steps")
             return None
         return self._agreed(name, agreed.result)

@@ -148,7 +148,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         loader that is read, while it is read; others are read within windows."""
         lead = self._lead
         if lead is None or not lead.active or lead is place:
-            self._lead = place
+            self._lead = self.progress.lead = place
         return self._lead is place
 
     def _start(self) -> None:
@@ -162,7 +162,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._thread = threading.get_ident()
         self._starting, self._where, self._healed = True, where, False
         try:
-            manager.start_quorum()
+            # Between steps the weights are in use: a validation is computed with one set of them.
+            manager.start_quorum(takes_state=where is not Where.ROUND)
             while self._visit is not None:
                 self._sit_in(self._visit)
                 manager.start_quorum()

@@ -22,7 +22,7 @@ from torch import nn
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.heal import digest
 from ft_core.manager import Manager
-from ft_lightning.fabric.fabric_step import FabricStepMixin
+from ft_lightning.fabric.fabric_saves import FabricSavesMixin
 from ft_lightning.fabric.loop_position import LoaderPlace, Where, WindowPlace, follow, is_placeable
 from ft_lightning.shared.launcher import SupervisorLauncher
 from ft_lightning.shared.registration import NAME
@@ -31,7 +31,7 @@ from ft_lightning.shared.topology import Role
 from ft_lightning.trainer.batches import adopt
 
 
-class FTFabricMixin(FabricStepMixin):
+class FTFabricMixin(FabricSavesMixin):
     """Strategy for data-parallel training with Fabric that survives the loss of processes.
 
     Each replica group (one process, or several) holds the whole model and may die at any time; the
@@ -85,7 +85,7 @@ class FTFabricMixin(FabricStepMixin):
         self._asks_where = True
         while self.progress.epoch < total:
             yield self.progress.epoch
-            self.progress.epoch += 1
+            self.progress.end_epoch()
         self._finished = True
 
     def _at_exit(self) -> None:
@@ -100,6 +100,8 @@ class FTFabricMixin(FabricStepMixin):
         without training follows. Not within a step: between two batches. Idempotent."""
         self._open = False
         self._sigterm.unwatch()
+        if self._finished:
+            self._forget_saves()
         if self._manager is not None:
             self._manager.shutdown(finished=self._finished)
         if self._sink is not None:
@@ -266,7 +268,7 @@ class FTFabricMixin(FabricStepMixin):
         self.precision.load_state_dict(state["precision"])
         self.progress.load_state_dict(state["progress"])
         lead = state["lead"]
-        self._lead = self.progress.places[lead] if lead >= 0 else None
+        self._lead = self.progress.lead = self.progress.places[lead] if lead >= 0 else None
         for name, thing in self._registered.items():
             if isinstance(thing, dict):
                 thing.clear()

@@ -76,16 +76,27 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
         epoch: epochs that `strategy.epochs` has completed.
         step: committed optimizer steps.
         places: of the loaders, in the order in which they were set up.
+        lead: of the loader whose batches are trained on; None: none was read yet.
     """
 
     def __init__(self) -> None:
         self.epoch = self.step = 0
         self.places: list[LoaderPlace] = []
+        self.lead: LoaderPlace | None = None
+        self._passed = -1
+
+    def end_epoch(self) -> None:
+        """A turn of the loop over `strategy.epochs` is over."""
+        self.epoch += 1
+        self._passed = -1 if self.lead is None else self.lead.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values. An epoch is completed when the pass over its data is: scripts save behind that,
+        within the epoch's turn of their loop."""
+        lead = self.lead
+        completed = lead is not None and lead.epoch > self._passed and not lead.active
         places = [[p.epoch, p.batch, int(p.active)] for p in self.places]
-        return {"epoch": self.epoch, "step": self.step, "places": places}
+        return {"epoch": self.epoch + completed, "step": self.step, "places": places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the place of a `state_dict`. Raises ValueError for another number of loaders."""
@@ -94,7 +105,7 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
                 f"the state is of {len(state['places'])} data loaders, and {len(self.places)} are "
                 "set up: call fabric.setup_dataloaders before fabric.load, with the same loaders"
             )
-        self.epoch, self.step = state["epoch"], state["step"]
+        self.epoch, self.step, self._passed = state["epoch"], state["step"], -1
         for place, (epoch, batch, active) in zip(self.places, state["places"], strict=True):
             place.go_to(epoch, batch, bool(active))
 

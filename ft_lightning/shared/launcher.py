@@ -33,16 +33,23 @@ class SupervisorLauncher:
 
     If `job` names no lighthouse, this process runs one for as long as it lives. `max_restarts`: see
     `RestartPolicy`. `warm_start`: fork a replica group that is started again from a template.
+    `keep_state_s`: see `supervise`.
     """
 
     is_interactive_compatible = True
     """So that it is `launch` which says why there is nothing to start in a notebook."""
 
     def __init__(
-        self, scope: Scope, job: JobOptions, max_restarts: int | None, *, warm_start: bool = True
+        self,
+        scope: Scope,
+        job: JobOptions,
+        max_restarts: int | None,
+        *,
+        warm_start: bool = True,
+        keep_state_s: float = 0.0,
     ) -> None:
         self._scope, self._job, self._max_restarts = scope, job, max_restarts
-        self._warm_start = warm_start
+        self._warm_start, self._keep_state_s = warm_start, keep_state_s
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
@@ -85,6 +92,7 @@ class SupervisorLauncher:
                 speaker="ft_lightning",
                 on_given_up=tell_lighthouse(address, job_id),
                 warm=warm_starts(self._warm_start, renew=[f"{renew_rank.__module__}:renew_rank"]),
+                keep_state_s=self._keep_state_s,
             )
         finally:
             if server is not None:

@@ -24,9 +24,13 @@ DESCRIPTION = "DDP over replica groups that may die and come back while the othe
 UNUSED = "ft_ddp_find_unused_parameters_true"
 """As with stock DDP: the name says the option."""
 
+SHARDED = "ft_fsdp"
+"""Of Trainers."""
+
 NAMES = {
     NAME: ("FTDDPStrategy", DESCRIPTION),
     UNUSED: ("FTDDPStrategy", "ft_ddp for models of which a forward leaves out parameters"),
+    SHARDED: ("FTFSDPStrategy", "FSDP2 and TP in replica groups that may die and come back"),
     "ft_local_sgd": ("FTLocalSGDStrategy", "Replica groups that average their parameters at times"),
     "ft_diloco": ("FTDiLoCoStrategy", "Replica groups with an outer optimizer, for slow links"),
 }
@@ -79,7 +83,8 @@ def _factory(home: str, class_name: str) -> Callable[..., Any]:
 def _register_there(attribute: str, home: str, module: ModuleType) -> None:
     registry: Any = getattr(module, attribute)
     for name, (class_name, description) in NAMES.items():
-        if name not in registry:
+        fits = name != SHARDED or attribute == "StrategyRegistry"
+        if fits and name not in registry:
             options = {"find_unused_parameters": True} if name == UNUSED else {}
             create = _factory(home, class_name)
             registry.register(name, create, description=description, **options)

@@ -16,11 +16,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ft_core.heal.format import byte_view
 from ft_core.manager import Manager
+from ft_core.shell.intra_group import IntraGroup
 
 _OPS: dict[str, Any] = {
     "mean": ReduceOp.AVG,
@@ -33,11 +35,63 @@ _OPS: dict[str, Any] = {
 }
 
 
-def reduce_in_step(manager: Manager, tensor: Tensor, reduce_op: Any) -> Tensor:
-    """`tensor` reduced in place over the participants of the open step.
+class CopyRanks:
+    """The ranks of a replica group that hold a copy of the model each: a manager's collectives reach all
+    of them, so there is nothing to do among themselves.
 
-    If the step fails, the result is undefined, and is discarded with the step.
+    Thread: the training loop's.
     """
+
+    number, size = 0, 1
+    """Of this rank, among those over which a participant of the manager's extends."""
+
+    def reduce(self, tensor: Tensor, op: Any) -> None:
+        """Reduce over the group's ranks, in place."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """A row for each of the group's ranks."""
+        return tensor.unsqueeze(0)
+
+    def merge(self, mine: list[Any]) -> list[list[Any]]:
+        """The list of each of the group's ranks."""
+        return [mine]
+
+    def any(self, yes: bool) -> bool:
+        """Whether it is so on any of the group's ranks."""
+        return yes
+
+
+class ShardRanks(CopyRanks):
+    """The ranks of a replica group that share one copy: a manager's collectives reach the ranks of one
+    number. What is to reach all goes over the group as well, by its default process group."""
+
+    def __init__(self, in_group: IntraGroup) -> None:
+        self._in_group = in_group
+        self.number, self.size = dist.get_rank(), dist.get_world_size()
+
+    def reduce(self, tensor: Tensor, op: Any) -> None:
+        mean = op == ReduceOp.AVG
+        dist.all_reduce(tensor, ReduceOp.SUM if mean else op)
+        if mean and tensor.is_floating_point():
+            tensor.div_(self.size)
+        elif mean:
+            tensor.div_(self.size, rounding_mode="trunc")
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        wire = tensor.detach().contiguous()
+        rows = [torch.empty_like(wire) for _ in range(self.size)]
+        dist.all_gather(rows, wire)
+        return torch.stack(rows)
+
+    def merge(self, mine: list[Any]) -> list[list[Any]]:
+        return self._in_group.gather(mine)
+
+    def any(self, yes: bool) -> bool:
+        return self._in_group.decide(yes, all_of_them=False)
+
+
+def operation(reduce_op: Any) -> Any:
+    """torch's operation for Lightning's name of it. Raises ValueError if there is none."""
     op: Any = reduce_op
     if reduce_op is None:
         op = ReduceOp.AVG
@@ -45,6 +99,15 @@ def reduce_in_step(manager: Manager, tensor: Tensor, reduce_op: Any) -> Tensor:
         op = _OPS.get(reduce_op.lower())
         if op is None:
             raise ValueError(f"reduce_op must be one of {', '.join(_OPS)}, got {reduce_op!r}")
+    return op
+
+
+def reduce_in_step(manager: Manager, tensor: Tensor, reduce_op: Any) -> Tensor:
+    """`tensor` reduced in place over the participants of the open step.
+
+    If the step fails, the result is undefined, and is discarded with the step.
+    """
+    op = operation(reduce_op)
     flat = tensor if tensor.is_contiguous() else tensor.contiguous()
     manager.allreduce(flat, reduce_op=op).wait()
     return flat
@@ -98,7 +161,10 @@ def gather_bytes(manager: Manager, mine: bytes) -> list[bytes]:
 
 def zero_loss(module: torch.nn.Module) -> Tensor:
     """A loss of zero that touches all parameters: the gradients of a batch that is left out."""
-    wanted = [p.reshape(-1)[:1].sum() for p in module.parameters() if p.requires_grad]
+    parameters = (p for p in module.parameters() if p.requires_grad)
+    # Of a shard, this rank's part: no collective that only some ranks would call.
+    parts = (p.to_local() if hasattr(p, "to_local") else p for p in parameters)
+    wanted = [part.reshape(-1)[:1].sum() for part in parts]
     return torch.stack([w.float() for w in wanted]).sum() * 0.0
 
 

@@ -22,6 +22,7 @@ from ft_core.ddp import refuse_arguments
 from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.launch import board
+from ft_core.launch.narrator import Narrator
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_core.shell.intra_group import IntraGroup
@@ -29,7 +30,6 @@ from ft_core.telemetry import JsonlSink
 from ft_lightning.shared import trainings
 from ft_lightning.shared.launch_env import ENV_DEVICE, LaunchEnv
 from ft_lightning.shared.launcher import SupervisorLauncher, live_with_group
-from ft_lightning.shared.narrator import narrate
 from ft_lightning.shared.topology import Role, Scope, resolve
 from lighthouse.errors import TrainingOver
 
@@ -42,6 +42,8 @@ else:
     _Base = object
 
 _TIMEOUT = timedelta(minutes=30)
+KEEP_STATE_S = 30.0
+"""Seconds of work that the death of all replica groups may cost, by default."""
 
 # ---------------------------------------------------------------------- options
 
@@ -69,11 +71,14 @@ class Options:
     validation: str = "replicated"
     resume: bool = True
     warm_start: bool = True
+    keep_state_s: float = KEEP_STATE_S
 
     def __post_init__(self) -> None:
         mine = {each.name: getattr(self, each.name) for each in fields(self)}
         of_job = {each.name for each in fields(JobOptions)}
         JobOptions(name="0", **{k: v for k, v in mine.items() if k in of_job and v is not None})
+        if not self.keep_state_s >= 0:
+            raise ValueError(f"keep_state_s must not be negative, got {self.keep_state_s}")
         if self.group_size is not None and self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
         groups = self.num_replica_groups
@@ -160,8 +165,14 @@ class StrategyBase(_Base):
     parallel_devices: Any
     _launcher: Any
     _options: Options
+    _stock_name = "DDPStrategy"
+    """Of Lightning's strategy that this one is built on."""
+    _ranks_hold = "copies"
+    """What the ranks of a replica group hold, see `ft_core.replica.status.RanksHold`."""
     _votes_each_step = True
     """False where a replica group trains on its own between two outer steps: it is one process."""
+    _goes_to_any_place = False
+    """Whether each process that starts can go to any place in the epochs and the data."""
     _scope: Scope | None = None
     """Set when the Trainer or the Fabric is made."""
     _in_group: IntraGroup
@@ -171,6 +182,8 @@ class StrategyBase(_Base):
     _manager: Manager | None = None
     _sink: JsonlSink | None = None
     _leader = False
+    _group_leads = False
+    """Whether this is a rank of the replica group that is the first to take part."""
     _over = False
     """The last training of this process has ended regularly."""
     participants = 0
@@ -194,6 +207,7 @@ class StrategyBase(_Base):
         validation: Literal["replicated", "sharded"] = "replicated",
         resume: bool = True,
         warm_start: bool = True,
+        keep_state_s: float = KEEP_STATE_S,
         **kwargs: Any,
     ) -> None:
         """Take the options. Raises ValueError, in one sentence, for those that cannot work.
@@ -226,10 +240,15 @@ class StrategyBase(_Base):
             warm_start: a replica group that died is started again within a fraction of a second, from
                 a process that has imported the libraries (if ``devices=N`` starts the groups).
                 FT_WARM_START=0 switches it off, too.
-            **kwargs: options of :class:`DDPStrategy` and of torch's DistributedDataParallel.
+            keep_state_s: a process of its own takes a copy of the state at this interval, in seconds. When
+                all replica groups have died they go on from it (Trainer only; if ``devices=N`` starts them,
+                groups of one process, and ``resume``). Off where two copies are more than half of the
+                free memory. 0: never.
+            **kwargs: options of Lightning's strategy (:class:`DDPStrategy` takes those of torch's
+                DistributedDataParallel).
         """
         said = locals()
-        refuse_ddp_options(kwargs)
+        self._refuse_stock_options(kwargs)
         names = [each.name for each in fields(Options)]
         stock = inspect.signature(self._stock_class.__init__).parameters
         refuse_arguments({k: v for k, v in kwargs.items() if k not in stock}, *names, *stock)
@@ -237,13 +256,17 @@ class StrategyBase(_Base):
         self._options = Options(**{each.name: said[each.name] for each in fields(Options)})
         self._prepare()
 
+    def _refuse_stock_options(self, given: dict[str, Any]) -> None:
+        """Raise ValueError for options of Lightning's strategy that cannot work here."""
+        refuse_ddp_options(given)
+
     def _prepare(self) -> None:
         """The options are known: set up what the strategy keeps."""
 
     @property
     def _stock_class(self) -> Any:
-        """The DDPStrategy of the Lightning that this strategy belongs to."""
-        return next(cls for cls in type(self).__mro__ if cls.__name__ == "DDPStrategy")
+        """The stock strategy of the Lightning that this strategy belongs to."""
+        return next(cls for cls in type(self).__mro__ if cls.__name__ == self._stock_name)
 
     # ------------------------------------------------------------------ ranks
 
@@ -296,10 +319,8 @@ class StrategyBase(_Base):
     def _find_scope(self, num_nodes: int) -> None:
         """Find this process's place in the environment. Raises ValueError."""
         devices: list[Any] = list(self.parallel_devices or ())
-        launched, size = LaunchEnv.read(num_nodes=num_nodes), self._options.group_size
-        if not self._votes_each_step:
-            started = launched.replica.group_world_size if launched.ranked else 1
-            size = self._one_process(max(size or 1, started))
+        launched = LaunchEnv.read(num_nodes=num_nodes)
+        size = self._group_size(launched, len(devices), num_nodes)
         scope = resolve(
             launched,
             devices=len(devices),
@@ -330,7 +351,7 @@ class StrategyBase(_Base):
             group_rank=scope.group_rank,
             # A supervisor has ranks, and no peers.
             group_world_size=scope.group_size if scope.role is Role.MEMBER else 1,
-            ranks_hold="copies",
+            ranks_hold=self._ranks_hold,
             store_addr=scope.store_addr,
             store_port=scope.store_port,
         )
@@ -339,7 +360,16 @@ class StrategyBase(_Base):
         )
         self._scope = scope
         self._leader = scope.rank == 0 and scope.restarts == 0
+        self._group_leads = scope.index == 0
         act_as_leader(self._leader, scope)
+
+    def _group_size(self, launched: LaunchEnv, devices: int, num_nodes: int) -> int | None:
+        """How many processes a replica group has, as far as options say. Raises ValueError."""
+        size = self._options.group_size
+        if not self._votes_each_step:
+            started = launched.replica.group_world_size if launched.ranked else 1
+            size = self._one_process(max(size or 1, started))
+        return size
 
     def _one_process(self, size: int) -> int:
         if size > 1:
@@ -370,7 +400,13 @@ class StrategyBase(_Base):
                 self._job,
                 self._options.max_restarts,
                 warm_start=self._options.warm_start,
+                keep_state_s=self._keep_state_s,
             )
+
+    @property
+    def _keep_state_s(self) -> float:
+        able = self._votes_each_step and self._goes_to_any_place and self.scope.group_size == 1
+        return self._options.keep_state_s if able and self._options.resume else 0.0
 
     # ------------------------------------------------------------------ the manager
 
@@ -407,9 +443,21 @@ class StrategyBase(_Base):
         return manager
 
     def _narrate(self, step: Callable[[], int]) -> None:
-        """Tell the person who watches the terminal how the training goes. `step`: see `Narrator`."""
+        """Tell the person who watches the terminal how the training goes. `step`: optimizer steps that
+        this process has committed, or taken from its peers."""
         assert self._manager is not None and self._training is not None
-        narrate(self._manager, self.scope, self._training.lighthouse, step)
+        scope = self.scope
+        if scope.num_groups > 1 and scope.group_rank == 0:
+            self._manager.telemetry.add_sink(
+                Narrator(
+                    "ft_lightning",
+                    scope.name,
+                    scope.num_groups,
+                    self._training.lighthouse,
+                    lambda: f"step {step():,}" if step() else "",
+                    deaths=not board.slot().whole,  # else the supervisor of all groups tells of them
+                )
+            )
 
     def _refuse_if_over(self) -> None:
         """Raise TrainingOver if this group's peers are in a later training of the script. All ranks of
@@ -432,8 +480,11 @@ class StrategyBase(_Base):
         """Membership may have changed, and with it the leader. False: there is no quorum now."""
         assert self._manager is not None
         try:
-            self.participants = self._manager.num_participants()
-            self._leader = self._manager.participating_rank() == 0
+            shards = self._ranks_hold == "shards"
+            ranks = self.scope.group_size if shards else 1
+            self.participants = self._manager.num_participants() * ranks
+            self._group_leads = self._manager.participating_rank() == 0
+            self._leader = self._group_leads and not (shards and self.scope.group_rank)
         except QuorumUnavailable:
             return False  # the attempt has failed already; the next one tells
         if self._manager.others_finished() and self._options.commit == "quorum":
@@ -442,7 +493,6 @@ class StrategyBase(_Base):
                 "longer than theirs. It ends here, so that it does not write over what they have saved"
             )
         act_as_leader(self._leader, self.scope)
-        board.slot().join()
         if self.scope.group_rank == 0:
             board.slot().leads(self._leader)
         return True

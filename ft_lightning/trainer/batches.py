@@ -23,12 +23,14 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import islice, zip_longest
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from ft_core.heal import UnsupportedObjectError, pack
+from ft_lightning.trainer.resumed_epoch import Origin, batches_left, samples_of_a_batch
 
 log = logging.getLogger("ft_lightning")
 
@@ -95,6 +97,9 @@ class Batches:
         self._adopted: list[Any] = []
         self._marked: list[Any] = []
         self._warned = False
+        self.origin = Origin()
+        """Of the epoch in the midst of which this fit was resumed with other batches."""
+        self._resumes = False
         self.has_streams = False
         """Whether a training loader has no sampler: then `mark` has something to note."""
 
@@ -156,13 +161,18 @@ class Batches:
         `states`: of a peer that is there, or empty.
         """
         fit_loop = trainer.fit_loop
-        done = batches_done(trainer)
+        done, epoch = batches_done(trainer), epochs_done(trainer)
+        origin = self.origin.of(epoch)
         loaders = fit_loop._combined_loader.flattened
-        self._marked = list(states)
+        self._marked, self._resumes = list(states), False
+        chosen = []
         for loader, state in zip_longest(loaders, states[: len(loaders)]):
-            self._set_sampler_epoch(loader, epochs_done(trainer))
+            self._set_sampler_epoch(loader, epoch)
             sampler, owner = self.index_sampler(loader), self._stateful(loader)
-            if sampler is not None:
+            if sampler is not None and origin != Origin(epoch):
+                sampler._ft_chosen = batches_left(loader, origin)[done - origin.batch :]
+                chosen.append(sampler)
+            elif sampler is not None:
                 # A shorter loader may have started over within the epoch.
                 sampler._ft_skip = done % len(loader) if len(loader) else 0
             elif owner is not None and state is not None:
@@ -171,9 +181,59 @@ class Batches:
                 self._warn_unplaceable(loader)
         fetcher = fit_loop._data_fetcher
         iter(fetcher)
+        for sampler in chosen:  # the loader's iterator has asked it
+            sampler._ft_chosen = None
         fetcher.fetched += done
         if fetcher.length is not None:
             fetcher.done = fetcher.fetched >= fetcher.length
+
+    # ------------------------------------------------------------------ resumed within an epoch
+
+    def read_so_far(self, trainer: Any) -> dict[str, int]:
+        """For a checkpoint: what `resume` needs to know of the epoch under way."""
+        combined = trainer.fit_loop._combined_loader
+        loaders = [] if combined is None else combined.flattened
+        each = samples_of_a_batch(loaders[0]) if len(loaders) == 1 else 0
+        return {**asdict(self.origin.of(epochs_done(trainer))), "samples of a batch": each}
+
+    def resume(self, trainer: Any, before: dict[str, int], *, same_world: bool) -> bool:
+        """A fit begins with loaded counters: let the epoch go on with the samples that were not read.
+        False: it can't be said which these are. Call it before the loops go on.
+
+        `before`: what `read_so_far` returned when that checkpoint was saved; or nothing.
+        """
+        fit_loop = trainer.fit_loop
+        loop, loaders = fit_loop.epoch_loop, fit_loop._combined_loader.flattened
+        progress, epoch = loop.batch_progress, epochs_done(trainer)
+        done = progress.current.completed + loop.restarted_on_train_batch_end
+        if not fit_loop.restarted_mid_epoch or progress.is_last_batch or not done:
+            return True
+        # A loader with a state of its own was given that by Lightning.
+        if any(self.index_sampler(x) is None or hasattr(x, "load_state_dict") for x in loaders):
+            return same_world
+        each = samples_of_a_batch(loaders[0]) if len(loaders) == 1 else 0
+        were = before.get("samples of a batch", 0)
+        if before.get("epoch", epoch) == epoch:
+            self.origin = Origin(epoch, before.get("batch", 0), before.get("sample", 0))
+        if same_world and were in (0, each):
+            self._resumes = True
+            return True
+        if not were or not each:
+            return False
+        read = self.origin.sample + (done - self.origin.batch) * were
+        left = len(batches_left(loaders[0], Origin(epoch, 0, read)))
+        number = max(0, len(loaders[0]) - left)
+        if not left or number >= trainer.num_training_batches:
+            return False
+        self.origin, self._resumes = Origin(epoch, number, read), True
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress.current, name, getattr(progress.current, name) + number - done)
+        return True
+
+    def begin(self, trainer: Any) -> None:
+        """The first batch is about to be fetched, and no peer's place was taken."""
+        if self._resumes:
+            self.jump(trainer)
 
     @staticmethod
     def known_length(trainer: Any) -> bool:

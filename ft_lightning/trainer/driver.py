@@ -31,30 +31,36 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import astuple
 from datetime import timedelta
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from ft_core.collectives.agreement import agree
-from ft_core.collectives.retry import RetryableReducer, RetryHooks
+from ft_core.collectives.retry import RetryableModel, RetryableReducer, RetryHooks
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.errors import GroupLeft, QuorumUnavailable
+from ft_core.kept_shards import RetryableShards
 from ft_core.manager import Manager
 from ft_core.replica.status import Participation
 from ft_lightning.shared.step_collectives import (
+    CopyRanks,
     end_step_as_stranger,
     forget_unscaling,
     gather_bytes,
     gather_in_step,
+    operation,
     reduce_in_step,
     zero_loss,
 )
 from ft_lightning.trainer import healing
 from ft_lightning.trainer.batches import Batches, epochs_done
 from ft_lightning.trainer.decisions import Decisions
+from ft_lightning.trainer.resumed_epoch import Origin
 
 log = logging.getLogger("ft_lightning")
 
@@ -87,6 +93,7 @@ class StepDriver:
         before_leaving: called before the vote with which this group leaves the others.
         patience_s: how long a peer may be late at the end of a validation or an epoch, in seconds.
         min_replicas: replica groups that a step needs.
+        ranks: of this replica group, for what is to reach all ranks of all groups.
         shares_ends: epochs of unknown length end in all groups with the first one's.
     """
 
@@ -103,18 +110,19 @@ class StepDriver:
         before_leaving: Callable[[], None],
         patience_s: float,
         min_replicas: int,
+        ranks: CopyRanks,
         shares_ends: bool,
     ) -> None:
         self._trainer, self._manager, self._batches = trainer, manager, batches
         self._decisions = decisions
         self._on_quorum, self._hooks, self._leave = on_quorum, hooks, leave
         self._before_leaving = before_leaving
-        self._shares_ends = shares_ends
+        self._shares_ends, self._ranks = shares_ends, ranks
         self._patience, self._min_replicas = timedelta(seconds=patience_s), min_replicas
         self._manual = not trainer.lightning_module.automatic_optimization
         retry = RetryHooks(begin=self._begin_gradients, vote=self._vote, again=self._try_again)
         self._reducer = RetryableReducer(retry, manager)
-        self._model: RetryableDistributedDataParallel | None = None
+        self._model: RetryableModel | None = None
         self._thread = threading.get_ident()
         self._starting = 0  # thread that calls `start_quorum`
         self._place: Place | None = None  # where it is called; None: nowhere
@@ -122,6 +130,7 @@ class StepDriver:
         self._visit: str | None = None  # admitted where peers cannot be joined: what they are doing
         self._lost = False  # behind, and not where it can heal: no round until the next boundary
         self._peer: dict[str, Any] | None = None  # a state that came in the middle of a batch
+        self._at_end: list[Callable[[], None]] = []
         self._operations: list[Callable[[], None]] = []  # of the open step, in order
         self._window = 0  # batches since the open step began at a boundary
         self._within = False  # or it began in the middle of a batch
@@ -142,8 +151,16 @@ class StepDriver:
 
     def wrap(self, module: nn.Module, **options: Any) -> RetryableDistributedDataParallel:
         """What averages the gradients of `module`."""
-        self._model = RetryableDistributedDataParallel(self._reducer, module, **options)
-        return self._model
+        wrapped = RetryableDistributedDataParallel(self._reducer, module, **options)
+        self._model = wrapped
+        return wrapped
+
+    def adopt_shards(self, module: nn.Module, data_parallel: int) -> RetryableShards:
+        """What averages the gradients of `module`, which is sharded over the ranks of this group.
+        `data_parallel`: over how many of them its data is."""
+        self._model = shards = RetryableShards(self._reducer, module, data_parallel=data_parallel)
+        self._at_end.append(shards.close)
+        return shards
 
     # ------------------------------------------------------------------ begin
 
@@ -158,6 +175,7 @@ class StepDriver:
             if self._decisions.timed:
                 self._decisions.wait_with_validation()
             self._start(Place.BOUNDARY)
+            self._batches.begin(self._trainer)
             if self._batches.has_streams:
                 self._batches.mark(self._trainer)
         if self._peer is not None:
@@ -180,7 +198,8 @@ class StepDriver:
         """Begin an attempt at a step (or a round). Raises as `Manager.start_quorum`."""
         self._starting, self._place = threading.get_ident(), place
         try:
-            self._manager.start_quorum()
+            # Between batches the weights are in use: a validation is computed with one set of them.
+            self._manager.start_quorum(takes_state=place is not Place.ROUND)
             while self._visit is not None:
                 self._sit_in(self._visit)
                 self._manager.start_quorum()
@@ -238,6 +257,7 @@ class StepDriver:
                 "another way; use the versions that ft_lightning was tested with (2.6)"
             )
         self.computing = True
+        self._reducer.before_forward()
         try:
             output = compute(*args)
             if self.open and self._within:  # something was reduced after the last backward
@@ -260,6 +280,7 @@ class StepDriver:
         logged is the one of the committed attempt.
         """
         flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        self._ranks.reduce(flat.detach(), operation(reduce_op))
         kept = flat.detach().clone()
 
         def again() -> Tensor:
@@ -270,7 +291,9 @@ class StepDriver:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """In a `training_step`: a row for each participant."""
-        return self._operation(lambda: gather_in_step(self._manager, tensor))
+        rows = self._ranks.gather(tensor)
+        gathered = self._operation(lambda: gather_in_step(self._manager, rows))
+        return gathered.flatten(0, 1)
 
     def _operation(self, call: Callable[[], Tensor]) -> Tensor:
         """`call()`, which reduces in the open step. It is tried again at once if its attempt fails,
@@ -283,7 +306,7 @@ class StepDriver:
 
         self._operations.append(attempt)
         attempt()
-        while self._manager.errored() is not None:
+        while self._ranks.any(self._manager.errored() is not None):
             assert self._model is not None
             put_back = self._model.keep_buffers()
             self._vote()
@@ -340,6 +363,7 @@ class StepDriver:
             return None
         last = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         ends = torch.tensor([float(last)], device=self._trainer.strategy.root_device)
+        self._ranks.reduce(ends, ReduceOp.SUM)
         return reduce_in_step(self._manager, ends, "sum")
 
     def _check_same_step(self) -> None:
@@ -371,6 +395,8 @@ class StepDriver:
         """The fit is over."""
         self._operations.clear()
         self._peer, self.open = None, False
+        for call in self._at_end:
+            call()
 
     # ------------------------------------------------------------------ rounds
 
@@ -393,23 +419,30 @@ class StepDriver:
                 vote=lambda: self._manager.should_commit(
                     self._patience, no_update=True, admits=last
                 ),
-                is_behind=lambda: self._lost,
+                is_behind=self._manager.is_healing,
             )
         finally:
             self._starting, self._place = 0, None
         if agreed is None:
+            self._lost = True
             self._manager.rejoin("fell behind between batches")
             return None
         rank = self._manager.participating_rank()
         assert rank is not None
-        return agreed.result, rank
+        columns = self._ranks.merge(agreed.result)  # of each rank of this group, a row a group
+        rows = [contribution for row in zip(*columns, strict=True) for contribution in row]
+        return rows, rank * self._ranks.size + self._ranks.number
 
     def _begin_round(self) -> None:
         self._start(Place.ROUND)
-        # A group that joins before the vote is told so, too.
+        # A group that joins before the vote is told what this one is doing, too.
         self._starting, self._place = threading.get_ident(), Place.ROUND
 
     # ------------------------------------------------------------------ heal
+
+    def is_at_boundary(self) -> bool:
+        """Whether `state` gives the whole state now, and `load` can take one."""
+        return self._place is Place.BOUNDARY
 
     def state(self) -> dict[str, Any]:
         """What a healing peer needs (see `healing.dump`), or what this group is doing instead.
@@ -428,13 +461,12 @@ class StepDriver:
         state = healing.dump(self._trainer, batches=self._window)
         gradients = (self._earlier or self._gradients()) if self._manual else None
         data = self._batches.states(None if self._window else self._trainer)
-        return {**state, "data": data, "gradients": gradients}
+        origin = astuple(self._batches.origin)
+        return {**state, "data": data, "origin": origin, "gradients": gradients}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a peer's state, or note what the peer is doing instead."""
-        if self._place is Place.ROUND:
-            self._lost = True
-        elif self._place is Place.BOUNDARY and "visit" not in state:
+        if self._place is Place.BOUNDARY and "visit" not in state:
             self._restore(state)
         elif "visit" not in state:
             self._peer = state
@@ -453,6 +485,7 @@ class StepDriver:
             # What was logged in the epoch that this group was in is not of this one.
             trainer.fit_loop.epoch_loop._results.reset()
             self._hooks("on_train_epoch_start")
+        self._batches.origin = Origin(*state["origin"])
         self._batches.jump(trainer, state["data"])
         if state["gradients"] is not None:  # manual optimization may keep them over batches
             for parameter, value in zip(self._parameters(), state["gradients"], strict=True):

@@ -33,8 +33,7 @@ def lineage_of_start(trainer: Any, *, allow_objects: bool) -> str:
     (such as a callback's paths). Groups in other states heal at the first quorum.
     """
     state = {
-        "state_dict": trainer.strategy.lightning_module_state_dict(),
-        "optimizer_states": [o.state_dict() for o in trainer.strategy.optimizers],
+        **places(trainer)["checkpoint"],
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
         "epoch": trainer.current_epoch,
         "step": trainer.global_step,
@@ -58,7 +57,8 @@ def dump(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
 
     Tensors are the live ones: the caller copies. `batches`: as in `capture_counters`.
     """
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    with trainer.strategy.as_it_is():
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for owner in (trainer.lightning_module, trainer.datamodule):
         if owner is not None:
             # The target has its own. They may hold any object, and restoring does not read them.
@@ -83,9 +83,11 @@ def places(trainer: Any) -> dict[str, Any]:
     Any thread, while the loop waits: no hook of the user is called.
     """
     strategy = trainer.strategy
+    with strategy.as_it_is():
+        model = strategy.lightning_module_state_dict()
     return {
         "checkpoint": {
-            "state_dict": strategy.lightning_module_state_dict(),
+            "state_dict": model,
             "optimizer_states": [o.state_dict() for o in strategy.optimizers],
         }
     }
@@ -102,10 +104,11 @@ def restore(trainer: Any, state: dict[str, Any]) -> int:
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     try:
-        connector.restore_datamodule()
-        connector.restore_model()
-        connector.restore_callbacks()
-        connector.restore_training_state()
+        with trainer.strategy.as_it_is():
+            connector.restore_datamodule()
+            connector.restore_model()
+            connector.restore_callbacks()
+            connector.restore_training_state()
     finally:
         connector._loaded_checkpoint = {}
     settle_counters(trainer)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core.manager import Manager
 from ft_lightning.shared.strategy_base import act_as_leader
 from ft_lightning.shared.topology import Scope
+from ft_lightning.trainer.batches import Batches
 from ft_lightning.trainer.loggers import Loggers, keep_metrics, released
 from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.storage import local_path
@@ -128,7 +129,7 @@ KEY = "ft_lightning"
 
 _LIVE = (
     "_manager", "_driver", "_batches", "_decisions", "_rounds", "_sink", "_prepare_lock", "_sigterm",
-    "_loggers", "_resumption",
+    "_loggers", "_resumption", "_shards", "_store",
 )  # fmt: skip
 """Attributes of the strategy that belong to a fit under way."""
 
@@ -228,6 +229,7 @@ class CheckpointMixin(_Base):
 
     _manager: Manager | None
     _from: Callable[[str], Any]
+    _batches: Batches | None
     _saved: Checkpoints | None = None
     _resumption: Resumption | None = None
     _follows: Callable[[], bool]
@@ -259,6 +261,9 @@ class CheckpointMixin(_Base):
         if self._manager is not None:
             # In a copy: hooks may have kept the checkpoint that they were given.
             place = {**self._manager.state_dict(), "world_size": self.world_size}
+            module = self.lightning_module
+            if self._batches is not None and module is not None:
+                place["data"] = self._batches.read_so_far(module.trainer)
             checkpoint = {**checkpoint, KEY: place}
         io = self.checkpoint_io
         plain = isinstance(io, self._from("plugins.io").TorchCheckpointIO)

@@ -127,11 +127,15 @@ class Resumption:
 
     # ------------------------------------------------------------------ the leader's
 
-    def begin(self) -> str:
+    def begin(self, *, kept: bool = False) -> str:
         """The first leader begins; returns a sentence for the user, or "". What an earlier run of
-        this job has saved is forgotten, unless this one goes on from it."""
-        if self.source:
+        this job has saved is forgotten, unless this one goes on from it. `kept`: it goes on from the
+        state that the supervisor's keeper held, which has been told."""
+        if kept or self.source:
             self._known.pop("finished", None)
+        if kept:
+            return ""
+        if self.source:
             return (
                 f"all had ended; the job goes on from {self.source} (step "
                 f"{self._trainer.global_step:,}). FTDDPStrategy(resume=False) begins anew"

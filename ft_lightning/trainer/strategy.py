@@ -30,7 +30,7 @@ import torch
 from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
-from ft_lightning.shared.step_collectives import refuse_gradients
+from ft_lightning.shared.step_collectives import CopyRanks, operation, refuse_gradients
 from ft_lightning.shared.strategy_base import StrategyBase, refuse_lbfgs
 from ft_lightning.trainer import healing, leader
 from ft_lightning.trainer.agreements import Rounds, make_callbacks
@@ -43,6 +43,8 @@ from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.skipped_hooks import SkippedHooks
 from ft_lightning.trainer.validation import Validation
 from lighthouse.files import machine_lock
+
+ENV_WORLD_SIZE = "WORLD_SIZE"
 
 
 class _Ending(Sigterm):
@@ -70,6 +72,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     """
 
     strategy_name = NAME
+    _goes_to_any_place = True
     counts: Counts | None = None
     """Steps, discards and heals of the fit under way, or of the last one; None before. Any thread."""
     _driver: StepDriver | None = None
@@ -79,6 +82,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     _loggers: Loggers | None = None
     _skipped: SkippedHooks
     _callbacks: tuple[Any, ...] = ()
+    _ranks = CopyRanks()
+    """Of this replica group, for what is to reach all ranks of all groups."""
     _sigterm: Sigterm | None = None
     _prepare_lock: int | None = None
     _writes = _met = _shows_bar = _prepared = False
@@ -112,12 +117,16 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         return {"num_replicas": 1, "rank": 0}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the participants of the step, inside `training_step`; else as it is. In place.
+        """Over the participants of the step, inside `training_step`; else over what ranks of this group
+        have of one copy: one rank, with copies. In place.
 
         Raises ValueError for an operation that there is not. What peers cost (a death, say) is no
         error here: it is tried again before this returns. The loop's thread."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
         driver = self._driver_of_step()
-        if driver is None or not isinstance(tensor, torch.Tensor):
+        if driver is None:
+            self._ranks.reduce(tensor, operation(reduce_op))
             return tensor
         return driver.reduce(tensor, reduce_op)
 
@@ -128,7 +137,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         Raises ValueError for a tensor through which gradients are to flow. The loop's thread."""
         driver = self._driver_of_step()
         if driver is None:
-            return tensor.unsqueeze(0)
+            return self._ranks.gather(tensor)
         if sync_grads:
             refuse_gradients(tensor)
         return driver.gather(tensor)
@@ -182,7 +191,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
                 # One process of this script and user at a time prepares data on this machine.
                 script = os.path.abspath(sys.argv[0])
                 self._prepare_lock = machine_lock("ft_lightning", f"{script} {self._job.job_id}")
-        super().setup_environment()
+        self._setup_stock_environment()
         if self._trainer.state.fn == "fit":
             dummy = self._from("fabric.loggers.logger")._DummyExperiment
             writes, self._loggers = leader.before_quorum(self._trainer, self.scope, dummy)
@@ -196,6 +205,9 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
                 ask=self._in_group.from_rank_0,
             )
 
+    def _setup_stock_environment(self) -> None:
+        super().setup_environment()
+
     def setup_distributed(self) -> None:
         """No default process group: Lightning would take the replica group for the world."""
         self._from("fabric.utilities.seed").reset_seed()
@@ -203,7 +215,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     def setup(self, trainer: Any) -> None:
         if trainer.state.fn != "fit":
-            super(self._stock_class, self).setup(trainer)
+            self._setup_evaluation(trainer)
             return
         check_counters(trainer)
         self._shut_down()
@@ -228,8 +240,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             local_only(self._driver.load), local_only(self._driver.state)
         )
         super().setup(trainer)
+        self._adopt_model()
         refuse_lbfgs(self.optimizers)
         if self._votes_each_step:
+            self._manager.state.whole = self._driver.is_at_boundary
             self._manager.preallocate_state(*self.optimizers)
         stopping = self._from("callbacks").EarlyStopping
         if self._loggers is not None:
@@ -238,6 +252,18 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             stopping, self._adopt_fetcher, self._rounds, self._decisions, self._skipped
         )
         self._callbacks, trainer.callbacks[:] = (first, last), [first, *trainer.callbacks, last]
+
+    def _setup_evaluation(self, trainer: Any) -> None:
+        """Stock set-up of a run that is no fit, without DDP's: each process has the whole model."""
+        super(self._stock_class, self).setup(trainer)
+
+    def _adopt_model(self) -> None:
+        """The model is set up: have its gradients averaged, if that is not done by its wrapper."""
+
+    def as_it_is(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, state dicts are those of this rank alone, with the tensors themselves, and no
+        collective is called for them."""
+        return contextlib.nullcontext()
 
     def _follows(self) -> bool:
         """Whether another process writes, whose files this one could write as well: it is at the same
@@ -268,6 +294,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             patience_s=4
             * self._options.timeout_s,  # the lighthouse evicts a group that hangs before
             min_replicas=self._options.min_replicas,
+            ranks=self._ranks,
             shares_ends=self._agrees,
         )
 
@@ -294,7 +321,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if not self._met:  # else the learning rate finder has trained already
             self._refuse_if_over()
             self._manager.load_state_dict(self._start())
-            self._tell_of_another_world()
+            self._resume_epoch()
             for key, text in schema(self._trainer).items():
                 self._manager.register_schema(key, text)
         self._decisions.begin()
@@ -305,23 +332,30 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         return {
             "step": known.get("step", self._trainer.global_step),
             "batches_committed": known.get("batches_committed", 0),
-            "lineage": healing.begin(self._trainer, self._in_group, self._job),
+            "lineage": self._lineage(),
             "genesis": known.get("genesis", 0),
             "held": known.get("held", 0),
         }
 
-    def _tell_of_another_world(self) -> None:
-        """Lightning goes on at the batch's number, and other processes have other batches."""
-        before, now = self._checkpoints.loaded.get("world_size", 0), self.world_size
-        done = batches_done(self._trainer)
-        if before in (0, now) or not 0 < done < self._trainer.num_training_batches:
+    def _lineage(self) -> str:
+        """The name of the state in which this group begins."""
+        return healing.begin(self._trainer, self._in_group, self._job)
+
+    def _resume_epoch(self) -> None:
+        """A checkpoint that was saved within an epoch: that epoch goes on with the samples that are left."""
+        assert self._batches is not None
+        loaded, now = self._checkpoints.loaded, self.world_size
+        before, trainer = loaded.get("world_size", 0), self._trainer
+        if not before:  # no checkpoint, or one that another strategy has saved
             return
-        if self.scope.rank == 0:
+        placed = self._batches.resume(trainer, loaded.get("data", {}), same_world=before == now)
+        if not placed and self.scope.rank == 0:
             say(
                 "ft_lightning",
                 f"this checkpoint was saved within an epoch, by {before} processes; with {now} the epoch "
-                f"goes on at batch {done:,}, and of its samples some are seen twice or not at all. "
-                "From the next epoch on each is seen once",
+                f"goes on at batch {batches_done(trainer):,}, and of its samples some are seen twice or not "
+                "at all: other ones can be told apart only with a DataLoader over a map-style dataset, "
+                "and the sampler that Lightning puts into it. From the next epoch on each is seen once",
             )
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -333,8 +367,9 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._driver is not None
         assert self.model is not None
-        # Lightning puts the wrapper into eval mode for validation and only what is inside back.
-        self.model.training = True
+        if self.model is not self.lightning_module:
+            # Lightning puts the wrapper into eval mode for validation and only what is inside back.
+            self.model.training = True
         return self._driver.training_step(args, super().training_step)
 
     def backward(
@@ -391,7 +426,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
                 self._resumption.took_over()
                 self._checkpoints.make_up()
         # The only group of a job leads before its first quorum.
-        if self._leader and not self._met and (sentence := self._resumption.begin()):
+        kept = self._manager is not None and self._manager.state.kept is not None
+        if self._leader and not self._met and (sentence := self._resumption.begin(kept=kept)):
             say("ft_lightning", sentence)
         self._met = True
         return True
@@ -445,7 +481,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         if self._sigterm is not None:
             self._sigterm.unwatch()
             self._sigterm = None
+        place = os.environ.get(ENV_WORLD_SIZE)
         super().teardown()
+        if place is not None:  # Lightning's environment takes it off; this process keeps its place
+            os.environ[ENV_WORLD_SIZE] = place
 
     def release_machine(self) -> None:
         """Let the next process of this machine prepare its data."""

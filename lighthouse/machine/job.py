@@ -143,7 +143,7 @@ class JobState:
             if broken := self._forming.reach_reported(message, self._live, now):
                 self._revoke(message.replica_id, broken, now)
             self._wake_at = now
-        else:
+        elif self._history.leaves(message):
             self._on_leave(message, now)
         return self._take_effects()
 
@@ -255,12 +255,12 @@ class JobState:
         self._offered.pop(join.replica_id, None)
         live, member = self._live, self._members.by_id.get(join.replica_id)
         if member is not None and live is not None and join.replica_id in live.living:
-            if join.quorum_id != live.quorum_id:
+            if join.quorum_id != live.quorum_id and join.left == member.join.left:
                 # Its request crossed our answer, or our answer was lost: repeat it.
                 self._reached(member, peer)
                 self._send(peer, self._announcer.full(live, member))
                 return
-            # A message made it give up this quorum: it joins as a newcomer.
+            # A message made it give up this quorum, or it has left: it joins as a newcomer.
             self._remove(join.replica_id, "started over", now)
             if self.term != join.promised:  # the step that it has ended was the last of the term
                 self._offer(peer, join, now)

@@ -25,6 +25,7 @@ from lighthouse.wire.messages import (
     Decision,
     InDoubt,
     Join,
+    Leave,
     Member,
     Peer,
     Term,
@@ -234,6 +235,7 @@ def is_plausible(vote: Vote, live: Ballot, member: MemberState) -> bool:
 REMEMBERED_DECISIONS = 1_024
 REMEMBERED_DEAD = 16_384
 NO_BALLOT: fence.Ballot = (NO_TERM.epoch, NO_TERM.nonce)
+_NOTHING = (0, False, NO_QUORUM, 0)
 
 
 class History:
@@ -272,7 +274,7 @@ class History:
         self._ballot: fence.Ballot = (term.epoch, term.nonce)
         self._dead_ids: OrderedDict[str, tuple[fence.Ballot, int]] = OrderedDict()
         self.different: OrderedDict[str, str] = OrderedDict()
-        self._newest_joins: OrderedDict[str, tuple[int, bool, int]] = OrderedDict()
+        self._said: OrderedDict[str, tuple[int, bool, int, int]] = OrderedDict()
         self.unproven: set[str] = set()
         self.commits = 0
         self.discards = 0
@@ -335,7 +337,8 @@ class History:
         """
         self.missed.discard(replica_id)
         self._dead_ids[replica_id] = (promised.epoch, promised.nonce), quorum_id
-        self._has_said(replica_id, promised, quorum_id)
+        left = self._said.get(replica_id, _NOTHING)[-1]
+        self._has_said(replica_id, promised, quorum_id, left)
         member = members.by_id.get(replica_id)
         name = member.name if member is not None else name_of(replica_id)
         if not members.other_holder(name, replica_id):
@@ -356,18 +359,31 @@ class History:
         self.dead.pop(name, None)
 
     def is_old(self, join: Join) -> bool:
-        """Whether the sender of `join` has sent a newer one. Its promise and its last quorum only grow."""
-        return self._has_said(join.replica_id, join.promised, join.quorum_id)
+        """Whether the sender of `join` has said something newer. Its promise, its last quorum, and how
+        often it has left only grow."""
+        return self._has_said(join.replica_id, join.promised, join.quorum_id, join.left)
 
-    def _has_said(self, replica_id: str, promised: Term, quorum_id: int) -> bool:
+    def leaves(self, leave: Leave) -> bool:
+        """Note that its sender has left; False: it has joined since, or this is a repetition."""
+        known = self._said.get(leave.replica_id, _NOTHING)
+        if leave.left <= known[-1]:
+            return False
+        promised = leave.promised.epoch, leave.promised != NO_TERM, NO_QUORUM
+        self._note(leave.replica_id, (*max(known[:3], promised), leave.left))
+        return True
+
+    def _has_said(self, replica_id: str, promised: Term, quorum_id: int, left: int = 0) -> bool:
         """Note what a process has said of itself; True if it had said more before."""
-        said = promised.epoch, promised != NO_TERM, quorum_id
-        if said < self._newest_joins.get(replica_id, said):
+        said = promised.epoch, promised != NO_TERM, quorum_id, left
+        if said < self._said.get(replica_id, said):
             return True
-        self._newest_joins[replica_id] = said
-        if len(self._newest_joins) > REMEMBERED_DEAD:
-            self._newest_joins.popitem(last=False)
+        self._note(replica_id, said)
         return False
+
+    def _note(self, replica_id: str, said: tuple[int, bool, int, int]) -> None:
+        self._said[replica_id] = said
+        if len(self._said) > REMEMBERED_DEAD:
+            self._said.popitem(last=False)
 
     def is_newer(self, join: Join, genesis: int) -> bool:
         """Whether the sender of `join` holds a newer state than the one with which this term has gone on, of

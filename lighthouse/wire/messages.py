@@ -230,6 +230,7 @@ class Join:
     `schema_text` is shown to a person if it is not. `min_replicas`, `expected_replicas`: the job
     takes the largest number asked for (0: no wish). `can_heal` False: leave the sender out if it is
     behind. `group_commit`: see docs/protocol.md, "Per-group commit". `attempt`: see `Vote`.
+    `left`: how often this process has left before.
     """
 
     job: JobKey
@@ -252,6 +253,7 @@ class Join:
     held: int = NO_QUORUM
     attempt: int = 0
     basis: Basis | None = None
+    left: int = 0
 
     def __post_init__(self) -> None:
         _check_id(self.name, "name")
@@ -266,6 +268,7 @@ class Join:
         _check(0 <= self.min_replicas <= MAX_WISH, "min_replicas out of range")
         _check(0 <= self.expected_replicas <= MAX_WISH, "expected_replicas out of range")
         _check(len(self.schema_text) <= MAX_REASON_CHARS, "schema_text is too long")
+        _check(0 <= self.left <= MAX_STEP, "left out of range")
 
 
 PHASE_IDLE = "idle"  # between steps
@@ -353,6 +356,7 @@ class Leave:
 
     `reduced`: all collectives that it has started in this step are done, so the others' are to end
     by themselves. Their step may still commit. `promised`: the term that its sender has obeyed last.
+    `left`: how often this process has left, this time included. A `Join` that says as much is newer.
     """
 
     job: JobKey
@@ -360,9 +364,11 @@ class Leave:
     reason: str = ""
     reduced: bool = False
     promised: Term = NO_TERM
+    left: int = 1
 
     def __post_init__(self) -> None:
         _check_reason(self.reason)
+        _check(1 <= self.left <= MAX_STEP, "left out of range")
 
 
 @dataclass(frozen=True, slots=True)

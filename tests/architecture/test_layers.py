@@ -14,7 +14,17 @@ from tests.harness.waiting import PATIENCE_S
 # The rest of the standard library is free to all but the pure.
 ALLOWED = {
     "lighthouse": {"lighthouse", "msgpack", "zmq", "click", "rich"},
-    "ft_core": {"ft_core", "lighthouse", "torch", "numpy", "msgpack", "zmq", "click", "rich"},
+    "ft_core": {
+        "ft_core",
+        "lighthouse",
+        "torch",
+        "numpy",
+        "msgpack",
+        "zmq",
+        "xxhash",
+        "click",
+        "rich",
+    },
     "ft_lightning": {"ft_lightning", "ft_core", "lighthouse", "lightning", "torch", "numpy"},
     "ft_accelerate": {"ft_accelerate", "ft_core", "lighthouse", "accelerate", "torch", "numpy"},
 }

@@ -33,6 +33,7 @@ LAYERS = [
     "ft_core.collectives",
     "ft_core",
     "ft_core.diloco",
+    "ft_core.compat",
     "ft_lightning.shared",
     "ft_lightning.trainer",
     "ft_lightning.fabric",

@@ -40,11 +40,12 @@ class Job:
         launcher: tuple[str, ...] = (),
         script: str = "examples/train_ddp.py",
         cold: bool = False,
+        groups: int = 2,
     ) -> Process:
         environment = os.environ | {
             "TORCHFT_LIGHTHOUSE": self.server.address(),
             "REPLICA_GROUP_ID": str(group),
-            "NUM_REPLICA_GROUPS": "2",
+            "NUM_REPLICA_GROUPS": str(groups),
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
         }
@@ -118,6 +119,18 @@ def test_one_is_killed_and_started_again_and_both_end_with_equal_weights(job: Jo
     assert ends[0] == ends[1]
     assert float(ends[0][0]) > 0.9
     assert [process.wait(timeout=PATIENCE_S) for process in (survivor, again)] == [0, 0]
+
+
+@pytest.mark.process
+def test_a_hot_spare_takes_over_from_one_that_is_killed(job: Job) -> None:
+    """Group 2 is the spare of two: it computes on share 1 until the holder of share 0 is killed."""
+    arguments = ("--steps", "300", "--pace-s", "0.025", "--spares", "1")
+    victim, survivor, spare = (job.start(group, *arguments, groups=3) for group in range(3))
+    until(victim, r"step [2-9]0 .* participants 2")
+    victim.send_signal(signal.SIGKILL)
+    until(spare, r"takes over share 0")
+    ends = [until(process, DONE).groups() for process in (survivor, spare)]
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.process

@@ -24,7 +24,7 @@ from ft_core.environment import ReplicaEnv
 from ft_core.errors import QuorumUnavailable
 from ft_core.heal import UnsupportedObjectError
 from ft_core.heal.source import HealServer
-from ft_core.heal.transport import split_word
+from ft_core.heal.transport import HealAddress
 from ft_core.launch.rank_group import free_port
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
@@ -102,7 +102,7 @@ def test_ranks_of_one_group_may_name_one_port() -> None:
     options = dataclasses.replace(UNNAMED, group_world_size=2, heal_port=free_port())
     with HealServer(host="127.0.0.1", options=options) as first:
         with HealServer(host="127.0.0.1", options=options) as second:
-            ports = [split_address(split_word(s.address)[0])[1] for s in (first, second)]
+            ports = [split_address(HealAddress.parse(s.address).where)[1] for s in (first, second)]
     assert ports[0] == options.heal_port
     assert ports[1] not in (0, options.heal_port)
 
@@ -456,6 +456,7 @@ EFFECTS = {
     "lighthouse": MANAGER + "test_no_lighthouse_is_one_sentence",
     "min_replicas": MANAGER + "test_too_few_participants_never_commit",
     "expected_replicas": HERE + "test_the_first_quorum_forms_as_soon_as_all_expected_are_there",
+    "spares": "test_spares.py::test_a_spare_takes_over_and_one_that_comes_back_is_the_next_spare",
     "commit": HERE + "test_a_group_that_commits_by_itself_does_not_wait_for_the_others_votes",
     "async_quorum": HERE + "test_an_asynchronous_quorum_is_not_waited_for",
     "init_sync": HERE + "test_a_member_that_does_not_allow_objects_takes_none",
@@ -477,6 +478,7 @@ EFFECTS = {
     "heal_port": HERE + "test_heal_server_listens_at_the_port_asked_for",
     "token": HERE + "test_another_token_is_refused_by_the_heal_server",
     "heal_allow_objects": HERE + "test_arbitrary_objects_heal_where_they_are_allowed",
+    "trains": "launch/test_board.py::test_commits_count_from_the_first_quorum_of_the_training_on",
     "objects_option": HERE + "test_the_option_has_the_name_that_users_write",
     "timeouts": HERE + "test_heartbeat_interval_reaches_the_sockets",
 }
@@ -512,5 +514,6 @@ def test_what_both_frameworks_choose_gets_here_whole() -> None:
     accelerate = set(field_names())
     assert lightning & mine == TAKEN_BY_NAME | {"max_retries"}
     assert accelerate & mine == TAKEN_BY_NAME
-    assert lightning - mine == SETTLED_BY_THE_LAUNCHER | {"replica_name", "resume", "validation"}
+    alone = {"replica_name", "resume", "validation", "keep_state_s"}
+    assert lightning - mine == SETTLED_BY_THE_LAUNCHER | alone
     assert accelerate - mine == SETTLED_BY_THE_LAUNCHER | {"replica_group_id"}

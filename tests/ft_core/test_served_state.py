@@ -9,7 +9,7 @@ import torch
 
 from ft_core.state import LARGE_BYTES
 from tests.harness.cluster import Replica, lighthouse, replicas
-from tests.harness.waiting import until
+from tests.harness.waiting import PATIENCE_S, until
 
 LARGE = LARGE_BYTES // 4
 
@@ -66,3 +66,41 @@ def test_two_members_that_heal_at_the_same_step() -> None:
         replicas(first, lambda: later(b), lambda: later(c))
         assert [a.discards, b.discards, c.discards] == [[], [], []]
         assert torch.equal(a.weights, b.weights) and torch.equal(a.weights, c.weights)
+
+
+def test_a_member_whose_loop_uses_its_state_takes_none_until_it_allows_it() -> None:
+    """In a validation, say: the weights stay as they are, and the next step heals."""
+    with lighthouse() as server:
+        first, late = Replica(server, "first"), Replica(server, "late", value=7.0)
+        others, running, end = torch.full((8,), 7.0), threading.Event(), list[int]()
+        late.manager.register_state_dict_fn("others", others.copy_, lambda: others)
+        first.manager.register_state_dict_fn("others", lambda _: None, lambda: torch.zeros(8))
+
+        def train() -> None:
+            first.run_to(3)
+            running.set()
+            until(lambda: waiting(server, "late"), "the newcomer")
+            while not end or first.manager.current_step() < end[0]:
+                first.step()
+            first.close()
+
+        def validate() -> None:
+            assert running.wait(PATIENCE_S)
+            late.manager.start_quorum(takes_state=False)
+            assert late.manager.is_healing()
+            late.manager.allreduce(torch.ones(8)).wait()
+            assert late.manager.errored() is not None
+            for mine in (late.weights, others):
+                assert torch.equal(mine, torch.full((8,), 7.0))
+            assert not late.manager.should_commit()
+            late.manager.rejoin("the validation is over")
+            while not late.step():
+                pass
+            end.append(late.manager.current_step() + 3)
+            late.run_to(end[0])
+            late.close()
+
+        replicas(train, validate)
+        assert late.manager.state_dict() == first.manager.state_dict()
+        assert torch.equal(late.weights, first.weights)
+        assert torch.equal(others, torch.zeros(8))

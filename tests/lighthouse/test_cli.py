@@ -164,6 +164,7 @@ def test_a_job_goes_on_after_some_time_if_it_is_told_to(context: zmq.Context[Any
         (["--bind", "tcp://127.0.0.1:0", "--resend", "100"], "resend_s .* must be less than"),
         (["--timeout", "-1"], "must be positive"),
         (["--min-replicas", "0"], "min_replicas must be at least 1"),
+        (["--min_replicas", "0"], "min_replicas must be at least 1"),  # as torchft spells it
         (["--min-replicas", "3", "--expected-replicas", "2"], "expected_replicas"),
         (["--bind", "tcp://127.0.0.1:0", "--state-file", "/proc/no/such"], "can't be written"),
         (["--web", "nonsense"], "no lighthouse address"),
@@ -178,6 +179,39 @@ def test_wrong_options_are_one_sentence_and_exit_2(options: list[str], sentence:
     import re
 
     assert re.search(sentence, line), line
+
+
+def torchft_lighthouse(*options: str) -> list[str]:
+    return [sys.executable, "-c", "from lighthouse.cli import torchft_main as m; m()", *options]
+
+
+def test_torchfts_command_starts_a_lighthouse_with_its_options() -> None:
+    command = torchft_lighthouse(
+        "--min_replicas", "2", "--bind", "[::]:0", "--join_timeout_ms", "250",
+        "--heartbeat_timeout_ms", "5000", "--quorum_tick_ms", "100",
+    )  # fmt: skip
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("lighthouse listening on tcp://")
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--min_replicas=0", "min_replicas must be at least 1"),
+        ("--join_timeout_ms=-5", "join_timeout_s must be positive, got -0.005"),
+        ("--heartbeat_timeout_ms=-6", "heartbeat_s must be positive, got -0.002"),
+    ],
+)
+def test_torchfts_options_are_those_of_the_command(option: str, sentence: str) -> None:
+    done = subprocess.run(
+        torchft_lighthouse("--min_replicas=1", option), cwd=REPO, capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in done.stderr
 
 
 def test_address_in_use_is_one_sentence_and_exit_2(server: LighthouseServer) -> None:

@@ -428,6 +428,8 @@ def test_internal_error_ends_the_server_and_is_told(
     context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Endpoint, dry: bool) -> list[bytes]:
+        if not self.received:
+            return []  # its thread wakes up for the connection, too
         raise AssertionError("an invariant does not hold")
 
     config = LighthouseConfig(timeouts=FAST)

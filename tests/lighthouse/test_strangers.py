@@ -7,7 +7,8 @@ import socket
 import struct
 import subprocess
 import sys
-from contextlib import closing, suppress
+import urllib.request
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgpack
 import pytest
 import zmq
 
+from lighthouse import web
 from lighthouse.config import LighthouseConfig, split_address
 from lighthouse.machine.job import JobState
 from lighthouse.machine.jobs import STATUS_MEMBERS, Lighthouse
@@ -233,6 +235,7 @@ def test_a_routing_id_that_is_in_use_buys_no_memory(
         while not server.status()["server"]["disconnected"]:  # a slow one ends by its heartbeats
             with closing(_connect(server)) as second, suppress(OSError):
                 _greet(second, b"x", b"chosen")
+                second.settimeout(1.0)  # Linux may tell it of the end with a probe minutes later
                 while True:
                     second.sendall(b"\2" + struct.pack("!Q", 100_000) + bytes(100_000))
         until(lambda: server.status()["server"]["connections"] == 2)
@@ -264,6 +267,28 @@ def test_a_peer_that_sends_too_much_is_disconnected(
         flood.disable_monitor()
     commit_together([a])
     assert server.status()["server"]["disconnected"] >= 1
+
+
+def test_silent_visitors_of_the_status_page_leave_descriptors_to_the_members(
+    server: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "SILENCE_S", PATIENCE_S)
+    with web.StatusPage("127.0.0.1:0", server.status) as page, ExitStack() as stack:
+        address = split_address(f"tcp://{page.url[len('http://') : -1]}")
+
+        def visit() -> socket.socket:
+            return stack.enter_context(closing(socket.create_connection(address, PATIENCE_S)))
+
+        def answers() -> bool:
+            try:
+                return bool(urllib.request.urlopen(page.url, timeout=PATIENCE_S).read())
+            except OSError:
+                return False
+
+        silent = [visit() for _ in range(web.MOST_CONNECTIONS)]
+        assert not answers()
+        silent[0].close()
+        until(answers)
 
 
 def test_a_message_that_the_rules_fail_on_ends_its_job_only(

@@ -103,6 +103,7 @@ def test_lightning_knows_the_strategies(environment: Path, tmp_path: Path) -> No
         ("lighthouse --help", "--bind"),
         ("lighthouse --version", r"\d+\.\d+"),
         ("python -m lighthouse --help", "--bind"),
+        ("torchft_lighthouse --help", "--min_replicas"),
         ("ft-accelerate --help", "config"),
         ("ft-accelerate env", "seams: as expected"),
         ("python -m ft_lightning --help", "usage"),

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +187,30 @@ class Job:
     def __init__(self, lighthouse: str, **options: Any) -> None:
         self.lighthouse, self._options = lighthouse, options
         self._workers: list[Worker] = []
+        self._stores: list[Any] = []
 
     def start(self, name: str, **options: Any) -> Worker:
         """Start (or restart) a replica group, or with rank=... one of its ranks."""
         given = {**self._options, **options}
         self._workers.append(Worker(lighthouse=self.lighthouse, name=name, **given))
         return self._workers[-1]
+
+    def start_ranks(self, name: str, **options: Any) -> list[Worker]:
+        """Start both ranks of one of two groups, with a rendezvous store of their own, as a launcher
+        does."""
+        from torch.distributed import TCPStore
+
+        limit = timedelta(seconds=PATIENCE_S)
+        store = TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+        self._stores.append(store)
+        given = {
+            "store_addr": "127.0.0.1",
+            "store_port": store.port,
+            "world_size": 2,
+            "expected_replicas": 2,
+        }
+        given |= options
+        return [self.start(name, rank=rank, **given) for rank in (0, 1)]
 
     def start_all(self, count: int) -> list[Worker]:
         """`count` replica groups named 0, 1, ...; returns when all have committed twice."""
@@ -223,6 +242,15 @@ class Job:
         """No process is left."""
         for worker in self._workers:
             worker.close()
+        self._stores.clear()
+
+
+def all_commit(workers: list[Worker], steps: int = 3) -> None:
+    """Wait until each of `workers` has committed that many steps from now on."""
+    for worker in workers:
+        worker.mark()
+    for worker in workers:
+        worker.await_commits(steps)
 
 
 def check_states(steps: list[Report]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from lighthouse import LighthouseServer
 from tests.process.conftest import JobFactory
-from tests.process.driver import Job, Worker, frozen
+from tests.process.driver import Job, Worker, all_commit, frozen
 
 BALLAST_BYTES = 64 << 20
 
@@ -27,12 +27,6 @@ def killed_one(job: Job) -> list[Worker]:
         survivor.mark()
         survivor.await_commits(2)
     return survivors
-
-
-def all_commit(workers: list[Worker]) -> None:
-    for worker in workers:
-        worker.mark()
-        worker.await_commits(3)
 
 
 @pytest.mark.parametrize("moment", ["heal_start", "load"])

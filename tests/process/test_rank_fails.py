@@ -5,48 +5,16 @@ again, and both heal; the other group trains on."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import Any
 
 import pytest
 
-from tests.process.driver import Job, Worker, frozen
-
-StartGroup = Callable[[str], list[Worker]]
-
-
-@pytest.fixture
-def start_group(job: Job) -> Iterator[StartGroup]:
-    """Starts both ranks of a group, with a rendezvous store of their own, as a launcher does."""
-    import torch.distributed as dist
-
-    stores: list[Any] = []
-
-    def start(name: str) -> list[Worker]:
-        limit = timedelta(seconds=20)
-        store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
-        stores.append(store)
-        return [
-            job.start(name, rank=rank, world_size=2, expected_replicas=2,
-                      store_addr="127.0.0.1", store_port=store.port)
-            for rank in (0, 1)
-        ]  # fmt: skip
-
-    yield start
-    stores.clear()
-
-
-def all_commit(workers: list[Worker]) -> None:
-    for worker in workers:
-        worker.mark()
-        worker.await_commits(3)
+from tests.process.driver import Job, Worker, all_commit, frozen
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("phase", ["forward", "allreduce", "vote"])
-def test_one_rank_is_killed(job: Job, start_group: StartGroup, phase: str, rank: int) -> None:
-    survivors, group = start_group("0"), start_group("1")
+def test_one_rank_is_killed(job: Job, phase: str, rank: int) -> None:
+    survivors, group = job.start_ranks("0"), job.start_ranks("1")
     all_commit([*survivors, *group])
     victim, other = group[rank], group[1 - rank]
     victim.hold(phase)
@@ -57,30 +25,28 @@ def test_one_rank_is_killed(job: Job, start_group: StartGroup, phase: str, rank:
     for survivor in survivors:
         survivor.await_commit()
     assert other.await_end().startswith("GroupBroken")
-    back = start_group("1")
+    back = job.start_ranks("1")
     for worker in back:
         worker.await_event("heal_done")
     all_commit([*survivors, *back])
     job.finish(end_of_group=True)
 
 
-def test_a_rank_that_is_stopped_for_long_ends_its_group(job: Job, start_group: StartGroup) -> None:
-    survivors, group = start_group("0"), start_group("1")
+def test_a_rank_that_is_stopped_for_long_ends_its_group(job: Job) -> None:
+    survivors, group = job.start_ranks("0"), job.start_ranks("1")
     all_commit([*survivors, *group])
     other, victim = group
     stop_in_a_step(victim, survivors)
     assert other.await_end().startswith("GroupBroken")
     assert victim.await_end().startswith("GroupBroken")
-    back = start_group("1")
+    back = job.start_ranks("1")
     all_commit([*survivors, *back])
     job.finish(end_of_group=True)
 
 
-def test_a_leader_that_is_stopped_for_a_moment_heals_with_its_group(
-    job: Job, start_group: StartGroup
-) -> None:
+def test_a_leader_that_is_stopped_for_a_moment_heals_with_its_group(job: Job) -> None:
     """The lighthouse misses it at once, so that the others train on; its own group waits longer."""
-    survivors, group = start_group("0"), start_group("1")
+    survivors, group = job.start_ranks("0"), job.start_ranks("1")
     all_commit([*survivors, *group])
     stop_in_a_step(group[0], survivors)
     for worker in group:
@@ -102,18 +68,18 @@ def stop_in_a_step(victim: Worker, survivors: list[Worker]) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_of_the_source_is_killed(job: Job, start_group: StartGroup, rank: int) -> None:
+def test_a_rank_of_the_source_is_killed(job: Job, rank: int) -> None:
     """Group 0 serves the state and loses a rank: group 1 starts over with its fresh peer."""
-    source, group = start_group("0"), start_group("1")
+    source, group = job.start_ranks("0"), job.start_ranks("1")
     all_commit([*source, *group])
     group[0].send_signal(signal.SIGKILL)
     assert group[1].await_end().startswith("GroupBroken")
     source[rank].hold("publish")
-    target = start_group("1")
+    target = job.start_ranks("1")
     source[rank].await_at("publish")
     source[rank].send_signal(signal.SIGKILL)
     assert source[1 - rank].await_end().startswith("GroupBroken")
-    fresh = start_group("0")
+    fresh = job.start_ranks("0")
     all_commit([*target, *fresh])
     for worker in (*target, *fresh):
         worker.stop(end_of_group=True)

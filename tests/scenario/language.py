@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -206,6 +207,7 @@ class JobStage:
         self.hidden = hidden_by(words)
         self.journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
         self.promised: dict[str, Term] = {}
+        self.left: Counter[str] = Counter()
         self.nonces = itertools.count(1)
         self.machine = Lighthouse(self.config, lambda: next(self.nonces))
 
@@ -275,7 +277,7 @@ class JobStage:
             genesis=words.number("genesis"), held=words.quorum("held"),
             promised=term_from(given["promised"]) if "promised" in given
             else self.promised.get(who, NO_TERM),
-            basis=self._basis(words, last, lineage),
+            basis=self._basis(words, last, lineage), left=words.number("left", self.left[who]),
         )  # fmt: skip
 
     def _basis(self, words: Words, last: tuple[str, ...], lineage: str) -> Basis | None:
@@ -326,7 +328,10 @@ class JobStage:
         return ReachReport(JOB, who, *reach_from(words))
 
     def _leave(self, who: str, words: Words) -> Leave:
-        return Leave(JOB, who, words.given.get("reason", ""), words.flag("reduced"))
+        """`left=` says that it is an older one: how often its sender has left by then."""
+        left = words.number("left", self.left[who] + 1)
+        self.left[who] = max(self.left[who], left)
+        return Leave(JOB, who, words.given.get("reason", ""), words.flag("reduced"), left=left)
 
 
 PLAIN_EVENTS: dict[str, ReplicaEvent] = {
@@ -502,7 +507,7 @@ class GroupStage(ReplicaStage):
             quorum_id=words.quorum("quorum"), in_doubt=doubt, can_heal=not words.flag("no_heal"),
             group_commit=words.flag("group_commit"), schema=given.get("schema", ""),
             promised=term_from(given["promised"]) if "promised" in given else FIRST_TERM,
-            attempt=words.number("attempt"),
+            attempt=words.number("attempt"), left=words.number("left"),
             basis=Basis(words.number("step"), lineage) if words.flag("reports") else None,
         )  # fmt: skip
 
@@ -525,7 +530,8 @@ class GroupStage(ReplicaStage):
     def _says_leave(self, rank: str, words: Words) -> Leave:
         starts = {"state": GAVE_UP, "place": GAVE_UP_PLACE}
         gave_up = "".join(starts.get(word, "") for word in words.plain)
-        return Leave(JOB, "a", f"{gave_up}spoilt", words.flag("reduced"))
+        left = words.number("left", 1)
+        return Leave(JOB, "a", f"{gave_up}spoilt", words.flag("reduced"), left=left)
 
 
 def _is_offer(effect: Any) -> bool:

@@ -71,10 +71,11 @@ class Violation(AssertionError):
     """A promise is broken."""
 
 
-def state_after(state: int, total: Sum) -> int:
-    """The model after one optimizer step: a hash of all that went into it."""
+def state_after(state: int, total: Sum, holders: tuple[str, ...] = ()) -> int:
+    """The model after one optimizer step: a hash of all that went into it. `holders`: of shares of the
+    data, from then on."""
     parts = sorted((p.replica_id, p.state, p.batch) for p in total.parts)
-    text = repr((state, parts)).encode()
+    text = repr((state, parts, holders)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 

@@ -29,9 +29,10 @@ from lighthouse.wire.messages import (
 )
 from tests.sim.checker import Checker
 from tests.sim.clock import Clock
+from tests.sim.keeper import Keeper
 from tests.sim.network import UP, Link, Network, owner_of
 from tests.sim.plane import Plane
-from tests.sim.process import Habits, Position, Process
+from tests.sim.process import Habits, Position, Process, shares_of_states
 from tests.sim.profile import Profile
 
 Start = tuple[Position, int, tuple[int, int]]
@@ -77,12 +78,14 @@ class Cluster:
         }
         self.running: dict[str, Process] = {}
         self.checkpoints: dict[str, Start] = {}
+        self.shares = shares_of_states(profile)
         self.trace: list[str] = []
         skews = random.Random(f"clocks {seed}")
         self.lighthouses = [
             LighthouseHost(skew_s=0.0 if home == 0 else skews.uniform(-1e6, 1e6))
             for home in range(profile.lighthouses)
         ]
+        self.keepers = [Keeper(self, job, profile.keep_every_s) for job in self.jobs]
         self.open = list(range(profile.lighthouses))
         """The lighthouses to which the shared address leads now."""
         self._nonces = itertools.count(1)
@@ -135,12 +138,19 @@ class Cluster:
         )
         if profile.own_checkpoints:
             habits.checkpoint_every = 2 + profile.slots.index(slot)
-        start = self.checkpoints.get(slot, START)
+        start = self.keeper(self.job_of(slot)).start_of(self.checkpoints.get(slot, START))
         process = Process(self, slot, self.job_of(slot), self._lives[slot], habits, start)
         self.running[process.replica_id] = process
         self.cut(process, self.clock.now)  # no process can have heard of it yet
         self.log(f"{process.replica_id} starts at step {start[0][0]}")
         process.start()
+
+    def keeper(self, job: JobKey) -> Keeper:
+        return next(keeper for keeper in self.keepers if keeper.job == job)
+
+    def observed(self, process: Process, shown: Start) -> None:
+        """A process has committed a step from `shown`, as which an observer could have fetched it."""
+        self.keeper(process.job).sees(shown)
 
     def process_in(self, slot: str) -> Process | None:
         return next((p for p in self.running.values() if p.slot == slot), None)
@@ -173,6 +183,8 @@ class Cluster:
 
     def _end(self, process: Process) -> None:
         self.running.pop(process.replica_id, None)
+        if not any(p.job == process.job for p in self.running.values()):
+            self.keeper(process.job).alone()
         self.checkers[process.job].ended(process.replica_id)
 
     def cut(self, process: Process, until: float) -> None:
@@ -319,10 +331,10 @@ class Cluster:
         for effect in effects:
             if isinstance(effect, Send):
                 message = effect.message
-                if isinstance(message, Decision) and message.next_quorum is not None:
-                    self.checkers[message.job].starts(message.next_quorum)
-                elif isinstance(message, Quorum):
-                    self.checkers[message.job].starts(message)
+                quorum = message.next_quorum if isinstance(message, Decision) else message
+                if isinstance(quorum, Quorum):
+                    self.checkers[quorum.job].starts(quorum)
+                    self.keeper(quorum.job).hears(quorum)
                 for peer in effect.peers:
                     if isinstance(message, Expelled) and message.hung:
                         self.checkers[message.job].evicts(owner_of(peer))

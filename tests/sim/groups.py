@@ -27,7 +27,7 @@ from tests.sim.clock import Clock
 from tests.sim.cluster import START, Cluster
 from tests.sim.network import Link, Network, NetworkProfile, owner_of
 from tests.sim.plane import Plane
-from tests.sim.process import Habits, Process
+from tests.sim.process import Habits, Process, shares_of_states
 from tests.sim.profile import Profile
 
 JOB = JobKey("job", "room0")
@@ -59,6 +59,7 @@ class World:
     tracing = False
     log = staticmethod(lambda text: None)
     short = staticmethod(Cluster.short)
+    observed = staticmethod(lambda process, shown: None)  # a group of several ranks has no keeper
 
     def __init__(self, groups: Groups, rank: int) -> None:
         self.groups, self.rank = groups, rank
@@ -66,6 +67,7 @@ class World:
         self.network = self  # `attach` and `send_up`
         self.running: dict[str, Process] = {}
         self.checkpoints: dict[str, Any] = {}
+        self.shares = shares_of_states(groups.profile)
         self.checker = RankChecker(
             now=lambda: self.clock.now,
             unreachable=lambda: frozenset(groups.excused | groups.torn()),

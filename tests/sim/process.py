@@ -2,13 +2,15 @@
 
 The loop is a generator that does what a manager does: it yields how long it computes, or a condition
 that it waits for. Its model state is a number: committing a sum hashes the sum into it, so equal
-numbers mean equal histories. A paused process does nothing and finds all it missed when it goes on;
+numbers mean equal histories. So does who holds which share of the data (`ft_core.replica.shares`), as each
+process finds it from its state and the quorum under which it was bound. A paused process does nothing and finds all it missed when it goes on;
 a hung loop stands still while the rest of the process works.
 """
 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +44,8 @@ from ft_core.replica.events import (
     Unapplied,
 )
 from ft_core.replica.machine import Replica
-from ft_core.replica.status import Attempt, Stage
+from ft_core.replica.shares import Shares
+from ft_core.replica.status import Attempt, Stage, View
 from lighthouse.wire.messages import (
     NO_QUORUM,
     NOT_COUNTED,
@@ -61,6 +64,7 @@ from tests.sim.plane import Contribution, Sum
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster
+    from tests.sim.profile import Profile
 
 Wait = float | Callable[[], bool]
 Position = tuple[int, str]
@@ -83,6 +87,13 @@ class Habits:
     gives_up: bool = False  # after its next decision, if another process holds the state
     stops_waiting: bool = False  # for the answer to its next vote
     update_fails: bool = False  # the next one, if another process holds the state
+
+
+def shares_of_states(profile: Profile) -> defaultdict[int, Shares]:
+    """Who holds which share of the data, by the state that it is part of: one process is a spare."""
+    count = max(1, len(profile.slots) - 1)
+    start = Shares.vacant(count, min(profile.min_replicas, count))
+    return defaultdict(lambda: start)
 
 
 class Process:
@@ -129,8 +140,11 @@ class Process:
         self.commits = 0
         self.attempts: list[tuple[int | None, bool | None]] = []  # bound under; committed
         self.updates = NOT_COUNTED  # since the last commit
+        self.joined = False  # a quorum, as the supervisor's board says
+        self._showable = False  # the state may travel at the next boundary
         self._timer: float | None = None
         self._bound_at: float | None = None
+        self._under: View | None = None  # the quorum under which the attempt was bound
         self._loop: Generator[Wait, None, None] = self._train()
         self._waits: Callable[[], bool] | None = None
         self._sleeping = False
@@ -472,6 +486,7 @@ class Process:
             self._tell(Published(None))
             self.snapshot = None
         self._tell(Entered())
+        self.joined = self.joined or replica.stage is Stage.MEMBER
 
     def _train(self) -> Generator[Wait, None, None]:
         while not self._over():
@@ -506,6 +521,8 @@ class Process:
         self.lent = in_step and (replica.stage is not Stage.MEMBER or replica.healing)
         self._tell(Begin(heal_in_step=in_step))
         self.attempts.append((None, None))
+        shown = self._shown() if self._showable else None
+        self._showable = False
         if not in_step or replica.stage is Stage.MEMBER:
             yield from self._enter(heal=not in_step)
         if self._over():
@@ -528,14 +545,21 @@ class Process:
                 yield from self._enter(heal=True)
         if self._over():
             return
-        yield from self._end_step(total)
+        yield from self._end_step(total, shown)
+
+    def _shown(self) -> tuple[Position, int, tuple[int, int]] | None:
+        """What an observer sees at a boundary of the steady state."""
+        replica = self.replica
+        if not replica.status.entered:
+            return None
+        return (replica.step, replica.lineage), self.state, replica.origin
 
     def _collectives(self, computed_on: int) -> Generator[Wait, None, Sum | None]:
         replica, clock = self.replica, self.clock
         self._tell(Bind())
         view = replica.view
         assert view is not None
-        self.attempts[-1] = (view.quorum_id, None)
+        self.attempts[-1], self._under = (view.quorum_id, None), view
         mine = next(m for m in view.members if m.replica_id == self.replica_id)
         part = None
         if not (mine.healing and self._stays_out()):
@@ -579,7 +603,9 @@ class Process:
         if self._bound == key and key not in self.results:
             self._tell(Fail("a collective stalled", stalled=True))
 
-    def _end_step(self, total: Sum | None) -> Generator[Wait, None, None]:
+    def _end_step(
+        self, total: Sum | None, shown: tuple[Position, int, tuple[int, int]] | None
+    ) -> Generator[Wait, None, None]:
         replica, clock, habits = self.replica, self.clock, self.habits
         ok = replica.may_vote and total is not None
         step_before, lineage_before = replica.step, replica.lineage
@@ -620,15 +646,28 @@ class Process:
             habits.update_fails = False
             self._give_up()
             return
-        self.state, self.updates = state_after(self.state, total), 1
+        self.state, self.updates = self._updated(total), 1
         self.checker.committed(
             self.replica_id, (step_before, lineage_before), position, self.state, total, outcome,
             clock.now,
         )  # fmt: skip
         self.commits += 1
+        self._showable = admits
+        if shown is not None and shown[0] == (step_before, lineage_before):  # else it has healed since
+            self.cluster.observed(self, shown)
         every = self.habits.checkpoint_every
         if every and self.commits % every == 0:
             self.cluster.checkpoints[self.slot] = (position, self.state, replica.origin)
+
+    def _updated(self, total: Sum) -> int:
+        """The state that the committed step makes of the own one."""
+        if self.cluster.profile.group_commit:
+            return state_after(self.state, total)
+        assert self._under is not None
+        after = self.cluster.shares[self.state].after(self._under)
+        state = state_after(self.state, total, after.holders)
+        self.cluster.shares[state] = after
+        return state
 
     def _stop_waiting(self) -> Generator[Wait, None, bool]:
         """The loop gives up the wait for its answer, and asks again later; True: it has begun another step

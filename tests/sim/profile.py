@@ -58,6 +58,7 @@ class Profile:
     own_checkpoints: bool = False  # slots make checkpoints at other steps
     other_clocks: bool = False  # a lighthouse starts again on a host with another clock
     old_journal: bool = False  # ... with what its journal held some quorums ago
+    keep_every_s: float = 0.0  # interval at which the keeper fetches the state; 0: there is none
     shut_every: int = 0  # of so many steps the second half ends where no state can be given
 
     @property
@@ -108,7 +109,7 @@ def profile_of(seed: int) -> Profile:
     faults = _faults(rng, profile) + _given_up(seed, profile) + _cut(seed, profile)
     faults += _suspended(seed, profile)
     profile = replace(profile, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
-    return _shut(seed, _more(seed, profile))
+    return _kept(seed, _shut(seed, _more(seed, profile)))
 
 
 def dense_profile_of(seed: int) -> Profile:
@@ -203,6 +204,23 @@ def _shut(seed: int, profile: Profile) -> Profile:
     """In every third run members exchange something between their updates. Drawn apart, as above."""
     rng = random.Random(f"shut {seed}")
     return replace(profile, shut_every=rng.choice((0, 0, 0, 0, 4, 10)))
+
+
+def _kept(seed: int, profile: Profile) -> Profile:
+    """In every fourth run there is a keeper of states, and all processes are killed. Drawn apart, as above."""
+    rng = random.Random(f"kept {seed}")
+    if rng.random() > 0.25:
+        return profile
+    times = [rng.uniform(0.3, 1.0) * profile.faulty_s for _ in range(rng.choice((1, 1, 2, 4)))]
+    faults = [Fault(at_s, "kill_all") for at_s in times]
+    if rng.random() < 0.3:
+        faults.append(Fault(rng.uniform(0.0, profile.faulty_s), "keeper_dies"))
+    return replace(
+        profile,
+        keep_every_s=rng.choice((0.1, 0.5, 2.0)),
+        expected_replicas=rng.choice((profile.expected_replicas, len(profile.slots))),
+        faults=tuple(sorted((*profile.faults, *faults), key=lambda fault: fault.at_s)),
+    )
 
 
 def _network(rng: random.Random, timeouts: Timeouts) -> NetworkProfile:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ft_core.replica.events import LeaveAfterStep
+from ft_core.replica.status import Stage
 from lighthouse.wire.messages import DECLARE_DEAD, FINISHED
 from tests.sim.checker import Violation
 from tests.sim.cluster import Cluster
@@ -14,6 +16,8 @@ from tests.sim.profile import Fault, Profile, profile_of
 
 COMMITS_WANTED = 3
 """Commits that each member of the core must make once faults have stopped."""
+TIMES_WOKEN = 2
+"""One that hangs can't be declared dead while it is here. It is evicted after it has been in a quorum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,9 @@ def _run(cluster: Cluster, profile: Profile) -> Result:
     wanted = {p.replica_id: p.commits + COMMITS_WANTED for p in core}
     cluster.log(f"faults stop; core {sorted(wanted)}")
     done = _live(cluster, core, wanted, began + profile.recovery_s)
-    woken = not done and _wake_lost_jobs(cluster)
-    if woken:
+    woken = 0
+    while not done and woken < TIMES_WOKEN and _wake_lost_jobs(cluster):
+        woken += 1
         done = _live(cluster, core, wanted, clock.now + profile.recovery_s)
     if not done:
         behind = sorted(p.replica_id for p in core if p.commits < wanted[p.replica_id])
@@ -85,7 +90,7 @@ def _run(cluster: Cluster, profile: Profile) -> Result:
         heals=sum(c.heals for c in checkers),
         forks=sum(c.forks for c in checkers),
         recovered_s=clock.now - began,
-        woken=woken,
+        woken=woken > 0,
     )
 
 
@@ -107,7 +112,7 @@ def _live(cluster: Cluster, core: list[Process], wanted: dict[str, int], until: 
 
 
 def _wake_lost_jobs(cluster: Cluster) -> bool:
-    """Un-hang quorums all of whose members that hold the state hang, and declare those dead that hang
+    """Un-hang jobs all of whose members that hold the state hang, and declare those dead that hang
     while their job waits for them; whether there was one.
 
     The bound does not cover them: nothing can tell a loop that hangs from one that computes for
@@ -116,8 +121,7 @@ def _wake_lost_jobs(cluster: Cluster) -> bool:
     found = False
     lighthouses = [place.machine for place in cluster.lighthouses if place.machine is not None]
     for job in [job for each in lighthouses for job in each.status()["jobs"]]:  # type: ignore[attr-defined]
-        living = [m["replica_id"] for m in job["members"] if not m["gone"] and not m["healing"]]
-        processes = [cluster.running[r] for r in living if r in cluster.running]
+        processes = _holders(cluster, job)
         if processes and all(p.habits.hung for p in processes):
             found = True
             for process in processes:
@@ -127,6 +131,16 @@ def _wake_lost_jobs(cluster: Cluster) -> bool:
                 found = True
                 cluster.declare_dead(process.job, process.slot)
     return found
+
+
+def _holders(cluster: Cluster, job: dict[str, Any]) -> list[Process]:
+    """Processes that hold the state from which `job`, as its status tells, goes on."""
+    if job["state"] == "live":
+        living = [m["replica_id"] for m in job["members"] if not m["gone"] and not m["healing"]]
+        return [cluster.running[r] for r in living if r in cluster.running]
+    key = job["job_id"], job["room_id"]
+    here = [p for p in cluster.running.values() if (p.job.job_id, p.job.room_id) == key]
+    return [p for p in here if p.replica.lineage == job["lineage"] and p.replica.stage is Stage.WAITING]
 
 
 def _calm(cluster: Cluster) -> list[Process]:
@@ -328,9 +342,15 @@ def _kill_all(cluster: Cluster, for_s: float) -> None:
         _crash(cluster, process, for_s)
 
 
+def _keeper_dies(cluster: Cluster, for_s: float) -> None:
+    for keeper in cluster.keepers:
+        keeper.dies()
+
+
 def _finish(cluster: Cluster, for_s: float) -> None:
     """The training is complete, and all start another one in the same room."""
     cluster.checkpoints.clear()
+    _keeper_dies(cluster, for_s)  # the next training is in another room
     for process in list(cluster.running.values()):
         if not process.left:
             cluster.cut(process, float("inf"))  # what only it holds goes with it
@@ -357,5 +377,5 @@ _STRIKES: dict[str, Callable[[Cluster, Process, float], None]] = {
 }  # fmt: skip
 _STRIKES_ALL: dict[str, Callable[[Cluster, float], None]] = {
     "lighthouse_pause": _pause_lighthouse, "kill_all": _kill_all, "finish": _finish,
-    "suspend_lighthouse": _suspend_lighthouse,
+    "suspend_lighthouse": _suspend_lighthouse, "keeper_dies": _keeper_dies,
 }  # fmt: skip

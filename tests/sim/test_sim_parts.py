@@ -288,7 +288,7 @@ def test_each_fault_alone_is_survived(kind: str) -> None:
 
 def test_seeds_cover_every_fault_and_mode() -> None:
     profiles = [profile_of(seed) for seed in range(300)]
-    apart = {"give_up", "cut", "suspend", "suspend_lighthouse"}
+    apart = {"give_up", "cut", "suspend", "suspend_lighthouse", "keeper_dies"}
     assert {fault.kind for p in profiles for fault in p.faults} == {*FAULTS, *MORE_FAULTS, *apart}
     assert any(p.network.harsh for p in profiles)
     assert any(p.group_commit for p in profiles)

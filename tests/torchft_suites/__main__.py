@@ -23,11 +23,16 @@ class Lines(unittest.TestResult):
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         self._say(test, "skipped", reason)
 
+    def addError(self, test: unittest.TestCase, err: object) -> None:
+        error = err[1]  # type: ignore[index]
+        if isinstance(error, NotImplementedError) and "is not here" in str(error):
+            self._say(test, "skipped", str(error))
+            return
+        self.addFailure(test, err)
+
     def addFailure(self, test: unittest.TestCase, err: object) -> None:
         print(self._exc_info_to_string(err, test), file=sys.stderr)  # type: ignore[attr-defined]
         self._say(test, "failed", f"{type(err[1]).__name__}: {err[1]}"[:500])  # type: ignore[index]
-
-    addError = addFailure
 
 
 def any_text(test: unittest.TestCase, expected: type[Exception], _: object) -> object:

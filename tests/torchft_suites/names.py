@@ -1,17 +1,19 @@
-"""The import adapter: `torchft` and its modules, with this project's classes under torchft's names.
+"""`ft_core.compat.torchft` in place of torchft, and what only torchft's tests need beside it.
 
-A name that does not exist here becomes a `Missing`: importing it works, and a test that uses it is skipped with the
-name as the reason. Test modules (`..._test`, `_test`) come from the folder of the installed torchft.
+A name that it does not know can be imported, and a test that uses it is skipped with the name as the reason. Test
+modules (`..._test`, `_test`) come from the folder of the installed torchft.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
@@ -21,10 +23,8 @@ from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 from torch.futures import Future
 
-import ft_core
 from ft_core import process_group
-from ft_core.diloco.local_sgd import extract_local_tensor
-from lighthouse import LighthouseServer as OurLighthouseServer
+from ft_core.compat import torchft
 
 
 class _MissingType(type):
@@ -40,21 +40,10 @@ class _MissingType(type):
 
 
 def missing(module: str, name: str) -> type:
+    """What stands for a name of torchft's that is not served."""
+    if name.startswith("__"):
+        raise AttributeError(name)
     return _MissingType(name, (), {"__module__": module})
-
-
-class LighthouseServer(OurLighthouseServer):
-    """torchft's arguments. There is no tick, and the heartbeat is a part of the timeouts."""
-
-    def __init__(
-        self,
-        bind: str,
-        min_replicas: int,
-        join_timeout_ms: int | None = None,
-        quorum_tick_ms: int | None = None,
-        heartbeat_timeout_ms: int | None = None,
-    ) -> None:
-        super().__init__(bind, min_replicas=min_replicas, join_timeout_ms=join_timeout_ms)
 
 
 class DummyWork(torch.distributed._Work):
@@ -94,14 +83,10 @@ def configured_by_store(group: type) -> type:
     return type(group.__name__, (group,), {"configure": configure})
 
 
-class Manager(ft_core.Manager):
+class Manager(torchft.TorchftManager):
     """Shows its state in torchft's layout, in which each fragment of DiLoCo has an entry of its own."""
 
     diloco: DiLoCo | None = None
-
-    def leave_model_out(self) -> None:
-        """A model that drifts is no part of the manager's state here: `OuterLoop` refuses it."""
-        self.set_state_dict_fns(lambda state: None, dict)
 
     def _manager_state_dict(self) -> dict[str, Any]:
         assert self.diloco is not None
@@ -109,9 +94,9 @@ class Manager(ft_core.Manager):
         parts = {
             f"StreamingDiLoCoFragment_{number}": {
                 "original_parameters": {
-                    name: value
+                    name.removeprefix(f"{number}."): value
                     for name, value in outer["parameters"].items()
-                    if name.partition(".")[0] == str(number)
+                    if name.startswith(f"{number}.")
                 },
                 "outer_optimizer": outer["outer_optimizer"],
             }
@@ -119,98 +104,34 @@ class Manager(ft_core.Manager):
         }
         return {"user": parts, "torchft": self.state_dict()}
 
-
-class LocalSGD(ft_core.LocalSGD):
-    """Takes a manager whose state holds the model."""
-
-    def __init__(self, manager: Manager, *args: Any, **kwargs: Any) -> None:
-        manager.leave_model_out()
-        super().__init__(manager, *args, **kwargs)
+    def should_commit(self, *args: Any, **options: Any) -> bool:
+        """torchft counts a vote without a step of its own, with which a test sets its step number."""
+        if not self.step.underway:
+            self.start_quorum()
+        return super().should_commit(*args, **options)
 
 
-class DiLoCo(ft_core.DiLoCo):
-    """torchft 0.2.0's form: a list of fragments, each with an outer optimizer of its own."""
+class DiLoCo(torchft.TorchftDiLoCo):
+    """Tells its manager of itself."""
 
-    def __init__(
-        self,
-        manager: Any,
-        model_fragments: list[nn.Module],
-        inner_optimizer: torch.optim.Optimizer,
-        outer_optimizer: Any,
-        sync_every: int,
-        backup_device: torch.device | None = None,
-        **options: Any,
-    ) -> None:
-        manager.leave_model_out()
+    def __init__(self, manager: Any, model_fragments: list[nn.Module], *args: Any, **options: Any):
         manager.diloco, self.fragment_count = self, len(model_fragments)
-        outer = outer_optimizer if isinstance(outer_optimizer, list) else [outer_optimizer]
-        groups = [group for each in outer for group in each.param_groups]
-        joint = type(outer[0])([dict(group) for group in groups])
-        options.pop("use_bucketization", None)
-        options.pop("bucket_cap_mb", None)
-        super().__init__(
-            manager,
-            nn.ModuleList(model_fragments),
-            inner_optimizer,
-            joint,
-            sync_every,
-            backup_device=backup_device,
-            fragments=model_fragments if len(model_fragments) > 1 else None,
-            **options,
-        )
+        super().__init__(manager, model_fragments, *args, **options)
 
 
-def _ours() -> dict[str, dict[str, Any]]:
-    """Module of torchft: its names, and what they are here."""
-    groups = {
-        name: getattr(process_group, name)
-        for name in (
-            "ErrorSwallowingProcessGroupWrapper",
-            "FakeProcessGroupWrapper",
-            "ManagedProcessGroup",
-            "ProcessGroup",
-            "ProcessGroupDummy",
-            "ProcessGroupWrapper",
-        )
-    }
-    for name in ("ProcessGroupGloo", "ProcessGroupNCCL"):
-        groups[name] = configured_by_store(getattr(process_group, name))
-    return {
-        "torchft": {name: getattr(ft_core, name) for name in ft_core.__all__},
-        "torchft._torchft": {"LighthouseServer": LighthouseServer},
-        "torchft.coordination": {"LighthouseServer": LighthouseServer},
-        "torchft.manager": {
-            "Manager": Manager,
-            "WorldSizeMode": ft_core.WorldSizeMode,
-        },
-        "torchft.ddp": {
-            "DistributedDataParallel": ft_core.DistributedDataParallel,
-            "PureDistributedDataParallel": ft_core.PureDistributedDataParallel,
-        },
-        "torchft.local_sgd": {
-            "DiLoCo": DiLoCo,
-            "LocalSGD": LocalSGD,
-            "extract_local_tensor": extract_local_tensor,
-        },
-        "torchft.optim": {"OptimizerWrapper": ft_core.OptimizerWrapper},
-        "torchft.data": {"DistributedSampler": ft_core.DistributedSampler},
-        "torchft.process_group": groups,
-        "torchft.work": {"_DummyWork": DummyWork},
-        "torchft.checkpointing": {},
-        "torchft.checkpointing._rwlock": {},
-        "torchft.checkpointing.transport": {},
-    }
-
-
-class Stand(types.ModuleType):
-    """One module of torchft."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = missing(self.__name__, name)
-        setattr(self, name, value)
-        return value
+REPLACED = {
+    "torchft": {"Manager": Manager},
+    "torchft._torchft": {"LighthouseServer": torchft.LighthouseServer},
+    "torchft.manager": {"Manager": Manager},
+    "torchft.local_sgd": {"DiLoCo": DiLoCo},
+    "torchft.process_group": {
+        group.__name__: configured_by_store(group)
+        for group in (process_group.ProcessGroupGloo, process_group.ProcessGroupNCCL)
+    },
+    "torchft.work": {"_DummyWork": DummyWork},
+    "torchft.checkpointing._rwlock": {},
+}
+"""Module of torchft: names of it that only its tests need, or need to be different."""
 
 
 def expand(cases: Iterable[Any]) -> Callable[[Callable[..., None]], None]:
@@ -231,7 +152,9 @@ def expand(cases: Iterable[Any]) -> Callable[[Callable[..., None]], None]:
 
 
 def folder() -> Path | None:
-    """Where torchft is installed; None: it is not."""
+    """torchft's modules: of the checkout that TORCHFT_SOURCE names, or installed; None: there are none."""
+    if source := os.environ.get("TORCHFT_SOURCE"):
+        return Path(source) / "torchft"
     spec = importlib.util.find_spec("torchft")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
@@ -240,12 +163,14 @@ def install() -> None:
     """Put the adapter in place of torchft. For a process of its own."""
     where = folder()
     assert where is not None, "torchft is not installed"
-    for name, values in _ours().items():
-        module = Stand(name)
-        module.__dict__.update(values)
-        if name in ("torchft", "torchft.checkpointing"):
-            module.__path__ = [str(where.joinpath(*name.split(".")[1:]))]
-        sys.modules[name] = module
+    torchft.install()
+    for name, values in REPLACED.items():
+        sys.modules.setdefault(name, types.ModuleType(name)).__dict__.update(values)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchft."):
+            module.__dict__["__getattr__"] = partial(missing, name)
+    for name in ("torchft", "torchft.checkpointing"):
+        sys.modules[name].__path__ = [str(where.joinpath(*name.split(".")[1:]))]
     if importlib.util.find_spec("parameterized") is None:
         known = types.ModuleType("parameterized")
         known.parameterized = types.SimpleNamespace(expand=expand)  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ user edits is imported anew by every process. Standard library only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -33,11 +34,12 @@ Modules = Sequence[tuple[str, str]]
 """(name, file), in the order in which their imports began."""
 
 
+@functools.cache
 def report() -> None:
-    """Tell the supervisor the modules of this process, if it asks for them. Never raises.
+    """Tell the supervisor the modules of this process, once, if it asks for them. Never raises.
 
-    Called once a process, by the training loop's thread after the first commit. Takes about 10 ms where
-    the supervisor asks, else nothing.
+    The training loop's thread calls it after each commit. The first call takes about 10 ms where the
+    supervisor asks.
     """
     name = os.environ.get(ENV_REPORT, "")
     if not name:

@@ -21,13 +21,14 @@ from typing import Any
 import pytest
 import yaml
 
-from ft_accelerate.launch import launch_hooks
+from ft_accelerate.launch import groups, launch_hooks
 from ft_accelerate.launch.groups import MachineLayout, environment, plan, protected, wanted
 from ft_accelerate.options import FaultTolerancePlugin
 from ft_core.launch.rank_group import group_command
+from lighthouse import LighthouseServer
 from tests.ft_accelerate.installed import accelerate, installed
 from tests.harness import workers
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until
 
 MULTI_NODE = {
     "compute_environment": "LOCAL_MACHINE",
@@ -403,6 +404,30 @@ def test_plain_accelerate_launch_starts_the_groups(tmp_path: Path) -> None:
     assert "starting replica groups 0 to 1 of 2" in done.stderr
 
 
+def test_the_first_machines_lighthouse_stays_until_the_others_are_done(
+    stock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher of another machine is connected to it, also while none of its groups runs."""
+    script = tmp_path / "train.py"
+    script.touch()
+    seen: list[int] = []
+    with LighthouseServer("tcp://127.0.0.1:0") as server:
+        ip, port = server.bound.removeprefix("tcp://").split(":")
+
+        def supervise(*args: Any, **options: Any) -> int:
+            until(lambda: server.status()["server"]["connections"] == 1, "the launcher")
+            seen.append(options["first"])
+            return 0
+
+        monkeypatch.setattr(groups, "supervise", supervise)
+        config = written(tmp_path, {**ON_CPU, "num_processes": 2, "num_machines": 2}, {})
+        options = ["--machine_rank", "1", "--main_process_ip", ip, "--main_process_port", port]
+        args = arguments(stock, "--config_file", config, *options, str(script))
+        assert groups.launch(args, [sys.executable, str(script)], {}) == 0
+        assert seen == [1]
+        until(lambda: server.status()["server"]["connections"] == 0, "its end")
+
+
 @pytest.mark.process
 def test_two_machines_train_together(tmp_path: Path) -> None:
     """The same file and command on both, but for `machine_rank`; the first runs the lighthouse.
@@ -445,6 +470,7 @@ def test_two_machines_train_together(tmp_path: Path) -> None:
     assert [process["group"] for process in found] == [0, 1, 2, 3]
     assert [process["local_main"] for process in found] == [True, False, True, False]
     assert "starting replica group 1 of 2, 2 processes each" in said[1]
+    assert "the lighthouse of this machine stays until the other machines are done" in said[0]
     assert "replica group 1 has finished" in said[1]  # its number in the job, not on the machine
 
 

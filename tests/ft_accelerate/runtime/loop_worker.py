@@ -21,6 +21,7 @@ from tests.harness.script import Log, digest, fail_once, options_of
 OPTIONS: dict[str, Any] = {
     "log": "",
     "epochs": 2,
+    "told": False,  # epochs and batches from `ft_accelerate.epochs`
     "samples": 152,
     "batch_size": 4,
     "accumulate": 1,
@@ -219,10 +220,19 @@ def run(options: dict[str, Any]) -> None:
     local = local_training(options, accelerator, model)
     global_step = 0
     accuracy = 0.0
-    for epoch in range(options["epochs"]):
+    epochs: Any = range(options["epochs"])
+    batches: Any = enumerate
+    if options["told"]:
+        import ft_accelerate
+
+        epochs = ft_accelerate.epochs(options["epochs"])
+        batches = epochs.batches
+    for epoch in epochs:
         model.train()
         with local as inner:
-            for index, (x, y) in enumerate(train):
+            for index, (x, y) in batches(train):
+                if options["told"]:
+                    global_step = epoch * len(train) + index
                 time.sleep(options["step_delay_s"] if log.live else 0)
                 log.at(f"step-{global_step}")
                 with accelerator.accumulate(model):

@@ -94,8 +94,9 @@ def test_three_replicas_equal_plain_ddp_to_rounding(tmp_path: Path, lighthouse: 
 def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
     tmp_path: Path, lighthouse: str
 ) -> None:
+    """A loop over `ft_accelerate.epochs`: what it logs before it has come to its peers is one epoch's end."""
     holds = ["step-8", "eval-1", "step-57"]
-    options = {"epochs": EPOCHS, "step_delay_s": 0.02, "dropout": 0.1}
+    options = {"epochs": EPOCHS, "step_delay_s": 0.02, "dropout": 0.1, "told": True}
     with running(tmp_path, lighthouse, holds=holds, **options) as run:
         zero, one = run.start(0), run.start(1)
         one = run.killed_and_back(one, 1, hold="step-8", of=0)
@@ -122,6 +123,7 @@ def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
     both = [{e["epoch"]: e for e in run.evaluations(i, live=True)} for i in (0, 1)]
     common = both[0].keys() & both[1].keys()
     assert [both[0][e] for e in common] == [both[1][e] for e in common]
+    assert len(run.evaluations(1, live=False)) < 3  # which were before its last return
 
 
 def test_a_loop_whose_loader_is_not_prepared_is_led_to_its_peers(
@@ -148,12 +150,12 @@ def test_early_stopping_and_the_best_metric_outlive_the_death_of_each_process(
 ) -> None:
     """They are in a registered object, which a script's past does not change."""
     losses = [0.9, 0.5, 0.6, 0.3, 0.4, 0.2, 0.3, 0.25, 0.1, 0.1]
-    holds = ["eval-2", "step-80"]  # after one that is worse, and in the epoch after the fourth
+    holds = ["eval-2", "step-76"]  # after one that is worse, and the first of the epoch after the fourth
     options = {"losses": losses, "epochs": len(losses), "step_delay_s": 0.01}
     with running(tmp_path, lighthouse, holds=holds, **options) as run:
         zero, one = run.start(0), run.start(1)
         one = run.killed_and_back(one, 1, hold="eval-2", of=0)
-        zero = run.killed_and_back(zero, 0, hold="step-80", of=1)
+        zero = run.killed_and_back(zero, 0, hold="step-76", of=1)
         run.wait(zero, one)
     for index in (0, 1):
         assert run.end(index)["step"] == 8 * STEPS

@@ -7,7 +7,14 @@ import dataclasses
 import pytest
 
 from ft_accelerate.runtime.leadership import main_of
-from ft_accelerate.runtime.script_position import Iteration, Phase, ScriptPosition, Target
+from ft_accelerate.runtime.script_position import (
+    Elsewhere,
+    Epoch,
+    Iteration,
+    Phase,
+    ScriptPosition,
+    Target,
+)
 
 
 def peers(**changes: object) -> Target:
@@ -173,3 +180,79 @@ def test_places_without_the_peers_gradients() -> None:
     assert peers(at="grad", grads=1).reachable  # a GAN's second update: the first has stepped
     assert not peers(at="grad", grads=1, pending=True).reachable
     assert peers(at="op", grads=1).reachable
+
+
+def told(epochs: int, passes: int = 2) -> ScriptPosition:
+    """A script that has told of so many epochs of `passes` passes, and is in the first pass of the last
+    one, where its window has begun with the fourth batch."""
+    position = ScriptPosition()
+    for number in range(epochs):
+        position.begin_epoch(number, 10 * number)
+        for _ in range(passes):
+            position.finish(iteration := position.begin(None), has_length=True)
+            position.stepped = True
+            position.open_window(iteration)
+    position.begin_epoch(epochs, 10 * epochs)
+    iteration = position.begin(None)
+    iteration.yielded, position.stepped = 3, True
+    position.open_window(iteration)
+    return position
+
+
+def test_a_script_that_tells_of_its_epochs_enters_that_of_its_peers_wherever_that_is() -> None:
+    for epochs in (1, 50_000):
+        there = told(epochs).describe("fetch")
+        assert len(there.epochs) <= 3  # what travels does not grow
+        position = ScriptPosition()
+        position.begin_epoch(0, 0)
+        first = position.begin(None)
+        position.relocate(there)
+        assert (
+            position.distance == 1
+        )  # it is not run through, so nothing keeps it out of the quorum
+        assert not position.leap(first) and not position.arrive(first)
+        position.finish(first, has_length=True)
+        entry = position.entry
+        assert entry == Epoch(epochs, 2 * epochs, (10 * epochs,))
+        assert position.enter(entry) == 3
+        iteration = position.begin(None)
+        assert position.leap(iteration) and iteration.yielded == 3
+        assert not position.leap(iteration)
+        assert position.arrive(iteration) and position.settle()
+        assert position.entry is None
+
+
+def test_a_frameworks_loop_is_left_once_and_entered_with_what_it_skips() -> None:
+    position = ScriptPosition()
+    position.begin_epoch(0)
+    position.leaves = position.iterations
+    first = position.begin(None)
+    position.relocate(told(4).describe("fetch"))
+    with pytest.raises(Elsewhere):
+        position.leap(first)
+    position.finish(first, has_length=True)
+    entry = position.entry
+    assert entry is not None
+    left_out = position.enter(entry)
+    position.leaves = position.iterations
+    iteration = position.begin(None, left_out)
+    assert not position.leap(iteration)
+    assert position.arrive(iteration)
+
+
+def test_at_the_end_of_an_epoch_and_before_the_first_batch_of_the_next_its_peers_are_in_the_window() -> (
+    None
+):
+    peer = told(2)
+    peer.begin_epoch(3, 30)
+    peer.begin_epoch(4, 40)
+    position = ScriptPosition()
+    position.relocate(peer.describe("op"))
+    assert position.entry == Epoch(2, 4, (20,))
+
+
+def test_without_epochs_there_is_no_entry() -> None:
+    position = ScriptPosition()
+    position.relocate(peers())
+    assert position.entry is None
+    assert not position.leap(position.begin(None))

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ft_core.heal import HealKey
+from ft_core.heal.transport import HealAddress
 from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S
 
@@ -92,24 +93,29 @@ class SourceProcess:
 
 
 class FaultyLink:
-    """A TCP proxy before a source. `edit(offset, data)` sees all bytes from source to target and
-    returns what is passed on; it may block, to be slow."""
+    """A TCP proxy before a source. `edit(offset, data)` sees the bytes of each connection from source to
+    target and returns what is passed on; it may block, to be slow."""
 
     def __init__(self, address: str, edit: Callable[[int, bytearray], bytearray]) -> None:
-        where, _, word = address.rpartition("/")
-        self._to = int(where.rpartition(":")[2])
+        source = HealAddress.parse(address)
         self._edit = edit
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}/{word}"
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        control, bulk = (listener.getsockname()[1] for listener in self._listeners)
+        self.address = str(HealAddress(f"tcp://127.0.0.1:{control}", bulk, source.word))
         self._sockets: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
+        ports = (int(source.where.rpartition(":")[2]), source.bulk_port)
+        self._threads = [
+            threading.Thread(target=self._accept, args=(listener, port), daemon=True)
+            for listener, port in zip(self._listeners, ports, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, port: int) -> None:
         while True:
             try:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._to))
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", port))
             except OSError:
                 return
             self._sockets += [near, far]
@@ -119,9 +125,11 @@ class FaultyLink:
                 pump.start()
 
     def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._threads[0].join()
+        for listener in self._listeners:
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        for thread in self._threads[:2]:
+            thread.join()
         for open_socket in self._sockets:
             try:
                 open_socket.shutdown(socket.SHUT_RDWR)

@@ -11,7 +11,7 @@ import zmq
 
 from ft_core.heal import HealError, HealServer, fetch
 from ft_core.heal import protocol as wire
-from ft_core.heal.transport import listens, reading_socket, split_word
+from ft_core.heal.transport import HealAddress, listens, reading_socket
 from lighthouse.config import split_address
 from tests.ft_core.heal.support import KEY, same, soon, state
 from tests.harness.waiting import until
@@ -22,7 +22,7 @@ MakeServer = Callable[..., HealServer]
 def test_bytes_that_are_not_zeromq(make_server: MakeServer) -> None:
     server = make_server()
     server.publish(KEY, {"epoch": 1})
-    _, port = split_address(split_word(server.address)[0])
+    _, port = split_address(HealAddress.parse(server.address).where)
     for junk in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(junk)
@@ -33,8 +33,9 @@ def test_a_place_is_free_again_when_its_reader_hangs_up(make_server: MakeServer)
     server = make_server(max_clients=1)
     context = zmq.Context()
     asked = wire.Open("", KEY.step, KEY.lineage, 1 << 20, 3600.0, b"")
-    with reading_socket(context, server.address, 1 << 20) as reader:
-        reader.connect(split_word(server.address)[0])
+    address = HealAddress.parse(server.address)
+    with reading_socket(context, address) as reader:
+        reader.connect(address.where)
         reader.send(wire.requests.encode(asked))
         until(lambda: server.stats().opened == 1)
     context.term()
@@ -54,8 +55,8 @@ def test_a_process_that_is_no_member_gets_no_place(make_server: MakeServer) -> N
     """Only members know the word at the end of the address; the quorum has told them."""
     server = make_server(max_clients=1)
     server.publish(KEY, {"epoch": 1})
-    where, _ = split_word(server.address)
-    for address in (where, f"{where}/guessed"):
+    where = HealAddress.parse(server.address).where
+    for address in (where, f"{where}/guessed", f"{where}/1/guessed"):
         with pytest.raises(HealError, match="Could not heal"):
             fetch([address], KEY, deadline=soon(1.0))
     assert server.stats().opened == 0
@@ -64,7 +65,7 @@ def test_a_process_that_is_no_member_gets_no_place(make_server: MakeServer) -> N
 
 def test_a_source_cannot_name_another_process(make_server: MakeServer) -> None:
     server = make_server()
-    where, _ = split_word(server.address)
+    where = HealAddress.parse(server.address).where
     assert listens(os.getpid(), where)
     assert not listens(os.getppid(), where), "that process has another socket, if any"
     assert not listens(os.getpid(), "tcp://127.0.0.1:1"), "no socket at all"

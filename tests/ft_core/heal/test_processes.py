@@ -12,7 +12,7 @@ from tests.ft_core.heal.support import KEY, SourceProcess, same, soon, state
 
 pytestmark = pytest.mark.process
 MakeSource = Callable[..., SourceProcess]
-both_paths = pytest.mark.parametrize("same_host", [False, True], ids=["zmq", "memory"])
+both_paths = pytest.mark.parametrize("same_host", [False, True], ids=["tcp", "memory"])
 
 
 def _when_begun(action: Callable[[], object]) -> Callable[[HealProgress], None]:

@@ -19,13 +19,15 @@ from ft_core.heal import HealDenied, HealError, HealKey, HealProgress, HealServe
 from ft_core.heal import protocol as wire
 from ft_core.heal.target import DEFAULT_CHUNK_BYTES
 from ft_core.heal.transfer_plan import WINDOW
-from ft_core.heal.transport import reading_socket, serving_endpoint, split_word
+from ft_core.heal.transport import HealAddress, reading_socket, serving_endpoint
 from tests.ft_core.heal.support import KEY, FaultyLink, same, soon, state
 from tests.harness.waiting import PATIENCE_S, until
 from tests.lighthouse.support import await_frame
 
 MakeServer = Callable[..., HealServer]
-both_paths = pytest.mark.parametrize("same_host", [False, True], ids=["zmq", "memory"])
+SMALL_CHUNKS = 1 << 20
+"""So that there are many, and a state is never on its way as a whole."""
+both_paths = pytest.mark.parametrize("same_host", [False, True], ids=["tcp", "memory"])
 
 
 @both_paths
@@ -37,7 +39,9 @@ def test_round_trip(make_server: MakeServer, same_host: bool, copy: bool, source
     for server in servers:
         server.publish(KEY, tree, copy=copy)
     addresses = [server.address for server in servers]
-    back, stats = fetch(addresses, KEY, deadline=soon(), same_host=same_host)
+    back, stats = fetch(
+        addresses, KEY, deadline=soon(), same_host=same_host, chunk_bytes=SMALL_CHUNKS
+    )
     assert same(back, tree)
     assert stats.bytes == sum(stats.source_bytes.values()) >= 24 << 20
     assert stats.same_host_bytes == (stats.bytes if same_host else 0)
@@ -174,7 +178,10 @@ def test_retired_in_mid_transfer(make_server: MakeServer) -> None:
             server.retire("the source trained on")
 
     with pytest.raises(HealError, match=r"with \d+ of \d+ chunks missing.*the source trained on"):
-        fetch([server.address], KEY, deadline=soon(), same_host=False, progress=retire)
+        fetch(
+            [server.address], KEY, deadline=soon(), same_host=False, progress=retire,
+            chunk_bytes=SMALL_CHUNKS,
+        )  # fmt: skip
 
 
 def test_one_source_retires_and_the_others_finish(make_server: MakeServer) -> None:
@@ -188,11 +195,12 @@ def test_one_source_retires_and_the_others_finish(make_server: MakeServer) -> No
             first.retire()
 
     back, stats = fetch(
-        [first.address, second.address], KEY, deadline=soon(), same_host=False, progress=retire
-    )
+        [first.address, second.address], KEY, deadline=soon(), same_host=False, progress=retire,
+        chunk_bytes=SMALL_CHUNKS,
+    )  # fmt: skip
     assert same(back, tree)
     assert set(stats.failed_sources) <= {first.address}  # the news may come after the last chunk
-    assert stats.source_bytes[first.address] <= 2 * WINDOW * DEFAULT_CHUNK_BYTES
+    assert stats.source_bytes[first.address] <= 2 * WINDOW * SMALL_CHUNKS
 
 
 def test_the_deadline_names_every_source(make_server: MakeServer) -> None:
@@ -313,8 +321,9 @@ class TestLive:
                         value.zero_()
 
         back, stats = fetch(
-            [server.address], KEY, deadline=soon(), same_host=same_host, progress=train
-        )
+            [server.address], KEY, deadline=soon(), same_host=same_host, progress=train,
+            chunk_bytes=SMALL_CHUNKS,
+        )  # fmt: skip
         assert trained
         assert same(back, expected)
         assert stats.corrupted == 0
@@ -327,6 +336,17 @@ def _flip(*offsets: int) -> Callable[[int, bytearray], bytearray]:
         for offset in offsets:
             if start <= offset < start + len(data):
                 data[offset - start] ^= 1
+        return data
+
+    return edit
+
+
+def _dammed(opened: threading.Event) -> Callable[[int, bytearray], bytearray]:
+    """An edit that lets a little through, and the rest when `opened`."""
+
+    def edit(start: int, data: bytearray) -> bytearray:
+        if start + len(data) > 3 << 20:
+            opened.wait(PATIENCE_S)
         return data
 
     return edit
@@ -473,28 +493,35 @@ class TestFaults:
         with pytest.raises(HealError, match="its tensors differ in shape or dtype under the same"):
             fetch([diverged.address, good.address], KEY, deadline=soon(), progress=diverge)
 
-    def test_readers_that_stop_reading_delay_no_other(self, make_server: MakeServer) -> None:
+    def test_a_reader_that_stops_reading_delays_no_other(self, make_server: MakeServer) -> None:
         """A target that asks for everything and reads nothing; publish stays quick."""
         tree = state(64)
         server = make_server()
         server.publish(KEY, tree)
-        context = zmq.Context()
-        idle = reading_socket(context, server.address, 1 << 20)
-        idle.setsockopt(zmq.RCVHWM, 1)
-        idle.connect(split_word(server.address)[0])
-        try:
-            idle.send(
-                wire.requests.encode(wire.Open("", KEY.step, KEY.lineage, 1 << 20, 60.0, b""))
-            )
-            for _ in range(10):
-                idle.send(wire.requests.encode(wire.Get(False, tuple(range(64)), ())))
-            assert same(fetch([server.address], KEY, deadline=soon(), same_host=False)[0], tree)
-            newer, changed = HealKey(8, "x"), state(64, seed=5)
-            server.publish(newer, changed)  # must not overwrite what is still queued, nor wait
-            assert same(fetch([server.address], newer, deadline=soon())[0], changed)
-        finally:
-            idle.close()
-            context.term()
+        asking = threading.Event()
+
+        def stand_still(_: HealProgress) -> None:
+            asking.set()
+            assert go_on.wait(PATIENCE_S)
+
+        go_on = threading.Event()
+        with ThreadPoolExecutor(1) as pool, FaultyLink(server.address, _dammed(go_on)) as link:
+            try:
+                idle = pool.submit(
+                    fetch, [link.address], KEY, deadline=soon(), same_host=False,
+                    progress=stand_still,
+                )  # fmt: skip
+                assert asking.wait(PATIENCE_S)
+                other, _ = fetch([server.address], KEY, deadline=soon(), same_host=False)
+                assert same(other, tree)
+                newer, changed = HealKey(8, "x"), state(64, seed=5)
+                server.publish(newer, changed)  # into the same memory, without waiting
+                other, _ = fetch([server.address], newer, deadline=soon(), same_host=False)
+                assert same(other, changed)
+            finally:
+                go_on.set()
+            with pytest.raises(HealError, match="is gone"):
+                idle.result(PATIENCE_S)
 
 
 class TestGarbage:
@@ -502,8 +529,9 @@ class TestGarbage:
 
     def _send(self, server: HealServer, frames: list[bytes]) -> None:
         context = zmq.Context()
-        with reading_socket(context, server.address, 1 << 20) as dealer:
-            dealer.connect(split_word(server.address)[0])
+        address = HealAddress.parse(server.address)
+        with reading_socket(context, address) as dealer:
+            dealer.connect(address.where)
             dealer.send_multipart(frames)
             dealer.close(linger=1000)
         context.term()
@@ -515,7 +543,7 @@ class TestGarbage:
             [b""],
             [b"a", b"b"],
             [wire.requests.encode(wire.Done())],
-            [wire.requests.encode(wire.Get(False, (0,), ()))],
+            [wire.requests.encode(wire.Confirm((0,), ()))],
             [os.urandom(1000)],
         ],
     )
@@ -530,10 +558,11 @@ class TestGarbage:
         server = make_server()
         server.publish(KEY, {"epoch": 1})
         context = zmq.Context()
-        dealer = reading_socket(context, server.address, 1 << 20)
+        address = HealAddress.parse(server.address)
+        dealer = reading_socket(context, address)
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
-            dealer.connect(split_word(server.address)[0])
+            dealer.connect(address.where)
             dealer.send(bytes(wire.MAX_REQUEST_BYTES + 1))
             assert monitor.poll(5000)
         finally:
@@ -544,17 +573,20 @@ class TestGarbage:
         assert server.stats().dropped == 0
         assert fetch([server.address], KEY, deadline=soon())[0] == {"epoch": 1}
 
-    @pytest.mark.parametrize("kind", ["junk", "chunk", "manifest"])
+    @pytest.mark.parametrize("kind", ["junk", "valid", "manifest"])
     def test_a_source_that_talks_nonsense_is_left(self, make_server: MakeServer, kind: str) -> None:
         reply = {
             "junk": [b"junk"],
-            "chunk": [wire.replies.encode(wire.ChunkReply(0, b"")), b"x"],
-            "manifest": [wire.replies.encode(wire.ManifestReply(1, "other", b"", 0, ())), b"x"],
+            "valid": [wire.replies.encode(wire.ValidReply((0,), (1,)))],
+            "manifest": [
+                wire.replies.encode(wire.ManifestReply(1, "other", b"", bytes(16), 0, ())),
+                b"x",
+            ],
         }[kind]
         good = make_server()
         context = zmq.Context()
-        liar, address = serving_endpoint(context, "127.0.0.1", 0)
-        addresses = [address, good.address]
+        liar, where = serving_endpoint(context, "127.0.0.1", 0, "word")
+        addresses = [str(HealAddress(where, 1, "word")), good.address]
 
         def lie() -> None:
             peer, _ = await_frame(liar)

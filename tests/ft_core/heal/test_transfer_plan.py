@@ -11,6 +11,7 @@ import pytest
 
 from ft_core.heal.transfer_plan import (
     FIRST_STALL_S,
+    LATE_FLOOR_S,
     PACE_AFTER_S,
     SILENT_SHARE,
     WINDOW,
@@ -20,15 +21,21 @@ from ft_core.heal.transfer_plan import (
 
 @dataclass
 class World:
-    """Sources that answer after `service_s` a chunk, one chunk at a time; None never answers."""
+    """Sources that answer after `service_s` a chunk, one chunk at a time; None never answers.
+
+    A connection that the plan ends is made again after `rest_s`.
+    """
 
     plan: TransferPlan
     service_s: dict[str, float | None]
     now: float = 0.0
+    rest_s: float = 1.0
+    ended: list[str] = field(default_factory=list)
     asked: dict[int, int] = field(default_factory=dict)
     delivered: dict[str, int] = field(default_factory=dict)
     _free_at: dict[str, float] = field(default_factory=dict)
     _events: list[tuple[float, str, int]] = field(default_factory=list)
+    _resting: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in self.service_s:
@@ -36,6 +43,13 @@ class World:
 
     def run(self, until: float = 1e9) -> None:
         while not self.plan.finished and self.now < until:
+            for name in self.plan.late(self.now):
+                self.ended.append(name)
+                self.lose(name)
+                self._resting[name] = self.now + self.rest_s
+            for name in [n for n, at in self._resting.items() if at <= self.now]:
+                del self._resting[name]
+                self.plan.add_source(name, self.now)
             for name, chunk in self.plan.next_requests(self.now):
                 self.asked[chunk] = self.asked.get(chunk, 0) + 1
                 service_s = self.service_s[name]
@@ -45,9 +59,8 @@ class World:
                     heapq.heappush(self._events, (start + service_s, name, chunk))
             self.plan.check()
             due = self.plan.next_deadline()
-            times = [
-                t for t in (due, self._events[0][0] if self._events else None) if t is not None
-            ]
+            times = [*self._resting.values(), *(at for at, _, _ in self._events[:1])]
+            times += [] if due is None else [due]
             if not times:
                 return
             assert min(times) >= self.now or self._events
@@ -56,6 +69,23 @@ class World:
                 _, name, chunk = heapq.heappop(self._events)
                 if self.plan.received(name, chunk, self.now):
                     self.delivered[name] = self.delivered.get(name, 0) + 1
+
+    def corrupt(self, name: str, rng: random.Random) -> None:
+        """What is on the way from it arrives, damaged, if anything is."""
+        owed = [event for event in self._events if event[1] == name]
+        if owed:
+            event = rng.choice(owed)
+            self._events.remove(event)
+            heapq.heapify(self._events)
+            self.plan.corrupted(name, event[2], self.now)
+
+    def lose(self, name: str) -> None:
+        """Its connection ends, with all that is on the way."""
+        self.plan.drop_source(name)
+        self._resting.pop(name, None)
+        self._events = [event for event in self._events if event[1] != name]
+        heapq.heapify(self._events)
+        self._free_at.pop(name, None)
 
     def wasted(self) -> int:
         return sum(self.asked.values()) - len(self.asked)
@@ -83,22 +113,22 @@ def test_a_silent_source_costs_one_stall() -> None:
     world.run()
     assert world.plan.finished
     assert world.now < 3.0 + FIRST_STALL_S
-    assert world.plan.stalled("dead") or world.delivered == {"alive": 300}
+    assert world.ended[0] == "dead"
+    assert world.delivered == {"alive": 300}
+    assert world.wasted() <= WINDOW * len(world.ended)
 
 
 def test_a_dropped_source_costs_what_it_owed() -> None:
     plan = TransferPlan(100)
     world = World(plan, {"a": 0.01, "b": 0.01})
     world.run(until=0.2)
-    plan.drop_source("b")
-    world.service_s.pop("b")
-    world._events = [event for event in world._events if event[1] != "b"]
+    world.lose("b")
     world.run()
     assert plan.finished
     assert world.wasted() <= 2 * WINDOW
 
 
-def test_a_lost_request_is_made_again_even_of_the_only_source() -> None:
+def test_the_only_source_is_tried_again() -> None:
     plan = TransferPlan(4)
     world = World(plan, {"only": None})
     world.run(until=FIRST_STALL_S)
@@ -107,6 +137,54 @@ def test_a_lost_request_is_made_again_even_of_the_only_source() -> None:
     world.run()
     assert plan.finished
     assert world.now < 4 * FIRST_STALL_S
+
+
+def test_a_source_that_sends_slowly_is_not_silent() -> None:
+    """Parts of a chunk keep its connection, however long the whole takes."""
+    plan = TransferPlan(2)
+    plan.add_source("slow", 0.0)
+    assert plan.next_requests(0.0) == [("slow", 0), ("slow", 1)]
+    now = 0.0
+    while now < 10 * FIRST_STALL_S:
+        now += FIRST_STALL_S / 2
+        assert not plan.late(now)
+        plan.progress("slow", now)
+    assert not plan.late(now + FIRST_STALL_S - 0.01)
+    assert plan.late(now + FIRST_STALL_S) == ["slow"]
+    assert plan.late(now + FIRST_STALL_S) == [], "it is told once"
+    assert not plan.next_requests(now + FIRST_STALL_S), "it is on its way out"
+
+
+def test_what_a_source_owes_is_asked_elsewhere_when_its_connection_has_ended() -> None:
+    """Until then it may still be written."""
+    plan = TransferPlan(3)
+    plan.add_source("slow", 0.0)
+    owed = [chunk for _, chunk in plan.next_requests(0.0)]
+    assert owed == [0, 1, 2]
+    plan.add_source("quick", 0.0)
+    assert not plan.next_requests(0.0)
+    plan.received("slow", 0, 0.1)
+    assert plan.late(FIRST_STALL_S + 0.1) == ["slow"]
+    assert not plan.next_requests(FIRST_STALL_S + 0.1)
+    plan.check()
+    plan.drop_source("slow")
+    assert plan.next_requests(FIRST_STALL_S + 0.1) == [("quick", 1), ("quick", 2)]
+    plan.check()
+
+
+def test_a_source_that_holds_up_the_end_is_left() -> None:
+    plan = TransferPlan(2, window=1)
+    plan.add_source("quick", 0.0)
+    plan.add_source("slow", 0.0)
+    assert plan.next_requests(0.0) == [("quick", 0), ("slow", 1)]
+    plan.received("quick", 0, 0.01)
+    assert plan.next_requests(0.01) == []
+    assert plan.next_deadline() == pytest.approx(LATE_FLOOR_S)
+    plan.progress("slow", LATE_FLOOR_S - 0.01)
+    assert plan.late(LATE_FLOOR_S - 0.01) == []
+    assert plan.late(LATE_FLOOR_S) == ["slow"]
+    plan.drop_source("slow")
+    assert plan.next_requests(LATE_FLOOR_S) == [("quick", 1)]
 
 
 def test_a_source_that_joins_late_takes_half() -> None:
@@ -170,11 +248,10 @@ def test_random_worlds_finish(seed: int) -> None:
         world.run(until=world.now + rng.random() * 0.3)
         if rng.random() < 0.5 and len(world.service_s) > 1:
             gone = rng.choice([n for n in world.service_s if n != "good"])
-            plan.drop_source(gone)
+            world.lose(gone)
             del world.service_s[gone]
-            world._events = [event for event in world._events if event[1] != gone]
-            heapq.heapify(world._events)
         if rng.random() < 0.3:
+            world.corrupt("good", rng)
             plan.corrupted("good", rng.randrange(plan._count), world.now)
         plan.check()
     world.run(until=world.now + 1000)
@@ -227,6 +304,22 @@ def test_a_transfer_that_falls_silent_is_given_up_early(
     assert plan.hopeless_s(1.0 + 30.0 / SILENT_SHARE, 30.0) == math.inf
     plan.received("s0", count - 1, 4.0)
     assert plan.finished or plan.hopeless_s(4.1, 30.0) < math.inf
+
+
+def test_a_corrupted_chunk_is_asked_of_another_process() -> None:
+    """Not over another connection to the same one, unless there is no other."""
+    for others in (["b 0"], []):
+        plan = TransferPlan(4, window=1)
+        for name in ["a 0", "a 1", *others]:
+            plan.add_source(name, 0.0, of=name[0])
+        asked = dict(plan.next_requests(0.0))
+        bad = asked.pop("a 0")
+        assert plan.corrupted("a 0", bad, 1.0) is None
+        for name, chunk in asked.items():
+            plan.received(name, chunk, 1.0)
+        again = [name for name, chunk in plan.next_requests(1.0) if chunk == bad]
+        assert again == (others or ["a 0"])
+        assert plan.corrupted(again[0], bad, 2.0) == ["a", again[0][0]]
 
 
 def test_silence_is_judged_by_the_usual_time_between_chunks() -> None:

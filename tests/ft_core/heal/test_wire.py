@@ -12,10 +12,9 @@ from lighthouse.errors import ProtocolError
 
 MESSAGES = [
     wire.Open("secret", 3, "ab", 1 << 20, 2.5, b"host"),
-    wire.Get(True, (1, 2), (0, 4, 6, 9)),
+    wire.Confirm((1, 2), (0, 4, 6, 9)),
     wire.Done(),
-    wire.ManifestReply(3, "ab", b"x" * 16, 0, ()),
-    wire.ChunkReply(5, b"s" * 16),
+    wire.ManifestReply(3, "ab", b"x" * 16, b"s" * 16, 0, ()),
     wire.ValidReply((5, 6), (7,)),
     wire.Gone("why"),
     wire.HealRefused("why"),
@@ -59,11 +58,11 @@ def test_damage_is_a_protocol_error_or_a_message(
 @pytest.mark.parametrize(
     "fields",
     [
-        ["get", False, [-1], []],
-        ["get", False, [2**63] * 100, []],
-        ["get", False, [1], [1]],
-        ["get", False, ["x"], []],
-        ["get", 1, [1], []],
+        ["confirm", [-1], []],
+        ["confirm", [2**63] * 100, []],
+        ["confirm", [1], [1]],
+        ["confirm", ["x"], []],
+        ["confirm", 1, []],
         ["open", "t", -1, "", 1 << 20, 1.0, b""],
         ["open", "t", 1, "", 1 << 20, float("nan"), b""],
         ["open", "t", 1, "", 1 << 20, -1.0, b""],
@@ -77,6 +76,12 @@ def test_values_out_of_bounds(fields: list[object]) -> None:
         wire.requests.decode(msgpack.packb([wire.VERSION, *fields]))
 
 
+def test_a_session_has_its_length() -> None:
+    fields = ["manifest", 3, "ab", b"", b"short", 0, []]
+    with pytest.raises(ProtocolError):
+        wire.replies.decode(msgpack.packb([wire.VERSION, *fields]))
+
+
 def test_another_version_is_named() -> None:
-    with pytest.raises(ProtocolError, match="version 99, this one 3"):
+    with pytest.raises(ProtocolError, match="version 99, this one 4"):
         wire.requests.decode(msgpack.packb([99, "done"]))

@@ -8,7 +8,10 @@ from datetime import timedelta
 
 import pytest
 
+from ft_core.config import JobOptions
 from ft_core.launch.board import Board, Seen, reported, slot
+from ft_core.manager import Manager
+from ft_core.process_group import ProcessGroupGloo
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import until
 
@@ -28,18 +31,35 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
 
 
 def test_commits_count_from_the_first_quorum_of_the_training_on(board: Board) -> None:
+    """A loop of one's own, which calls nothing but its manager."""
     with lighthouse() as server:
+        before = agreements(server.address())
+        before.start_quorum()
+        assert before.should_commit()
+        before.shutdown()
+        assert board.look(1) == Seen(False, -1, 0, False, False, 0.0), "no training yet"
         a = Replica(server, "a")
-        a.run_to(2)
-        assert board.look(1) == Seen(False, -1, 0, False, False, 0.0), "agreements before the training, say"
-        slot().join()
-        a.run_to(5)
+        a.manager.start_quorum()
+        assert board.look(1).joined, "before the first vote, hence before any peer can finish"
+        assert a.manager.should_commit()
+        a.run_to(3)
         a.close()
     assert board.wait()
-    assert board.look(1) == Seen(True, 4, 3, False, False, 0.0)
+    assert board.look(1) == Seen(True, 2, 3, False, False, 0.0)
     assert board.look(0) == Seen(False, -1, 0, False, False, 0.0)
     board.clear(1)
     assert board.look(1) == Seen(False, -1, 0, False, False, 0.0)
+
+
+def agreements(address: str) -> Manager:
+    """Of a script whose training has not begun: its steps are none of a training."""
+    options = JobOptions.resolve(
+        name="a", job_id="before", lighthouse=address, group_rank=0, group_world_size=1,
+        async_quorum=False, watch_process=False, trains=False,
+    )  # fmt: skip
+    manager = Manager.from_options(ProcessGroupGloo(timeout=20), options)
+    manager.set_state_dict_fns(lambda state: None, dict)
+    return manager
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -339,3 +341,70 @@ def test_a_script_without_epochs_that_has_ended_is_not_started_over_by_one_group
     until(refused, "group 1 to hear that the training is over")
     two.start(0, body)  # all of them start it over
     assert two.join() == [2, 2]
+
+
+def test_the_next_leader_saves_what_a_dead_one_has_not(two: Groups, tmp_path: Path) -> None:
+    path, deaths = tmp_path / "model.ckpt", list[int]()
+
+    def body(fabric: Any, index: int) -> Any:
+        storage = fabric.strategy.checkpoint_io
+        save = storage.save_checkpoint
+
+        def once(*args: Any, **kwargs: Any) -> None:
+            if not deaths:
+                deaths.append(index)
+                raise LookupError("it dies in its save")
+            save(*args, **kwargs)
+
+        storage.save_checkpoint = once
+        model = train(fabric)
+        fabric.save(path, {"model": model})
+        return index
+
+    results = two.run(body)
+    (dead,) = deaths
+    assert isinstance(results[dead], LookupError)
+    assert results[1 - dead] == 1 - dead
+    assert path.exists()
+
+
+@pytest.mark.parametrize("loads", ["all", "model", "nothing"])
+def test_a_script_that_is_started_again_when_all_have_died_says_from_where_it_goes_on(
+    two: Groups,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    loads: str,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = tmp_path / "state.ckpt"
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(4, 1)), 1))
+        state = {"model": model, "progress": fabric.strategy.progress}
+        if path.exists() and loads != "nothing":
+            fabric.load(path, state if loads == "all" else {"model": model}, strict=False)
+        for _ in fabric.strategy.epochs(2):
+            for (batch,) in loader:
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            fabric.save(path, state)
+            if fabric.strategy.scope.restarts == 0:
+                break  # all die
+        return fabric.strategy.current_step
+
+    assert two.run(body) == [2, 2]
+    assert capsys.readouterr().err.count("all had ended") == 0
+    monkeypatch.setenv("FT_LIGHTNING_RESTARTS", "1")
+    assert two.run(body) == [4, 4]
+    said = [line for line in capsys.readouterr().err.splitlines() if "all had ended" in line]
+    wanted = {
+        "all": f"the job goes on from {path} (step 2)",
+        "model": f"goes on from {path}, which has no progress",
+        "nothing": f"has not called fabric.load, though the job has saved {path}: it begins anew",
+    }
+    assert len(said) == 1
+    assert wanted[loads] in said[0]
+    assert not list(tmp_path.glob("*.saved"))  # the training has come to its end

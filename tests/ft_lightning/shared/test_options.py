@@ -166,3 +166,18 @@ def test_hyperparameters_are_equal_or_not_whatever_changed_and_how() -> None:
     step(group.pop, "own")
     step(watched[0].add_param_group, {"params": [torch.nn.Parameter(torch.ones(1))]})
     assert len(set(seen)) == len(seen)
+
+
+def test_ft_fsdp_divides_the_devices_into_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With groups of one rank, which is the default elsewhere, nothing would be sharded."""
+
+    def groups(devices: int) -> tuple[int, int]:
+        trainer = Trainer(strategy="ft_fsdp", accelerator="cpu", devices=devices, logger=False)
+        scope = trainer.strategy.scope
+        return scope.num_groups, scope.group_size
+
+    assert groups(4) == (2, 2)
+    with pytest.raises(ValueError, match="cannot be divided into 2 replica groups"):
+        groups(3)
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "3")
+    assert groups(6) == (3, 2)

@@ -615,6 +615,35 @@ def resume(place: Place) -> Result:
     }
 
 
+def resume_within(place: Place) -> Result:
+    """Two groups save within an epoch; one of them goes on alone, saves within that epoch, and goes on."""
+
+    class Seeing(Net):
+        def on_fit_start(self) -> None:
+            self.seen: dict[int, list[float]] = {0: [], 1: []}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen[self.trainer.current_epoch] += [float(x) for x in batch[0][:, 0]]
+            return super().training_step(batch, batch_idx)
+
+    def part(steps: int, every: int, **options: Any) -> Seeing:
+        saving = ModelCheckpoint(place.log / "within", save_last=True, every_n_train_steps=every)
+        trainer = place.trainer(saving, enable_checkpointing=True, max_steps=steps)
+        module = Seeing(place)
+        fit(trainer, module, **options)
+        return module
+
+    first = part(steps=7, every=5)
+    seen = [first.seen[0][: 5 * BATCH]]  # of what was saved
+    if place.rank:
+        return {"seen": seen}
+    with alone():
+        second = part(steps=14, every=3, ckpt_path="last")
+        third = part(steps=-1, every=1000, ckpt_path="last")
+    seen += [second.seen[0][: (12 - 5) * BATCH], third.seen[0]]
+    return {"seen": seen, "next": third.seen[1], "runs": [second.runs, third.runs]}
+
+
 def around(place: Place) -> Result:
     """What is said before the first quorum; pickles; a fit without a step; a search before one."""
     logger = CSVLogger(place.log, "around", version=0)
@@ -665,7 +694,7 @@ SCENARIOS: dict[str, Callable[[Place], Result]] = {
     f.__name__: f
     for f in (
         accumulate, bf16, fp16, gan, every_second_step, nothing_on_one, scopes, stops, clocks,
-        plateau_by_step, differing_rate, leftovers, refusals, failing_saves, resume, around,
+        plateau_by_step, differing_rate, leftovers, refusals, failing_saves, resume, resume_within, around,
     )
 }  # fmt: skip
 

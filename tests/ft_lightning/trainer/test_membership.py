@@ -156,7 +156,9 @@ def test_one_that_hangs_between_epochs_is_left_behind_and_heals(
 ) -> None:
     """It is evicted while it validates; it comes to a round of epochs ago, and goes on alone.
 
-    The validation was to be divided: each does all of it.
+    The validation was to be divided: each does all of it. Its peer is before a batch when it asks for a
+    quorum in the midst of its validation, and could give it its state: it takes that afterwards, so
+    that the validation is of one set of weights.
     """
     options = {
         "max_epochs": 5,
@@ -170,7 +172,9 @@ def test_one_that_hangs_between_epochs_is_left_behind_and_heals(
         one.send_signal(signal.SIGSTOP)
         run.go("validation:1")
         run.until_held(0, "step:48")
+        asked = len(run.lines(1, "agreements"))
         one.send_signal(signal.SIGCONT)
+        run.until(lambda: len(run.lines(1, "agreements")) > asked, "1 to tally its validation")
         run.until_waiting(strict_coordinator, "1")
         run.go("step:48")
         run.wait(zero, one)

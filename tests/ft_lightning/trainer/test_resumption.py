@@ -14,11 +14,14 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ft_core.config import JobOptions
 from ft_lightning.shared import trainings
 from ft_lightning.shared.topology import Role, Scope
+from ft_lightning.trainer.batches import Batches
 from ft_lightning.trainer.leader import Checkpoints
+from ft_lightning.trainer.resumed_epoch import Origin, batches_left, samples_of_a_batch
 from ft_lightning.trainer.resumption import FOLDER, Resumption
 from ft_lightning.trainer.strategy import FTDDPMixin
 from tests.ft_lightning.harness import Run, running
@@ -234,21 +237,61 @@ def test_a_path_that_is_given_is_loaded(tmp_path: Path) -> None:
     assert started_from(tmp_path, "mine", 1, wanted=True, given="b.ckpt") == ("b.ckpt", "")
 
 
-@pytest.mark.parametrize(("before", "done", "told"), [(3, 4, True), (2, 4, False), (3, 8, False)])
+@pytest.mark.parametrize(("before", "done", "told"), [(3, 4, True), (2, 4, False), (3, 0, False)])
 def test_a_resume_within_an_epoch_with_another_number_of_processes_says_so(
     capsys: pytest.CaptureFixture[str], before: int, done: int, told: bool
 ) -> None:
-    progress = SimpleNamespace(current=SimpleNamespace(ready=done))
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
+    """Where it can't be known which samples are left: the order of this sampler is its own."""
+    current = SimpleNamespace(ready=done, completed=done)
+    trainer = SimpleNamespace(num_training_batches=8)
+    trainer.fit_loop = SimpleNamespace(
+        restarted_mid_epoch=True,
+        epoch_progress=SimpleNamespace(current=SimpleNamespace(processed=0)),
+        epoch_loop=SimpleNamespace(
+            restarted_on_train_batch_end=False,
+            batch_progress=SimpleNamespace(current=current, is_last_batch=False),
+        ),
+        _combined_loader=SimpleNamespace(flattened=[DataLoader([0, 1, 2], shuffle=True)]),
+    )
     strategy = SimpleNamespace(
         _checkpoints=SimpleNamespace(loaded={"world_size": before}),
-        _trainer=SimpleNamespace(fit_loop=loop, num_training_batches=8),
+        _batches=Batches(lambda loader, epoch: None),
+        _trainer=trainer,
         scope=SimpleNamespace(rank=0),
         world_size=2,
     )
-    tell: Any = FTDDPMixin._tell_of_another_world
-    tell(strategy)
+    resume: Any = FTDDPMixin._resume_epoch
+    resume(strategy)
     said = capsys.readouterr().err
     assert (
         "saved within an epoch, by 3 processes; with 2 the epoch goes on at batch 4" in said
     ) == told
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("processes", [1, 3, 4])
+def test_what_is_left_of_an_epoch_is_divided_as_a_sampler_divides_the_whole(
+    processes: int, shuffle: bool, drop_last: bool
+) -> None:
+    """From the first sample on, and from the midst of it."""
+    data = list(range(50))
+    loaders = []
+    for rank in range(processes):
+        sampler: Any = DistributedSampler(data, processes, rank, shuffle, 7, drop_last)
+        sampler.set_epoch(2)
+        loaders.append(DataLoader(data, 4, sampler=sampler, drop_last=drop_last))
+    assert [samples_of_a_batch(loader) for loader in loaders] == [4 * processes] * processes
+    for loader in loaders:
+        assert batches_left(loader, Origin(2)) == list(loader.batch_sampler)
+    whole: Any = DistributedSampler(data, 1, 0, shuffle, 7)
+    whole.set_epoch(2)
+    order = list(whole)
+    left = [batches_left(loader, Origin(2, 0, 24)) for loader in loaders]
+    seen = [sample for batches in left for batch in batches for sample in batch]
+    assert len({len(batches) for batches in left}) == 1
+    assert set(seen) <= set(order[24:])
+    if drop_last:
+        assert len(seen) == len(set(seen)) > 26 - 4 * processes
+    else:
+        assert set(seen) == set(order[24:]) and len(seen) < 26 + processes

@@ -35,7 +35,7 @@ RETRIED = {
 """Steps (votes) at which one replica's attempt fails, after its peer's gradients have travelled."""
 OWN = (
     "nothing_on_one", "scopes", "stops", "clocks", "plateau_by_step", "differing_rate",
-    "leftovers", "refusals", "failing_saves", "resume", "around",
+    "leftovers", "refusals", "failing_saves", "resume", "resume_within", "around",
     "sharded:one", "sharded:two", "sharded:tiny", "replicated:one",
     "stream:plain", "stream:dataset", "stream:loader", "endless",
 )  # fmt: skip
@@ -203,6 +203,22 @@ def test_a_job_is_resumed_with_another_number_of_groups(runs: Runs) -> None:
     assert result["steps"] == list(range(2 * BATCHES + 1, 4 * BATCHES + 1))  # one shard: all of it
     assert result["to"] > result["from"] > 2 * BATCHES
     assert result["batches"] > 4 * BATCHES
+
+
+def test_a_resume_within_an_epoch_goes_on_with_the_samples_that_are_left(runs: Runs) -> None:
+    """With another number of groups, and once more with the same."""
+    mine, other = both(runs, "resume_within")
+    parts = [*other["seen"], *mine["seen"]]
+    assert [len(part) for part in parts] == [20, 20, 28, 28]
+    assert len({sample for part in parts for sample in part}) == SAMPLES
+    assert len(set(mine["next"])) == len(mine["next"]) == SAMPLES
+    batches = SAMPLES // 4
+    second, third = mine["runs"]
+    assert second == [[0, number] for number in range(batches - 14, batches - 5)]
+    assert third == [
+        *([0, number] for number in range(batches - 7, batches)),
+        *([1, number] for number in range(batches)),
+    ]
 
 
 def test_a_checkpoint_holds_the_managers_place(runs: Runs, tmp_path: Path) -> None:

@@ -186,6 +186,20 @@ class Recorder(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.files.ready()
+        if getattr(trainer.strategy, "manager", None) is not None:
+            self.tell_of_agreements(trainer)
+
+    def tell_of_agreements(self, trainer: Any) -> None:
+        """A line for each quorum that is asked for between batches."""
+        manager = trainer.strategy.manager
+        start_quorum = manager.start_quorum
+
+        def telling(*args: Any, **kwargs: Any) -> None:
+            if not kwargs.get("takes_state", True):
+                self.files.append("agreements", epoch=trainer.current_epoch)
+            start_quorum(*args, **kwargs)
+
+        manager.start_quorum = telling
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.started.append((trainer.current_epoch, batch_idx))

@@ -6,11 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ft_core.launch import board
 from ft_core.launch.supervisor import age_s, say
-from ft_core.manager import Manager
-from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, QUORUM, REVOKED, Event
-from ft_lightning.shared.topology import Scope
+from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, KEPT, QUORUM, REVOKED, Event
 from lighthouse.wire.messages import FINISHED, name_of
 
 TOLD_DISCARDS = (3, 10, 30, 100, 300, 1000)
@@ -28,40 +25,56 @@ class Narrator:
     | a step is discarded again and again | the first member |
 
     Args:
+        speaker: the package that speaks.
         name, groups: of this replica group; how many there are meant to be.
-        step: optimizer steps that this process has committed, or taken from its peers.
+        place: where the training is ("step 1,204"); "" at its beginning.
         deaths: whether to tell of deaths.
+        returns: whether to tell that this group is back.
+        start: whether to tell of the first quorum.
 
     Thread: any, one at a time.
     """
 
     def __init__(
-        self, name: str, groups: int, lighthouse: str, step: Callable[[], int], *, deaths: bool
+        self,
+        speaker: str,
+        name: str,
+        groups: int,
+        lighthouse: str,
+        place: Callable[[], str],
+        *,
+        deaths: bool,
+        returns: bool = True,
+        start: bool = True,
     ) -> None:
-        self._name, self._groups, self._lighthouse = name, groups, lighthouse
-        self._step, self._deaths = step, deaths
+        self._speaker, self._name, self._groups = speaker, name, groups
+        self._lighthouse = lighthouse or "this machine's"
+        self._place = place
+        self._deaths, self._returns, self._start = deaths, returns, start
         self._members: set[str] = set()
+        self._kept = False
         self._why, self._healed, self._first, self._discards = "", False, False, 0
         self._there_at = time.monotonic() - age_s()
 
     def __call__(self, event: Event) -> None:
         if event.kind == COMMIT:
-            if self._healed and self._step():
+            if self._healed and self._returns and (place := self._place()):
                 away_s = time.monotonic() - self._there_at
-                self._say(
-                    f"group {self._name} is back at step {self._step():,} after {away_s:.1f} s"
-                )
+                self._say(f"group {self._name} is back at {place} after {away_s:.1f} s")
             self._healed, self._discards = False, 0
             self._there_at = time.monotonic()
         elif event.kind == HEAL_DONE:
             self._healed = True
+        elif event.kind == KEPT:
+            self._kept = True
         elif event.kind == REVOKED:
             self._why = event.data["reason"]
         elif event.kind == DISCARD:
             self._discards += 1
             if self._discards in TOLD_DISCARDS and self._first:
                 times, why = self._discards, event.data["reason"]
-                self._say(f"step {self._step():,} was discarded {times} times in a row: {why}")
+                place = self._place() or "the first step"
+                self._say(f"{place} was discarded {times} times in a row: {why}")
         elif event.kind == QUORUM:
             self._in_quorum(event.data)
 
@@ -72,8 +85,10 @@ class Narrator:
         if not self._first or self._name in map(name_of, quorum["healing"]):
             return
         count = f"{len(self._members)} of {self._groups} replica groups"
-        if not before:
+        if not before and self._start:
             self._say(f"training with {count}; the lighthouse is {self._lighthouse}")
+            if self._kept:
+                self._say(f"all had ended; the job goes on from the kept state of {self._place()}")
         for gone in sorted(before - self._members):
             of, _, reason = why.partition(": ")
             reason = reason if name_of(of) == gone else ""
@@ -81,13 +96,4 @@ class Narrator:
                 self._say(f"group {gone} is gone ({reason or 'lost'}); {count} go on")
 
     def _say(self, text: str) -> None:
-        say("ft_lightning", text)
-
-
-def narrate(manager: Manager, scope: Scope, lighthouse: str, step: Callable[[], int]) -> None:
-    """Tell what `manager` does from now on. `lighthouse`: its address, or "". `step`: see `Narrator`."""
-    if scope.num_groups > 1 and scope.group_rank == 0:
-        where = lighthouse or "this machine's"
-        deaths = not board.slot().whole  # else the supervisor of all groups tells of them
-        teller = Narrator(scope.name, scope.num_groups, where, step, deaths=deaths)
-        manager.telemetry.add_sink(teller)
+        say(self._speaker, text)

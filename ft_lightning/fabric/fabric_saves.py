@@ -1,0 +1,108 @@
+"""What a Fabric script saves and loads (`fabric.save`, `fabric.load`), and what is said of it.
+
+The script itself decides what it loads. When all processes of a job have died, its supervisor starts
+the script again, and a line says from where the job goes on. This machine remembers the newest file of
+each job for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ft_core.environment import SHARED_JOB
+from ft_core.launch.supervisor import say
+from ft_lightning.fabric.fabric_step import FabricStepMixin
+from lighthouse.files import machine_file, replace_whole
+
+
+class FabricSavesMixin(FabricStepMixin):
+    """The part of the strategy that saves and loads. The loop's thread."""
+
+    _loaded = ""
+    """The file that this process has loaded last."""
+    _began = False
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Called by `fabric.save`, on all: the leader writes. If it dies before all know that it has
+        written, the next leader writes. Raises what the storage raises."""
+        while True:
+            super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+            writes = self.is_global_zero
+            if writes:
+                self._remember(path)
+            if not self._meets():
+                return
+            wrote = torch.tensor([float(writes)], device=self.root_device)
+            written = self._round("save", wrote, "sum")
+            if written is None or float(written) > 0:
+                return
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Called by `fabric.load`, on all."""
+        self._loaded = str(path)
+        remainder: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+        return remainder
+
+    def _on_quorum(self) -> bool:
+        known = super()._on_quorum()
+        if known and not self._began:
+            self._began = True
+            sentence = self._goes_on() if self._leader and self.scope.restarts else ""
+            if sentence:
+                say("ft_lightning", sentence)
+        return known
+
+    def _goes_on(self) -> str:
+        """This process was started again, and found none to heal from: from where the job goes on."""
+        record, saved = self._record(), ""
+        with contextlib.suppress(OSError):
+            saved = "" if record is None else record.read_text()
+        if not saved:
+            return ""
+        if self.progress.step:
+            return (
+                f"all had ended; the job goes on from {self._loaded or saved} (step "
+                f"{self.progress.step:,})"
+            )
+        if self._loaded:
+            return (
+                f"all had ended; the job goes on from {self._loaded}, which has no progress: steps and "
+                "batches are counted anew. Save fabric.strategy.progress with the model"
+            )
+        return (
+            "all had ended, and the script has not called fabric.load, though the job has saved "
+            f"{saved}: it begins anew. Load that before the first batch to go on from there"
+        )
+
+    def _remember(self, path: Any) -> None:
+        """This process has saved `path`."""
+        record = self._record()
+        if record is not None:
+            with contextlib.suppress(OSError), replace_whole(record) as draft:
+                draft.write_text(str(path))
+
+    def _forget_saves(self) -> None:
+        """The training is at its end."""
+        record = self._record()
+        if record is not None and self._leader:
+            with contextlib.suppress(OSError):
+                record.unlink(missing_ok=True)
+
+    def _record(self) -> Path | None:
+        """The file that holds the path of the job's newest checkpoint. None: its id may be another
+        job's, too."""
+        job = self._training
+        if job is None or job.job_id == SHARED_JOB or job.job_id.startswith("alone-"):
+            return None
+        return machine_file("ft_lightning", f"{job.job_id} {job.room_id}", "saved")

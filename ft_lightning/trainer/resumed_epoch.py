@@ -1,0 +1,63 @@
+"""Which samples are left of an epoch, in the midst of which a fit is resumed.
+
+Lightning resumes at a batch's number, and reads the loader from its beginning. Here an epoch goes on with
+the samples that were not read, also if it has another number of processes now, or other batches.
+
+The samples of an epoch have one order, which follows from the sampler's seed and the epoch's number. Of
+that n processes read each n-th sample. After k batches of b samples the first k * b * n of the order are
+read. The rest is divided among the processes that there are now, as a sampler divides the whole. This
+holds for the `DistributedSampler` that Lightning puts into a `DataLoader` over a map-style dataset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DistributedSampler
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How the batches of an epoch are numbered: batch number `batch` begins at place `sample` of the
+    epoch's order. Other epochs begin at their first sample."""
+
+    epoch: int = 0
+    batch: int = 0
+    sample: int = 0
+
+    def of(self, epoch: int) -> Origin:
+        """That of `epoch`."""
+        return self if epoch == self.epoch else Origin(epoch)
+
+
+def samples_of_a_batch(loader: Any) -> int:
+    """How many samples all processes read with a batch; 0: that can't be said, or not in which order."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(loader, "sampler", None)
+    kind = getattr(type(batches), "_ft_original", type(batches))
+    if kind is not BatchSampler or type(sampler) is not DistributedSampler:
+        return 0
+    return int(batches.batch_size) * sampler.num_replicas
+
+
+def batches_left(loader: Any, origin: Origin) -> list[list[int]]:
+    """This process's batches from `origin` on, of a loader of which `samples_of_a_batch` is known. The
+    last samples are repeated or left out as the sampler does it."""
+    sampler, batches = loader.sampler, loader.batch_sampler
+    whole: DistributedSampler[Any] = DistributedSampler(
+        sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
+    )
+    whole.set_epoch(origin.epoch)
+    left, processes = list(whole)[origin.sample :], sampler.num_replicas
+    uneven = len(left) % processes
+    if uneven and sampler.drop_last:
+        left = left[:-uneven]
+    elif uneven:
+        missing = processes - uneven
+        left += (left * missing)[:missing]
+    mine, size = left[sampler.rank :: processes], batches.batch_size
+    found = [mine[start : start + size] for start in range(0, len(mine), size)]
+    if found and batches.drop_last and len(found[-1]) < size:
+        found.pop()
+    return found

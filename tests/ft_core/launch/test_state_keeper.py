@@ -1,0 +1,127 @@
+"""The keeper under a supervisor: all processes are killed at once, and the training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_core.launch.keeping import MODULE
+from lighthouse.config import LighthouseConfig, Timeouts
+from lighthouse.server import LighthouseServer
+from tests.harness.waiting import PATIENCE_S, until
+
+ROOT = Path(__file__).resolve().parents[3]
+GROUP = """
+    import json, os, sys, time
+    import torch
+    from ft_core import Manager, ProcessGroupGloo
+
+    torch.set_num_threads(1)
+    group = os.environ["REPLICA_GROUP_ID"]
+    weights = torch.zeros(1 << 19)
+    manager = Manager(
+        ProcessGroupGloo(timeout=60), load_state_dict=weights.copy_, state_dict=lambda: weights,
+        use_async_quorum=False, rank=0, world_size=1,
+    )
+    while not os.path.exists("over"):
+        manager.start_quorum()
+        gradient = torch.ones(1)
+        manager.allreduce(gradient).wait()
+        time.sleep(0.02)
+        if manager.should_commit():
+            weights += gradient
+            assert float(weights.min()) == float(weights.max()) == manager.current_step()
+            said = {"group": group, "pid": os.getpid(), "step": manager.current_step()}
+            os.write(1, (json.dumps(said) + chr(10)).encode())
+    manager.shutdown(finished=True)
+"""
+PARENT = """
+    import os, sys
+    from ft_core.launch.supervisor import supervise
+
+    def environment(index, restarts):
+        return {**os.environ, "REPLICA_GROUP_ID": str(index), "NUM_REPLICA_GROUPS": "2"}
+
+    sys.exit(supervise([sys.executable, "group.py"], environment, count=2, min_alive=1,
+                       max_restarts=None, keep_state_s=0.1))
+"""
+
+
+class Job:
+    """A supervisor with two groups, and what they have said so far."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+        self.process, self._folder = process, folder
+
+    def said(self) -> list[dict[str, Any]]:
+        lines = (self._folder / "out.txt").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def told(self) -> str:
+        return (self._folder / "err.txt").read_text()
+
+    def pids(self, known: dict[str, int] | None = None) -> dict[str, int]:
+        """Of the groups that have committed, but for those that are `known`."""
+        newest = {row["group"]: row["pid"] for row in self.said()}
+        return {g: pid for g, pid in newest.items() if pid != (known or {}).get(g)}
+
+    def keeper(self) -> int | None:
+        """The process id of the keeper; None: it does not run."""
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            for pid in (task / "children").read_text().split():
+                if MODULE in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+                    return int(pid)
+        return None
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[[], Any]:
+    @contextmanager
+    def started() -> Iterator[Job]:
+        (tmp_path / "group.py").write_text(textwrap.dedent(GROUP))
+        (tmp_path / "parent.py").write_text(textwrap.dedent(PARENT))
+        timeouts = Timeouts.derive(60.0, join_timeout_s=PATIENCE_S)
+        server = LighthouseServer(
+            "tcp://127.0.0.1:0", config=LighthouseConfig(timeouts=timeouts, expected_replicas=2)
+        )
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHFT_LIGHTHOUSE": server.address()}
+        with (tmp_path / "out.txt").open("wb") as out, (tmp_path / "err.txt").open("wb") as err:
+            command = [sys.executable, "parent.py"]
+            process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=out, stderr=err)
+        try:
+            yield Job(tmp_path, process)
+        finally:
+            (tmp_path / "over").touch()
+            process.kill()
+            process.wait()
+            server.shutdown()
+
+    return started
+
+
+@pytest.mark.process
+def test_all_killed_at_once_go_on_from_what_the_keeper_holds(start: Callable[[], Any]) -> None:
+    with start() as job:
+        until(lambda: "is kept by a process of its own" in job.told(), "the keeper holds a state")
+        first = job.keeper()
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        until(lambda: job.told().count("is kept by") == 2, "the next keeper holds a newer one")
+        assert job.keeper() not in (None, first)
+        before = job.pids()
+        newest = max(row["step"] for row in job.said())
+        for pid in before.values():
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: len(job.pids(before)) == 2, "both are back")
+        back = [row["step"] for row in job.said() if row["pid"] not in before.values()]
+        assert 1 < min(back) <= newest + 2

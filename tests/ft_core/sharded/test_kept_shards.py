@@ -1,0 +1,121 @@
+"""Retry from kept shards, by itself: members are threads, each with all of its model. What FSDP does
+inside a replica group: tests/ft_lightning/trainer/test_sharded.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ft_core import kept_shards
+from ft_core.collectives.retry import RetryableReducer
+from ft_core.kept_shards import RetryableShards
+from ft_core.step import StartedReduce
+from tests.ft_core.collectives.test_retry import (
+    DATA,
+    Forked,
+    Member,
+    gradients,
+    layers,
+    loss_of,
+    mean_gradients,
+    weights,
+)
+from tests.harness.thread_quorum import ThreadManager, ThreadQuorum
+
+
+class Breaking(RetryableReducer):
+    """Reductions of an attempt that will be discarded leave their buckets undefined."""
+
+    member: Member
+
+    def reduce_bucket(self, bucket: Tensor, divided_by: int) -> StartedReduce:
+        started = super().reduce_bucket(bucket, divided_by)
+        if self.member.votes in self.member.discards:
+            started.wait()
+            bucket.fill_(float("nan"))
+        return started
+
+
+def sharing(
+    manager: ThreadManager, model: nn.Module, *discards: int
+) -> tuple[Member, RetryableShards]:
+    member = Member(manager, *discards, kind=Breaking)
+    member.reducer.member = member  # type: ignore[attr-defined]
+    return member, RetryableShards(member.reducer, model)
+
+
+@pytest.fixture(params=[kept_shards.BUCKET_BYTES, 1000])
+def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for all, or several."""
+    monkeypatch.setattr(kept_shards, "BUCKET_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("buckets")
+def test_a_discarded_step_leaves_no_trace() -> None:
+    """Votes 1 and 2 (the second step, twice) and 4 are discarded, for either member's reason."""
+
+    def train(manager: ThreadManager, discards: dict[int, tuple[int, ...]]) -> tuple[Any, ...]:
+        model = layers()
+        member, _ = sharing(manager, model, *discards.get(manager.rank, ()))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in DATA:
+            member.reducer.before_forward()
+            loss_of(model, step[manager.rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model), member.committed, member.votes
+
+    plain = ThreadQuorum(2).run(lambda m: train(m, {}))
+    faulty = ThreadQuorum(2).run(lambda m: train(m, {0: (1, 4), 1: (2,)}))
+    for calm, shaken in zip(plain, faulty, strict=True):
+        assert calm[1:] == (len(DATA), len(DATA))
+        assert shaken[1:] == (len(DATA), len(DATA) + 3)
+        assert all(torch.equal(calm[0][name], shaken[0][name]) for name in calm[0])
+
+
+@pytest.mark.usefixtures("buckets")
+def test_a_window_of_accumulation_votes_at_its_last_pass() -> None:
+    def train(manager: ThreadManager) -> tuple[list[Tensor | None], int]:
+        model = layers()
+        member, shards = sharing(manager, model, *([0] if manager.rank == 0 else []))
+        shards.require_backward_grad_sync = False
+        for step in DATA[:2]:
+            loss_of(model, step[manager.rank]).backward()
+        assert member.votes == 0
+        shards.require_backward_grad_sync = True
+        loss_of(model, DATA[2, manager.rank]).backward()
+        return gradients(model), member.votes
+
+    expected = mean_gradients(layers(), [batch for step in DATA[:3] for batch in step])
+    for found, votes in ThreadQuorum(2).run(train):
+        torch.testing.assert_close(found, expected)
+        assert votes == 2
+
+
+@pytest.mark.usefixtures("buckets")
+def test_parameters_that_are_not_used() -> None:
+    """One that no member has used keeps no gradient. One that another member has used gets the mean."""
+
+    start = Forked()
+
+    def train(manager: ThreadManager) -> list[Tensor | None]:
+        model = Forked()
+        model.load_state_dict(start.state_dict())
+        sharing(manager, model, *([0] if manager.rank == 0 else []))
+        model(DATA[0, manager.rank], used=(0, manager.rank)).sum().backward()
+        return gradients(model)
+
+    both = ThreadQuorum(2).run(train)
+    for mine, other in zip(*both, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    zero, one, two = (both[0][index] for index in (0, 2, 4))
+    assert zero is not None and one is not None and two is None
+    torch.testing.assert_close(one, DATA[0, 1].sum(0).expand(4, 8) / 2)
+
+
+def test_a_plain_parameter_of_data_parallel_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="fully_shard"):
+        RetryableShards(RetryableReducer.__new__(RetryableReducer), layers(), data_parallel=2)

@@ -1,0 +1,226 @@
+"""The keeper of states in threads of one process: it observes a member, and serves when none is left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ft_core.launch.board import Board, slot
+from ft_core.launch.state_keeper import StateKeeper, TooLarge
+from lighthouse import LighthouseServer
+from tests.harness.cluster import Replica, lighthouse
+from tests.harness.waiting import PATIENCE_S
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+    """This process is the only child of a supervisor."""
+    made = Board(1)
+    for child in (0, 1):
+        made.clear(child)
+    for name, value in made.environment(0).items():
+        monkeypatch.setenv(name, value)
+    slot.cache_clear()
+    yield made
+    slot.cache_clear()
+    made.close()
+
+
+@contextmanager
+def keeper(
+    board: Board, tell: Callable[[str], object] = print, **options: Any
+) -> Iterator[StateKeeper]:
+    """Started as the supervisor's, in this process."""
+    own = slot()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in board.environment(board.keeper).items():
+            patch.setenv(name, value)
+        slot.cache_clear()
+        found = slot()
+        slot.cache_clear()
+    assert found is not own
+    made = StateKeeper(found, 0.01, tell, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def renewed(keeper: StateKeeper, replica: Replica, step: Callable[[], Any] | None = None) -> bool:
+    """What `keeper.renew` returns or raises, while the replica trains until then."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(keeper.renew)
+        while not found.done():
+            (step or replica.step)()
+    return found.result()
+
+
+def kept_step(keeper: StateKeeper) -> int:
+    assert keeper.card is not None
+    assert keeper.card.version is not None
+    return keeper.card.version.step
+
+
+def begun(server: LighthouseServer, name: str = "b", **options: Any) -> Replica:
+    """A process that starts, after its first quorum."""
+    made = Replica(server, name, expected_replicas=1, **options)
+    made.manager.start_quorum()
+    return made
+
+
+def test_all_die_and_go_on_from_what_is_kept(board: Board) -> None:
+    with lighthouse() as server, keeper(board) as kept:
+        a = Replica(server, "a", token="secret", expected_replicas=1)
+        a.run_to(3)
+        assert renewed(kept, a)
+        first, ended = kept_step(kept), a.manager.current_step()
+        assert 3 <= first < ended, "only what a step was committed from"
+        assert renewed(kept, a), "into the memory of the version before"
+        second, died_at = kept_step(kept), a.manager.current_step()
+        assert second > first
+        a.close()
+
+        b = begun(server, "a", token="secret")
+        assert b.manager.current_step() == second
+        assert torch.equal(b.weights, torch.full((8,), -float(second)))
+        assert b.manager.batches_committed() == second
+        assert b.manager.state_dict()["genesis"] == kept.card.version.genesis  # type: ignore[union-attr]
+        b.manager.report_error(RuntimeError("not trained"))
+        assert not b.manager.should_commit()
+        b.run_to(died_at + 1)
+        assert torch.equal(b.weights, torch.full((8,), -float(died_at + 1)))
+        b.close()
+
+
+def test_a_newer_checkpoint_and_a_member_that_lives_come_first(board: Board) -> None:
+    with lighthouse() as server, keeper(board) as kept:
+        a = Replica(server, "a", expected_replicas=1)
+        a.run_to(2)
+        assert renewed(kept, a)
+        a.step()
+        checkpoint, weights = a.manager.state_dict(), a.weights.clone()
+        a.close()
+
+        b = Replica(server, "a", expected_replicas=1)
+        b.manager.load_state_dict(checkpoint)
+        b.weights.copy_(weights)
+        b.step()
+        assert b.manager.current_step() == checkpoint["step"] + 1
+        slot().join()
+        b.run_to(b.manager.current_step() + 1)
+
+        # A process that starts, although no other one of this supervisor is known to train.
+        board.clear(0)
+        c = Replica(server, "c", value=5.0, expected_replicas=1)
+        over = threading.Event()
+
+        def train() -> None:
+            while not over.is_set():
+                b.step()
+
+        training = threading.Thread(target=train, daemon=True)
+        training.start()
+        c.manager.start_quorum()
+        assert c.manager.current_step() >= checkpoint["step"] + 2, "the member's, not what is kept"
+        c.close()
+        over.set()
+        training.join(PATIENCE_S)
+        b.close()
+
+
+@pytest.mark.parametrize("room", ["default", "later"])
+def test_it_is_of_one_room(board: Board, room: str) -> None:
+    with lighthouse() as server, keeper(board) as kept:
+        a = Replica(server, "a", expected_replicas=1)
+        a.run_to(2)
+        assert renewed(kept, a)
+        a.close()
+        b = Replica(server, "a", expected_replicas=1)
+        b.manager.start_quorum(room_id=room)
+        assert b.manager.current_step() == (kept_step(kept) if room == "default" else 0)
+        b.close()
+
+
+def test_while_another_process_trains_a_start_does_not_ask_for_it(board: Board) -> None:
+    with lighthouse() as server, keeper(board) as kept:
+        a = Replica(server, "a", expected_replicas=1)
+        a.run_to(2)
+        assert renewed(kept, a)
+        a.close()
+        board.clear(0)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in board.environment(board.keeper).items():
+                patch.setenv(name, value)
+            slot.cache_clear()
+            slot().join()  # in the place of the one that trains
+            slot.cache_clear()
+        b = begun(server, "a")
+        assert b.manager.current_step() == 0
+        b.close()
+
+
+def test_a_keeper_that_has_died_costs_nothing_but_its_state(board: Board) -> None:
+    with lighthouse() as server:
+        with keeper(board) as kept:
+            a = Replica(server, "a", expected_replicas=1)
+            a.run_to(2)
+            assert renewed(kept, a)
+            a.close()
+        b = begun(server, "a")  # its card is still there
+        assert b.manager.current_step() == 0
+        b.close()
+
+
+def test_a_state_that_changes_before_the_vote_is_not_kept(board: Board) -> None:
+    with lighthouse() as server, keeper(board) as kept:
+        a = Replica(server, "a", expected_replicas=1)
+        a.weights = torch.zeros(1 << 19)  # large: read from the training's own memory
+
+        def step(spoils: bool) -> None:
+            a.manager.start_quorum()
+            if spoils:
+                a.weights += 0.0
+            assert a.manager.should_commit()
+            a.weights -= 1.0
+
+        for _ in range(3):
+            step(False)
+        kept.patience_s = 0.5
+        assert not renewed(kept, a, lambda: step(True))
+        assert kept.card is None
+        kept.patience_s = PATIENCE_S
+        assert renewed(kept, a, lambda: step(False))
+        assert kept.card is not None
+        a.close()
+
+
+def test_a_state_that_is_too_large_is_not_kept(board: Board) -> None:
+    with lighthouse() as server, keeper(board, free_bytes=lambda: 127) as kept:
+        a = Replica(server, "a", expected_replicas=1)
+        a.run_to(2)
+        with pytest.raises(TooLarge, match="2 copies of"):
+            renewed(kept, a)
+        assert kept.card is None
+        a.run_to(a.manager.current_step() + 2)
+        a.close()
+
+
+def test_a_state_that_cannot_travel_is_not_kept_and_the_training_goes_on(board: Board) -> None:
+    told: list[str] = []
+    with lighthouse() as server, keeper(board, tell=told.append) as kept:
+        a = Replica(server, "a", expected_replicas=1)
+        other: list[Any] = [1]
+        a.manager.register_state_dict_fn("other", lambda state: None, lambda: other[0])
+        a.run_to(2)
+        other[0] = object()
+        assert not renewed(kept, a)
+        assert not renewed(kept, a)
+        a.close()
+    assert len(told) == 1
+    assert "the state is not kept" in told[0]

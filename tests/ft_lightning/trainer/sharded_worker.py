@@ -1,0 +1,213 @@
+"""One rank of a Trainer whose model is sharded: fits one after the other, each a case.
+
+    python tests/ft_lightning/trainer/sharded_worker.py '{"log": "/dir", "cases": ["plain", ...]}'
+
+Under "ft_fsdp" the ranks of a replica group share the model; under "stock" it is Lightning's
+ModelParallelStrategy over all ranks, with torch's own two dimensions. The results of a case are written
+to `<log>/<rank>.<case>`, a line for each step to `<log>/<rank>.steps`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
+
+from ft_lightning.pytorch import FTFSDPStrategy
+from tests.harness.script import Log, digest, options_of, process_name
+from tests.harness.stock import leave_stock
+
+OPTIONS: dict[str, Any] = {
+    "log": "",
+    "strategy": "ft_fsdp",
+    "cases": ["plain"],
+    "inject": {},  # {"<global step>": rank}: this one of all ranks reports an error once
+    "dies": {},  # {"<global step>": rank}: it is killed in that step's backward, in its first life
+    "own_start": False,  # each replica group begins with other parameters
+    "holds": [],  # "step:<global step>"
+}
+GROUPS, RANKS = 2, 2
+SAMPLES, BATCH = 48, 2
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return result
+
+
+class ShardedModel(LightningModule):
+    def __init__(self, case: str, options: dict[str, Any], files: Log) -> None:
+        super().__init__()
+        self.case, self.options, self.files = case, options, files
+        self.net: Any = None
+        self.injected: set[int] = set()
+
+    def configure_model(self) -> None:
+        """As users of ModelParallelStrategy write it. Stock needs a mesh of three dimensions."""
+        if self.net is not None:
+            return
+        own = self.options["own_start"]
+        torch.manual_seed(int(os.environ["REPLICA_GROUP_ID"]) if own else 7)
+        self.net = nn.Sequential(Block(8), Block(8), nn.Linear(8, 3))
+        mesh = self.device_mesh
+        data, tensor = mesh["data_parallel"], mesh["tensor_parallel"]
+        if self.options["strategy"] == "stock":
+            sizes = (GROUPS, 1, RANKS) if self.case == "tensor" else (GROUPS, RANKS, 1)
+            names = ("replicate", "shard", "tensor")
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            data, tensor = mesh["replicate", "shard"], mesh["tensor"]
+        for block in self.net[:2]:
+            if self.case == "tensor":
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(block, tensor, plan)
+            fully_shard(block, mesh=data)
+        fully_shard(self.net, mesh=data)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        step, rank = self.trainer.global_step, self.global_rank
+        self.files.at(f"step:{step}")
+        if self.options["inject"].get(str(step)) == rank and step not in self.injected:
+            self.injected.add(step)
+            self.trainer.strategy.manager.report_error(RuntimeError("injected"))
+        loss = self._loss(batch)
+        if self.options["dies"].get(str(step)) == rank:
+            loss.register_hook(lambda _: self.files.die_once(True))
+        self.log("train_loss", loss, sync_dist=True)
+        self.rows = [round(float(x), 5) for x in self.all_gather(loss.detach()).flatten()]
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch), sync_dist=True)
+
+    def _loss(self, batch: Any) -> Tensor:
+        scores = self.net(batch[0].to(self.net[2].weight.dtype))
+        return nn.functional.cross_entropy(scores.float(), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "monitor": "val_loss"},
+        }
+
+
+class Steps(Callback):
+    """A line a committed step."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.files.ready()
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module.files.step(
+            case=module.case,
+            step=trainer.global_step,
+            digest=shards_digest(module, trainer.optimizers),
+            rows=module.rows,
+            samples=[round(float(x)) for x in batch[0][:, 0] * SAMPLES],
+            leader=trainer.is_global_zero,
+        )
+
+
+def shards_digest(module: nn.Module, optimizers: Any = ()) -> str:
+    """Of this rank's part of weights and moments."""
+    values = dict(module.state_dict())
+    for number, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            values |= {f"{number}.{index}.{key}": value for key, value in state.items()}
+    plain = {key: getattr(value, "to_local", lambda v=value: v)() for key, value in values.items()}
+    return digest((key, value.detach().float()) for key, value in plain.items())
+
+
+def fit(case: str, options: dict[str, Any], files: Log, **given: Any) -> Trainer:
+    seed_everything(5, verbose=False)
+    sizes = {"data_parallel_size": 1 if case == "tensor" else RANKS}
+    sizes["tensor_parallel_size"] = RANKS // sizes["data_parallel_size"]
+    kind: Callable[..., Any] = FTFSDPStrategy
+    stock = options["strategy"] == "stock"
+    if stock:
+        kind, sizes["data_parallel_size"] = ModelParallelStrategy, sizes["data_parallel_size"] * 2
+    images = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(3))
+    images[:, 0] = torch.arange(SAMPLES) / SAMPLES
+    labels = torch.randint(0, 3, (SAMPLES,), generator=torch.Generator().manual_seed(4))
+    data = TensorDataset(images, labels)
+    ckpt_path = given.pop("ckpt_path", None)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=GROUPS * RANKS if stock else 1,
+        strategy=kind(save_distributed_checkpoint=case != "full", **sizes),
+        accumulate_grad_batches=2 if case == "accumulate" else 1,
+        gradient_clip_val=None if case == "tensor" else 0.5,  # torch has no norm over two meshes
+        precision="bf16-true" if case == "half" else "32-true",
+        default_root_dir=str(files.folder / case),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 1, "enable_checkpointing": False, **given},
+    )
+    loaders = DataLoader(data, BATCH, shuffle=True), DataLoader(data, SAMPLES // 4)
+    trainer.fit(ShardedModel(case, options, files), *loaders, ckpt_path=ckpt_path)
+    return trainer
+
+
+def train(case: str, options: dict[str, Any], files: Log) -> Trainer:
+    if case not in ("folder", "full"):
+        return fit(case, options, files, callbacks=[Steps()])
+    # A checkpoint of the first epoch, from which another Trainer goes on.
+    folder = files.folder / case / "saved"
+    saving = ModelCheckpoint(str(folder), filename="first", enable_version_counter=False)
+    fit(case, options, files, callbacks=[Steps(), saving], enable_checkpointing=True)
+    saved = folder / "first.ckpt"
+    while not saved.exists():  # written by the leading group
+        time.sleep(0.02)
+    assert saved.is_dir() == (case == "folder")
+    assert {path.name for path in folder.iterdir()} == {"first.ckpt"}
+    dist.barrier()
+    return fit(case, options, files, callbacks=[Steps()], max_epochs=2, ckpt_path=str(saved))
+
+
+def main(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    files = Log(options["log"], process_name(), options["holds"])
+    files.begin_life()
+    for case in options["cases"]:
+        trainer = train(case, options, files)
+        module = trainer.lightning_module
+        result = {
+            "step": trainer.global_step,
+            "digest": shards_digest(module),
+            "norm": sum(
+                float(p.detach().float().full_tensor().norm()) for p in module.parameters()
+            ),
+            "val_loss": float(trainer.callback_metrics["val_loss"]),
+            "leader": trainer.is_global_zero,
+        }
+        (Path(options["log"]) / f"{files.name}.{case}").write_text(json.dumps(result))
+    if options["strategy"] == "stock":
+        leave_stock()
+
+
+if __name__ == "__main__":
+    main(options_of(OPTIONS))

@@ -1,0 +1,89 @@
+"""Trainers whose replica groups have two ranks with one model between them: equal to torch's own HSDP
+without faults, and healed shard by shard after them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lighthouse import LighthouseServer
+from tests.ft_lightning.harness import Line, Run
+from tests.harness.runs import ended
+
+pytestmark = pytest.mark.process
+
+WORKER = Path(__file__).parent / "sharded_worker.py"
+BITWISE = ["plain", "half", "tensor", "folder", "full"]
+"""Half precision, tensor parallelism inside, and a fit that goes on from a checkpoint: a folder to which
+all ranks write, or one file. Gradients are clipped, and a plateau scheduler follows the validation."""
+STEPS = 6
+
+
+def sharded(log: Path, lighthouse: str = "", **options: Any) -> Any:
+    return ended(Run(log, lighthouse, WORKER, **options))
+
+
+def result(run: Run, rank: int, case: str) -> Line:
+    found: Line = json.loads((run.log / f"{rank}.{case}").read_text())
+    return found
+
+
+def test_numbers_are_those_of_the_stock_strategy(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """Bit for bit, also where one rank's part of a step has failed: all ranks try it again."""
+    with sharded(tmp_path / "stock", strategy="stock", cases=[*BITWISE, "accumulate"]) as stock:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "4"}
+        stock.wait(*[stock.start(LOCAL_RANK=str(rank), **world) for rank in range(4)])
+    options = {"cases": [*BITWISE, "accumulate"], "inject": {"2": 1, "3": 2}}
+    with sharded(tmp_path / "ours", coordinator.address(), **options) as run:
+        run.wait(*run.start_ranks(0, size=2, groups=2), *run.start_ranks(1, size=2, groups=2))
+    for case in BITWISE:
+        for rank in range(4):
+            theirs, ours = result(stock, rank, case), result(run, rank, case)
+            assert ours["digest"] == theirs["digest"], (case, rank)
+            assert ours["step"] == theirs["step"]
+            assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-4)
+            lines = [[x for x in each.lines(rank) if x["case"] == case] for each in (stock, run)]
+            for mine, other in zip(*lines, strict=True):
+                assert mine["samples"] == other["samples"]
+                assert sorted(mine["rows"]) == sorted(other["rows"])
+    # Stock averages each of the accumulated batches on its own, which rounds otherwise.
+    theirs, ours = (result(each, 0, "accumulate") for each in (stock, run))
+    assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
+    assert ours["step"] == theirs["step"] == STEPS // 2
+    assert [result(run, rank, "plain")["leader"] for rank in range(4)].count(True) == 1
+    assert run.events(0, "discard") >= 2
+
+
+def test_a_killed_rank_takes_its_group_alone_and_its_shards_heal(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """In the middle of a backward. Groups begin with other weights than each other."""
+    options = {"own_start": True, "dies": {"2": 3}, "holds": ["step:4"]}
+    with sharded(tmp_path, coordinator.address(), **options) as run:
+        healthy = run.start_ranks(0, size=2, groups=2)
+        group = run.start_ranks(1, size=2, groups=2)
+        run.wait(group[1], code=-signal.SIGKILL)
+        run.wait(group[0], code=None)
+        for rank in (0, 1):
+            run.until_held(rank, "step:4")
+        group = run.start_ranks(1, size=2, groups=2)
+        run.until_waiting(coordinator, "1")
+        run.go("step:4")
+        run.wait(*healthy, *group)
+        assert run.events(1, "heal_start") >= 1
+    lines = [run.lines(rank) for rank in range(4)]
+    for rank in (0, 1):
+        assert [line["step"] for line in lines[rank]] == list(range(1, STEPS + 1))
+        mine = {line["step"]: line["digest"] for line in lines[rank]}
+        theirs = {line["step"]: line["digest"] for line in lines[2 + rank]}
+        assert theirs == {step: mine[step] for step in theirs}
+        assert STEPS in theirs

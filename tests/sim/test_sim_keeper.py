@@ -1,0 +1,68 @@
+"""The keeper of states in simulated runs: what it saves, and that its promise bites."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.sim.checker import Violation
+from tests.sim.cluster import Cluster, Start
+from tests.sim.keeper import Keeper
+from tests.sim.profile import Fault, Profile
+from tests.sim.run import run
+
+
+def all_killed(seed: int) -> Profile:
+    """Again and again, with checkpoints of other steps in some runs, and single deaths in between."""
+    rng = random.Random(f"all killed {seed}")
+    times = sorted(rng.uniform(1.5, 6.0) for _ in range(3))
+    crashes = [Fault(rng.uniform(0.5, 6.0), "crash", rng.choice("abc")) for _ in range(2)]
+    faults = [Fault(at_s, "kill_all") for at_s in times] + crashes
+    return Profile(
+        expected_replicas=3,
+        faulty_s=6.0,
+        restart_s=0.1,
+        checkpoint_every=rng.choice((0, 5)),
+        own_checkpoints=rng.random() < 0.5,
+        keep_every_s=rng.choice((0.1, 0.5)),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+    )
+
+
+def saved(seeds: range, **options: Any) -> Iterator[int]:
+    """How often the job of each run has gone on from what was kept."""
+    for seed in seeds:
+        clusters: list[Cluster] = []
+        run(seed, all_killed(seed), prepare=clusters.append, **options)
+        yield sum(keeper.saved for keeper in clusters[0].keepers)
+
+
+def test_jobs_go_on_from_what_is_kept() -> None:
+    assert sum(saved(range(12))) > 12
+
+
+def test_processes_that_leave_out_what_is_kept_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begins_anew(self: Keeper, own: Start) -> Start:
+        return own
+
+    monkeypatch.setattr(Keeper, "start_of", begins_anew)
+    with pytest.raises(Violation, match="K: the job goes on from"):
+        list(saved(range(12)))
+
+
+def test_a_keeper_that_takes_what_was_not_committed_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """K1: a state that has changed since it was read is not that of its version."""
+    sees = Keeper.sees
+
+    def too_late(self: Keeper, shown: Start) -> None:
+        position, state, origin = shown
+        sees(self, (position, state + 1, origin))
+
+    monkeypatch.setattr(Keeper, "sees", too_late)
+    with pytest.raises(Violation, match="S3"):
+        list(saved(range(12)))
