@@ -140,7 +140,11 @@ class StateKeeper:
     def _confirmed(
         self, child: int, source: Card, version: HealKey, deadline: float
     ) -> Card | None:
-        """K1: the member's card, when it says that it has committed a step from `version`; else None."""
+        """K1: the member's card, when it says that it has committed a step from `version`; else None.
+
+        Until then the card may show an older version: one that was published for this fetch, and retired
+        before the server's thread could begin with it.
+        """
         while time.monotonic() < deadline:
             row = self._board.cards().get(child)
             if row is not None:  # else it is dead, or just writing
@@ -148,7 +152,8 @@ class StateKeeper:
                 shown = card.version
                 if shown is not None and HealKey(shown.step, shown.lineage) == version:
                     return card
-                if card.address != source.address or shown != source.version:
+                passed = shown is not None and shown != source.version and shown.step > version.step
+                if passed or card.address != source.address:
                     return None
             time.sleep(CONFIRMED_EVERY_S)
         return None

@@ -6,16 +6,19 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ft_core.launch.board import Board, slot
+from ft_core.heal import HealKey, HealServer
+from ft_core.launch.board import Board, Slot, slot
+from ft_core.launch.kept import Card, Version
 from ft_core.launch.state_keeper import StateKeeper, TooLarge
 from lighthouse import LighthouseServer
 from tests.harness.cluster import Replica, lighthouse
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -198,6 +201,33 @@ def test_a_state_that_changes_before_the_vote_is_not_kept(board: Board) -> None:
         assert renewed(kept, a, lambda: step(False))
         assert kept.card is not None
         a.close()
+
+
+def test_an_older_version_on_the_card_does_not_end_the_wait_for_the_one_that_was_fetched(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Slot] = []
+    seen = Slot.cards
+
+    def cards(board: Slot) -> dict[int, dict[str, Any]]:
+        looks.append(board)
+        return seen(board)
+
+    monkeypatch.setattr(Slot, "cards", cards)
+    with keeper(board) as kept, HealServer(host="127.0.0.1") as member:
+        card = Card(member.address, ("job",))
+        slot().tell(card.row())
+        older, newer = Version(2, "two", 1, 1), Version(3, "three", 1, 1)
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(kept.renew)
+            member.publish(HealKey(newer.step, newer.lineage), {"manifest": b"", "tensors": []})
+            until(lambda: member.stats().finished, "the fetch")
+            slot().tell(replace(card, version=older).row())
+            del looks[:]
+            until(lambda: found.done() or looks[1:], "two looks at the card")
+            slot().tell(replace(card, version=newer).row())
+            assert found.result(PATIENCE_S)
+        assert kept_step(kept) == newer.step
 
 
 def test_a_state_that_is_too_large_is_not_kept(board: Board) -> None:
