@@ -26,7 +26,8 @@ BIND_PATIENCE_S = 2.0
 """How long an address may be in use: the kernel may still be taking down the process before."""
 BIND_AGAIN_S = 0.02
 SIGNAL_LOOK_S = 1.0
-"""No wait lasts longer: a signal that comes just before it is handled when it ends."""
+"""No wait lasts longer: a signal that comes just before one, or to another thread, interrupts none, and is
+handled when it ends."""
 _SET_DEATH_SIGNAL = 1
 
 T = TypeVar("T")

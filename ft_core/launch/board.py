@@ -4,6 +4,9 @@ Each child has a slot: whether it trains, its step, how many steps it has commit
 rank until when its loop must be back, if it hangs. A byte in a pipe wakes the supervisor where it has
 to look. The two descriptors and the child's number are in the environment.
 
+Behind the slots each rank has room for the stacks that it prints when the supervisor asks for them: those
+of several ranks on one stderr would be mixed.
+
 The last slot is the keeper's (`state_keeper.py`). It and the children tell each other on *cards* which
 states they serve.
 """
@@ -31,6 +34,8 @@ _SLOT_BYTES, _RANKS_AT, _RANKS = 4096, 64, 128
 _ERROR_AT, _ERROR_BYTES = 1280, 768
 _CARD_AT, _CARD_BYTES = 2048, 2048
 _CARD = struct.Struct("<II")  # length and checksum of the JSON text that follows
+_STACKS_BYTES = 1 << 20  # of one rank, in a sparse file; faulthandler writes 100 threads at most
+_CHILD_BYTES = _SLOT_BYTES + _RANKS * _STACKS_BYTES
 _FLAG, _PROGRESS, _HUNG = struct.Struct("<q"), struct.Struct("<qq"), struct.Struct("<d")
 _JOINED_AT, _PROGRESS_AT, _LEADS_AT, _OVER_AT, _DEAD_AT = 0, 8, 24, 32, 40
 
@@ -67,7 +72,7 @@ class Board:
         self.keeper = count
         """The number of the keeper's slot. Read only."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        self._file.truncate((count + 1) * _SLOT_BYTES)
+        self._file.truncate((count + 1) * _CHILD_BYTES)
         self._memory = mmap.mmap(self._file.fileno(), (count + 1) * _SLOT_BYTES)
         self._read, self._write = os.pipe()
         self.descriptors = (self._file.fileno(), self._write)
@@ -100,6 +105,17 @@ class Board:
         text = self._memory[at + _ERROR_AT : at + _ERROR_AT + _ERROR_BYTES]
         error = text.partition(b"\0")[0].decode(errors="ignore")
         return Seen(joined, step, commits, leads, over, hung, error)
+
+    def stacks(self, child: int) -> dict[int, str]:
+        """The stacks that ranks of a child have printed since the last call, by local rank."""
+        found, shared = {}, self._file.fileno()
+        for rank in range(_RANKS):
+            at = _stacks_at(shared, child, rank)
+            if os.pread(shared, 1, at).strip(b"\0"):
+                text = os.pread(shared, _STACKS_BYTES, at).rstrip(b"\0")
+                os.pwrite(shared, bytes(len(text)), at)
+                found[rank] = text.decode(errors="replace")
+        return found
 
     def wait(self) -> bool:
         """Wait until a child asks for a look; False: the board is closed. A thread of its own."""
@@ -241,7 +257,7 @@ def inherited(env: Mapping[str, str]) -> tuple[int, ...]:
 def slot() -> Slot:
     """This process's slot; one that does nothing where no supervisor has started it.
 
-    From the first call on the process prints its stacks when the supervisor asks for them.
+    From the first call on the process prints its stacks on the board when the supervisor asks for them.
     """
     told = os.environ.get(ENV_BOARD, "")
     if not told:
@@ -250,11 +266,14 @@ def slot() -> Slot:
     try:
         if [_node(shared), _node(wake)] != nodes:
             return Slot()
-        memory = mmap.mmap(shared, 0)
+        memory = mmap.mmap(shared, os.fstat(shared).st_size // _CHILD_BYTES * _SLOT_BYTES)
     except OSError:  # a process that this one's process has started: it has no such descriptors
         return Slot()
     with contextlib.suppress(AttributeError, ValueError, OSError, RuntimeError):
-        faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True, chain=False)
+        # Opened again: it is written at a place of its own.
+        stacks = os.open(f"/proc/self/fd/{shared}", os.O_WRONLY | os.O_CLOEXEC)
+        os.lseek(stacks, _stacks_at(shared, child, int(os.environ.get("LOCAL_RANK", 0))), os.SEEK_SET)
+        faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
     return Slot(memory, wake, child, whole=bool(whole))
 
 
@@ -269,6 +288,12 @@ def reported() -> Iterator[None]:
         elif isinstance(error.code, str):
             slot().failed(error.code)
         raise
+
+
+def _stacks_at(shared: int, child: int, rank: int) -> int:
+    """Where in the board's file the stacks of a rank are."""
+    count = os.fstat(shared).st_size // _CHILD_BYTES
+    return count * _SLOT_BYTES + (child * _RANKS + rank % _RANKS) * _STACKS_BYTES
 
 
 def _node(descriptor: int) -> int:

@@ -22,7 +22,7 @@ from types import FrameType
 
 from ft_core.launch.board import DUMP_SIGNAL, inherited
 from ft_core.launch.sigterm import EXIT_CODE
-from ft_core.launch.supervisor import die_with
+from ft_core.launch.supervisor import die_with, take
 from ft_core.launch.warm.replacement import spawn
 
 STOP_TIMEOUT_S = 20.0
@@ -86,7 +86,7 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
 
     SIGINT and SIGTERM are passed on to the ranks. Main thread only.
     """
-    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     port = free_port()
     board = inherited(env)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -110,13 +110,11 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
     for rank in range(size):  # all before the first thread: see `spawn`
         told = rank_environment(env, rank=rank, size=size, port=port)
         ranks.append(spawn(command, env=told, pass_fds=board))
-    for rank, process in enumerate(ranks):
-        threading.Thread(
-            target=lambda r=rank, p=process: ended.put((r, p.wait())), daemon=True
-        ).start()
+    for process in ranks:
+        threading.Thread(target=lambda p=process: ended.put(p.wait()), daemon=True).start()
     failure = 0
     for _ in range(size):
-        _, code = ended.get()
+        code = take(ended)
         if code and not failure:
             failure = code
             if code == EXIT_CODE:

@@ -25,12 +25,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from ft_core.launch.board import DUMP_SIGNAL, Board
 from ft_core.launch.keeping import Keeping
 from ft_core.launch.restarts import REMEMBERED, Again, Death, GiveUp, History, RestartPolicy
 from ft_core.launch.warm.starter import WarmStarter
+from lighthouse.keeper import SIGNAL_LOOK_S
 
 STOP_TIMEOUT_S = 30.0
 DUMP_S = 1.0
@@ -40,6 +41,7 @@ OVER_EXIT_CODE = 79
 """Exit code of a process that comes back after the training has ended: nothing is left to do."""
 _PR_SET_PDEATHSIG = 1
 
+T = TypeVar("T")
 Environment = Callable[[int, int], dict[str, str]]
 
 
@@ -365,13 +367,10 @@ class _Run:
         roster = self.roster
         while not roster.over():
             wake_at = self.kill_at if self.stopped else roster.next_due()
-            try:
-                wait_s = None if wake_at is None else max(0.0, wake_at - time.monotonic())
-                event = self.events.get(timeout=wait_s)
-            except queue.Empty:
+            event = take(self.events, wake_at)
+            if event is None:
                 self._time_is_up()
-                continue
-            if isinstance(event, _Signalled):
+            elif isinstance(event, _Signalled):
                 self._stop(event.number)
             elif isinstance(event, _Look):
                 self._look()
@@ -420,6 +419,8 @@ class _Run:
 
     def _ended(self, child: Child, exit_code: int) -> None:
         self._look()
+        for rank, stacks in self.board.stacks(child.index).items():
+            self.say(f"replica group {child.number}, the stacks of local rank {rank}:\n{stacks}")
         if self.stopped:
             child.process, child.exit_code = None, exit_code
             return
@@ -441,6 +442,18 @@ class _Run:
         if roster.stuck():
             self.say(f"fewer than min_replicas={roster.min_alive} replica groups are left: stopping")
             self._stop(signal.SIGTERM)
+
+
+def take(events: queue.SimpleQueue[T], until: float | None = None) -> T | None:
+    """The next one; None: there was none by `until` (`time.monotonic()`). Signals are handled meanwhile,
+    also one that interrupts no wait. Main thread."""
+    while True:
+        left_s = SIGNAL_LOOK_S if until is None else until - time.monotonic()
+        try:
+            return events.get(timeout=min(max(0.0, left_s), SIGNAL_LOOK_S))
+        except queue.Empty:
+            if until is not None and time.monotonic() >= until:
+                return None
 
 
 def tell_lighthouse(address: str, job_id: str) -> Callable[[int], None]:

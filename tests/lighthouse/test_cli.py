@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import logging
@@ -54,6 +55,14 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 def test_signals_end_it_cleanly(signum: signal.Signals) -> None:
     with lighthouse() as (process, _):
         process.send_signal(signum)
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_signal_that_interrupts_no_wait_ends_it() -> None:
+    with lighthouse() as (process, _):
+        (child,) = children_of(process.pid)
+        other = next(int(t) for t in os.listdir(f"/proc/{child}/task") if int(t) != child)
+        ctypes.CDLL(None).tgkill(child, other, signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
 
 

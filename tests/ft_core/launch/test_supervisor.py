@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
+import queue
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import zmq
 from ft_core.launch.board import Board
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
 from ft_core.launch.restarts import RestartPolicy
-from ft_core.launch.supervisor import DUMP_S, OVER_EXIT_CODE, Child, Roster
+from ft_core.launch.supervisor import DUMP_S, OVER_EXIT_CODE, Child, Roster, take
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.server import LighthouseServer
 from tests.harness.waiting import PATIENCE_S, gone, until
@@ -311,8 +315,11 @@ def a_loader_that_hangs():
 slot().join()
 slot().committed(3)
 if os.environ["RANK"] == "1" and life == "0":
+    while not (log / "joined").exists():  # the other rank can print its stacks, too
+        time.sleep(0.002)
     a_loader_that_hangs()
-while not (log / "over").exists() and life == "0":
+(log / "joined").touch()
+while life == "0":
     time.sleep(0.02)
 """
     )
@@ -336,7 +343,9 @@ sys.exit(supervise(command, lambda index, restarts: {**os.environ, "LIFE": str(r
     )
     assert ended.returncode == 0, ended.stderr
     assert "was evicted, since its training loop hangs" in ended.stderr
-    assert "in a_loader_that_hangs" in ended.stderr
+    both, one = ended.stderr.partition("the stacks of local rank 1:\n")[::2]
+    assert "the stacks of local rank 0:\n" in both
+    assert "in a_loader_that_hangs" in one
     assert "hung, and was killed; it is started again in 0.5 s" in ended.stderr
 
 
@@ -386,3 +395,21 @@ def test_a_rank_that_was_told_to_end_gives_its_group_the_time_to_end(tmp_path: P
     command = group_command([sys.executable, "-c", script], 2, parent_env="PARENT")
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S)
     assert (ended.returncode, done.exists()) == (143, True)
+
+
+@pytest.mark.parametrize("due", [None, math.inf])
+def test_a_signal_that_interrupts_no_wait_is_handled(due: float | None) -> None:
+    """It comes to another thread, as it can just before a wait begins."""
+    events: queue.SimpleQueue[str] = queue.SimpleQueue()
+    handled = signal.signal(signal.SIGUSR1, lambda number, frame: events.put("signalled"))
+    waits = threading.main_thread().native_id
+
+    def send() -> None:
+        until(lambda: " S " in Path(f"/proc/self/task/{waits}/stat").read_text())
+        ctypes.CDLL(None).tgkill(os.getpid(), threading.get_native_id(), signal.SIGUSR1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert take(events, due) == "signalled"
+    sender.join()
+    signal.signal(signal.SIGUSR1, handled)
