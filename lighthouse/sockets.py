@@ -211,20 +211,14 @@ class Waiter:
     def wait(self, timeout_ms: int | None, spin_s: float = 0.0) -> set[Watched]:
         """Those that may be readable; empty after `timeout_ms` (None: no limit).
 
-        For `spin_s` it looks again and again before it sleeps: a thread that has gone to sleep takes
-        longer to come back. Threads with work to do go first.
+        `spin_s`: see `await_ready`.
         """
         # A ZeroMQ descriptor tells of changes only, and any call on the socket may take notice of one.
         ready: set[Watched] = {
             each for each in self._sockets if int(each.getsockopt(EVENTS)) & POLLIN
         }
-        found = self._epoll.poll(0) if ready or spin_s else []
-        if not ready and not found:
-            until = time.monotonic() + spin_s if spin_s else 0.0
-            while not found and time.monotonic() < until:
-                os.sched_yield()
-                found = self._epoll.poll(0)
-            found = found or self._epoll.poll(None if timeout_ms is None else timeout_ms / 1000)
+        timeout_s = None if timeout_ms is None else timeout_ms / 1000
+        found = self._epoll.poll(0) if ready else await_ready(self._epoll, timeout_s, spin_s)
         ready.update(self._of[fd] for fd, _ in found)
         return ready
 
@@ -233,6 +227,23 @@ class Waiter:
 
     def __exit__(self, *_error: object) -> None:
         self._epoll.close()
+
+
+def await_ready(
+    epoll: select.epoll, timeout_s: float | None, spin_s: float
+) -> list[tuple[int, int]]:
+    """What `epoll` has; empty after `timeout_s` (None: no limit).
+
+    For `spin_s` it looks again and again before it sleeps: a thread that has gone to sleep takes
+    longer to come back. Threads with work to do go first.
+    """
+    if spin_s > 0.0:
+        until = time.monotonic() + spin_s
+        while not (ready := epoll.poll(0)) and time.monotonic() < until:
+            os.sched_yield()
+        if ready:
+            return ready
+    return epoll.poll(timeout_s)
 
 
 def _descriptor(watched: Watched) -> int:

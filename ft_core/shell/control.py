@@ -46,6 +46,7 @@ from ft_core.replica.events import (
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import ReplicaStatus, Stage
+from lighthouse.sockets import await_ready
 from lighthouse.wire.messages import NO_QUORUM, NO_TERM, Message, Request, Term
 
 log = logging.getLogger("ft_core")
@@ -247,20 +248,16 @@ class Control:
             timeout_s = self._timeout(deadline)
             if time.monotonic() >= deadline:
                 return self._stop_waiting()
-            spin_until = began + SPIN_S if self._prompt else 0.0
-            self._sleep(self._drive_epoll, timeout_s, spin_until)
+            spin_s = began + SPIN_S - time.monotonic() if self._prompt else 0.0
+            self._sleep(self._drive_epoll, timeout_s, spin_s)
 
     def _stop_waiting(self) -> ReplicaStatus:
         """The loop's thread goes without an outcome. Holds `_io`, so that none can come before."""
         with self._lock:
             return self._handle(StopWaiting(), time.monotonic())
 
-    def _sleep(self, epoll: select.epoll, timeout_s: float | None, spin_until: float = 0.0) -> None:
-        ready: list[tuple[int, int]] = []
-        while not ready and time.monotonic() < spin_until:
-            os.sched_yield()  # threads with work to do go first
-            ready = epoll.poll(0)
-        for fd, _ in ready or epoll.poll(-1 if timeout_s is None else timeout_s):
+    def _sleep(self, epoll: select.epoll, timeout_s: float | None, spin_s: float = 0.0) -> None:
+        for fd, _ in await_ready(epoll, timeout_s, spin_s):
             if fd == self._link_fds[1]:
                 self._monitor_told = True
             elif fd == self._wake_fd:

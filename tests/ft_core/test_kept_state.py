@@ -17,22 +17,15 @@ from ft_core.launch.board import Board, Slot, slot
 from ft_core.launch.kept import Card, Version
 from ft_core.launch.state_keeper import StateKeeper, TooLarge
 from lighthouse import LighthouseServer
-from tests.harness.cluster import Replica, lighthouse
+from tests.harness.cluster import Replica, as_child, board_of, lighthouse
 from tests.harness.waiting import PATIENCE_S, until
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+def board() -> Iterator[Board]:
     """This process is the only child of a supervisor."""
-    made = Board(1)
-    for child in (0, 1):
-        made.clear(child)
-    for name, value in made.environment(0).items():
-        monkeypatch.setenv(name, value)
-    slot.cache_clear()
-    yield made
-    slot.cache_clear()
-    made.close()
+    with board_of(1) as made, as_child(made, 0):
+        yield made
 
 
 @contextmanager
@@ -40,14 +33,8 @@ def keeper(
     board: Board, tell: Callable[[str], object] = print, **options: Any
 ) -> Iterator[StateKeeper]:
     """Started as the supervisor's, in this process."""
-    own = slot()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in board.environment(board.keeper).items():
-            patch.setenv(name, value)
-        slot.cache_clear()
+    with as_child(board, board.keeper):
         found = slot()
-        slot.cache_clear()
-    assert found is not own
     made = StateKeeper(found, 0.01, tell, **options)
     try:
         yield made
@@ -157,12 +144,8 @@ def test_while_another_process_trains_a_start_does_not_ask_for_it(board: Board) 
         assert renewed(kept, a)
         a.close()
         board.clear(0)
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in board.environment(board.keeper).items():
-                patch.setenv(name, value)
-            slot.cache_clear()
+        with as_child(board, board.keeper):
             slot().join()  # in the place of the one that trains
-            slot.cache_clear()
         b = begun(server, "a")
         assert b.manager.current_step() == 0
         b.close()

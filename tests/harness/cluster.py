@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from ft_core.launch.board import Board, slot
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
 from lighthouse import LighthouseConfig, LighthouseServer
@@ -42,6 +44,31 @@ def lighthouse(*, all_join: bool = False, **config: Any) -> Iterator[LighthouseS
         yield server
     finally:
         server.shutdown()
+
+
+@contextmanager
+def board_of(count: int, *, whole: bool = True) -> Iterator[Board]:
+    """A supervisor's board for `count` children that have begun."""
+    board = Board(count, whole=whole)
+    for child in range(count):
+        board.clear(child)
+    try:
+        yield board
+    finally:
+        board.close()
+
+
+@contextmanager
+def as_child(board: Board, child: int) -> Iterator[None]:
+    """This process is that child of the board's supervisor: `slot()` is its slot."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in board.environment(child).items():
+            patch.setenv(name, value)
+        slot.cache_clear()
+        try:
+            yield
+        finally:
+            slot.cache_clear()
 
 
 @contextmanager

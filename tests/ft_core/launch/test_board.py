@@ -12,22 +12,15 @@ from ft_core.config import JobOptions
 from ft_core.launch.board import Board, Seen, reported, slot
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
-from tests.harness.cluster import Replica, lighthouse, replicas
+from tests.harness.cluster import Replica, as_child, board_of, lighthouse, replicas
 from tests.harness.waiting import until
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+def board() -> Iterator[Board]:
     """This process is the child 1 of its two."""
-    made = Board(2)
-    for child in (0, 1):
-        made.clear(child)
-    for name, value in made.environment(1).items():
-        monkeypatch.setenv(name, value)
-    slot.cache_clear()
-    yield made
-    slot.cache_clear()
-    made.close()
+    with board_of(2) as made, as_child(made, 1):
+        yield made
 
 
 def test_commits_count_from_the_first_quorum_of_the_training_on(board: Board) -> None:
@@ -80,42 +73,34 @@ def test_the_error_of_a_script_is_told(board: Board, error: BaseException, told:
     assert board.look(1).error == ""
 
 
-def test_the_first_that_is_left_after_the_training_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, slots = Board(3), []
-    for child in range(3):
-        made.clear(child)
-        monkeypatch.setenv(*next(iter(made.environment(child).items())))
-        slot.cache_clear()
-        slots.append(slot())
-    slot.cache_clear()
+def test_the_first_that_is_left_after_the_training_takes_over() -> None:
+    with board_of(3) as made:
+        slots = []
+        for child in range(3):
+            with as_child(made, child):
+                slots.append(slot())
 
-    def takers() -> list[int]:
-        return [i for i, each in enumerate(slots) if each.takes_over()]
+        def takers() -> list[int]:
+            return [i for i, each in enumerate(slots) if each.takes_over()]
 
-    slots[1].leads(True)
-    for each in slots:
-        each.over(True)
-    assert takers() == [], "the leader lives"
-    made.died(1)
-    assert takers() == [0]
-    made.clear(1)  # started again: it has not trained
-    assert takers() == [0]
-    made.died(0)
-    assert takers() == [2]
-    slots[2].leads(True)
-    assert takers() == []
-    made.close()
+        slots[1].leads(True)
+        for each in slots:
+            each.over(True)
+        assert takers() == [], "the leader lives"
+        made.died(1)
+        assert takers() == [0]
+        made.clear(1)  # started again: it has not trained
+        assert takers() == [0]
+        made.died(0)
+        assert takers() == [2]
+        slots[2].leads(True)
+        assert takers() == []
 
 
-def test_nothing_is_taken_over_where_other_machines_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Board(1, whole=False)
-    made.clear(0)
-    monkeypatch.setenv(*next(iter(made.environment(0).items())))
-    slot.cache_clear()
-    slot().over(True)
-    assert not slot().takes_over()
-    slot.cache_clear()
-    made.close()
+def test_nothing_is_taken_over_where_other_machines_train() -> None:
+    with board_of(1, whole=False) as made, as_child(made, 0):
+        slot().over(True)
+        assert not slot().takes_over()
 
 
 def test_a_loop_that_is_evicted_is_to_be_back_and_comes_back(board: Board) -> None:
