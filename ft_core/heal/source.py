@@ -211,9 +211,12 @@ class HealServer:
 
     @property
     def quiet(self) -> bool:
-        """Whether no reader reads what is published. Any thread."""
+        """Whether no reader reads what is published, or is about to. Any thread."""
         with self._lock:
-            return not any(reader.publication is not None for reader in self._readers.values())
+            return not any(
+                reader.publication is not None or self._is_for(reader)
+                for reader in self._readers.values()
+            )
 
     def publish(
         self, key: HealKey, tree: Any, *, copy: bool = True, expected_targets: int = 0
@@ -270,10 +273,7 @@ class HealServer:
             readers = [r for r in self._readers.values() if r.publication is publication]
             readers += self._away
             awaited = self._expected_targets - self._finished_targets - len(readers)
-            waiting = any(
-                r.publication is None and r.key in (publication.key, NEXT)
-                for r in self._readers.values()
-            )
+            waiting = any(map(self._is_for, self._readers.values()))
         if awaited > 0 or waiting:
             needed = set(publication.live)
         else:
@@ -351,6 +351,13 @@ class HealServer:
         """Add to counters; `_lock` is held."""
         changed: dict[str, Any] = {k: getattr(self._stats, k) + v for k, v in more.items()}
         self._stats = dataclasses.replace(self._stats, **changed)
+
+    def _is_for(self, reader: Reader) -> bool:
+        """Whether `reader` waits for the version that is published; `_lock` is held."""
+        current = self._publication
+        if current is None or reader.publication is not None:
+            return False
+        return reader.key in (current.key, NEXT)
 
     def _notify(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: the thread will wake up anyway
@@ -477,14 +484,10 @@ class HealServer:
             started = [
                 (identity, reader)
                 for identity, reader in self._readers.items()
-                if current is not None
-                and reader.publication is None
-                and reader.key in (current.key, NEXT)
+                if self._is_for(reader)
             ]
             begun = {identity for identity, _ in started}
-            self.observed = any(
-                r.key == NEXT and i not in begun for i, r in self._readers.items()
-            )
+            self.observed = any(r.key == NEXT and i not in begun for i, r in self._readers.items())
             replies: list[tuple[Peer, wire.Reply]] = []
             for identity, reader in self._readers.items():
                 if self._withheld is not None and reader.key == self._withheld[0]:

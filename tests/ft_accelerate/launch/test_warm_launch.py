@@ -29,6 +29,7 @@ model, optimizer, loader = accelerator.prepare(
 life = f"{os.environ['RANK']}.{restarts}"
 while True:
     for batch, in loader:
+        time.sleep(0.02)  # leaves the cores to what starts
         accelerator.backward(model(batch).mean())
         optimizer.step()
         optimizer.zero_grad()

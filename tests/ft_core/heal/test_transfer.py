@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from ft_core.config import JobOptions
-from ft_core.heal import HealDenied, HealError, HealKey, HealProgress, HealServer, fetch
+from ft_core.heal import NEXT, HealDenied, HealError, HealKey, HealProgress, HealServer, fetch
 from ft_core.heal import protocol as wire
 from ft_core.heal.target import DEFAULT_CHUNK_BYTES
 from ft_core.heal.transfer_plan import WINDOW
@@ -628,3 +628,26 @@ def test_no_descriptors_are_left(make_server: MakeServer) -> None:
     for _ in range(5):
         fetch([server.address], KEY, deadline=soon())
     until(lambda: count() <= before)
+
+
+def test_a_version_has_its_observer_from_the_moment_in_which_it_is_published(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's thread may be late to begin with it."""
+    server, begins, start = make_server(), threading.Event(), HealServer._start
+
+    def late(*each: Any) -> None:
+        begins.wait(PATIENCE_S)
+        start(*each)
+
+    monkeypatch.setattr(HealServer, "_start", late)
+    with ThreadPoolExecutor(1) as pool:
+        observer = pool.submit(fetch, [server.address], NEXT, deadline=soon())
+        until(lambda: server.observed, "the observer")
+        assert server.quiet
+        server.publish(KEY, state(1))
+        quiet = server.quiet
+        begins.set()
+        assert not quiet
+        observer.result()
+    until(lambda: server.quiet, "its end")

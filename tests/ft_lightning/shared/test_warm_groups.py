@@ -17,7 +17,7 @@ from tests.harness.waiting import PATIENCE_S, template_of, until
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
-import os, sys
+import os, sys, time
 warm = "ft_core.launch.warm.template" in sys.modules
 from pathlib import Path
 from lightning.pytorch import Trainer
@@ -29,6 +29,7 @@ life = f"{os.environ.get('REPLICA_GROUP_ID')}.{os.environ.get('FT_LIGHTNING_REST
 
 class Model(BoringModel):
     def on_train_batch_end(self, *seen):
+        time.sleep(0.02)  # leaves the cores to what starts
         if not (log / life).exists() and self.trainer.strategy.num_participants == 2:
             (log / f"{life}.part").write_text(f"{os.getpid()} {warm}")
             (log / f"{life}.part").rename(log / life)
