@@ -31,11 +31,12 @@ from ft_core.launch.board import DUMP_SIGNAL, Board
 from ft_core.launch.keeping import Keeping
 from ft_core.launch.restarts import REMEMBERED, Again, Death, GiveUp, History, RestartPolicy
 from ft_core.launch.warm.starter import WarmStarter
-from lighthouse.keeper import SIGNAL_LOOK_S
 
 STOP_TIMEOUT_S = 30.0
 DUMP_S = 1.0
 """A process that hangs has so long to print its stacks."""
+SIGNAL_LOOK_S = 1.0
+"""No wait lasts longer, as in `lighthouse.keeper`, which is not imported here: this is imported with torch."""
 TELL_AGAIN_S, TELL_TIMEOUT_S = 0.5, 5.0
 OVER_EXIT_CODE = 79
 """Exit code of a process that comes back after the training has ended: nothing is left to do."""
