@@ -104,6 +104,8 @@ class Replica:
         self._connected = True
         self._resend_at: float | None = None
         self._grace_at: float | None = None
+        self.status = self._seen()
+        """After the last event. Read only."""
 
     def handle(self, event: events.ReplicaEvent, now: float) -> list[Effect]:
         """Take an event; return what the shell must do. Replies to something older are ignored."""
@@ -114,7 +116,7 @@ class Replica:
             self._unread = self._unread or event  # later ones come again: this rank repeats itself
             return []
         effects: list[Effect] = getattr(self, name)(event, now)
-        self._related()
+        self.status = self._seen()
         return effects
 
     # ------------------------------------------------------------------ the training loop
@@ -320,7 +322,7 @@ class Replica:
             effects += self._fail("quorum revoked", now) if self._revoked else []
         if self._resend_at is not None and now >= self._resend_at:
             effects += self._repeat(now)
-        self._related()
+        self.status = self._seen()
         return effects
 
     def _on_refused(self, message: messages.Refused, now: float) -> list[Effect]:
@@ -527,9 +529,7 @@ class Replica:
 
     # ------------------------------------------------------------------ what the status tells
 
-    @property
-    def status(self) -> ReplicaStatus:
-        """After the last event; made anew for each that asks."""
+    def _seen(self) -> ReplicaStatus:
         relations, view = self._related(), self.view
         wants_group = NO_QUORUM if view is None or self._revoked else view.quorum_id
         return ReplicaStatus(

@@ -107,12 +107,14 @@ def test_it_outlives_the_process_that_started_it(port: int) -> None:
 
 @pytest.mark.process
 def test_it_ends_when_no_process_uses_it(port: int) -> None:
-    ensure_local_lighthouse(port, exit_when_idle_s=0.4)
-    descriptor = os.pidfd_open(process_at(port))
+    address = ensure_local_lighthouse(port, exit_when_idle_s=1.0)
+    with LighthouseClient(address) as client:
+        client.status()  # while it is used it does not end
+        descriptor = os.pidfd_open(process_at(port))
     try:
         import select
 
-        assert select.select([descriptor], [], [], 20)[0]
+        assert select.select([descriptor], [], [], PATIENCE_S)[0]
     finally:
         os.close(descriptor)
 
