@@ -247,6 +247,7 @@ class PeriodicMixin(FTDDPMixin):
     """What both strategies share. Not used alone."""
 
     _votes_each_step = False
+    _serves_spares = False
     _driver: InnerDriver | None  # type: ignore[assignment]
     _restored: Any = None
     _aside: dict[str, Tensor] | None = None

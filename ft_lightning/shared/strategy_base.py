@@ -72,11 +72,14 @@ class Options:
     resume: bool = True
     warm_start: bool = True
     keep_state_s: float = KEEP_STATE_S
+    spares: int = 0
 
     def __post_init__(self) -> None:
         mine = {each.name: getattr(self, each.name) for each in fields(self)}
         of_job = {each.name for each in fields(JobOptions)}
-        JobOptions(name="0", **{k: v for k, v in mine.items() if k in of_job and v is not None})
+        known = {k: v for k, v in mine.items() if k in of_job and v is not None}
+        expected = self.num_replica_groups or max(0, self.min_replicas + self.spares)
+        JobOptions(name="0", expected_replicas=expected, async_quorum=False, **known)
         if not self.keep_state_s >= 0:
             raise ValueError(f"keep_state_s must not be negative, got {self.keep_state_s}")
         if self.group_size is not None and self.group_size < 1:
@@ -171,6 +174,8 @@ class StrategyBase(_Base):
     """What the ranks of a replica group hold, see `ft_core.replica.status.RanksHold`."""
     _votes_each_step = True
     """False where a replica group trains on its own between two outer steps: it is one process."""
+    _serves_spares = False
+    """Whether a replica group can take over another one's share of the data between two steps."""
     _goes_to_any_place = False
     """Whether each process that starts can go to any place in the epochs and the data."""
     _scope: Scope | None = None
@@ -186,6 +191,8 @@ class StrategyBase(_Base):
     """Whether this is a rank of the replica group that is the first to take part."""
     _over = False
     """The last training of this process has ended regularly."""
+    share = 0
+    """Number of the share of the training data that this replica group reads. Any thread."""
     participants = 0
     """How many processes contributed when this one last looked."""
 
@@ -208,6 +215,7 @@ class StrategyBase(_Base):
         resume: bool = True,
         warm_start: bool = True,
         keep_state_s: float = KEEP_STATE_S,
+        spares: int = 0,
         **kwargs: Any,
     ) -> None:
         """Take the options. Raises ValueError, in one sentence, for those that cannot work.
@@ -244,6 +252,9 @@ class StrategyBase(_Base):
                 all replica groups have died they go on from it (Trainer only; if ``devices=N`` starts them,
                 groups of one process, and ``resume``). Off where two copies are more than half of the
                 free memory. 0: never.
+            spares: so many of the replica groups are hot spares, which take part with weight 0: the data
+                is divided among the others, and a spare takes over the share of one that is gone
+                (Trainer only).
             **kwargs: options of Lightning's strategy (:class:`DDPStrategy` takes those of torch's
                 DistributedDataParallel).
         """
@@ -262,6 +273,11 @@ class StrategyBase(_Base):
 
     def _prepare(self) -> None:
         """The options are known: set up what the strategy keeps."""
+        if self._options.spares and not self._serves_spares:
+            raise ValueError(
+                f"{type(self).__name__} has no hot spares: spares={self._options.spares} needs a Trainer "
+                'with "ft_ddp", whose steps are taken by all replica groups together'
+            )
 
     @property
     def _stock_class(self) -> Any:
@@ -288,13 +304,15 @@ class StrategyBase(_Base):
 
     @property
     def global_rank(self) -> int:
-        """Number of this process among those of all configured replica groups."""
-        return self._scope.rank if self._scope else 0
+        """Number of this process among those of all configured replica groups. With hot spares: among
+        those of all shares of the data; it changes when this group takes over another share."""
+        scope = self._scope
+        return self.share * scope.group_size + scope.group_rank if scope else 0
 
     @property
     def world_size(self) -> int:
-        """Number of processes in all configured replica groups."""
-        return self._scope.world_size if self._scope else 1
+        """Number of processes in all configured replica groups, less those of hot spares."""
+        return self._job.data_shares * self._scope.group_size if self._scope else 1
 
     @property
     def is_global_zero(self) -> bool:
@@ -359,6 +377,7 @@ class StrategyBase(_Base):
             self._job, life=scope.restarts, timeout_s=timeout.total_seconds()
         )
         self._scope = scope
+        self.share = min(scope.index, self._job.data_shares - 1)
         self._leader = scope.rank == 0 and scope.restarts == 0
         self._group_leads = scope.index == 0
         act_as_leader(self._leader, scope)
@@ -385,7 +404,7 @@ class StrategyBase(_Base):
         before processes start."""
         if getattr(self, "_layer_sync", None) is not None:
             raise ValueError(NO_SYNC_BATCHNORM)
-        groups, least = self.scope.num_groups, self._options.min_replicas
+        groups, least = self._job.data_shares, self._options.min_replicas
         if self.scope.role is not Role.MEMBER and groups < least:
             raise ValueError(
                 f"min_replicas ({least}) must be at most the number of replica groups ({groups}, from "

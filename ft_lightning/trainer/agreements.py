@@ -28,9 +28,10 @@ from ft_lightning.trainer import logged_totals
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.skipped_hooks import SkippedHooks
 
-Gathered = tuple[list[Any], int]
-"""What each participant contributed, in the order of ranks; and the rank of this group."""
-Round = Callable[[bytes | None, bool], tuple[list[bytes], int] | None]
+Gathered = tuple[list[Any], int | None]
+"""What each participant contributed, in the order of ranks; and the rank of this group (None: it is a
+hot spare)."""
+Round = Callable[[bytes | None, bool], tuple[list[bytes], int | None] | None]
 
 
 class Rounds:

@@ -335,6 +335,13 @@ def capture_counters(trainer: Any, *, batches: int = 0) -> dict[str, Any]:
     return state
 
 
+def rewind_counters(trainer: Any, batches: int) -> None:
+    """Go back to the boundary at which the step under way began, of whose `batches` the last one was
+    broken off."""
+    trainer.fit_loop.load_state_dict(capture_counters(trainer, batches=batches))
+    settle_counters(trainer)
+
+
 def settle_counters(trainer: Any) -> None:
     """Make the loops go on from a captured state that they have loaded.
 

@@ -58,7 +58,8 @@ from ft_lightning.shared.step_collectives import (
     zero_loss,
 )
 from ft_lightning.trainer import healing
-from ft_lightning.trainer.batches import Batches, epochs_done
+from ft_lightning.trainer.batches import Batches, epochs_done, rewind_counters
+from ft_lightning.trainer.data_share import DataShare
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.resumed_epoch import Origin
 
@@ -87,6 +88,7 @@ class StepDriver:
     autograd's thread of the device, while the loop's waits.
 
     Args:
+        share: of the training data, that this replica group reads.
         on_quorum: called when this process's part in the quorum has changed.
         hooks: `hooks(name)` calls the callbacks' and the module's hook of that name.
         leave: raises what ends a fit on SIGTERM.
@@ -104,6 +106,7 @@ class StepDriver:
         batches: Batches,
         decisions: Decisions,
         *,
+        share: DataShare,
         on_quorum: Callable[[], object],
         hooks: Callable[[str], None],
         leave: Callable[[], None],
@@ -114,7 +117,7 @@ class StepDriver:
         shares_ends: bool,
     ) -> None:
         self._trainer, self._manager, self._batches = trainer, manager, batches
-        self._decisions = decisions
+        self._decisions, self._share = decisions, share
         self._on_quorum, self._hooks, self._leave = on_quorum, hooks, leave
         self._before_leaving = before_leaving
         self._shares_ends, self._ranks = shares_ends, ranks
@@ -128,6 +131,7 @@ class StepDriver:
         self._place: Place | None = None  # where it is called; None: nowhere
         self._gathers = False  # the round under way gathers
         self._visit: str | None = None  # admitted where peers cannot be joined: what they are doing
+        self._rereads = False  # the batches of the step under way are of another share of the data
         self._lost = False  # behind, and not where it can heal: no round until the next boundary
         self._peer: dict[str, Any] | None = None  # a state that came in the middle of a batch
         self._at_end: list[Callable[[], None]] = []
@@ -178,6 +182,8 @@ class StepDriver:
             self._batches.begin(self._trainer)
             if self._batches.has_streams:
                 self._batches.mark(self._trainer)
+        if not self._window:
+            self._share.follow()
         if self._peer is not None:
             state, self._peer = self._peer, None
             self._window = 0
@@ -215,7 +221,7 @@ class StepDriver:
     def _follow_quorum(self) -> None:
         """Tell `on_quorum` if this process's part in the quorum is another one than before."""
         part = self._manager.step.part
-        if part is not None and part is not self._part:
+        if part is not None and part != self._part:
             self._part = part
             self._on_quorum()
 
@@ -225,6 +231,10 @@ class StepDriver:
         if self._peer is not None:
             raise BatchAbandoned
         if not self._within:
+            # A share moves within a step if too few are left to commit it without that one.
+            self._rereads = self._share.changes()
+            if self._rereads:
+                raise BatchAbandoned
             return
         with contextlib.suppress(QuorumUnavailable):  # the attempt has failed already
             if self._manager.num_participating_groups() < self._min_replicas:
@@ -264,7 +274,8 @@ class StepDriver:
                 self._commit()
         finally:
             self.computing = False
-        if output is None and not self._manual and self._trainer.world_size > 1:
+        alone = self._trainer.strategy.scope.world_size == 1
+        if output is None and not self._manual and not alone:
             return zero_loss(self._trainer.lightning_module)  # the peers' gradients wait for one
         return output
 
@@ -390,6 +401,10 @@ class StepDriver:
         if self._manual:
             with contextlib.suppress(ValueError):  # it was not started
                 trainer.profiler.stop("optimizer_step")
+        if self._rereads:  # the same batches of the share that is this group's now
+            rewind_counters(trainer, self._window)
+            self._put_gradients(self._earlier)
+            self._window, self._rereads = 0, False
 
     def close(self) -> None:
         """The fit is over."""
@@ -400,8 +415,9 @@ class StepDriver:
 
     # ------------------------------------------------------------------ rounds
 
-    def round(self, mine: bytes | None, last: bool) -> tuple[list[bytes], int] | None:
-        """An agreement between batches: (each participant's contribution, the rank of this group).
+    def round(self, mine: bytes | None, last: bool) -> tuple[list[bytes], int | None] | None:
+        """An agreement between batches: (each participant's contribution, the rank of this group; None:
+        it is a hot spare).
 
         `mine` None: it gathers nothing. `last`: a batch follows, where newcomers heal. Returns None if this group is behind: it heals at the next
         batch.
@@ -428,10 +444,9 @@ class StepDriver:
             self._manager.rejoin("fell behind between batches")
             return None
         rank = self._manager.participating_rank()
-        assert rank is not None
         columns = self._ranks.merge(agreed.result)  # of each rank of this group, a row a group
         rows = [contribution for row in zip(*columns, strict=True) for contribution in row]
-        return rows, rank * self._ranks.size + self._ranks.number
+        return rows, None if rank is None else rank * self._ranks.size + self._ranks.number
 
     def _begin_round(self) -> None:
         self._start(Place.ROUND)
@@ -487,12 +502,16 @@ class StepDriver:
             self._hooks("on_train_epoch_start")
         self._batches.origin = Origin(*state["origin"])
         self._batches.jump(trainer, state["data"])
-        if state["gradients"] is not None:  # manual optimization may keep them over batches
-            for parameter, value in zip(self._parameters(), state["gradients"], strict=True):
-                parameter.grad = _copy(value, parameter.device)
+        self._put_gradients(state["gradients"])
 
     def _parameters(self) -> list[nn.Parameter]:
         return list(self._trainer.lightning_module.parameters())
+
+    def _put_gradients(self, gradients: list[Tensor | None] | None) -> None:
+        """Manual optimization may keep them over batches; None: nothing is kept."""
+        if gradients is not None:
+            for parameter, value in zip(self._parameters(), gradients, strict=True):
+                parameter.grad = _copy(value, parameter.device)
 
     def _gradients(self) -> list[Tensor | None]:
         return [_copy(parameter.grad) for parameter in self._parameters()]

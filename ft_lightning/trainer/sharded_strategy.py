@@ -60,6 +60,7 @@ class FTFSDPMixin(FTDDPMixin):
     strategy_name = "ft_fsdp"
     _stock_name = "ModelParallelStrategy"
     _ranks_hold = "shards"
+    _serves_spares = False
     _shards: RetryableShards | None = None
     _store: Any = None
     # Of Lightning's strategy:

@@ -10,7 +10,7 @@ died. The quorum carries gradients, what is reduced or gathered inside `training
 
 `trainer.world_size` counts the processes of all configured groups, and `trainer.global_rank` is
 this one's number among them; `trainer.strategy.num_participants` is how many contribute right now.
-Training data is sharded over all configured processes. Validation, test and prediction data is not
+Training data is sharded over all configured processes, less those of hot spares (`data_share.py`). Validation, test and prediction data is not
 sharded: each group computes the same metrics, so that early stopping and plateau schedulers decide
 alike everywhere.
 """
@@ -35,6 +35,7 @@ from ft_lightning.shared.strategy_base import StrategyBase, refuse_lbfgs
 from ft_lightning.trainer import healing, leader
 from ft_lightning.trainer.agreements import Rounds, make_callbacks
 from ft_lightning.trainer.batches import Batches, batches_done, check_counters
+from ft_lightning.trainer.data_share import DataShare, check_loader
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
 from ft_lightning.trainer.loggers import Loggers
@@ -72,6 +73,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     """
 
     strategy_name = NAME
+    _serves_spares = True
     _goes_to_any_place = True
     counts: Counts | None = None
     """Steps, discards and heals of the fit under way, or of the last one; None before. Any thread."""
@@ -223,7 +225,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._checkpoints.begin()
         self._batches = Batches(self._from("fabric.utilities.data")._set_sampler_epoch)
         self._manager = self._make_manager()
-        self.counts = count(self._manager, self.scope.num_groups)
+        self.counts = count(self._manager, self._job.data_shares)
         self._narrate(lambda: int(trainer.global_step))
         show_in_bar(trainer, self.counts, visible=self._shows_bar and self.scope.rank == 0)
         self._decisions = Decisions(trainer)
@@ -287,6 +289,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._manager,
             self._batches,
             self._decisions,
+            share=DataShare(trainer, self._manager, self._batches),
             on_quorum=self._on_quorum,
             hooks=self._call_hooks,
             leave=self._leave,
@@ -335,6 +338,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             "lineage": self._lineage(),
             "genesis": known.get("genesis", 0),
             "held": known.get("held", 0),
+            "shares": known.get("shares", ()),
         }
 
     def _lineage(self) -> str:
@@ -361,6 +365,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)
         if self._batches is not None and self._trainer.training:
+            if self._options.spares and self._job.data_shares > 1:
+                check_loader(loader, self.distributed_sampler_kwargs["num_replicas"])
             self._batches.adopt_loader(loader)
         return loader
 
@@ -433,7 +439,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         return True
 
     def _before_leaving(self) -> None:
-        if self._loggers is not None and self.participants > self.scope.group_size:
+        part = None if self._manager is None else self._manager.step.part
+        if self._loggers is not None and part is not None and part.replica_world_size > 1:
             self._loggers.leave()
 
     def _call_hooks(self, name: str) -> None:

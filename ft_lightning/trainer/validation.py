@@ -19,7 +19,8 @@ agreement that is not committed changes nothing and is repeated. A member that d
 takes what it holds along: its batches are in no set, so they are missing. One that dies after it
 has been counted.
 
-A group that joins meanwhile contributes nothing to agreements (no rank, nothing done). One that
+A group that joins meanwhile contributes nothing to agreements (no rank, nothing done), nor does a hot
+spare: it takes the results of the others. One that
 fell behind (evicted, and back) is in no agreement any more: it computes what it has not done,
 alone, so that what it holds is the whole set, and heals at the next batch.
 
@@ -64,11 +65,13 @@ log = logging.getLogger("ft_lightning")
 BATCH_HOOKS = ("validation_step", "on_validation_batch_start", "on_validation_batch_end")
 
 
-def share(missing: Sequence[int], rank: int, members: int) -> list[int]:
-    """The batches out of `missing` that member `rank` of `members` takes, in order.
+def share(missing: Sequence[int], rank: int | None, members: int) -> list[int]:
+    """The batches out of `missing` that member `rank` of `members` takes, in order; None: none of them.
 
     As even as can be: shares differ by one batch at most. May be empty.
     """
+    if rank is None:
+        return []
     assert 0 <= rank < members
     return list(missing[rank::members])
 
@@ -177,7 +180,7 @@ class Validation:
 
     # ------------------------------------------------------------------ shares
 
-    def _take(self, missing: Any, rank: int, members: int) -> None:
+    def _take(self, missing: Any, rank: int | None, members: int) -> None:
         """This group's share of `missing` comes next."""
         self._todo.extend(share(missing, rank, members))
         chosen: list[list[Any]] = [[] for _ in self._indices]

@@ -512,7 +512,7 @@ def test_what_both_frameworks_choose_gets_here_whole() -> None:
     mine = {field.name for field in dataclasses.fields(JobOptions)}
     lightning = {field.name for field in dataclasses.fields(Options)}
     accelerate = set(field_names())
-    assert lightning & mine == TAKEN_BY_NAME | {"max_retries"}
+    assert lightning & mine == TAKEN_BY_NAME | {"max_retries", "spares"}
     assert accelerate & mine == TAKEN_BY_NAME
     alone = {"replica_name", "resume", "validation", "keep_state_s"}
     assert lightning - mine == SETTLED_BY_THE_LAUNCHER | alone

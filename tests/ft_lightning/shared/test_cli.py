@@ -54,7 +54,7 @@ with contextlib.redirect_stdout(help_text), contextlib.suppress(SystemExit):
     cli("--trainer.strategy.help", "FTDDPStrategy")
 for name in ("min_replicas", "num_replica_groups", "lighthouse", "timeout_s", "quorum_timeout_s",
              "replica_name", "commit", "max_retries", "max_restarts", "heal_allow_objects",
-             "token", "job_id", "validation", "find_unused_parameters"):
+             "token", "job_id", "validation", "spares", "find_unused_parameters"):
     assert f"strategy.{{name}}" in help_text.getvalue(), name
 assert "no step is taken with fewer replica groups" in " ".join(help_text.getvalue().split())
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import RandomIterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ft_core.environment import ReplicaEnv
 from ft_lightning import fabric_lf, fabric_lightning, pl, pytorch
 from ft_lightning.pytorch import FTDDPStrategy
 from ft_lightning.shared.strategy_base import Options, job_of, refuse_ddp_options
 from ft_lightning.shared.topology import Role, Scope
+from ft_lightning.trainer.data_share import check_loader
 from ft_lightning.trainer.decisions import Hyperparameters
 
 FINE: dict[str, Any] = {
@@ -44,6 +47,9 @@ FINE: dict[str, Any] = {
         ({"validation": "divided"}, "validation must be"),
         ({"validation": "sharded", "commit": "group"}, 'needs commit="quorum"'),
         ({"max_restarts": -1}, "max_restarts must not be negative"),
+        ({"spares": -1}, "spares must be at least 0"),
+        ({"spares": 2, "num_replica_groups": 2}, "spares=2 of 2 replica groups leaves 0"),
+        ({"spares": 1, "commit": "group"}, 'spares needs commit="quorum"'),
     ],
 )
 def test_wrong_options(wrong: dict[str, Any], says: str) -> None:
@@ -66,6 +72,31 @@ def test_every_strategy_shows_every_option(module: Any) -> None:
 def test_a_fabric_loop_validates_itself() -> None:
     with pytest.raises(ValueError, match="needs a Trainer"):
         fabric_lightning.FTDDPStrategy(validation="sharded")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [fabric_lightning.FTDDPStrategy, pytorch.FTFSDPStrategy, pytorch.FTDiLoCoStrategy],
+)
+def test_hot_spares_are_for_steps_that_all_take_together(strategy: Any) -> None:
+    with pytest.raises(ValueError, match="has no hot spares: spares=1 needs a Trainer"):
+        strategy(spares=1)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(cast(Any, range(8))),  # each group would read all of it
+        DataLoader(RandomIterableDataset(4, 8), 2),
+        [1, 2],
+    ],
+)
+def test_a_spare_can_take_over_only_what_a_sampler_divides(loader: Any) -> None:
+    data = range(8)
+    sampler: Any = DistributedSampler(cast(Any, data), 3, 0)
+    check_loader(DataLoader(cast(Any, data), sampler=sampler), 3)
+    with pytest.raises(ValueError, match=f"{type(loader).__name__} has none, so set spares=0"):
+        check_loader(loader, 3)
 
 
 def test_what_only_says_its_default_is_taken_out() -> None:
@@ -104,6 +135,7 @@ def test_arguments_that_there_are_not_are_found_when_the_strategy_is_made(
     ("options", "trainer", "sentence"),
     [
         ({"min_replicas": 3}, {}, r"min_replicas \(3\) must be at most the number .* \(2, from"),
+        ({"spares": 1, "min_replicas": 2}, {}, "spares=1 of 2 replica groups leaves 1 that"),
         ({}, {"sync_batchnorm": True}, "leave out sync_batchnorm=True"),
     ],
 )

@@ -239,6 +239,8 @@ class Recorder(Callback):
         if hasattr(strategy, "manager"):
             line["manager_step"] = strategy.manager.current_step()
             line["participants"] = strategy.num_participants
+            if strategy.manager.spares:
+                line["share"] = strategy.manager.data_share()
         self.files.step(**line)
 
 
