@@ -5,6 +5,7 @@ What they train on is compared with a run of as many groups as there are shares,
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,21 @@ def test_a_spare_dies_while_it_takes_over(tmp_path: Path) -> None:
     assert {line["participants"] for line in run.lines(2)} == {4}
     assert len({run.end(i)["digest"] for i in range(6)}) == 1
     assert {run.end(i)["world_size"] for i in range(6)} == {4}
+
+
+@pytest.mark.parametrize(("min_replicas", "dies_at"), [(1, "14"), (2, "15")])
+def test_a_group_dies_between_two_steps_of_a_batch(
+    tmp_path: Path, lighthouse: str, min_replicas: int, dies_at: str
+) -> None:
+    """Manual optimization: the rest of the batch is computed on what the spare has fetched."""
+    options = {"spares": 1, "min_replicas": min_replicas}
+    faults: dict[str, Any] = {"gan": True, "dies": {dies_at: 0}}
+    with running(tmp_path, lighthouse, max_epochs=1, strategy_options=options, **faults) as run:
+        zero, one, spare = (run.start(index, groups=3) for index in range(3))
+        run.wait(zero, code=-signal.SIGKILL)
+        run.wait(one, spare)
+    assert compare(run.lines(1), run.lines(2)) == 19
+    assert run.end(1)["digest"] == run.end(2)["digest"]
+    assert run.end(2)["runs"] == [[0, batch] for batch in range(19)], "each batch once"
+    shares = {line["step"]: (line["share"], line["participants"]) for line in run.lines(2)}
+    assert [shares[step] for step in (14, 16, 18)] == [(None, 2), (0, 2), (0, 2)]
