@@ -36,6 +36,7 @@ import torch  # noqa: E402
 from ft_core.collectives.quantized import DEFAULT_CODEC  # noqa: E402
 from ft_core.errors import UnderCapture  # noqa: E402
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL  # noqa: E402
+from ft_core.torch_versions import OLDEST  # noqa: E402
 
 CONNECT_S = 60.0
 FREE_S = 0.2
@@ -253,8 +254,8 @@ def versions(place: Place) -> tuple[str, str, bool | None]:
     known = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return (
         f"torch {torch.__version__}, NCCL {nccl}, {device}",
-        "torch 2.11 or later",
-        known >= (2, 11),
+        f"torch {OLDEST[0]}.{OLDEST[1]} or later",
+        known >= OLDEST,
     )
 
 

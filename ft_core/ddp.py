@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import inspect
 import logging
 import threading
 import weakref
@@ -37,6 +36,7 @@ from ft_core.buffers import SharedBuffers
 from ft_core.collectives.allreduce import completed, work_of
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
 from ft_core.step import GradientManager, StartedReduce
+from ft_core.torch_versions import ddp_arguments, ddp_without_buffers
 
 log = logging.getLogger("ft_core")
 
@@ -59,7 +59,7 @@ def refuse_arguments(given: Mapping[str, Any], *also: str) -> None:
     for name, why in _REFUSED.items():
         if given.get(name) not in (None, False):
             raise ValueError(f"{name} is not available with fault tolerance: {why}")
-    known = [*inspect.signature(parallel.DistributedDataParallel).parameters, *also]
+    known = [*ddp_arguments(), *also]
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, set(known) - set(_REFUSED), 1)
@@ -107,7 +107,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             module,
             process_group=reduction,
             init_sync=False,
-            forward_sync_buffers=False,
+            **ddp_without_buffers(),
             **kwargs,
         )
         self._manager = manager

@@ -136,12 +136,10 @@ _CODECS: dict[str, type[Codec]] = {"int8": Int8, "int4": Int4, "fp8": Fp8}
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of this name. Raises ValueError if there is none, or this torch does not support it."""
+    """The codec of this name. Raises ValueError if there is none."""
     kind = _CODECS.get(name)
     if kind is None:
         raise ValueError(f"codec must be None or one of {', '.join(_CODECS)}, got {name!r}")
-    if kind is Fp8 and not hasattr(torch, "float8_e4m3fn"):
-        raise ValueError(f"torch {torch.__version__} has no float8_e4m3fn: use codec='int8'")
     return kind()
 
 

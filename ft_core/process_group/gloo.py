@@ -17,15 +17,11 @@ from ft_core.process_group.gloo_sockets import (
 )
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
+from ft_core.torch_versions import native_or_not, native_reconfigure_available
 from lighthouse.own_address import choose_address
 
 _log = logging.getLogger(__name__)
 _CONNECT_MARGIN_S = 30.0
-
-
-def native_reconfigure_available() -> bool:
-    """Whether this torch can give a Gloo group other members (2.14 and later)."""
-    return hasattr(dist.ProcessGroupGloo, "reconfigure")
 
 
 class ProcessGroupGloo(ReconfigurableProcessGroup):
@@ -51,11 +47,9 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         native: bool | None = None,
     ) -> None:
         super().__init__(timeout, hostname=hostname, interface=interface)
-        if native and not native_reconfigure_available():
-            raise ValueError(
-                "this torch has no native reconfiguration (2.14 and later); drop native"
-            )
-        self._native = native_reconfigure_available() if native is None else native
+        self._native = native_or_not(
+            native, native_reconfigure_available(), "native reconfiguration"
+        )
 
     def getBackendName(self) -> str:
         return "ft-gloo"

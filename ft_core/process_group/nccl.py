@@ -27,6 +27,7 @@ from ft_core.process_group.nccl_device import (
 )
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
+from ft_core.torch_versions import native_or_not, nccl2_available
 from lighthouse.own_address import choose_address
 
 _log = logging.getLogger(__name__)
@@ -102,11 +103,9 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
 def _cuda_device(device: torch.device | int | None, native: bool | None) -> NcclDevice:
     if not dist.is_nccl_available() or not torch.cuda.is_available():
         raise RuntimeError("NCCL needs a CUDA device and a torch built with it; use Gloo here")
-    available = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
-    if native and not available:
-        raise ValueError("this torch has no nccl2 backend (2.14 and later); drop native")
+    nccl2 = native_or_not(native, nccl2_available(), "nccl2 backend")
     index = None if device is None else torch.device(device).index
-    kind = CudaDevice if (available if native is None else native) else ClassicCudaDevice
+    kind = CudaDevice if nccl2 else ClassicCudaDevice
     return kind(torch.cuda.current_device() if index is None else index)
 
 

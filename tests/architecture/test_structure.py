@@ -23,6 +23,7 @@ LAYERS = [
     "ft_core.environment",
     "ft_core.errors",
     "ft_core.telemetry",
+    "ft_core.torch_versions",
     "ft_core.replica",
     "ft_core.config",
     "ft_core.launch",

@@ -8,14 +8,17 @@ import subprocess
 from contextlib import ExitStack
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from tests.harness import workers
 from tests.harness.cluster import lighthouse, rendezvous
 from tests.harness.waiting import PATIENCE_S
 
-CASES = ["plain", "accumulate", "clip", "mixed", "half", "tied", "unused", "tensor"]
+CASES = ["plain", "accumulate", "clip", "mixed", "half", "tied", "skipped", "tensor"]
 """Also: accumulated without synchronization; clipped by the norm of DTensors; of other dtypes; with a
 parameter that two modules share; with a block that a step leaves out; with tensor parallelism inside."""
+if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.11
+    CASES.append("unused")
 
 
 @pytest.mark.process

@@ -1,0 +1,66 @@
+"""What differs between the torch versions that this package runs on.
+
+The one place that knows. Each function looks for the thing itself in this torch and compares no numbers:
+a build may lack what its number promises. Arguments that ask for what is not there are refused in a
+sentence.
+
+| | 2.11, 2.12 | 2.13 | 2.14 and later |
+|---|---|---|---|
+| argument of torch's DDP for buffers in forward | `broadcast_buffers` | `forward_sync_buffers` | the same |
+| a Gloo group that takes other members | no: a new one for each quorum | no | yes |
+| NCCL | the classic backend | the classic backend | `nccl2`, or the classic backend |
+
+CONTRIBUTING.md has the command that tests with the oldest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import parallel
+
+OLDEST = (2, 11)
+"""Major and minor number of the oldest version, which pyproject.toml asks for, too."""
+
+_BUFFERS_IN_FORWARD = "forward_sync_buffers"
+
+
+def native_reconfigure_available() -> bool:
+    """Whether this torch can give a Gloo group other members (2.14 and later)."""
+    return hasattr(dist.ProcessGroupGloo, "reconfigure")
+
+
+def nccl2_available() -> bool:
+    """Whether this torch has the `nccl2` backend (2.14 and later), whose groups take other members."""
+    return hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
+
+
+def native_or_not(asked: bool | None, available: bool, what: str) -> bool:
+    """What a group's argument `native` comes to: None takes what is available.
+
+    Raises ValueError if it asks for what this torch does not have.
+    """
+    if asked and not available:
+        raise ValueError(
+            f"torch {torch.__version__} has no {what} (2.14 and later have it): drop native"
+        )
+    return available if asked is None else asked
+
+
+def ddp_arguments() -> list[str]:
+    """Names of the arguments that torch's DistributedDataParallel has here, and of those that ours has
+    with every torch."""
+    named = inspect.signature(parallel.DistributedDataParallel).parameters
+    return list(dict.fromkeys([*named, _BUFFERS_IN_FORWARD]))
+
+
+def ddp_without_buffers() -> dict[str, Any]:
+    """Arguments with which torch's DistributedDataParallel leaves buffers alone in forward.
+
+    The old name is a FutureWarning where there is the new one.
+    """
+    named = inspect.signature(parallel.DistributedDataParallel).parameters
+    return {_BUFFERS_IN_FORWARD if _BUFFERS_IN_FORWARD in named else "broadcast_buffers": False}
