@@ -25,7 +25,7 @@ from ft_accelerate.options import (
     is_enabled,
     refuse_excluded,
 )
-from ft_accelerate.runtime import periodic, succession, trainer
+from ft_accelerate.runtime import group_shards, periodic, succession, trainer
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import save_whole
@@ -124,6 +124,7 @@ def _init_state(original: Any, self: Any, cpu: bool = False, **kwargs: Any) -> N
         as_one_process()
         cpu = cpu or not torch.cuda.is_available()
     original(self, cpu, **kwargs)
+    group_shards.mark(self)
 
 
 @while_active
@@ -172,6 +173,7 @@ def _init_accelerator(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
     runtime = processes.activate()
     if runtime is not None:
         _refuse_others(given)
+        group_shards.choose(runtime, given.get("fsdp_plugin"), given.get("parallelism_config"))
     bound = inspect.BoundArguments(signature, given)  # type: ignore[arg-type]
     original(*bound.args, **bound.kwargs)
     if runtime is not None:
@@ -239,6 +241,7 @@ def _pad_across_processes(
 def _save_state(
     runtime: Runtime, original: Any, self: Any, output_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
+    group_shards.refuse_checkpoints(runtime)
     if runtime.live:
         final = save_whole(original, self, output_dir, *args, **kwargs)
         if runtime.leader:
@@ -325,6 +328,15 @@ SEAMS = (
     Seam("accelerate.accelerator", "Accelerator.__init__", ("self", "kwargs_handlers"),
          _init_accelerator),
     Seam("accelerate.accelerator", "Accelerator.prepare_model", ("self", "model")),
+    Seam("accelerate.accelerator", "Accelerator._prepare_fsdp2", ("self",), group_shards.prepare),
+    Seam("accelerate.accelerator", "Accelerator._prepare_device_mesh", ("self",),
+         group_shards.mesh_of_loaders),
+    Seam("accelerate.utils.fsdp_utils", "fsdp2_load_full_state_dict", ("accelerator",),
+         group_shards.load_full_state_dict),
+    Seam("accelerate.parallelism_config", "ParallelismConfig.build_device_mesh", ("device_type",),
+         group_shards.build_device_mesh),
+    Seam("accelerate.parallelism_config", "ParallelismConfig.fsdp_dim_names", (),
+         group_shards.fsdp_dim_names),
     Seam("accelerate.accelerator", "Accelerator.prepare_data_loader", ("self", "data_loader"),
          _prepare_data_loader),
     Seam("accelerate.accelerator", "Accelerator.join_uneven_inputs", ("self", "joinables"),
@@ -335,6 +347,7 @@ SEAMS = (
     Seam("accelerate.accelerator", "Accelerator.clip_grad_norm_", ("self", "parameters"),
          _clip_grad_norm),
     Seam("accelerate.accelerator", "Accelerator.save_state", ("self", "output_dir"), _save_state),
+    Seam("accelerate.accelerator", "Accelerator.load_state", ("self",), group_shards.load_state),
     Seam("accelerate.accelerator", "Accelerator.save_model", ("self", "model", "save_directory"),
          unless_catching_up),
     Seam("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f"), unless_catching_up),

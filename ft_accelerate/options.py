@@ -489,19 +489,38 @@ EXCLUDED = (
              ("use_deepspeed", "deepspeed_config", "deepspeed_plugin", "deepspeed_plugins")),
     Excluded("Megatron-LM", "MEGATRON_LM",
              ("use_megatron_lm", "megatron_lm_config", "megatron_lm_plugin")),
-    Excluded("FSDP", "FSDP", ("use_fsdp", "fsdp_config", "fsdp_plugin")),
-    Excluded("ParallelismConfig", "PARALLELISM_CONFIG",
-             ("use_parallelism_config", "parallelism_config", "torch_tp_plugin")),
+    Excluded("torch_tp_plugin", "TP", ("torch_tp_plugin",)),
     Excluded("a TPU", "XLA", ("tpu",)),
     Excluded("mpirun", "MPIRUN", ("mpirun_hostfile", "mpirun_config")),
 )  # fmt: skip
+
+
+UNSHARDED = Excluded("ParallelismConfig", "PARALLELISM_CONFIG",
+                     ("use_parallelism_config", "parallelism_config"))  # fmt: skip
+"""It is taken with FSDP2, whose shards lie within a replica group."""
+
+
+def _shards(options: Mapping[str, Any], kind: str, in_environment: bool) -> bool:
+    """Whether FSDP is asked for. Raises ValueError for its first version."""
+    asked = any(options.get(name) for name in ("use_fsdp", "fsdp_config", "fsdp_plugin"))
+    if not (asked or kind == "FSDP" or (in_environment and uses("FSDP"))):
+        return False
+    section = options.get("fsdp_config") or {}
+    version = options.get("fsdp_version") or section.get("fsdp_version")
+    launches = options.get("fsdp_plugin") is None and not in_environment
+    if launches and str(version or 1) != "2":
+        raise ValueError(FSDP1)
+    return True
+
+
+FSDP1 = "fault tolerance takes FSDP2, whose shards lie within a replica group: set fsdp_version: 2"
 
 
 def refuse_excluded(
     options: Mapping[str, Any], *, kind: str = "", in_environment: bool = False
 ) -> None:
     """Raise ValueError if `options`, a distributed type or the environment ask for what excludes it."""
-    for other in EXCLUDED:
+    for other in (*EXCLUDED, *(() if _shards(options, kind, in_environment) else (UNSHARDED,))):
         if (
             (in_environment and uses(other.kind))
             or kind == other.kind

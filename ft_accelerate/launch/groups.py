@@ -241,7 +241,7 @@ def plan(args: argparse.Namespace, env: Mapping[str, str]) -> Launch:
         num_processes=_num_processes(args),
         num_machines=machines,
         machine_rank=rank,
-        group_size=given.pop("group_size", 0),
+        group_size=given.pop("group_size", 0) or _shard_size(args),
         num_replica_groups=given.pop("num_replica_groups", None),
         replica_group_id=given.pop("replica_group_id", None),
     )
@@ -266,6 +266,13 @@ def plan(args: argparse.Namespace, env: Mapping[str, str]) -> Launch:
         **given,
     )
     return Launch(plugin=plugin, place=place, lighthouse=where)
+
+
+def _shard_size(args: argparse.Namespace) -> int:
+    """Processes that share one copy of the model, by the ParallelismConfig; 0: it says nothing."""
+    if not (getattr(args, "use_fsdp", False) and getattr(args, "use_parallelism_config", False)):
+        return 0
+    return int(getattr(args, "parallelism_config_dp_shard_size", None) or 1)
 
 
 def refuse(args: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -79,6 +80,10 @@ class CheckedCollectives:
         whole: its script has been there for all events; see `leadership.main_of`.
         on_headers: called with what all say of `whole`, by process and in the order of ranks.
         patience_s: how long to wait for the others' headers; None: as long as for any collective.
+        in_group: gathers from the processes of this replica group. Given where the manager's collectives
+            reach those of this number in all groups only (`ranks_hold="shards"`). Each method then
+            reaches the others in a second collective, of torch's default process group; so once headers
+            are there, all processes of a group call the same, whatever has failed meanwhile.
     """
 
     manager: Manager
@@ -91,6 +96,7 @@ class CheckedCollectives:
     patience_s: float | None = None
     whole: bool = True
     on_headers: Callable[[dict[int, bool]], None] | None = None
+    in_group: Callable[[Any], list[Any]] | None = None
 
     def check(self, nbytes: int = 0, shape: Sequence[int] = ()) -> list[Header | None] | None:
         """Exchange headers; the first collective of an attempt.
@@ -104,6 +110,8 @@ class CheckedCollectives:
             [self.process_index, *mine, self.agreed, int(self.whole)],
             patience_s=self.patience_s,
         )
+        if self.in_group is not None:
+            known = _merged(self.in_group(known))
         if not known:
             return None
         if self.on_headers is not None:
@@ -136,22 +144,34 @@ class CheckedCollectives:
         table = torch.zeros(self.num_processes, nbytes, dtype=torch.uint8, device=self.device)
         mine = payload[:nbytes]
         table[self.process_index, : mine.numel()] = mine.to(self.device)
-        self.manager.allreduce(table, reduce_op=ReduceOp.SUM).wait()
-        return table
+        return self._reduced(table, ReduceOp.SUM)
 
     def from_one(self, payload: Tensor, nbytes: int, source: int) -> Tensor:
         """`payload` of process `source`, `nbytes` bytes of it."""
         wire = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         if self.process_index == source:
             wire.copy_(payload[:nbytes])
-        self.manager.allreduce(wire, reduce_op=ReduceOp.SUM).wait()
-        return wire
+        return self._reduced(wire, ReduceOp.SUM)
 
     def reduce(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Tensor:
         """A reduced copy of `tensor`."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.manager.allreduce(result, reduce_op=op).wait()
-        return result
+        return self._reduced(result, op)
+
+    def _reduced(self, tensor: Tensor, op: ReduceOp.RedOpType) -> Tensor:
+        self.manager.allreduce(tensor, reduce_op=op).wait()
+        if self.in_group is not None:
+            dist.all_reduce(tensor, op)
+        return tensor
+
+
+def _merged(known: list[list[list[int]] | None]) -> list[list[int]] | None:
+    """Headers of all processes, in the order of ranks, from what each process of a group has received: those
+    of its number. None: one of them has received none, and all know."""
+    if len({len(each or ()) for each in known}) > 1:
+        return None
+    groups = zip(*(each or () for each in known), strict=True)
+    return [header for group in groups for header in group]
 
 
 Attempt = Callable[[CheckedCollectives], Any]

@@ -29,6 +29,7 @@ class Leadership:
     Args:
         position: of this process's script.
         process_index: its number among all processes.
+        group_size: processes of a replica group, of which the first may be the main one.
         speaks: it tells the launcher for its replica group.
         first: it is the main one until a quorum says otherwise.
         heals_variables: whether what the script keeps in variables comes with the state, as under
@@ -40,16 +41,19 @@ class Leadership:
         position: ScriptPosition,
         process_index: int,
         *,
+        group_size: int,
         speaks: bool,
         first: bool,
         heals_variables: Callable[[], bool],
     ) -> None:
         self.holds = first
         """Whether this process is the main one of its quorum, also while it catches up."""
+        self.group_leads = first
+        """Whether it is in the replica group of that one, as far as it knows."""
         self.denied = 0
         """How often this process was asked whether it is the main one, and was not."""
         self._position, self._index, self._speaks = position, process_index, speaks
-        self._heals_variables = heals_variables
+        self._size, self._heals_variables = group_size, heals_variables
         self._led_in, self._warned = NO_QUORUM, False
 
     @property
@@ -69,23 +73,23 @@ class Leadership:
         """
         quorum_id = NO_QUORUM if part is None else part.quorum_id
         if rank is None:
-            self.holds = False
+            self.holds = self.group_leads = False
         elif quorum_id != self._led_in:
             alone = part is not None and part.groups == 1
-            knows = self._position.missed == 0 or self.holds or alone
+            knows = self._position.missed == 0 or self.group_leads or alone
             self._take(rank == 0 and knows)
 
     def decide(self, part: Participation | None, whole: Mapping[int, bool]) -> None:
         """The headers of this quorum are there; `whole`: what `main_of` asks for."""
         self._led_in = NO_QUORUM if part is None else part.quorum_id
-        self._take(main_of(whole) == self._index)
+        self._take(main_of(whole) // self._size == self._index // self._size)
 
     def _take(self, leads: bool) -> None:
-        self.holds = leads
+        self.group_leads, self.holds = leads, leads and self._speaks
         if self._speaks:
             slot().leads(leads)
         missed = self._position.missed
-        if leads and missed and not self._warned and not self._heals_variables():
+        if self.holds and missed and not self._warned and not self._heals_variables():
             self._warned = True
             log.warning(
                 "this process is the main one now, and came back after its peers had done %s events "

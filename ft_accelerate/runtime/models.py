@@ -36,28 +36,61 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
     ) -> None:
         super().__init__(reducer, module, **kwargs)
         never_compile(__package__)
-        self._position = position
+        self._memory = Memory(position)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        compute = super().forward
+        if self._memory.answers:
+            compute = self.module  # its gradients are of no use
+        return self._memory.forward(
+            self.module, lambda: compute(*inputs, **kwargs), inputs, kwargs,
+            counts=self.require_backward_grad_sync,
+        )  # fmt: skip
+
+
+class Memory:
+    """Outputs of a model in the script's past.
+
+    Args:
+        position: of the script.
+        all_agree: whether all processes that compute a forward together say so.
+    """
+
+    def __init__(
+        self, position: ScriptPosition, all_agree: Callable[[bool], bool] = lambda mine: mine
+    ) -> None:
+        self._position, self._all_agree = position, all_agree
         self._remembered: dict[Any, Any] = {}
         self._skip_queued = False
         self._leaf = torch.zeros((), requires_grad=True)
         """A graph of remembered outputs ends here."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._position.remembers:
-            return self._remembered_forward(inputs, kwargs)
+    @property
+    def answers(self) -> bool:
+        """Whether it is used now."""
+        return self._position.remembers
+
+    def forward(
+        self, module: nn.Module, compute: Callable[[], Any], inputs: Any, kwargs: Any, *, counts: bool
+    ) -> Any:
+        """What `compute` returns, or has returned. `counts`: a backward is one that synchronizes."""
+        if self.answers:
+            return self._remembered_forward(module, compute, inputs, kwargs, counts)
         self._remembered.clear()
         if self._position.phase is not Phase.REPLAY:
-            return super().forward(*inputs, **kwargs)
-        with _without_trace(self.module):
-            return super().forward(*inputs, **kwargs)
+            return compute()
+        with _without_trace(module):
+            return compute()
 
-    def _remembered_forward(self, inputs: Any, kwargs: Any) -> Any:
-        key = (self.training, _shapes((inputs, kwargs)))
-        if key not in self._remembered:
-            with torch.no_grad(), _without_trace(self.module):
-                self._remembered[key] = self.module(*inputs, **kwargs)
-        wants_grad = self.training and torch.is_grad_enabled()
-        counts = wants_grad and self.require_backward_grad_sync
+    def _remembered_forward(
+        self, module: nn.Module, compute: Callable[[], Any], inputs: Any, kwargs: Any, counts: bool
+    ) -> Any:
+        key = (module.training, _shapes((inputs, kwargs)))
+        if not self._all_agree(key in self._remembered):
+            with torch.no_grad(), _without_trace(module):
+                self._remembered[key] = compute()
+        wants_grad = module.training and torch.is_grad_enabled()
+        counts = wants_grad and counts
 
         def answer(tensor: Tensor) -> Tensor:
             if wants_grad and tensor.is_floating_point():

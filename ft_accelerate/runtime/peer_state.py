@@ -21,16 +21,23 @@ from torch import Tensor
 
 from ft_accelerate.runtime.script_position import Target
 from ft_core.heal import digest
+from ft_core.heal.shardings import local_part
 
 Accelerators = Mapping[int, Any]
 """Those of a script that live, by their numbers in the order in which they were made."""
 
 
-def dump(accelerators: Accelerators, target: Target | None) -> dict[str, Any]:
-    """The state as it is, and the place it belongs to. Tensors are the live ones."""
+def dump(
+    accelerators: Accelerators, target: Target | None, *, models: bool = True
+) -> dict[str, Any]:
+    """The state as it is, and the place it belongs to. Tensors are the live ones. `models` False:
+    without models and optimizers."""
     state: dict[str, Any] = {
         "accelerators": {str(n): _dump_one(each) for n, each in accelerators.items()}
     }
+    if not models:
+        for each in state["accelerators"].values():
+            each.update({key: [None] * len(each[key]) for key in ("models", "optimizers")})
     if target is not None:
         state["place"] = {f.name: getattr(target, f.name) for f in fields(Target)}
     return state
@@ -206,7 +213,8 @@ def _copy_into(module: Any, values: dict[str, Any]) -> None:
     for name, value in values.items():
         held = mine[name]
         if isinstance(held, Tensor):
-            if held.data_ptr() != value.data_ptr() or held.device != value.device:
-                held.data.copy_(value)
+            here, there = local_part(held), local_part(value)
+            if here.data_ptr() != there.data_ptr() or here.device != there.device:
+                here.data.copy_(there)
         else:
             module.load_state_dict({name: value}, strict=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ft_accelerate.options import FaultTolerancePlugin, Supervision, is_enabled, switch_on
+from ft_accelerate.options import FaultTolerancePlugin, Supervision, is_enabled, switch_on, uses
 from ft_accelerate.runtime.runtime import Runtime
 from ft_core.environment import ReplicaEnv
 
@@ -85,4 +85,7 @@ def forget() -> None:
 
 
 def _make(plugin: FaultTolerancePlugin) -> Runtime:
-    return Runtime(plugin, ReplicaEnv.read(), Supervision.from_env())
+    runtime = Runtime(plugin, ReplicaEnv.read(), Supervision.from_env())
+    if uses("FSDP"):
+        runtime.group_ranks.hold_shards()
+    return runtime

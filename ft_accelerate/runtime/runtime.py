@@ -115,6 +115,7 @@ class Runtime:
         self.leadership = Leadership(
             self.position,
             self.process_index,
+            group_size=place.group_world_size,
             speaks=place.group_rank == 0,
             first=self.process_index == 0 and (supervision.restarts == 0 or ranks.is_only_group),
             heals_variables=lambda: bool(self.on_live),
@@ -168,7 +169,7 @@ class Runtime:
         if self.manager is None or not self._joined:
             return 0
         try:
-            return self.manager.num_participants()
+            return self.manager.num_participants() * self.group_ranks.sharers
         except QuorumUnavailable:
             return 0
 
@@ -200,9 +201,13 @@ class Runtime:
     def wrap(self, module: Any, **kwargs: Any) -> FaultTolerantModel:
         """What `prepare_model` uses in place of DistributedDataParallel."""
         model = FaultTolerantModel(self.reducer, module, self.position, **kwargs)
+        self.trains(model)
+        return model
+
+    def trains(self, model: Any) -> None:
+        """The script has prepared a model, whose gradients our reducer averages."""
         self.prepared.add(model)
         self.position.begun += 1
-        return model
 
     @property
     def ready(self) -> bool:
@@ -423,7 +428,8 @@ class Runtime:
 
     def _attempt(self, kind: Kind, attempt: Attempt) -> Any:
         manager, position = self._manager, self.position
-        if manager.errored() is not None:
+        together = self.group_ranks.shards and kind is not Kind.GRADIENTS
+        if manager.errored() is not None and not together:
             return None
         patience_s = None
         if manager.bind() and manager.quorum_id() == self._headerless:
@@ -439,6 +445,7 @@ class Runtime:
             patience_s,
             position.missed == 0,
             self._take_main,
+            self.group_ranks.gather if together else None,
         )
         try:
             return attempt(collectives)
@@ -558,7 +565,9 @@ class Runtime:
         self.reducer.attach(manager)
         lineage = self.group_ranks.sync_initial_state(
             lambda: states.lineage_of_start(self.prepared.accelerators, allow_objects=allow_objects),
-            give=lambda: states.dump(self.prepared.accelerators, None),
+            give=lambda: states.dump(
+                self.prepared.accelerators, None, models=not self.group_ranks.shards
+            ),
             take=self._take_start,
             into=lambda: states.places(self.prepared.accelerators),
         )
@@ -583,13 +592,11 @@ class Runtime:
         )  # fmt: skip
 
     def _take_start(self, state: dict[str, Any]) -> None:
-        """Begin with the state of this group's rank 0, as with DistributedDataParallel.
-
-        A pass over data that is under way takes over that process's shuffling, too.
+        """Begin with the state of this group's rank 0, as with DistributedDataParallel. A pass over data that is under way takes over that process's shuffling, too.
         """
         generators = states.generators(self.prepared.accelerators)
         before = [generator.get_state() for generator in generators]
-        states.restore(self.prepared.accelerators, state, models=True)
+        states.restore(self.prepared.accelerators, state, models=not self.group_ranks.shards)
         for iteration in self.position.active:
             for generator, mine in zip(generators, before, strict=True):
                 known = iteration.generator_state

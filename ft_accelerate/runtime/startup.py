@@ -1,8 +1,9 @@
 """Before there is anything to heal: the processes of a replica group, and operations before a model.
 
 Each process holds a whole copy of the model, and its collectives reach all processes of all groups
-(`ft_core.Manager(ranks_hold="copies")`). A group joins, votes and heals as one, so its processes must
-begin with one state (`ft_core.shell.intra_group`). Those of another group need not: they would heal.
+(`ft_core.Manager(ranks_hold="copies")`); with FSDP it holds a shard
+(`ft_accelerate.runtime.group_shards`). A group joins, votes and heals as one, so its processes must begin
+with one state (`ft_core.shell.intra_group`). Those of another group need not: they would heal.
 
 A script may have operations before it prepares a model: a run's name that is broadcast, a barrier
 after the main process has made a folder. Processes that start together do them together, in a quorum
@@ -21,17 +22,21 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from ft_accelerate.options import FaultTolerancePlugin
 from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
 from ft_core.collectives.agreement import agree
 from ft_core.environment import ReplicaEnv
 from ft_core.errors import GroupBroken, GroupLeft
+from ft_core.heal import digest
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE
 from ft_core.launch.sigterm import EXIT_CODE
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
-from ft_core.shell.intra_group import IntraGroup
+from ft_core.replica.status import RanksHold
+from ft_core.shell.group_server import group_store
+from ft_core.shell.intra_group import OPEN_TIMEOUT_S, IntraGroup
 from ft_core.shell.local_lighthouse import DEFAULT_PORT
 from lighthouse.client import LighthouseClient
 from lighthouse.errors import LighthouseError
@@ -53,6 +58,8 @@ class GroupRanks:
         self.num_processes = options.num_replica_groups * place.group_world_size
         self.process_index = options.replica_group_id * place.group_world_size + place.group_rank
         self._in_group = IntraGroup(self._job, life=restarts)
+        self.shards = False
+        """Whether the processes of a group share one copy of the model; else each has one."""
 
     @property
     def is_only_group(self) -> bool:
@@ -67,8 +74,51 @@ class GroupRanks:
         """
         # What follows waits for as long as the lighthouse may be away.
         self.from_rank_0(lambda: None)
+        hold = RanksHold.SHARDS if self.shards else RanksHold.COPIES
+        changes = {"ranks_hold": hold, **changes}
         job = replace(self._job, job_id=self._job.job_id + suffix, **changes)
         return Manager.from_options(process_group_for(device, job.timeout_s), job)
+
+    @property
+    def sharers(self) -> int:
+        """How many processes share one copy of the model."""
+        return self.place.group_world_size if self.shards else 1
+
+    def hold_shards(self) -> None:
+        """The script shards its models over this group. Raises ValueError if it is too late for that."""
+        if self.shards:
+            return
+        if dist.is_initialized() and self.place.group_world_size > 1:
+            raise ValueError(
+                "PartialState was used before Accelerator(fsdp_plugin=...): create the Accelerator "
+                "first, or switch FSDP on in the configuration"
+            )
+        self.shards = True
+
+    def default_group(self) -> dict[str, Any]:
+        """Of which processes torch's default process group is, and their store."""
+        if not self.shards:
+            # A world of this process alone, which no other's end can break; it needs no port.
+            return {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+        place = self.place
+        store = group_store(
+            place.master_addr, place.master_port, OPEN_TIMEOUT_S, hosts=place.group_rank == 0
+        )
+        return {
+            "rank": place.group_rank,
+            "world_size": place.group_world_size,
+            "store": dist.PrefixStore(f"ft_accelerate/{self.restarts}", store),
+        }
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of each process of the group, in their order."""
+        with ended_with_its_group():
+            return self._in_group.gather(value)
+
+    def all_agree(self, mine: bool) -> bool:
+        """Whether all processes of the group say so."""
+        with ended_with_its_group():
+            return self._in_group.decide(mine, all_of_them=True)
 
     def from_rank_0(self, decide: Callable[[], Any]) -> Any:
         """What the group's rank 0 decides; all of its processes must call this at the same place."""
@@ -82,7 +132,11 @@ class GroupRanks:
         take: Callable[[Any], None],
         into: Callable[[], Any],
     ) -> str:
-        """As `IntraGroup.sync_initial_state`."""
+        """As `IntraGroup.sync_initial_state`. Where each process has its own shards, `give` and `take` leave
+        them out, and the state's name tells of all of them."""
+        if self.shards:
+            take(self.from_rank_0(give))
+            return f"start-{digest(self.gather(name()))}"
         with ended_with_its_group():
             return self._in_group.sync_initial_state(name, give, take, into=into)
 
@@ -209,7 +263,8 @@ class StartupCollectives:
     def _connect(self) -> Manager:
         # There is no state that could differ: nothing to compare, and no member to sit out a step.
         manager = self._ranks.manager(
-            _device(), suffix=SUFFIX, commit="quorum", init_sync=False, trains=False
+            _device(), suffix=SUFFIX, commit="quorum", init_sync=False, trains=False,
+            ranks_hold=RanksHold.COPIES,
         )
         manager.set_state_dict_fns(self._late, lambda: {"events": self._events})
         return manager

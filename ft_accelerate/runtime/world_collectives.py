@@ -50,8 +50,8 @@ def get_rank(group: Any = None) -> int:
 
 
 def init_process_group(backend: Any = None, **kwargs: Any) -> None:
-    """A world of this process alone, which no other's end can break; it needs no port."""
-    kwargs.update(rank=0, world_size=1, store=dist.HashStore())
+    """Of this process alone, or of its replica group (`GroupRanks.default_group`)."""
+    kwargs.update(current().group_ranks.default_group())
     kwargs.pop("init_method", None)
     dist.init_process_group(backend=backend, **kwargs)
 

@@ -187,9 +187,9 @@ def test_jobs_without_an_id_share_none(stock: ModuleType, tmp_path: Path) -> Non
             "cannot be combined with Megatron-LM",
         ),
         (
-            {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}},
+            {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 1}},
             {"min_replicas": 1},
-            "cannot be combined with FSDP",
+            "takes FSDP2, whose shards lie within a replica group",
         ),
         ({**ON_CPU, "fault_tolerance": 1}, None, "unknown keys"),
         (
@@ -219,7 +219,7 @@ def test_a_wrong_config_file_is_refused_when_it_is_read(
         (["--fault_tolerance_min_replicas", "3"], r"min_replicas \(3\) must be at most num_rep"),
         (["--fault_tolerance_timeout_s", "0"], "timeout_s must be positive, got 0"),
         (["--no_python"], "trains Python scripts: leave out --no_python"),
-        (["--use_fsdp"], "cannot be combined with FSDP"),
+        (["--use_fsdp"], "takes FSDP2, whose shards lie within a replica group"),
         (["--use_deepspeed"], "cannot be combined with DeepSpeed"),
         (["--use_megatron_lm"], "cannot be combined with Megatron-LM"),
         (["--use_parallelism_config"], "cannot be combined with ParallelismConfig"),

@@ -10,7 +10,12 @@ import accelerate.launchers
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    ParallelismConfig,
+)
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
@@ -53,7 +58,7 @@ def test_the_world_is_all_replica_groups() -> None:
 
 @pytest.mark.parametrize(
     ("switch", "name"),
-    [("DEEPSPEED", "DeepSpeed"), ("FSDP", "FSDP"), ("MEGATRON_LM", "Megatron-LM")],
+    [("DEEPSPEED", "DeepSpeed"), ("MEGATRON_LM", "Megatron-LM")],
 )
 def test_plugins_that_spread_one_model_are_refused(
     monkeypatch: pytest.MonkeyPatch, switch: str, name: str
@@ -63,9 +68,16 @@ def test_plugins_that_spread_one_model_are_refused(
         accelerator()
 
 
-def test_fsdp_plugin_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be combined with FSDP"):
+def test_fsdp_that_does_not_lie_within_a_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes FSDP2, whose shards lie within a replica group"):
         accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+    with pytest.raises(ValueError, match="there is one process in each: set dp_shard_size"):
+        accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+
+
+def test_a_parallelism_config_without_fsdp_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be combined with ParallelismConfig"):
+        accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2))
 
 
 def test_communication_hooks_are_refused() -> None:

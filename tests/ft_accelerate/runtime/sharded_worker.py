@@ -1,0 +1,160 @@
+"""One process of a test of FSDP2: a raw Accelerate loop.
+
+    accelerate launch ... tests/ft_accelerate/runtime/sharded_worker.py '{"log": "/dir", ...}'
+
+Without fault tolerance it is Accelerate's own HSDP, which it has on GPUs only: this script tells it that
+its processes have some. The loop itself has no line that knows of fault tolerance.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.harness.script import Log, digest, options_of
+
+OPTIONS: dict[str, Any] = {
+    "log": "",
+    "epochs": 2,
+    "samples": 160,
+    "batch_size": 4,
+    "accumulate": 1,
+    "precision": "no",
+    "from_first": False,  # cpu_ram_efficient_loading: the other processes begin without weights
+    "by_code": True,  # the plugins are given in the script, not in the config file
+    "dies": {},  # {"<process>": step}: it is killed there in its first life
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 17), nn.Linear(17, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+def made(options: dict[str, Any]) -> Any:
+    from accelerate import Accelerator, ParallelismConfig, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
+        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    plugins: dict[str, Any] = {}
+    if options["by_code"]:
+        plugins = {
+            "fsdp_plugin": FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                cpu_ram_efficient_loading=options["from_first"],
+            ),
+            "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+        }
+    return Accelerator(
+        gradient_accumulation_steps=options["accumulate"],
+        mixed_precision=options["precision"],
+        cpu=True,
+        **plugins,
+    )
+
+
+def shards(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.to_local() for name, p in model.state_dict().items()}
+
+
+def run(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    from accelerate.utils import set_seed
+
+    accelerator = made(options)
+    index = accelerator.process_index
+    log = Log(options["log"], str(index))
+    log.begin_life()
+    set_seed(7)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(options["samples"], 8, generator=generator)
+    y = torch.randint(0, 3, (options["samples"],), generator=generator)
+    model = Net()
+    if options["from_first"] and index % 2:
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
+    data = DataLoader(TensorDataset(x, y), options["batch_size"], shuffle=True)
+    test = DataLoader(TensorDataset(x[:50], y[:50]), 8)
+    model, optimizer, data, test, scheduler = accelerator.prepare(
+        model, optimizer, data, test, scheduler
+    )
+    step, right, norms = 0, [], []
+    for _ in range(options["epochs"]):
+        model.train()
+        for inputs, labels in data:
+            log.die_once(options["dies"].get(str(index)) == step)
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(inputs), labels)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            step += accelerator.sync_gradients
+        model.eval()
+        hits = []
+        for inputs, labels in test:
+            with torch.no_grad():
+                guesses = model(inputs).argmax(-1)
+            hits.append(accelerator.gather_for_metrics((guesses == labels).float()))
+        right.append(float(torch.cat(hits).sum()))
+    mean = float(accelerator.reduce(loss.detach(), "mean"))
+    names = accelerator.gather_for_metrics([f"p{index}"], use_gather_object=True)
+    whole = accelerator.get_state_dict(model)
+    accelerator.wait_for_everyone()
+    log.end(
+        weights=digest(shards(model)),
+        moments=digest(
+            (f"{n}.{key}", value.to_local())
+            for n, each in optimizer.state_dict()["state"].items()
+            for key, value in each.items()
+            if hasattr(value, "to_local")
+        ),
+        sizes=[list(value.shape) for value in shards(model).values()],
+        whole=digest(whole) if whole else "",
+        step=step,
+        right=right,
+        norms=norms,
+        loss=mean,
+        names=names,
+        lr=scheduler.get_last_lr()[0],
+        processes=accelerator.num_processes,
+        main=accelerator.is_main_process,
+        sharded=type(next(model.parameters())).__name__,
+    )
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    given = options_of(OPTIONS)
+    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
+        from ft_accelerate.install import install  # what the installed package does by itself
+
+        install()
+    run(given)
+    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
+        os._exit(0)  # torch's own Gloo group now and then aborts or hangs at exit, when all is done

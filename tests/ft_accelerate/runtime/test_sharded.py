@@ -1,0 +1,108 @@
+"""FSDP2 under Accelerate: two replica groups of two processes that share a model each. The oracle is
+Accelerate's own HSDP over the same four processes, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ft_accelerate.harness import running
+from tests.ft_accelerate.installed import installed
+from tests.harness.waiting import PATIENCE_S
+from tests.harness.workers import start
+
+pytestmark = pytest.mark.process
+
+WORKER = Path(__file__).with_name("sharded_worker.py")
+EVERYBODY = range(4)
+ALIKE = ("weights", "moments", "sizes", "step", "norms", "lr", "processes", "sharded")
+CONFIG = {
+    "distributed_type": "FSDP",
+    "use_cpu": True,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": False,
+    },
+    "parallelism_config": {
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_dp_shard_size": 2,
+    },
+    "fault_tolerance_config": {"min_replicas": 2},
+}
+TWO = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
+
+
+def stock(folder: Path, **options: Any) -> list[dict[str, Any]]:
+    with running(folder, worker=WORKER, **options) as plain:
+        plain.wait(*plain.start_plain(4))
+        return [plain.end(index) for index in EVERYBODY]
+
+
+def assert_alike(mine: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for index in EVERYBODY:
+        for key in ALIKE:
+            assert mine[index][key] == expected[index][key], (index, key)
+    assert [end["main"] for end in mine].count(True) == 1
+    assert len({end["whole"] for end in (*mine, *expected)} - {""}) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2, "from_first": True}], ids=["plain", "accumulated"]
+)
+def test_weights_are_those_of_accelerate_s_own_mesh(
+    tmp_path: Path, lighthouse: str, options: dict[str, Any]
+) -> None:
+    with running(tmp_path / "ft", lighthouse, WORKER, **options) as run:
+        run.wait(*[run.start(index, 2, 2, **TWO) for index in (0, 1)])
+        ends = [run.end(index) for index in EVERYBODY]
+    expected = stock(tmp_path / "plain", **options)
+    assert expected[0]["sharded"] == "DTensor"
+    assert_alike(ends, expected)
+    for key in ("right", "names"):
+        assert all(end[key] == expected[0][key] for end in ends), key
+    assert all(end["loss"] == pytest.approx(expected[0]["loss"]) for end in ends)
+
+
+def test_in_bf16_groups_average_in_full_precision(tmp_path: Path, lighthouse: str) -> None:
+    """Accelerate's own mesh averages over replicas in bf16, too: equal to its rounding."""
+    options = {"precision": "bf16", "epochs": 1}
+    with running(tmp_path / "ft", lighthouse, WORKER, **options) as run:
+        run.wait(*[run.start(index, 2, 2, **TWO) for index in (0, 1)])
+        ends = [run.end(index) for index in EVERYBODY]
+    expected = stock(tmp_path / "plain", **options)
+    for mine, its in zip(ends, expected, strict=True):
+        assert mine["norms"] == pytest.approx(its["norms"], rel=2**-6)
+    assert ends[0]["weights"] == ends[2]["weights"] and ends[1]["weights"] == ends[3]["weights"]
+
+
+def test_a_process_is_killed_and_its_group_comes_back_with_its_shards(tmp_path: Path) -> None:
+    """`accelerate launch` with all of it in the config file. No step is trained without both groups, so
+    the fault must not show in the numbers."""
+    folder = tmp_path / "ft"
+    folder.mkdir()
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(CONFIG))
+    options = {"log": str(folder), "by_code": False, "dies": {"3": 13}}
+    command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config),
+               "--use_fault_tolerance", "--num_processes", "4", str(WORKER), json.dumps(options)]  # fmt: skip
+    with (folder / "said").open("wb") as output:
+        launcher = start("accelerate", command, env=installed(folder), stdout=output, stderr=output)
+    expected = stock(tmp_path / "plain")
+    try:
+        code = launcher.wait(PATIENCE_S)
+    finally:
+        launcher.end()
+    said = (folder / "said").read_text()
+    assert code == 0, said
+    assert said.count("was killed by SIGKILL; it is started again") == 1
+    ends = [json.loads((folder / f"{index}.end").read_text()) for index in EVERYBODY]
+    lives = [len((folder / f"{index}.started").read_text().split()) for index in EVERYBODY]
+    assert lives == [1, 1, 2, 2]
+    for index in EVERYBODY:
+        for key in ("weights", "moments", "sizes", "step", "lr"):
+            assert ends[index][key] == expected[index][key], (index, key)
