@@ -35,6 +35,7 @@ from ft_core.replica.status import (
     Stage,
     View,
 )
+from ft_core.shell.group_server import GroupRendezvous
 from ft_core.shell.session import Session
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
@@ -79,13 +80,17 @@ class Attempts:
         self._may_show = False  # the last vote has committed a step after which the state may travel
         self._card: Card | None = None  # where this process serves its states, for an observer
         self._session: Session | None = None
+        self.rendezvous = GroupRendezvous(options)
         self.last_outcome: Outcome | None = None
         self.behind = False
 
     @property
     def session(self) -> Session:
-        """Set by the first `Manager.start_quorum`. Raises RuntimeError before it."""
+        """Set by the first `Manager.start_quorum`. Raises RuntimeError before it, QuorumUnavailable
+        while there was none that succeeded."""
         if self._session is None:
+            if self.step.underway:
+                raise QuorumUnavailable("no quorum: start_quorum has raised; call it again")
             raise RuntimeError("call start_quorum first")
         return self._session
 
@@ -101,6 +106,21 @@ class Attempts:
             self._slot.tell(self._card.row())
 
     # ------------------------------------------------------------------ the way in
+
+    def meet(self, lineage: str, timeout: timedelta | None) -> str:
+        """Wait for the other ranks of this replica group, before there is a session. Returns the
+        lineage to begin with; see `GroupRendezvous.meet`.
+
+        Raises QuorumUnavailable: the step has begun then, and can only fail.
+        """
+        self.step.open()
+        limit_s = self._patience_s(timeout)
+        away_s = self._options.timeouts.connect_timeout_s
+        return self.rendezvous.meet(lineage, away_s if limit_s is None else min(limit_s, away_s))
+
+    def _patience_s(self, timeout: timedelta | None) -> float | None:
+        """How long a `Manager.start_quorum` waits that was called with `timeout`."""
+        return self._options.quorum_timeout_s if timeout is None else timeout.total_seconds()
 
     def begin(self, timeout: timedelta | None, *, takes_state: bool = True) -> None:
         """See `Manager.start_quorum`."""
@@ -120,8 +140,7 @@ class Attempts:
         may_show, self._may_show = self._may_show, False
         self._began_at = time.monotonic()
         # Also where nothing is waited for now: the quorum may be lost before the first collective.
-        limit_s = self._options.quorum_timeout_s
-        self._quorum_wait_s = limit_s if timeout is None else timeout.total_seconds()
+        self._quorum_wait_s = self._patience_s(timeout)
         in_step = self._options.async_quorum
         shards = self._options.ranks_hold is RanksHold.SHARDS
         if in_step and (shards or self._options.group_world_size == 1):  # no collective saves a shard
@@ -184,7 +203,12 @@ class Attempts:
 
     def bind(self) -> None:
         """The first collective of the step: from here on it belongs to this quorum."""
-        session, step = self.session, self.step
+        step = self.step
+        try:
+            session = self.session
+        except QuorumUnavailable as error:
+            step.fail(error)
+            return
         before = step.part  # by which the loop has computed, whatever quorums come meanwhile
         while True:
             status = session.control.submit(events.Bind())

@@ -25,7 +25,6 @@ from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.allreduce import AsyncReduce, with_default
 from ft_core.config import JobOptions, new_replica_id
 from ft_core.errors import QuorumUnavailable
-from ft_core.heal.objects import naming_option
 from ft_core.launch.kept import Version
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
@@ -327,7 +326,7 @@ class Manager:
         """
         if room_id == "default":
             room_id = self._options.room_id
-        session = self._session or self._open_session(room_id, allow_heal)
+        session = self._session or self._open_session(room_id, allow_heal, timeout)
         if room_id != session.room_id:
             known = session.room_id
             raise ValueError(f"this manager is in room {known!r}; use one manager for {room_id!r}")
@@ -384,7 +383,7 @@ class Manager:
                 within `timeout`. Call it again to wait longer. A loop that begins another step instead gives up this one: if
                 it was committed after all, this member heals, since its update is missing here.
             TooManyDiscards: `max_retries` steps in a row were discarded.
-            JoinRefused, GroupBroken: as `start_quorum`.
+            QuorumUnavailable, JoinRefused, GroupBroken: as `start_quorum`.
         """
         return self._attempts.end(
             timeout,
@@ -638,11 +637,12 @@ class Manager:
         if self._session is not None:
             self._session.close(FINISHED if finished else "shutdown")
         else:
+            self._attempts.rendezvous.close()
             self._pg.shutdown()
 
     # ------------------------------------------------------------------ pieces of a step
 
-    def _open_session(self, room_id: str, allow_heal: bool) -> Session:
+    def _open_session(self, room_id: str, allow_heal: bool, timeout: timedelta | None) -> Session:
         """First step: now the state exists that the join must describe."""
         if self._closed:
             raise RuntimeError("this manager was shut down; create a new one")
@@ -652,16 +652,15 @@ class Manager:
             if (kept := self.state.begin_with_kept(self._options, place, self._start)) is not None:
                 self._start = kept
                 self.telemetry.emit(KEPT, step=kept.step)
-        if not (lineage := self._start.lineage):
-            alike, objects = not self._options.init_sync, self._options.heal_allow_objects
-            with naming_option(self._options):
-                lineage = self.state.first_lineage(alike=alike, allow_objects=objects)
+        lineage = self._start.lineage or self.state.first_lineage(self._options)
         self.state.prepare()
+        lineage = self._attempts.meet(lineage, timeout)
         session = Session(
             self._options,
             self._pg,
             replica_id=self._replica_id,
             room_id=room_id,
+            rendezvous=self._attempts.rendezvous,
             can_heal=allow_heal,
             step=self._start.step,
             lineage=lineage,

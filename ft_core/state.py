@@ -36,6 +36,7 @@ from ft_core.heal import (
     pack,
     unpack,
 )
+from ft_core.heal.objects import naming_option
 from ft_core.heal.shardings import Sharding, dtensor_type, local_part, shardings
 from ft_core.launch.board import slot
 from ft_core.launch.kept import Card, Version
@@ -138,10 +139,13 @@ class State:
         """All parts by key: what their functions return, not copied."""
         return {key: save() for key, save in self.parts()}
 
-    def first_lineage(self, *, alike: bool, allow_objects: bool) -> str:
-        """Of a start without history: equal states have the same one, and need no transfer.
-        `alike`: they are equal in all members, and not looked at."""
-        return INITIAL + ("same" if alike else digest(self.save(), allow_objects=allow_objects))
+    def first_lineage(self, options: JobOptions) -> str:
+        """Of a start without history: equal states have the same one, and need no transfer. Without
+        `init_sync` they are equal in all members, and not looked at."""
+        if not options.init_sync:
+            return INITIAL + "same"
+        with naming_option(options):
+            return INITIAL + digest(self.save(), allow_objects=options.heal_allow_objects)
 
     def serve(self, session: Session) -> None:
         """At a step's boundary: serve the state to members that heal from it, large tensors in place

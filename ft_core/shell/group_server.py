@@ -24,6 +24,7 @@ from typing import Any, cast, get_args
 import zmq
 
 from ft_core.config import JobOptions
+from ft_core.errors import QuorumUnavailable
 from ft_core.replica.group_leader import (
     BROKEN,
     LEFT,
@@ -33,7 +34,7 @@ from ft_core.replica.group_leader import (
     peer_of,
     rank_of,
 )
-from ft_core.replica.status import INITIAL
+from ft_core.replica.status import INITIAL, RanksHold
 from lighthouse.client import Connection, new_identity
 from lighthouse.config import Timeouts
 from lighthouse.endpoint import Endpoint
@@ -48,6 +49,9 @@ log = logging.getLogger("ft_core")
 IN_GROUP_SILENCE_S = 5.0
 """A rank that is silent for so long ends its whole group, which must then be restarted. Towards the
 lighthouse a silence costs one step and is noticed much sooner; here a busy machine must not do it."""
+
+HOSTED = timedelta(seconds=20)
+"""For a store that this process runs itself, and which answers however busy it is."""
 
 _REQUESTS: tuple[type, ...] = get_args(Request)
 _managers: defaultdict[tuple[Any, ...], itertools.count[int]] = defaultdict(itertools.count)
@@ -286,44 +290,83 @@ class GroupRendezvous:
     Like torch's "env://", rank 0 runs the store unless the launcher does; it keeps this object as
     long as other ranks may come. All ranks create their managers of one job in the same order.
 
-    Raises ValueError, or as the store does; each wait lasts for the connect timeout at most.
+    Attributes:
+        leader: the group's, for ranks other than 0 that have met.
     """
 
     def __init__(self, options: JobOptions) -> None:
+        self._options = options
         self._rank, self._size = options.group_rank, options.group_world_size
-        where = options.store_addr, options.store_port
-        limit_s = options.timeouts.connect_timeout_s
-        self._store = group_store(*where, limit_s, hosts=self._rank == 0)
-        # A second manager of a rank must not find the first one's leader, nor a restarted group
-        # what its predecessor left in torchelastic's store.
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        number = next(_managers[options.job_id, *where, self._rank])
-        self._key = f"ft_core/leader/{life}/{options.job_id}/{number}"
+        self._store: Any = None
+        self._key = ""  # of this manager in the store
+        self.leader: Leader | None = None
+
+    def meet(self, mine: str, limit_s: float) -> str:
+        """Wait until the ranks are here of which this one has to know something. Returns the lineage
+        of the state with which this rank begins; `mine`: of what it holds itself.
+
+        Where ranks hold shards and all of them begin, that of all shards in the order of the ranks.
+
+        Raises QuorumUnavailable after `limit_s`: a later call goes on with what is there. ValueError
+        if the store has no address.
+        """
+        if self._size == 1:
+            return mine
+        from torch.distributed import DistError, DistStoreError
+
+        deadline, shards = time.monotonic() + limit_s, []
+        try:
+            store = self._open(limit_s)
+            if self._options.ranks_hold is RanksHold.SHARDS:
+                shards = [f"{self._key}/{rank}" for rank in range(self._size)]
+                store.set(shards[self._rank], mine)
+            awaited = shards if self._rank == 0 else [*shards, self._key]
+            left_s = max(0.001, deadline - time.monotonic())
+            store.wait(awaited, timedelta(seconds=left_s))
+            each = [store.get(key).decode() for key in shards]
+            if self._rank:
+                self.leader = _leaders.decode(store.get(self._key))
+                self.close()  # from here on only rank 0 keeps the store
+        except DistError as error:
+            if not isinstance(error, DistStoreError):
+                self.close()  # it is gone: the next call looks for it again
+            raise QuorumUnavailable(
+                f"no quorum within {limit_s:g} s: not all {self._size} ranks of replica group "
+                f"{self._options.name} are here ({error})"
+            ) from error
+        if not all(lineage.startswith(INITIAL) for lineage in each) or not each:
+            return mine
+        return INITIAL + hashlib.blake2b("|".join(each).encode(), digest_size=16).hexdigest()
+
+    def _open(self, limit_s: float) -> Any:
+        """The store, to which this rank is connected."""
+        options = self._options
+        if self._store is None:
+            where = options.store_addr, options.store_port
+            self._store = group_store(*where, limit_s, hosts=self._rank == 0)
+            self._store.set_timeout(timedelta(seconds=options.timeouts.connect_timeout_s))
+            if not self._key:
+                # A second manager of a rank must not find the first one's leader, nor a restarted
+                # group what its predecessor left in torchelastic's store.
+                life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                number = next(_managers[options.job_id, *where, self._rank])
+                self._key = f"ft_core/leader/{life}/{options.job_id}/{number}"
+        return self._store
 
     def announce(self, leader: Leader) -> None:
         """Rank 0: let the other ranks find the leader."""
         self._store.set(self._key, _leaders.encode(leader))
 
-    def leader(self) -> Leader:
-        """Other ranks: wait for the leader."""
-        leader: Leader = _leaders.decode(self._store.get(self._key))
-        return leader
-
-    def lineage(self, mine: str) -> str:
-        """One lineage for a state of which each rank begins with a shard: that of all shards, in
-        the order of the ranks. `mine`: of this rank's; returned unless all ranks begin."""
-        self._store.set(f"{self._key}/{self._rank}", mine)
-        each = [self._store.get(f"{self._key}/{rank}").decode() for rank in range(self._size)]
-        if not all(lineage.startswith(INITIAL) for lineage in each):
-            return mine
-        return INITIAL + hashlib.blake2b("|".join(each).encode(), digest_size=16).hexdigest()
+    def close(self) -> None:
+        """Leave the store. Idempotent."""
+        self._store = None
 
 
 def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bool) -> Any:
     """The replica group's store. `hosts`: this rank (number 0) runs it, unless the launcher does.
 
-    Waits up to `timeout_s` for it, as each `get` does for its key. Raises ValueError for a missing
-    address, or as the store does.
+    Waits up to `timeout_s` for another process' store, as each `get` does for its key. Raises ValueError
+    for a missing address, or as the store does.
     """
     if not store_addr or not store_port:
         raise ValueError(
@@ -336,10 +379,12 @@ def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bo
     if hosts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
             # Tenants: torch's default group of this process may have the same store.
-            return dist.TCPStore(
-                store_addr, store_port, None, True, timeout,
+            store = dist.TCPStore(
+                store_addr, store_port, None, True, max(timeout, HOSTED),
                 wait_for_workers=False, multi_tenant=True,
             )  # fmt: skip
+            store.set_timeout(timeout)
+            return store
         except dist.DistNetworkError:
             pass  # another process runs it
     return dist.TCPStore(store_addr, store_port, None, False, timeout)

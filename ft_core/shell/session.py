@@ -20,7 +20,6 @@ from ft_core.replica.machine import Replica
 from ft_core.replica.status import (
     Attempt,
     ParticipationRule,
-    RanksHold,
     ReplicaStatus,
     Stage,
 )
@@ -49,6 +48,7 @@ LOCAL_PATIENCE_S = 3.0
 class Session:
     """Owns the ZeroMQ context, the control and plane threads, the heal server and the watcher.
 
+    `rendezvous`: where the ranks of this replica group have met.
     `into` gives the tree to receive a state in place (heal thread); `waited_s(now)` tells for how
     long the loop has waited for its collectives (control thread).
 
@@ -62,6 +62,7 @@ class Session:
         *,
         replica_id: str,
         room_id: str,
+        rendezvous: GroupRendezvous,
         can_heal: bool,
         step: int,
         lineage: str,
@@ -80,17 +81,16 @@ class Session:
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
         self._context = zmq.Context()
         self._group: GroupServer | None = None
-        self._rendezvous: GroupRendezvous | None = None
+        self._rendezvous = rendezvous
         try:
             link, replica_id, identity = self._connect(host, replica_id)
-            self.replica_id = replica_id
-            lineage = self._lineage_of_group(lineage)
         except BaseException:
             self.plane.close()
             if self._group is not None:
                 self._group.close()
             self._context.term()
             raise
+        self.replica_id = replica_id
         job = JobKey(options.job_id, room_id)
         template = Join(
             job=job,
@@ -139,8 +139,7 @@ class Session:
                 self._reached, identity=identity, timeouts=limits, context=self._context
             )
             return link, replica_id, identity
-        self._rendezvous = GroupRendezvous(options)
-        if options.group_rank == 0:
+        if (leader := self._rendezvous.leader) is None:
             self._group = GroupServer(
                 options.group_world_size,
                 host=host,
@@ -150,19 +149,8 @@ class Session:
             )
             leader = self._group.leader
             self._rendezvous.announce(leader)
-        else:
-            leader = self._rendezvous.leader()
         group = GroupLink(leader, options.group_rank, limits, self._context)
         return group, leader.replica_id, leader.identity.encode()
-
-    def _lineage_of_group(self, mine: str) -> str:
-        """What this rank says of its state. From here on only the leader keeps the store."""
-        met = self._rendezvous
-        if self._group is None:
-            self._rendezvous = None
-        if met is None or self._options.ranks_hold is not RanksHold.SHARDS:
-            return mine
-        return met.lineage(mine)
 
     def check_refused(self) -> None:
         """Raises JoinRefused (TrainingOver) if the lighthouse refuses this replica group, GroupBroken
@@ -279,7 +267,7 @@ class Session:
         self.plane.close()
         if self._group is not None:
             self._group.close()
-            self._rendezvous = None
+        self._rendezvous.close()
         self._context.term()
 
     def _record(self, job: JobKey, replica_id: str, promised: Term, quorum_id: int) -> None:

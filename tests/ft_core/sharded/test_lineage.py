@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import pytest
 
+from ft_core.errors import QuorumUnavailable
 from ft_core.telemetry import HEAL_DONE, Event
 from tests.harness.cluster import Replica, lighthouse, rendezvous, replicas
 
@@ -37,3 +41,34 @@ def test_groups_of_unlike_shards_begin_as_one_state(second: float) -> None:
     assert ends[1] == ends[3]
     assert ends[0] != ends[1]
     assert healed.is_set() == (second != 0.0)
+
+
+@pytest.mark.parametrize("ranks_hold", ["shards", "copies"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_has_not_started_is_waited_for_as_long_as_the_call_says(
+    first: int, ranks_hold: str
+) -> None:
+    """The wait for the ranks of the own group is one for a quorum, and a later call goes on with it."""
+    soon = timedelta(seconds=0.05)
+    with lighthouse() as server, rendezvous(1) as stores:
+        options: dict[str, Any] = {
+            "world_size": 2, "store_addr": "127.0.0.1", "store_port": stores[0].port,
+            "ranks_hold": ranks_hold, "connect_timeout": timedelta(days=1),
+        }  # fmt: skip
+        early = Replica(server, "a", rank=first, **options)
+
+        def no_quorum(call: Callable[..., object]) -> None:
+            with pytest.raises(QuorumUnavailable):
+                call(timeout=soon)
+
+        no_quorum(early.manager.start_quorum)
+        no_quorum(early.manager.should_commit)
+        early.manager.allreduce(early.weights).wait()
+        assert isinstance(early.manager.errored(), QuorumUnavailable)
+        no_quorum(early.manager.start_quorum)
+        late = Replica(server, "a", rank=1 - first, **options)
+        replicas(lambda: early.run_to(2), lambda: late.run_to(2))
+        replicas(early.close, late.close)
+        never = Replica(server, "b", rank=0, **options)
+        no_quorum(never.manager.start_quorum)
+        never.close()
