@@ -51,15 +51,14 @@ class Shares:
         """Who holds which share in the step of `view`: members that heal hold none."""
         able = [name_of(m.replica_id) for m in view.members if not m.healing]
         left = tuple(name if name in able else VACANT for name in self.holders)
-        enough = len(self.holders) - left.count(VACANT) >= max(1, self.least)
+        enough = len(self.holders) - left.count(VACANT) >= self.least
         return left if enough else _filled(left, able)
 
     def after(self, view: View) -> Shares:
         """Those when the step of `view` is committed: all of its members have healed."""
         members = [name_of(m.replica_id) for m in view.members]
-        now = self.within(view)
-        kept = [old if old in members and old not in now else VACANT for old in self.holders]
-        left = tuple(name or old for name, old in zip(now, kept, strict=True))
+        kept = [old if old in members else VACANT for old in self.holders]
+        left = tuple(name or old for name, old in zip(self.within(view), kept, strict=True))
         return replace(self, holders=_filled(left, members))
 
     def loaded(self, holders: Sequence[str]) -> Shares:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ft_core.replica.shares import Shares
-from ft_core.replica.status import ParticipationRule, View
+from ft_core.replica.status import CopyIndex, ParticipationRule, View
 from lighthouse.wire.messages import Member, name_of
 
 
@@ -83,6 +83,29 @@ def test_shares_move_at_once_where_no_step_could_be_committed_before() -> None:
     shares, now = Shares(("0", "1", "2"), least=3), view("1", "2", "3")
     assert contributors(shares, now) == {"1": 1, "2": 2, "3": 0}
     assert shares.after(now).holders == ("3", "1", "2")
+
+
+def test_one_that_heals_holds_no_share_where_too_few_would() -> None:
+    shares, now = Shares(("0", "1"), least=2), view("1", "2", "0", healing=("0",))
+    assert contributors(shares, now) == {"1": 1, "2": 0}
+    assert shares.after(now).holders == ("2", "1")
+
+
+def test_the_first_shares_go_by_number_and_later_ones_by_rank() -> None:
+    shares, now = Shares.vacant(3, 1), view("2", "1", "4", "3")
+    assert contributors(shares, now) == {"2": 2, "1": 1, "4": 0}
+    now = view("3", "4", "5")
+    assert shares.after(now).after(now).holders == ("3", "4", "5")
+
+
+def test_each_rank_with_a_copy_of_a_group_that_holds_a_share_contributes() -> None:
+    shares, now = Shares(("2", "1")), view("1", "2", "3")
+    for name, first in (("1", 0), ("2", 2), ("3", None)):
+        for rank in (0, 1):
+            plain = ParticipationRule(place=CopyIndex(rank, 2)).part(now, f"{name}:x", behind=False)
+            part = shares.part(now, plain, f"{name}:x")
+            assert part.rank == (None if first is None else first + rank)
+            assert (part.participants, part.groups) == (4, 2)
 
 
 def test_what_was_loaded_for_another_number_of_shares_is_left_out() -> None:
