@@ -337,8 +337,7 @@ class History:
         """
         self.missed.discard(replica_id)
         self._dead_ids[replica_id] = (promised.epoch, promised.nonce), quorum_id
-        left = self._said.get(replica_id, _NOTHING)[-1]
-        self._has_said(replica_id, promised, quorum_id, left)
+        self._has_said(replica_id, promised, quorum_id)
         member = members.by_id.get(replica_id)
         name = member.name if member is not None else name_of(replica_id)
         if not members.other_holder(name, replica_id):
