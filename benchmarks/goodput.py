@@ -77,6 +77,9 @@ def work(kind: str, group: str, lighthouse: str, step_s: float, spares: int) -> 
     say("start", **about)
     name = f"group_{group}" + (f"_{os.getpid()}" if kind == "torchft" else "")
     if kind == "ours":
+        from ft_core.launch.supervisor import die_with
+
+        die_with(int(os.environ["GOODPUT_SUPERVISOR"]))
         expected = int(os.environ["GOODPUT_EXPECTED"])
         manager, allreduce = ours(
             name, lighthouse, weights, "", spares=spares, expected_replicas=expected
@@ -98,8 +101,8 @@ def supervised(load: Load, lighthouse: str) -> int:
     from ft_core.launch.warm.starter import warm_starts
 
     def environment(index: int, restarts: int) -> dict[str, str]:
-        expected = str(load.groups + load.spares)
-        return {**os.environ, "GOODPUT_GROUP": str(index), "GOODPUT_EXPECTED": expected}
+        its = {"GROUP": index, "EXPECTED": load.groups + load.spares, "SUPERVISOR": os.getpid()}
+        return {**os.environ, **{f"GOODPUT_{name}": str(value) for name, value in its.items()}}
 
     values = str(load.step_s), str(load.spares)
     command = [sys.executable, __file__, "--worker", "ours", lighthouse, *values]
@@ -202,7 +205,7 @@ def running(load: Load, lighthouse: str) -> Iterator[Watched]:
         try:
             yield watched
         finally:
-            job.kill()  # its children end with it
+            job.kill()  # its groups end with it (`die_with`)
             job.wait()
         return
     lives: dict[int, subprocess.Popen[str]] = {}

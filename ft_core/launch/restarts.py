@@ -3,7 +3,7 @@
 | case | what follows |
 |---|---|
 | it was killed, or failed, and others live | it is started again after a pause |
-| the pause | 0.5 s; it doubles with each death of this group, up to 30 s, and is halved by each 30 s that a life has trained. While few are alive (half of the groups of this machine, or one) it is 0.5 s. Where it would be 0.5 s it is left out, if the life that ended has trained for 5 s. One that was killed from outside after that is started again at once, and its pause does not grow |
+| the pause | 0.5 s; it doubles with each death of this group, up to 30 s, and is halved by each 30 s that a life has trained. While few are alive (half of the groups of this machine, or one) it is 0.5 s. Where it would be 0.5 s it is left out, if the life that ended has trained for 5 s. One that was killed from outside, and had trained for 2 s, is started again at once, and its pause does not grow |
 | all have ended with the same error, or crashed by the same signal, at the same step | an error of the script: the job ends, whatever the order of exits. If other machines train too, or all were killed from outside (SIGKILL, SIGTERM ...): the second time in a row |
 | an error, and no other group is alive that has not failed itself | an error of the script, too |
 | `max_restarts` deaths of a group within an hour | it is given up; None: no limit |
@@ -91,8 +91,9 @@ class RestartPolicy:
         elsewhere: other supervisors have replica groups of this job.
         fruitless: so many deaths of a group without a step in between are too many.
         healthy_s: training for so long halves the next pause.
-        settled_s: after a life that has trained for so long, the first pause is left out, or each if it
-            was killed from outside: it has not failed, and pauses are for what fails again and again.
+        settled_s: after a life that has trained for so long, the first pause is left out.
+        repaid_s: after a life that has trained for so long and was killed from outside, each pause is left
+            out. It has not failed, and has given the others more than its return costs them.
     """
 
     max_restarts: int | None = None
@@ -102,6 +103,7 @@ class RestartPolicy:
     longest_pause_s: float = 30.0
     healthy_s: float = 30.0
     settled_s: float = 5.0
+    repaid_s: float = 2.0
     fruitless: int = 10
 
     def after(
@@ -161,10 +163,9 @@ class RestartPolicy:
     def _pause(self, mine: History, count: int, alive: int) -> Again:
         death, before = mine[-1], mine[-2].level if len(mine) > 1 else -1
         level = max(-1, before - int(death.trained_s / self.healthy_s))
-        settled = death.trained_s >= self.settled_s
-        if settled and death.external:
+        if death.external and death.trained_s >= self.repaid_s:
             return Again(0.0, level)
-        first_s = 0.0 if settled else self.first_pause_s
+        first_s = 0.0 if death.trained_s >= self.settled_s else self.first_pause_s
         few = not self.elsewhere and alive <= max(1, count // 2)
         if few:
             return Again(first_s, level)

@@ -67,14 +67,29 @@ def test_the_first_pause_is_left_out_after_a_life_that_has_trained(others: int) 
         assert pauses == [0.5, 1.0, 2.0, 4.0, 2.0, 1.0, 0.0]
 
 
-def test_one_that_is_killed_from_outside_and_had_trained_is_started_again_at_once() -> None:
-    """However often; what it had to wait for its own failures before is not forgotten."""
+@pytest.mark.parametrize("trained_s", [6.0, 4.4, 2.0])
+def test_one_that_is_killed_from_outside_and_had_trained_is_started_again_at_once(
+    trained_s: float,
+) -> None:
+    """However often, also by what kills one group every 5 s. What it had to wait for its own failures before
+    is not forgotten."""
     job, pauses = Job(4), []
     for code in (ERROR, KILLED, KILLED, KILLED, ERROR):
         job.train(5)
-        pauses.append(pause(job.dies(1, code, step=int(job.commits), trained_s=6.0)))
+        lived_s = 6.0 if code == ERROR else trained_s
+        pauses.append(pause(job.dies(1, code, step=int(job.commits), trained_s=lived_s)))
         job.returns(1)
     assert pauses == [0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_one_that_is_killed_as_soon_as_it_trains_waits_longer_each_time() -> None:
+    """Each return costs the others a heal; one that never stays gives nothing for it."""
+    job, pauses = Job(4), []
+    for _ in range(4):
+        job.train(2)
+        pauses.append(pause(job.dies(1, KILLED, step=int(job.commits), trained_s=1.9)))
+        job.returns(1)
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
 
 
 def test_the_pause_has_an_end() -> None:
