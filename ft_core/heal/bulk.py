@@ -9,9 +9,8 @@ The trailer comes behind the bytes. So a source sends memory that its training t
 time, without a lock or a copy, and tells afterwards whether it has changed: `valid` is 0, and the target
 asks again. A source that has lost the version hangs up; its control connection tells why.
 
-Each end moves a chunk in pieces that fit into a processor's cache, and sums a piece when it has just been
-copied: memory that is read once more from RAM costs half as much as the transfer itself. A training thread
-that holds the GIL delays each call by up to 5 ms: calls get larger while that happens.
+A chunk is moved by one call and summed by another, since a training thread that holds the GIL delays each call by
+up to 5 ms. Summing smaller pieces, while they are in the processor's cache, took no less processor time.
 
 A target opens `STREAMS` connections to a source: while one end of one is busy with a sum, the others move bytes.
 
@@ -33,14 +32,14 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
 from ft_core.heal.checksum import WireSum
-from ft_core.heal.protocol import MAX_CHUNK_BYTES, MAX_RANGES, SESSION_BYTES, VERSION, Chunk
+from ft_core.heal.protocol import MAX_RANGES, SESSION_BYTES, VERSION, Chunk
 from ft_core.heal.receive import Lane, Receiver
 from lighthouse.own_address import resolve
 
@@ -56,10 +55,6 @@ PROGRESS_S = 0.25
 _UNCONFIRMED_MS = 30_000
 """A connection ends if the other machine confirms nothing of what is sent to it for that long."""
 _OUT_OF_DESCRIPTORS_S = 0.1
-PIECE_BYTES = 512 << 10
-_SLOWEST_SUM = 4e9  # bytes a second
-_HELD_S = 2.5e-3
-"""A call that takes so much longer than its work has waited for the GIL, which changes hands each 5 ms."""
 _WORD_BYTES = 16
 _MAGIC = struct.pack("<6sH", b"FTHEAL", VERSION)
 _HELLO_BYTES = len(_MAGIC) + _WORD_BYTES + SESSION_BYTES
@@ -78,38 +73,6 @@ def _rest(parts: list[memoryview], count: int) -> list[memoryview]:
             return [part[count:], *parts[index + 1 :]]
         count -= len(part)
     return []
-
-
-class Pieces:
-    """Cuts a connection's chunks into what one call moves, and sums it. One thread."""
-
-    def __init__(self) -> None:
-        self._most = PIECE_BYTES
-
-    def cut(self, parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-        """All of `parts`, in order."""
-        piece: list[memoryview] = []
-        room = self._most
-        for part in parts:
-            start = 0
-            while len(part) - start >= room:
-                piece.append(part[start : start + room])
-                start += room
-                yield piece
-                piece, room = [], self._most
-            if start < len(part):
-                piece.append(part[start:])
-                room -= len(part) - start
-        if piece:
-            yield piece
-
-    def add(self, total: WireSum, piece: Sequence[memoryview]) -> None:
-        """Add what has just been copied to the sum. The next pieces are larger if the GIL was held."""
-        began = time.perf_counter()
-        nbytes = total.add(piece)
-        held = time.perf_counter() - began > _HELD_S + nbytes / _SLOWEST_SUM
-        self._most = 2 * self._most if held else max(PIECE_BYTES, self._most // 2)
-        self._most = min(self._most, MAX_CHUNK_BYTES)
 
 
 def _shut(connection: socket.socket) -> None:
@@ -239,8 +202,7 @@ class BulkServer:
             session = self._admit(connection)
             if session is not None:
                 connection.sendall(_MAGIC)
-                pieces = Pieces()
-                while _answer(connection, session, pieces):
+                while _answer(connection, session):
                     pass
         except OSError:
             pass  # the target has gone, or this connection was ended here
@@ -275,7 +237,7 @@ class BulkServer:
         return session
 
 
-def _answer(connection: socket.socket, session: BulkSession, pieces: Pieces) -> bool:
+def _answer(connection: socket.socket, session: BulkSession) -> bool:
     """Send the next chunk that is asked for. False: hang up."""
     frame = connection.recv(_ASK.size, socket.MSG_WAITALL)
     if len(frame) < _ASK.size:
@@ -291,9 +253,8 @@ def _answer(connection: socket.socket, session: BulkSession, pieces: Pieces) -> 
         _send(connection, reading.parts)
     else:
         summed = WireSum()
-        for piece in pieces.cut(reading.parts):
-            _send(connection, piece)
-            pieces.add(summed, piece)
+        _send(connection, reading.parts)
+        summed.add(reading.parts)
         total = summed.value()
     valid = session.end(reading, total)
     connection.sendall(_TRAILER.pack(index, valid, total if valid else 0))
@@ -388,7 +349,6 @@ class BulkStream:
         self._receiver: Receiver | None = None
         self._lane: Lane | None = None
         self._trailer = bytearray(_TRAILER.size)
-        self._pieces = Pieces()
         self._told_at = 0.0  # when a report was made
         family, kind, proto, _, address = resolve(*where)[0]
         self._socket = socket.socket(family, kind, proto)
@@ -485,9 +445,8 @@ class BulkStream:
         lane, extents = self._lane, self._receiver.extents(self._chunks[index])
         parts = [part.numpy().data for part in lane.parts(extents)]
         summed = WireSum()
-        for piece in self._pieces.cut(parts):
-            self._fill(piece)
-            self._pieces.add(summed, piece)
+        self._fill(parts)
+        summed.add(parts)
         self._fill([memoryview(self._trailer)])
         sent, valid, total = _TRAILER.unpack(self._trailer)
         if sent != index:

@@ -6,10 +6,9 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -535,41 +534,6 @@ def test_a_bulk_port_that_admits_and_sends_nothing_is_named(
             listener.shutdown(socket.SHUT_RDWR)
     for connection in open_ones:
         connection.close()
-
-
-def test_a_held_gil_makes_calls_larger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call costs what it takes until the GIL is free: a call for each cached piece would be slow."""
-
-    class HeldSum(WireSum):
-        def add(self, parts: Sequence[memoryview]) -> int:
-            clock[0] += held_s
-            return super().add(parts)
-
-    clock, held_s = [0.0], 0.0
-    monkeypatch.setattr(bulk, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    data = os.urandom(3 << 20)
-    half = len(data) // 2
-    pieces, usual = bulk.Pieces(), bulk.PIECE_BYTES
-
-    def sizes() -> list[int]:
-        found = []
-        total = HeldSum()
-        for piece in pieces.cut(
-            [memoryview(data)[:half], memoryview(b""), memoryview(data)[half:]]
-        ):
-            pieces.add(total, piece)
-            found.append(sum(map(len, piece)))
-        assert total.value() == sum_of(data)
-        return found
-
-    assert sizes() == [usual] * 6
-    held_s = 0.005
-    assert sizes() == [usual, 2 * usual, 3 * usual]
-    held_s = 0.0
-    assert sizes()[0] > usual
-    for _ in range(3):
-        sizes()
-    assert sizes() == [usual] * 6, "they get smaller again"
 
 
 def test_sessions_end_with_their_fetches(server: HealServer) -> None:
