@@ -33,13 +33,13 @@ import torch
 import xxhash
 
 from ft_core.heal.format import (
-    NUMPY_KINDS,
     Node,
     TreeEncoder,
     byte_view,
     pack_node,
     plain_tensor,
 )
+from ft_core.heal.scalars import NUMPY_KINDS
 from ft_core.heal.shardings import dtensor_type, local_part
 
 BLOCK_BYTES = 1 << 20
@@ -79,11 +79,10 @@ class WireSum:
     def __init__(self) -> None:
         self._mixer = xxhash.xxh3_64()
 
-    def add(self, parts: Sequence[memoryview]) -> int:
-        """Add these bytes, and return how many. Releases the GIL."""
+    def add(self, parts: Sequence[memoryview]) -> None:
+        """Add these bytes. Releases the GIL."""
         for part in parts:
             self._mixer.update(part)
-        return sum(map(len, parts))
 
     def value(self) -> int:
         """The sum of all bytes so far."""

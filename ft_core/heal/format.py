@@ -19,16 +19,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime
-import decimal
-import enum
 import gc
 import hashlib
-import pathlib
 import pickle
 import sys
-import uuid
-import zoneinfo
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,30 +33,25 @@ import torch
 
 from ft_core.heal import objects
 from ft_core.heal.protocol import HealDenied, HealError, Layout, UnsupportedObjectError, lay_out
+from ft_core.heal.scalars import DTYPES, NUMPY_KINDS, decode_scalar, encode_scalar, numpy_dtype
 from ft_core.heal.shardings import Alike, Sharding, check_alike, dtensor_type, local_part, shardings
 
 Node = Any  # None | bool | int | float | str | bytes | list[Any]
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 MAX_DEPTH = 100
 TENSOR_TAGS = frozenset({"T", "DT", "N", "B"})  # nodes that stand for raw bytes
-NUMPY_KINDS = frozenset("biufcSUMm")
 _BY_VALUES = frozenset({objects.DATACLASS, objects.NAMED_TUPLE, objects.NAMESPACE})
 _BIG_BYTES = 64 << 10  # bytes objects of this size and above travel as raw data
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_AS_THEMSELVES = frozenset({type(None), bool, float, str})
 _FACTORIES: dict[str, Any] = {
     t.__name__: t for t in (list, dict, set, int, float, str, bool, tuple, bytes, frozenset)
 }
-_PURE_PATHS: dict[str, type[pathlib.PurePath]] = {
-    "path": pathlib.Path,
-    "posix": pathlib.PurePosixPath,
-    "windows": pathlib.PureWindowsPath,
-}
+_TRAVEL = frozenset(DTYPES.values())
 
-DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype) and "qint" not in str(value) and "quint" not in str(value)
-}
+
+class _Attribute(str):
+    """A step of a path that is no key."""
 
 
 def pack_node(node: Node) -> bytes:
@@ -104,17 +93,24 @@ class TreeEncoder:
         self._tensor = tensor
         self._allow_objects = allow_objects
         self._canonical = canonical
-        self._path = ["state_dict"]
+        self._path: list[Any] = []  # keys, indexes and attributes
         self._open: set[int] = set()  # ids of the containers that the walk is inside of
 
     def path(self) -> str:
         """The current place in the tree, as a Python expression."""
-        return "".join(self._path)
+        steps = ["state_dict"]
+        for step in self._path:
+            if type(step) is _Attribute:
+                steps.append(f".{step}")
+            else:
+                key = repr(step)
+                steps.append(f"[{key}]" if len(key) <= 200 else "[...]")
+        return "".join(steps)
 
     def encode(self, value: Any) -> Node:
         """The node of `value`. Raises UnsupportedObjectError, whose message names the path."""
         kind = type(value)
-        if value is None or kind in (bool, float, str):
+        if kind in _AS_THEMSELVES:
             return value
         if kind is int:
             return value if -(2**63) <= value < 2**63 else ["i", hex(value)]
@@ -125,7 +121,7 @@ class TreeEncoder:
             return node
         node = self._container(value, kind)
         if node is None:
-            node = _encode_scalar(value, kind)
+            node = encode_scalar(value, kind)
         return self._pickled(value) if node is None else node
 
     def _container(self, value: Any, kind: type) -> Node | None:
@@ -138,7 +134,7 @@ class TreeEncoder:
             raise UnsupportedObjectError(
                 f"{self.path()} contains itself, which cannot travel; remove the cycle."
             )
-        if len(self._path) > MAX_DEPTH:
+        if len(self._path) >= MAX_DEPTH:
             raise UnsupportedObjectError(
                 f"{self.path()} is nested deeper than {MAX_DEPTH} levels, which cannot travel; "
                 "flatten it."
@@ -163,20 +159,23 @@ class TreeEncoder:
     def _items(self, values: Iterable[Any]) -> list[Node]:
         nodes = []
         for index, item in enumerate(values):
-            self._path.append(f"[{index}]")
+            self._path.append(index)
             nodes.append(self.encode(item))
             self._path.pop()
         return nodes
 
     def _mapping(self, value: dict[Any, Any], kind: type) -> Node | None:
-        entries: list[tuple[Node, Node]] = []
+        flat: list[Node] = []
         for key, item in value.items():
-            self._path.append(f"[{key!r}]" if len(repr(key)) <= 200 else "[...]")
-            entries.append((self._key(key), self.encode(item)))
+            self._path.append(key)
+            flat.append(key if type(key) is str else self._key(key))
+            flat.append(self.encode(item))
             self._path.pop()
         if self._canonical and kind is not collections.OrderedDict:
-            entries.sort(key=lambda entry: pack_node(entry[0]))
-        flat = [node for entry in entries for node in entry]
+            entries = sorted(
+                zip(flat[::2], flat[1::2], strict=True), key=lambda entry: pack_node(entry[0])
+            )
+            flat = [node for entry in entries for node in entry]
         if kind is dict:
             return ["d", *flat]
         if kind is collections.Counter:
@@ -184,7 +183,7 @@ class TreeEncoder:
         if kind is collections.OrderedDict:
             # Module.state_dict() attaches layer versions to the dict; load_state_dict reads them.
             metadata = getattr(value, "_metadata", None)
-            self._path.append("._metadata")
+            self._path.append(_Attribute("_metadata"))
             node = None if metadata is None else self.encode(metadata)
             self._path.pop()
             return ["o", node, *flat]
@@ -210,7 +209,7 @@ class TreeEncoder:
         found = objects.values_of(value)
         node: list[Node] = [tag, *objects.named(cls)]
         for name in sorted(found) if self._canonical else found:
-            self._path.append(f".{name}")
+            self._path.append(_Attribute(name))
             node += [name, self.encode(found[name])]
             self._path.pop()
         return node
@@ -233,63 +232,19 @@ class TreeEncoder:
             ) from error
 
 
-def _encode_scalar(value: Any, kind: type) -> Node | None:
-    if kind is complex:
-        return ["c", value.real, value.imag]
-    if isinstance(value, np.generic) and value.dtype.kind in NUMPY_KINDS:
-        return ["ns", value.dtype.str, value.tobytes()]
-    if kind is bytearray:
-        return ["ba", bytes(value)]
-    if kind is torch.Size:
-        return ["sz", *value]
-    if kind is torch.dtype:
-        return ["ty", str(value).removeprefix("torch.")]
-    if kind is torch.device:
-        return ["dev", str(value)]
-    if kind is datetime.timedelta:
-        return ["td", value.days, value.seconds, value.microseconds]
-    if kind is datetime.datetime and type(value.tzinfo) in (type(None), datetime.timezone):
-        return ["dtm", value.isoformat(), value.fold]
-    if kind is datetime.datetime and type(value.tzinfo) is zoneinfo.ZoneInfo and value.tzinfo.key:
-        return ["dtz", value.replace(tzinfo=None).isoformat(), value.fold, value.tzinfo.key]
-    if kind is datetime.date:
-        return ["date", value.isoformat()]
-    if kind is datetime.time and type(value.tzinfo) in (type(None), datetime.timezone):
-        return ["tm", value.isoformat(), value.fold]
-    if kind is datetime.timezone:
-        return ["tz", datetime.datetime.min.replace(tzinfo=value).isoformat()]
-    if kind is zoneinfo.ZoneInfo and value.key:
-        return ["zi", value.key]
-    if kind in (decimal.Decimal, uuid.UUID):
-        return ["dec" if kind is decimal.Decimal else "uid", str(value)]
-    if isinstance(value, pathlib.PurePath) and kind.__module__.partition(".")[0] == "pathlib":
-        concrete = isinstance(value, pathlib.Path)
-        posix = isinstance(value, pathlib.PurePosixPath)
-        return ["p", "path" if concrete else "posix" if posix else "windows", str(value)]
-    if kind is range:
-        return ["r", value.start, value.stop, value.step]
-    if kind is slice and all(
-        type(v) in (int, type(None)) for v in (value.start, value.stop, value.step)
-    ):
-        return ["sl", value.start, value.stop, value.step]
-    if isinstance(value, enum.Enum) and objects.kind_of(value):
-        if value.name in kind.__members__:  # type: ignore[attr-defined]
-            return [objects.ENUM, *objects.named(kind), value.name]
-        if isinstance(value, enum.Flag) and type(value.value) is int:  # several members
-            return [objects.FLAG, *objects.named(kind), value.value]
-    return None
-
-
 class TreeDecoder:
     """Turns a node back into a tree.
 
     Args:
         tensor: called as `tensor(node, into)`; returns the value of a node in TENSOR_TAGS. `into`
             is what the caller's own tree has at the same place, or None.
-        allow_objects: unpickle what was pickled; else that raises HealError.
+        allow_objects: unpickle what was pickled; else that raises HealError. None: leave it out, and have
+            None in its place.
     """
 
-    def __init__(self, tensor: Callable[[Node, Any], Any], *, allow_objects: bool = False) -> None:
+    def __init__(
+        self, tensor: Callable[[Node, Any], Any], *, allow_objects: bool | None = False
+    ) -> None:
         self._tensor = tensor
         self._allow_objects = allow_objects
 
@@ -298,9 +253,10 @@ class TreeDecoder:
         if type(node) is not list:
             return node
         try:
-            tag, *rest = node
+            tag = node[0]
             if tag in TENSOR_TAGS:
                 return self._tensor(node, into)
+            rest = node[1:]
             if tag in ("l", "t", "dq"):
                 return self._sequence(tag, rest, into)
             if tag in ("d", "o", "dd", "cn"):
@@ -311,13 +267,15 @@ class TreeDecoder:
                 members = [self.decode(item) for item in rest]
                 return set(members) if tag == "s" else frozenset(members)
             if tag == "P":
+                if self._allow_objects is None:
+                    return None
                 if not self._allow_objects:
                     raise HealDenied(
                         "The source sent pickled objects; set heal_allow_objects=True here too "
                         "(trusted networks only), or publish without it."
                     )
                 return pickle.loads(rest[0])
-            return _decode_scalar(tag, rest)
+            return decode_scalar(tag, rest)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise HealError(f"A source sent a malformed manifest: {error!r}.") from error
 
@@ -356,7 +314,9 @@ class TreeDecoder:
             raise ValueError("odd number of dict items")
         entries = []
         for index in range(0, len(rest), 2):
-            key = self.decode(rest[index])
+            key = rest[index]
+            if type(key) is list:
+                key = self.decode(key)
             entries.append((key, self.decode(rest[index + 1], mine.get(key))))
         if tag == "d":
             return dict(entries)
@@ -368,59 +328,6 @@ class TreeDecoder:
         if head is not None:
             ordered._metadata = self.decode(head)  # type: ignore[attr-defined]
         return ordered
-
-
-def _decode_scalar(tag: str, rest: list[Node]) -> Any:
-    if tag == "i":
-        return int(rest[0], 16)
-    if tag == "c":
-        return complex(rest[0], rest[1])
-    if tag == "ns":
-        return np.frombuffer(rest[1], dtype=numpy_dtype(rest[0]))[0]
-    if tag == "ba":
-        return bytearray(rest[0])
-    if tag == "sz":
-        return torch.Size(rest)
-    if tag == "ty":
-        return DTYPES[rest[0]]
-    if tag == "dev":
-        return torch.device(rest[0])
-    if tag == "td":
-        return datetime.timedelta(*rest)
-    if tag == "dtm":
-        return datetime.datetime.fromisoformat(rest[0]).replace(fold=rest[1])
-    if tag == "dtz":
-        zone = zoneinfo.ZoneInfo(rest[2])
-        return datetime.datetime.fromisoformat(rest[0]).replace(fold=rest[1], tzinfo=zone)
-    if tag == "date":
-        return datetime.date.fromisoformat(rest[0])
-    if tag == "tm":
-        return datetime.time.fromisoformat(rest[0]).replace(fold=rest[1])
-    if tag == "tz":
-        return datetime.datetime.fromisoformat(rest[0]).tzinfo
-    if tag == "zi":
-        return zoneinfo.ZoneInfo(rest[0])
-    if tag in ("dec", "uid"):
-        return decimal.Decimal(rest[0]) if tag == "dec" else uuid.UUID(rest[0])
-    if tag == "p":
-        return _PURE_PATHS[rest[0]](rest[1])
-    if tag == "r":
-        return range(*rest)
-    if tag == "sl":
-        return slice(*rest)
-    if tag == objects.ENUM:
-        return objects.find(tag, *rest[:2])[rest[2]]
-    if tag == objects.FLAG:
-        return objects.find(tag, *rest[:2])(rest[2])
-    raise ValueError(f"unknown tag {tag!r}")
-
-
-def numpy_dtype(text: str) -> np.dtype[Any]:
-    """The numpy dtype of this name. Raises ValueError if it may hold Python objects."""
-    dtype = np.dtype(text)
-    if dtype.kind not in NUMPY_KINDS:
-        raise ValueError(f"numpy dtype {text!r} may not travel")
-    return dtype
 
 
 # ---------------------------------------------------------------- tensors
@@ -455,7 +362,7 @@ def plain_tensor(tensor: torch.Tensor, path: Callable[[], str]) -> torch.Tensor:
     Raises UnsupportedObjectError if it has no plain bytes: quantized, sparse, or without data.
     """
     reason = ""
-    if tensor.is_quantized or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+    if tensor.dtype not in _TRAVEL:
         reason = f"a quantized tensor ({tensor.dtype}); send int_repr() and its scales"
     elif tensor.layout is not torch.strided:
         reason = f"a tensor of layout {tensor.layout}; make it dense"
@@ -471,7 +378,9 @@ class _Collector:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._seen: dict[tuple[Any, ...], int] = {}
+        self.kinds: dict[tuple[torch.dtype, torch.Size], int] = {}
+        self.kind_of: list[int] = []  # of each tensor
+        self._at: dict[int, list[int]] = {}  # by address
         self._dtensor = dtensor_type()
 
     def node(self, value: Any, path: Callable[[], str]) -> Node | None:
@@ -495,17 +404,28 @@ class _Collector:
         return None
 
     def _append(self, tensor: torch.Tensor) -> int:
+        kind = tensor.dtype, tensor.shape
+        self.kind_of.append(self.kinds.setdefault(kind, len(self.kinds)))
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
     def _add(self, tensor: torch.Tensor, path: Callable[[], str]) -> int:
         plain = plain_tensor(tensor, path)
-        if plain.numel() == 0:
+        pointer = plain.data_ptr()
+        if not pointer:  # it has no elements
             return self._append(plain)
-        key = (plain.device, plain.data_ptr(), plain.dtype, plain.shape, plain.stride())
-        if key not in self._seen:
-            self._seen[key] = self._append(plain)
-        return self._seen[key]
+        there = self._at.setdefault(pointer, [])
+        for index in there:
+            if _is_one(plain, self.tensors[index]):
+                return index
+        there.append(self._append(plain))
+        return there[-1]
+
+
+def _is_one(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors that begin at the same address are one."""
+    alike = a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+    return alike and a.device == b.device and a.numel() > 0
 
 
 @contextlib.contextmanager
@@ -531,8 +451,8 @@ def pack(tree: Any, allow_objects: bool = False) -> tuple[bytes, list[torch.Tens
     """
     collector = _Collector()
     node = TreeEncoder(collector.node, allow_objects=allow_objects).encode(tree)
-    specs = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in collector.tensors]
-    manifest = pack_node([MANIFEST_VERSION, sys.byteorder, specs, node])
+    kinds = [[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in collector.kinds]
+    manifest = pack_node([MANIFEST_VERSION, sys.byteorder, kinds, collector.kind_of, node])
     return manifest, collector.tensors
 
 
@@ -549,7 +469,7 @@ def unpack(
     places = parsed.match(into)
     for target, source in zip(places.direct, tensors, strict=True):
         if target is not None and target is not source:
-            byte_view(target).copy_(byte_view(source.contiguous()))
+            byte_view(target.data).copy_(byte_view(source.contiguous()))
     return parsed.build(tensors, places, into, allow_objects=allow_objects)
 
 
@@ -579,16 +499,20 @@ class Manifest:
     def __init__(self, data: bytes | memoryview) -> None:
         parsed = unpack_node(data)
         try:
-            version, byteorder, specs, self._node = parsed
+            version, byteorder, names, kind_of, self._node = parsed
             if version != MANIFEST_VERSION:
                 raise ValueError(f"version {version!r}, this side speaks {MANIFEST_VERSION}")
             if byteorder != sys.byteorder:
                 raise ValueError(f"the source is {byteorder}-endian")
-            self.specs = [_checked_spec(name, shape) for name, shape in specs]
-        except (ValueError, TypeError, KeyError) as error:
+            kinds = [_checked_spec(name, shape) for name, shape in names]
+            if min(kind_of, default=0) < 0:
+                raise ValueError("a negative kind")
+            self.specs = [kinds[kind] for kind in kind_of]
+        except (ValueError, TypeError, KeyError, IndexError) as error:
             raise HealError(f"A source sent a malformed manifest: {error}.") from error
-        self.layout: Layout = lay_out([spec.nbytes for spec in self.specs])
-        self.layout_digest = hashlib.blake2b(pack_node(specs), digest_size=16).digest()
+        sizes = [kind.nbytes for kind in kinds]
+        self.layout: Layout = lay_out([sizes[kind] for kind in kind_of])
+        self.layout_digest = hashlib.blake2b(pack_node([names, kind_of]), digest_size=16).digest()
 
     @_without_collections()
     def match(self, into: Any) -> Placement:
@@ -596,36 +520,37 @@ class Manifest:
         places = Placement(len(self.specs))
         if into is not None:
             places.shardings = {sharding.alike: sharding for sharding in shardings(into)}
-            TreeDecoder(lambda node, leaf: self._claim(places, node, leaf),
-                        allow_objects=True).decode(_without_pickles(self._node), into)  # fmt: skip
+            kind = dtensor_type()
+            TreeDecoder(lambda node, leaf: self._claim(places, node, leaf, kind),
+                        allow_objects=None).decode(self._node, into)  # fmt: skip
         return places
 
-    def _claim(self, places: Placement, node: Node, leaf: Any) -> None:
+    def _claim(self, places: Placement, node: Node, leaf: Any, dtensor: Any) -> None:
         if node[0] not in ("T", "DT") or not isinstance(leaf, torch.Tensor):
             return
         index = self._index(node)
-        kind = dtensor_type()
-        sharded = kind is not None and isinstance(leaf, kind)
+        local, spec = leaf, self.specs[index]
+        sharded = dtensor is not None and isinstance(leaf, dtensor)
         if (node[0] == "DT") != sharded:
             return
-        local, spec = local_part(leaf), self.specs[index]
         if sharded:
             check_alike(node[2], _alike(node), spec.shape, leaf)
-        if local.dtype != spec.dtype or tuple(local.shape) != spec.shape:
+            local = local_part(leaf)
+        if local.dtype != spec.dtype or local.shape != spec.shape:
             return
-        if local.is_meta or local.layout is not torch.strided or local.is_quantized:
+        if local.is_meta or local.layout is not torch.strided:
             return
-        if torch._debug_has_internal_overlap(local) == 1:  # expanded: it cannot be written
-            return
-        memory = (local.device, local.data_ptr())
-        if local.numel() and places.claimed.setdefault(memory, index) != index:
-            return  # shared here but not in the source: the second one gets memory of its own
+        contiguous = local.is_contiguous()
+        if not contiguous and torch._debug_has_internal_overlap(local) == 1:
+            return  # expanded: it cannot be written
+        pointer = local.data_ptr()
+        if pointer and local.numel():
+            if places.claimed.setdefault((local.device, pointer), index) != index:
+                return  # shared here but not in the source: the second one gets memory of its own
         places.returned[id(node)] = leaf
-        plain = local.is_contiguous() and not local.is_conj() and not local.is_neg()
+        plain = contiguous and not local.is_conj() and not local.is_neg()
         if plain and places.direct[index] is None:
-            # Not detach(), which shares the version counter: autograd may have saved this tensor for
-            # a backward whose result is discarded anyway, and must not refuse to run it.
-            places.direct[index] = local.data
+            places.direct[index] = local
         elif (first := places.direct[index]) is None or first.data_ptr() != local.data_ptr():
             places.copied[id(node)] = local.detach()
 
@@ -657,8 +582,8 @@ class Manifest:
                         f"The state holds a sharded tensor of global shape {node[2]}; pass into= with "
                         "a state dict of this rank, sharded alike."
                     )
-                return known.make(tensor, node[2])
-            return tensor
+                return known.make(tensor.data, node[2])
+            return tensor.data if tensor.requires_grad else tensor  # a second leaf of one of `into`
 
         return TreeDecoder(leaf, allow_objects=allow_objects).decode(self._node, into)
 
@@ -678,12 +603,3 @@ def _checked_spec(name: str, shape: list[int]) -> TensorSpec:
     if any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"shape {shape!r}")
     return TensorSpec(DTYPES[name], tuple(shape))
-
-
-def _without_pickles(node: Node) -> Node:
-    """The same node objects, but None for pickled leaves: matching places must run no code."""
-    if type(node) is not list or (node and node[0] in TENSOR_TAGS):
-        return node
-    if node and node[0] == "P":
-        return None
-    return [_without_pickles(item) for item in node]

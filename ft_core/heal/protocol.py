@@ -36,6 +36,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from lighthouse.wire.codec import MessageCodec
 
@@ -128,8 +129,7 @@ def align(offset: int) -> int:
     return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Where a tensor lies: segment index, and bytes from the start of that segment."""
 
     segment: int

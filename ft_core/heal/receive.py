@@ -129,7 +129,9 @@ class Receiver:
                     "place, pass into=None and load the result."
                 )
             segments = self._host if tensor.device.type == "cpu" else self._device
-            segments[place.segment] = byte_view(tensor)
+            # Not detach(), which shares the version counter: autograd may have saved this tensor for
+            # a backward whose result is discarded anyway, and must not refuse to run it.
+            segments[place.segment] = byte_view(tensor.data)
 
     def lane(self) -> Lane:
         """Memory for what one connection receives. Any thread."""
@@ -151,15 +153,16 @@ class Receiver:
         for index, (spec, place) in enumerate(
             zip(self._manifest.specs, layout.places, strict=True)
         ):
-            if place.segment != 0:
+            segment, offset, nbytes = place
+            if segment != 0:
                 continue
             target = self._tensors[index]
             if target is None:
                 target = torch.empty(spec.shape, dtype=spec.dtype)
                 self._tensors[index] = target
-            if place.nbytes and target.device.type == "cpu":  # contiguous, as all in `direct`
-                ctypes.memmove(target.data_ptr(), pool_start + place.offset, place.nbytes)
-            elif place.nbytes:
-                byte_view(target).copy_(pool[place.offset : place.offset + place.nbytes])
+            if nbytes and target.is_cpu:  # contiguous, as all in `direct`
+                ctypes.memmove(target.data_ptr(), pool_start + offset, nbytes)
+            elif nbytes:
+                byte_view(target.data).copy_(pool[offset : offset + nbytes])
         tensors = [tensor for tensor in self._tensors if tensor is not None]
         return self._manifest.build(tensors, self._places, self._into, allow_objects=allow_objects)

@@ -99,7 +99,7 @@ class Publication:
         self._fill(tensors, copy)
 
     def _fill(self, tensors: list[torch.Tensor], copy: bool) -> None:
-        on_device = any(t.device.type != "cpu" for t in tensors)
+        on_device = not all(tensor.is_cpu for tensor in tensors)
         owned = [0]
         for tensor, place in zip(tensors, self.layout.places, strict=True):
             if place.segment == 0:
@@ -114,7 +114,7 @@ class Publication:
         assert pool is not None
         pool_start = pool.data_ptr()
         for tensor, place in zip(tensors, self.layout.places, strict=True):
-            index, offset, nbytes = place.segment, place.offset, place.nbytes
+            index, offset, nbytes = place
             if not nbytes or index in self.live:
                 continue
             if index == 0 and not on_device and tensor.is_contiguous():

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 
 from ft_core.heal import HealDenied, HealError, UnsupportedObjectError, digest, pack, unpack
-from ft_core.heal.format import DTYPES, byte_view
+from ft_core.heal.format import Manifest, byte_view, pack_node, unpack_node
+from ft_core.heal.scalars import DTYPES
 from tests.ft_core.heal.support import same
 
 
@@ -362,6 +363,33 @@ def test_a_class_that_the_target_does_not_have_is_named(
 def test_broken_manifests_are_one_kind_of_error(data: bytes) -> None:
     with pytest.raises(HealError):
         unpack(data, [])
+
+
+def test_a_manifest_names_each_kind_of_tensor_once() -> None:
+    """What is checked, packed and hashed is a kind, however many tensors are of it."""
+    tree = {f"w{i}": torch.full((3,), float(i)) for i in range(100)}
+    manifest, tensors = pack({**tree, "n": torch.tensor(7)})
+    kinds, kind_of = unpack_node(manifest)[2:4]
+    assert kinds == [["float32", [3]], ["int64", []]]
+    assert kind_of == [0] * 100 + [1]
+    assert same(unpack(manifest, tensors), {**tree, "n": torch.tensor(7)})
+
+
+@pytest.mark.parametrize("kind_of", [[1], [-1], [0.5], ["0"], 0, None])
+def test_a_tensor_of_no_kind_is_a_broken_manifest(kind_of: Any) -> None:
+    version, byteorder, kinds, _, node = unpack_node(pack([torch.ones(2)])[0])
+    with pytest.raises(HealError):
+        Manifest(pack_node([version, byteorder, kinds, kind_of, node]))
+
+
+def test_views_that_begin_at_one_address_are_told_apart() -> None:
+    whole = torch.arange(6.0)
+    square = whole[:4].view(2, 2)
+    tree = {"a": whole, "b": whole[:4], "c": square, "d": square.t(), "e": whole[:0], "f": whole[:0],
+            "g": whole[:4]}  # fmt: skip
+    _, tensors = pack(tree)
+    assert [tuple(each.shape) for each in tensors] == [(6,), (4,), (2, 2), (2, 2), (0,), (0,)]
+    assert same(travel(tree), tree)
 
 
 @given(st.binary(max_size=40), st.integers(0, 200), st.integers(0, 255))
