@@ -42,6 +42,8 @@ JOIN_TIMEOUT_S = 60.0
 """How long the first quorum waits for groups that all start now, whatever `timeout_s` is."""
 LINGER_S = 3.0
 """How long the lighthouse of several machines must be unused before it ends."""
+NEWS_S = 5.0
+"""A lighthouse that has not answered for so long is waited for in words."""
 
 
 # ---------------------------------------------------------------------- which groups, from numbers
@@ -147,10 +149,12 @@ class LighthousePlan:
     Attributes:
         address: that the replica groups are told; "": of the launcher's own.
         bind: where the launcher runs one; "": it does not.
+        remedy: what to do if none answers at `address`; "": the launcher runs it.
     """
 
     address: str
     bind: str
+    remedy: str = ""
 
 
 def lighthouse_plan(
@@ -168,7 +172,8 @@ def lighthouse_plan(
     unused: each replica group has a rendezvous of its own. Raises ValueError.
     """
     if lighthouse:
-        return LighthousePlan(address=lighthouse, bind="")
+        remedy = f"start one there with `lighthouse`, or correct {argument_name('lighthouse')}"
+        return LighthousePlan(address=lighthouse, bind="", remedy=remedy)
     if num_machines > 1:
         if not main_process_ip:
             raise ValueError(
@@ -180,6 +185,8 @@ def lighthouse_plan(
         return LighthousePlan(
             address=f"tcp://{main_process_ip}:{port}",
             bind=f"tcp://0.0.0.0:{port}" if machine_rank == 0 else "",
+            remedy="the launcher of machine_rank 0 runs it: start that, too, or correct "
+            "main_process_ip and main_process_port",
         )
     if not place.alone:
         raise ValueError(
@@ -312,10 +319,10 @@ def launch(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, s
     made = plan(args, env)
     on_cpu = uses("CPU", env) or bool(getattr(args, "use_cpu", False))
     devices = [] if on_cpu else visible_devices(env)
-    if getattr(args, argument_name("lighthouse"), None) or given_in(env).get("lighthouse"):
-        _await_lighthouse(made.plugin)
     if not args.module and not os.path.exists(args.training_script):
         raise ValueError(f"there is no script {args.training_script!r}")
+    if not made.lighthouse.bind:
+        _await_lighthouse(made)
     server = _serve(made)
     address = made.plugin.lighthouse or server.address()
     describe(made, address)
@@ -424,25 +431,50 @@ def _num_processes(args: argparse.Namespace) -> int:
     return max(1, int(given or 1))  # 0: Accelerate counted the GPUs, and found none
 
 
-def _await_lighthouse(plugin: FaultTolerancePlugin) -> None:
-    """Raise ValueError if no lighthouse answers at the address that the user has named."""
+def _await_lighthouse(made: Launch) -> None:
+    """Raise ValueError if no lighthouse answers at the address of one that runs elsewhere."""
     from lighthouse.client import LighthouseClient
     from lighthouse.errors import LighthouseError, LighthouseUnavailable
 
+    address, limit_s = made.lighthouse.address, made.plugin.timeout_s
+    soon_s = min(NEWS_S, limit_s)
     try:
-        with LighthouseClient(plugin.lighthouse) as client:
-            client.wait_until_up(plugin.timeout_s)
+        with LighthouseClient(address) as client:
+            try:
+                client.wait_until_up(soon_s)
+            except LighthouseUnavailable:
+                if soon_s < limit_s:
+                    say(SPEAKER, f"waiting for the lighthouse at {address}, up to {limit_s:g} s")
+                client.wait_until_up(limit_s - soon_s)
     except LighthouseUnavailable:
         raise ValueError(
-            f"no lighthouse answers at {plugin.lighthouse} within {plugin.timeout_s:g} s: start one "
-            f"there with `lighthouse`, or correct {argument_name('lighthouse')}"
+            f"no lighthouse answers at {address} within {limit_s:g} s: {made.lighthouse.remedy}"
         ) from None
     except LighthouseError as error:
         raise ValueError(str(error)) from None
 
 
+def _left_here(made: Launch) -> bool:
+    """Whether the lighthouse of an earlier launcher of this machine still serves the job's other
+    machines: that launcher was killed, and none of this machine's replica groups is there."""
+    from lighthouse.client import LighthouseClient
+    from lighthouse.errors import LighthouseError
+
+    place = made.place
+    ours = {str(number) for number in range(place.first, place.first + place.groups)}
+    try:
+        with LighthouseClient(made.lighthouse.address) as client:
+            jobs = client.status(NEWS_S)["jobs"]
+    except (LighthouseError, ValueError, OSError):
+        return False
+    jobs = [job for job in jobs if job["job_id"] == made.plugin.job_id]
+    there = {m["name"] for job in jobs for m in job["members"] if not m["gone"]}
+    there.update(name for job in jobs for name in job["waiting"])
+    return bool(there) and not there & ours
+
+
 def _serve(made: Launch) -> Any:
-    """The launcher's own lighthouse, or None. Raises ValueError if its port is taken.
+    """The launcher's own lighthouse, or None: another one serves. Raises ValueError if its port is taken.
 
     That of several machines stays while other machines are at their last step.
     """
@@ -463,6 +495,9 @@ def _serve(made: Launch) -> Any:
             made.lighthouse.bind, config=config, linger_s=0.0 if made.place.alone else LINGER_S
         )
     except OSError as error:
+        if not made.place.alone and _left_here(made):
+            say(SPEAKER, "the lighthouse of the launcher before this one still runs, and is used")
+            return None
         raise ValueError(
             f"the lighthouse cannot listen at {made.lighthouse.bind} ({error}): set another "
             "main_process_port, the same on all machines"

@@ -107,6 +107,28 @@ def test_plain_python_is_protected_by_the_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+def test_a_lighthouse_that_is_gone_ends_a_script_in_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from accelerate import Accelerator\n"
+        "accelerator = Accelerator(cpu=True)\n"
+        "model, loader = accelerator.prepare(\n"
+        "    torch.nn.Linear(4, 1), torch.utils.data.DataLoader(torch.randn(8, 4)))\n"
+        "for batch in loader:\n"
+        "    raise AssertionError\n"
+    )
+    prefix = "ACCELERATE_FAULT_TOLERANCE_"
+    nowhere = {prefix + "LIGHTHOUSE": "tcp://127.0.0.1:9", prefix + "TIMEOUT_S": "0.5"}
+    env = installed(tmp_path, NUM_REPLICA_GROUPS="2", REPLICA_GROUP_ID="1", **nowhere)
+    done = workers.run("accelerate", ["-m", "ft_accelerate.run", str(script)], env=env)
+    said = done.stderr.splitlines()
+    assert done.returncode == 1, done.stderr
+    assert said[-1].startswith("ft_accelerate: no lighthouse answers at tcp://127.0.0.1:9 within 0.5 s")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "cold"), [("test_script", False), ("test_sync", True), ("test_ops", False)]
 )

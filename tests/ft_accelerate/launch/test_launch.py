@@ -9,7 +9,6 @@ import pty
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +26,6 @@ from ft_accelerate.options import FaultTolerancePlugin
 from ft_core.launch.rank_group import group_command
 from lighthouse import LighthouseServer
 from tests.ft_accelerate.installed import accelerate, installed
-from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S, until
 
 MULTI_NODE = {
@@ -225,15 +223,6 @@ def test_a_wrong_config_file_is_refused_when_it_is_read(
         (["--use_parallelism_config"], "cannot be combined with ParallelismConfig"),
         (["--tpu"], "cannot be combined with a TPU"),
         ([], "there is no script 'train.py'"),
-        (
-            [
-                "--fault_tolerance_lighthouse",
-                "tcp://127.0.0.1:9",
-                "--fault_tolerance_timeout_s",
-                "0.5",
-            ],
-            "no lighthouse answers at tcp://127.0.0.1:9 within 0.5 s",
-        ),
     ],
 )
 def test_what_cannot_be_launched_ends_in_a_sentence(
@@ -250,6 +239,31 @@ def test_what_cannot_be_launched_ends_in_a_sentence(
             stock.launch_command(args)
         assert str(caught.value).startswith("ft_accelerate: ")
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "remedy"),
+    [
+        (["--fault_tolerance_lighthouse", "tcp://127.0.0.1:9"], "start one there with `lighthouse`"),
+        (
+            ["--num_machines", "2", "--machine_rank", "1",
+             "--main_process_ip", "127.0.0.1", "--main_process_port", "9"],
+            "the launcher of machine_rank 0 runs it",
+        ),
+    ],
+)  # fmt: skip
+def test_a_lighthouse_that_never_answers_costs_the_timeout_and_a_sentence(
+    stock: ModuleType, tmp_path: Path, argv: list[str], remedy: str
+) -> None:
+    """Nothing was started then."""
+    script = tmp_path / "train.py"
+    script.touch()
+    config = written(tmp_path, ON_CPU, {"timeout_s": 0.5})
+    args = stock.launch_command_parser().parse_args(["--config_file", config, *argv, str(script)])
+    with pytest.raises(SystemExit) as caught:
+        stock.launch_command(args)
+    said = f"ft_accelerate: no lighthouse answers at tcp://127.0.0.1:9 within 0.5 s: {remedy}"
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("given", ["--use_fault_tolerence", "--fault-tolerance-min-replica=1"])
@@ -426,52 +440,6 @@ def test_the_first_machines_lighthouse_stays_until_the_others_are_done(
         assert groups.launch(args, [sys.executable, str(script)], {}) == 0
         assert seen == [1]
         until(lambda: server.status()["server"]["connections"] == 0, "its end")
-
-
-@pytest.mark.process
-def test_two_machines_train_together(tmp_path: Path) -> None:
-    """The same file and command on both, but for `machine_rank`; the first runs the lighthouse.
-
-    Each machine is a replica group of two processes.
-    """
-    from ft_accelerate.launch.cli_test import SCRIPT
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    config = written(
-        tmp_path,
-        {
-            **ON_CPU,
-            "num_processes": 4,
-            "num_machines": 2,
-            "main_process_ip": "127.0.0.1",
-            "main_process_port": port,
-        },
-        {"min_replicas": 2},
-    )
-    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
-    script = [str(SCRIPT), str(tmp_path), "-1", "0"]
-    env, machines = installed(tmp_path), []
-    try:
-        for rank in range(2):
-            with (tmp_path / f"said.{rank}").open("wb") as output:
-                command = [*launch, "--machine_rank", str(rank), *script]
-                machines.append(
-                    workers.start("accelerate", command, env=env, stdout=output, stderr=output)
-                )
-        codes = [machine.wait(PATIENCE_S) for machine in machines]
-    finally:
-        for machine in machines:
-            machine.end()
-    said = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
-    assert codes == [0, 0], "".join(said)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    assert len({process["weights"] for process in found}) == 1
-    assert [process["group"] for process in found] == [0, 1, 2, 3]
-    assert [process["local_main"] for process in found] == [True, False, True, False]
-    assert "starting replica group 1 of 2, 2 processes each" in said[1]
-    assert "the lighthouse of this machine stays until the other machines are done" in said[0]
-    assert "replica group 1 has finished" in said[1]  # its number in the job, not on the machine
 
 
 @pytest.mark.process
