@@ -104,7 +104,7 @@ def begin(trainer: Any, log_hyperparams: Any, *, takes_over: bool) -> None:
     """
     for logger in () if takes_over else trainer.loggers:
         keep_metrics(logger)
-    if trainer.enable_autolog_hparams:
+    if getattr(trainer, "enable_autolog_hparams", True):  # 2.5 has no such switch
         log_hyperparams(trainer)
     for callback in trainer.callbacks:
         if not takes_over and hasattr(callback, "summarize") and hasattr(callback, "_max_depth"):
