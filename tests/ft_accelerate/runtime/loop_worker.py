@@ -30,7 +30,9 @@ OPTIONS: dict[str, Any] = {
     "norm": True,
     "dropout": 0.0,
     "seed": 7,
-    "stay_s": None,  # catch_up.STAY_S
+    # catch_up.STAY_S: none leaves the quorum unless a test says so, as on a machine that is not busy.
+    # A peer that is held meanwhile would be none to come back to.
+    "stay_s": 60.0,
     "first_seed_only": False,  # the others begin with weights of their own
     "step_delay_s": 0.0,
     "eval_delay_s": 0.0,
@@ -307,7 +309,7 @@ if __name__ == "__main__":
         )
         from ft_accelerate.runtime import catch_up
 
-        catch_up.STAY_S = given["stay_s"] or catch_up.STAY_S
+        catch_up.STAY_S = given["stay_s"]
         install()
     run(given)
     if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":

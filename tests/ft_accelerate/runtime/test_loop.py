@@ -129,12 +129,14 @@ def test_killed_in_turn_in_an_epoch_in_evaluation_and_at_its_end(
 def test_a_loop_whose_loader_is_not_prepared_is_led_to_its_peers(
     tmp_path: Path, lighthouse: str
 ) -> None:
-    """All of its past is one window. It begins with other weights than its peers', too."""
+    """All of its past is one window. It begins with other weights than its peers', too. Its peer takes
+    no step without it: else it might wait at the second hold, and be no peer to come to."""
     options = {"prepare_data": False, "first_seed_only": True, "gather_loss": True, "epochs": 2}
     holds = ["step-30", "step-50"]
+    two = {"ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": "2"}
     with running(tmp_path, lighthouse, holds=holds, stay_s=0.0001, **options) as run:
-        zero, one = run.start(0), run.start(1)
-        one = run.killed_and_back(one, 1, hold="step-30", of=0)
+        zero, one = run.start(0, **two), run.start(1, **two)
+        one = run.killed_and_back(one, 1, hold="step-30", of=0, **two)
         run.until_held(0, "step-50")
         run.until_held(1, "step-50")
         run.go("step-50")
