@@ -250,10 +250,11 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
 
     def keep_buffers(self) -> Callable[[], None]:
         """Remember the buffers as forward left them; what is returned puts them back."""
-        kept = [buffer.detach().clone() for buffer in self._shared.tensors()]
+        tensors = self._shared.tensors() if self._shares else []
+        kept = [buffer.detach().clone() for buffer in tensors]
 
         def put_back() -> None:
-            for buffer, value in zip(self._shared.tensors(), kept, strict=True):
+            for buffer, value in zip(self._shared.tensors() if kept else [], kept, strict=True):
                 buffer.data.copy_(value)  # `data`: see `ft_core.buffers`
 
         return put_back

@@ -64,20 +64,18 @@ class Leadership:
         self.denied += not leads
         return leads
 
-    def follow(self, part: Participation | None, rank: int | None) -> None:
-        """A step has begun: `rank` among its participants; None: this process only heals.
+    def follow(self, part: Participation) -> None:
+        """A step has begun.
 
         Which process is the main one is known with the headers of the quorum's first event. Until then
         it is the first process, if its script has been there for all events, has been the main one
         before, or is alone.
         """
-        quorum_id = NO_QUORUM if part is None else part.quorum_id
-        if rank is None:
+        if part.rank is None:  # this process only heals
             self.holds = self.group_leads = False
-        elif quorum_id != self._led_in:
-            alone = part is not None and part.groups == 1
-            knows = self._position.missed == 0 or self.group_leads or alone
-            self._take(rank == 0 and knows)
+        elif part.quorum_id != self._led_in:
+            knows = self._position.missed == 0 or self.group_leads or part.groups == 1
+            self._take(part.rank == 0 and knows)
 
     def decide(self, part: Participation | None, whole: Mapping[int, bool]) -> None:
         """The headers of this quorum are there; `whole`: what `main_of` asks for."""

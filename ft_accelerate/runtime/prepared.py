@@ -20,9 +20,14 @@ from ft_accelerate.runtime.models import FaultTolerantModel
 
 
 class Prepared:
-    """The Accelerators and models of one process. The loop's thread only."""
+    """The Accelerators and models of one process. The loop's thread only.
+
+    Attributes:
+        models: how many models were prepared, with those that are gone.
+    """
 
     def __init__(self) -> None:
+        self.models = 0
         self._accelerators: list[weakref.ref[Any]] = []
         self._models: list[weakref.ref[FaultTolerantModel]] = []
 
@@ -32,6 +37,7 @@ class Prepared:
 
     def add(self, model: FaultTolerantModel) -> None:
         """The script trains this model, too."""
+        self.models += 1
         self._models.append(weakref.ref(model))
 
     @property
@@ -60,11 +66,6 @@ class Prepared:
     def registered(self) -> list[Any]:
         """What the script has registered for checkpointing."""
         return [thing for each in self.accelerators.values() for thing in each._custom_objects]
-
-    @property
-    def models(self) -> int:
-        """How many models were prepared, with those that are gone."""
-        return len(self._models)
 
     @property
     def any_model(self) -> bool:

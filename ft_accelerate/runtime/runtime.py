@@ -336,8 +336,7 @@ class Runtime:
         self._go_live_if_there()
         if not self.live and self.position.grad_is_done:
             return False
-        manager = self._manager
-        if manager.bind() and self._headerless != manager.quorum_id():
+        if self._manager.bind() and self._headerless != self._quorum_id:
             self._attempt(Kind.GRADIENTS, CheckedCollectives.check)
         return True
 
@@ -350,7 +349,7 @@ class Runtime:
         self.position.graded()
         alike = self.options.commit == "quorum" and self.prepared.models == 1
         alike = alike and self.prepared.device.type == "cpu"
-        self._headerless = self._manager.quorum_id() if alike else NO_QUORUM
+        self._headerless = self._quorum_id if alike else NO_QUORUM
 
     def drift(self, drifts: bool) -> None:
         """Whether the state changes between the steps that are voted on, in each process in its own
@@ -432,7 +431,7 @@ class Runtime:
         if manager.errored() is not None and not together:
             return None
         patience_s = None
-        if manager.bind() and manager.quorum_id() == self._headerless:
+        if manager.bind() and self._quorum_id == self._headerless:
             patience_s = PATIENCE * self.options.timeout_s
         collectives = CheckedCollectives(
             manager,
@@ -473,12 +472,10 @@ class Runtime:
         finally:
             self._starting = 0
         self._open = self._joined = True
-        try:
-            rank = manager.participating_rank()
-            self.contributes = rank is not None
-            self.leadership.follow(manager.step.part, rank)
-        except QuorumUnavailable:
-            return  # the attempt has failed already; its vote tells
+        part = manager.step.part
+        if part is not None:  # else the attempt has failed already; its vote tells
+            self.contributes = part.rank is not None
+            self.leadership.follow(part)
 
     def _take_main(self, whole: dict[int, bool]) -> None:
         """The headers of this quorum are there."""
@@ -488,8 +485,7 @@ class Runtime:
         if self._sigterm.noted:
             self._manager.leave_after_step()
         manager, runs = self._manager, self.runs
-        part = manager.step.part
-        quorum_id = NO_QUORUM if part is None else part.quorum_id
+        quorum_id = self._quorum_id
         news = runs.news(quorum_id) if self.leadership.holds else b""
         try:
             committed = manager.should_commit(control=news)
@@ -505,6 +501,12 @@ class Runtime:
             else:
                 runs.hear(outcome.control)
         return committed
+
+    @property
+    def _quorum_id(self) -> int:
+        """Under which the attempt is, or was."""
+        part = self._manager.step.part
+        return NO_QUORUM if part is None else part.quorum_id
 
     @property
     def _manager(self) -> Manager:

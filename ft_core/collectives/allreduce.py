@@ -19,6 +19,8 @@ from ft_core.replica.status import Participation
 from ft_core.step import Step
 
 T = TypeVar("T")
+work_of: Callable[[Future[Tensor]], dist.Work] = torch._C._distributed_c10d._create_work_from_future
+"""A future as torch's reducer takes it."""
 _PIECE_VALUES = 4 << 20  # one piece is encoded while another is sent
 
 
@@ -133,12 +135,6 @@ def find_weight(step: Step) -> None:
         step.fail(RuntimeError("no participant has any samples in this step"))
     if step.error is None:
         step.weight = step.samples / total.item()
-
-
-def work_of(future: Future[Tensor]) -> dist.Work:
-    """`future` as torch's reducer takes it."""
-    work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)
-    return work
 
 
 def _contribute(step: Step, tensor: Tensor, op: str, divided_by: int) -> Participation | None:

@@ -353,7 +353,8 @@ class RetryableReducer:
             for model in self._live_models():
                 model.forget_forward()
         self._failure = None
-        self._over()
+        if self._reducing is not None or self._gradients:
+            self._over()
 
     def keep_gradients_of(self, model: RetryableModel, parameters: list[Tensor]) -> None:
         """Keep each gradient when it is complete, before torch's reducer copies it to its bucket.
@@ -466,6 +467,7 @@ class RetryableReducer:
         inner = torch._C._current_autograd_node() is not None
         if inner and self._failure is None and self._incomplete():
             return
+        committed = False
         try:
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -474,7 +476,8 @@ class RetryableReducer:
                 self.check_complete()
                 for model in self._live_models():
                     model.end_backward()
-            if self._reducing and self._commit():
+            committed = self._reducing and self._commit()
+            if committed:
                 for model in self._live_models():
                     model.end_step(True)
                 for optional in self._optional:
@@ -483,7 +486,7 @@ class RetryableReducer:
             else:
                 self._hooks.refused()
         finally:
-            self._over()
+            self._over(committed=committed)
 
     def _commit(self) -> bool:
         """Vote until the step is committed; False: the kept gradients are of no use any more."""
@@ -521,12 +524,13 @@ class RetryableReducer:
     def _live_models(self) -> list[RetryableModel]:
         return [model for ref in self._models if (model := ref()) is not None]
 
-    def _over(self) -> None:
+    def _over(self, *, committed: bool = False) -> None:
         """The step is committed, or given up: the kept gradients are not needed any more."""
         self._reduced.clear()
         self._gradients.clear()
-        for model in self._live_models():
-            model.end_step(False)
+        if not committed:  # else the models know
+            for model in self._live_models():
+                model.end_step(False)
         for optional in self._optional:
             optional.counts = optional.reduced = None
         self._optional.clear()

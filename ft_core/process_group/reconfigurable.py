@@ -366,8 +366,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
     def work_ended(self, work: BackendWork) -> None:
         """A work has its result. Any thread."""
-        error = work.exception()
-        if error is not None and isinstance(work, StreamWork):
+        if isinstance(work, StreamWork) and (error := work.exception()) is not None:
             # Before it is gone: see `settle`. A kernel of an older quorum may end late.
             if self._failed_work is None or self._failed_work[0] <= work.quorum_id:
                 self._failed_work = (work.quorum_id, error)

@@ -120,10 +120,12 @@ class View:
         """Its step is committed: the same quorum at the next one, and no member is behind."""
         step, lineage = self.position_after()
         own, basis = self.quorum_id, self.basis
+        # Its first commit has healed them all.
+        members = self.members if self.held == own else healed(self.members)
         if basis is not None and not basis.committed:
             basis = Basis(basis.step, basis.lineage, committed=True)
         return View(
-            own, step, lineage, healed(self.members), self.reason, self.nonce, self.genesis, own,
+            own, step, lineage, members, self.reason, self.nonce, self.genesis, own,
             basis=basis,
         )  # fmt: skip
 

@@ -189,6 +189,8 @@ class StrategyBase(_Base):
     _leader = False
     _group_leads = False
     """Whether this is a rank of the replica group that is the first to take part."""
+    _trains_alone = False
+    """The peers have finished the training, and this process is in a quorum without them."""
     _over = False
     """The last training of this process has ended regularly."""
     share = 0
@@ -506,15 +508,23 @@ class StrategyBase(_Base):
             self._leader = self._group_leads and not (shards and self.scope.group_rank)
         except QuorumUnavailable:
             return False  # the attempt has failed already; the next one tells
-        if self._manager.others_finished() and self._options.commit == "quorum":
-            raise RuntimeError(
-                "this process goes on training, and its peers have finished: its loop or its data is "
-                "longer than theirs. It ends here, so that it does not write over what they have saved"
-            )
+        finished = self._manager.others_finished() and self._options.commit == "quorum"
+        self._trains_alone = finished
         act_as_leader(self._leader, self.scope)
         if self.scope.group_rank == 0:
             board.slot().leads(self._leader)
         return True
+
+
+    def _refuse_to_train_alone(self) -> None:
+        """A batch is computed. Raises RuntimeError if the peers have finished the training.
+
+        Not sooner: a process that takes part in a quorum without them may be at its end, too."""
+        if self._trains_alone:
+            raise RuntimeError(
+                "this process goes on training, and its peers have finished: its loop or its data is "
+                "longer than theirs. It ends here, so that it does not write over what they have saved"
+            )
 
 
 def act_as_leader(leader: bool, scope: Scope) -> None:

@@ -274,8 +274,7 @@ class StepDriver:
                 self._commit()
         finally:
             self.computing = False
-        alone = self._trainer.strategy.scope.world_size == 1
-        if output is None and not self._manual and not alone:
+        if output is None and not self._manual and self._trainer.strategy.scope.world_size > 1:
             return zero_loss(self._trainer.lightning_module)  # the peers' gradients wait for one
         return output
 

@@ -373,6 +373,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._driver is not None
         assert self.model is not None
+        self._refuse_to_train_alone()
         if self.model is not self.lightning_module:
             # Lightning puts the wrapper into eval mode for validation and only what is inside back.
             self.model.training = True

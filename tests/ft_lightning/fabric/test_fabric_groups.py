@@ -29,16 +29,17 @@ class Groups:
     def __init__(self, address: str, count: int) -> None:
         self.options = {"lighthouse": address, "job_id": uuid.uuid4().hex, "timeout_s": 20}
         self.count = count
+        self.strategy = "FTDDPStrategy"
         self.results: dict[int, Any] = {}
         self.threads: list[threading.Thread] = []
 
     def start(self, index: int, body: Callable[[Any, int], Any]) -> threading.Thread:
         from lightning.fabric import Fabric
 
-        from ft_lightning.fabric import FTDDPStrategy
+        from ft_lightning import fabric as strategies
 
         def run() -> None:
-            strategy = FTDDPStrategy(
+            strategy = getattr(strategies, self.strategy)(
                 replica_name=str(index), num_replica_groups=self.count, **self.options
             )
             fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
@@ -69,6 +70,17 @@ class Groups:
             return any(name in each["waiting"] for each in jobs)
 
         until(waits, f"{name} to join")
+
+    def until_gone(self, index: int, server: LighthouseServer) -> None:
+        """Until this group has ended, and the quorum is without it."""
+        self.threads[index].join(PATIENCE_S)
+        job = self.options["job_id"]
+
+        def gone() -> bool:
+            jobs = [each for each in server.status()["jobs"] if each["job_id"] == job]
+            return not any(m["replica_id"].startswith(f"{index}:") for m in jobs[0]["members"])
+
+        until(gone, f"group {index} to be gone")
 
     def join(self) -> list[Any]:
         for thread in self.threads:
@@ -297,15 +309,18 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     assert wanted[lost] in str(second)
 
 
+class Stream(IterableDataset[Any]):
+    """Of a length that is not known."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.ones(self.length, 1))
+
+
 def test_a_loop_that_is_longer_than_its_peers_ends_when_they_have_finished(two: Groups) -> None:
     """Streams of unknown length, of which that of group 1 is longer."""
-
-    class Stream(IterableDataset[Any]):
-        def __init__(self, length: int) -> None:
-            self.length = length
-
-        def __iter__(self) -> Iterator[Any]:
-            return iter(torch.ones(self.length, 1))
 
     def body(fabric: Any, index: int) -> Any:
         model, optimizer = linear(fabric)
@@ -408,3 +423,52 @@ def test_a_script_that_is_started_again_when_all_have_died_says_from_where_it_go
     assert len(said) == 1
     assert wanted[loads] in said[0]
     assert not list(tmp_path.glob("*.saved"))  # the training has come to its end
+
+
+def test_a_group_that_ends_when_its_peer_is_gone_has_finished_as_well(
+    two: Groups, server: LighthouseServer
+) -> None:
+    """Its stream has ended; but that is known only when it is asked for a further batch."""
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        loader = fabric.setup_dataloaders(DataLoader(Stream(3), 1))
+        for _ in fabric.strategy.epochs(1):
+            for number, batch in enumerate(loader):
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if index == 1 and number == 2:
+                    two.until_gone(0, server)
+        return fabric.strategy.current_step
+
+    assert two.run(body) == [3, 3]
+
+
+def test_a_last_outer_step_is_the_last_one_also_when_its_peer_is_gone_by_then(
+    two: Groups, server: LighthouseServer
+) -> None:
+    """The next one is begun before it is known that no further batch comes."""
+    two.strategy = "FTLocalSGDStrategy"
+    two.options["sync_every"] = 3
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        loader = fabric.setup_dataloaders(DataLoader(Stream(3), 1))
+        for _ in fabric.strategy.epochs(1):
+            for number, batch in enumerate(loader):
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if index == 1 and number == 2:
+                    begin_next = fabric.strategy.manager.try_start_quorum
+
+                    def when_gone() -> bool:
+                        two.until_gone(0, server)
+                        until(begin_next, "group 1 to be in a quorum of its own")
+                        return True
+
+                    fabric.strategy.manager.try_start_quorum = when_gone
+        return fabric.strategy.outer_step
+
+    assert two.run(body) == [1, 1]
