@@ -88,6 +88,8 @@ class OuterLoop:
         self._healed_now = False  # ... and was brought there in this attempt
         self._torn = False  # a heal is overwriting the global state
         self._local_step = 0
+        self._syncs = False  # in `sync`
+        self._moved = False  # it has taken a peer's place in the data, where something else is due
         self._sent: OuterReduce | None = None  # the fragment that is on its way
         self._loop_thread = threading.get_ident()
         self.stats = outer.stats
@@ -134,6 +136,7 @@ class OuterLoop:
         if self._sent is not None:
             self._manager.report_error(RuntimeError(f"the training loop raised {error!r}"))
             self._sent, self._open = None, False
+        self._local_step = 0
         if not self._torn:
             self._state.restore_all()
         self._windows.drop_all()
@@ -145,13 +148,16 @@ class OuterLoop:
         """
         if self._hook is None:
             raise RuntimeError(f"sync() works inside `with {type(self).__name__}(...)` only")
-        committed = True
-        if self._sent is not None:
-            committed = self._apply()
-        for _ in self._fragments:
-            if self._open or self._open_slot():
-                self._launch()
-                committed = self._apply() and committed
+        committed, self._syncs = True, True
+        try:
+            if self._sent is not None:
+                committed = self._apply()
+            for _ in self._fragments:
+                if self._open or self._open_slot():
+                    self._launch()
+                    committed = self._apply() and committed
+        finally:
+            self._syncs = False
         return committed and not self._manager.left()
 
     def add_samples(self, samples: int) -> None:
@@ -170,12 +176,13 @@ class OuterLoop:
 
     @property
     def local_step(self) -> int:
-        """Inner steps since the slot began."""
+        """Inner steps since the slot began, with the one that has just ended. While a state is loaded,
+        a member that takes its peer's place in the data sets it to the peer's."""
         return self._local_step
 
     @local_step.setter
-    def local_step(self, steps: int) -> None:  # for a member that takes a peer's place in the data
-        self._local_step = steps
+    def local_step(self, steps: int) -> None:
+        self._local_step, self._moved = steps, not self._syncs
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: the global parameters and buffers, and the outer optimizer's state.
@@ -199,12 +206,20 @@ class OuterLoop:
 
     def _after_inner_step(self, *_: Any) -> None:
         self._windows.inner_step()
+        self._local_step += 1
         if not self._open and not self._open_slot():
             return
-        self._local_step += 1
+        self._do_what_is_due()
+        while self._moved:
+            self._do_what_is_due()
+
+    def _do_what_is_due(self) -> None:
+        self._moved = False
         due = self._schedule.due(self._manager.current_step(), self._local_step)
         if due and self._sent is None:
             self._launch()
+            if self._moved:
+                return
         if ScheduleEvent.APPLY in due:
             self._apply()
         elif self._sent is None and not self._manager.errored() and self._manager.step_failed():
@@ -218,7 +233,6 @@ class OuterLoop:
         Not `patient`: only within the present quorum (`Manager.try_start_quorum`).
         """
         self._loop_thread = threading.get_ident()
-        self._local_step = 0
         self._healed_now = False
         manager = self._manager
         if not patient:
@@ -238,12 +252,15 @@ class OuterLoop:
     # ------------------------------------------------------------------ launch
 
     def _launch(self) -> None:
-        """Send the scheduled fragment; `_apply` finds out what became of it."""
+        """Send the scheduled fragment; `_apply` finds out what became of it. Nothing is sent if this
+        member has moved: it is not due there."""
         manager, bad = self._manager, ""
         if manager.errored() is not None:
             bad = str(manager.errored())
             self._give_up_window(bad)
             self._restart()
+            if self._moved:
+                return
         for _ in range(BIND_TRIES):
             fragment = self._scheduled(manager.current_step())
             deltas = self._state.deltas(fragment)
@@ -256,6 +273,8 @@ class OuterLoop:
             if step is not None:
                 break
             self._restart()
+            if self._moved:
+                return
         else:
             return
         if bad and manager.group_world_size > 1:
@@ -288,7 +307,10 @@ class OuterLoop:
         relaunches = RELAUNCHES if self._keep else 0
         while not committed and relaunches and self._open_slot():
             relaunches -= 1
-            self._launch()
+            if not self._moved:
+                self._launch()
+            if self._moved:
+                return False
             committed = self._complete()
         self._local_step = 0
         self._open_slot(patient=False)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from ft_core.diloco.local_sgd import LocalSGD
 from ft_core.diloco.schedule import Windows
+from ft_core.process_group import ProcessGroupError
+from tests.ft_core.diloco.members import Trainer
+from tests.harness.cluster import lighthouse
 
 
 def test_unweighted_windows_count_one_unless_dropped() -> None:
@@ -53,3 +59,35 @@ def test_a_window_is_not_kept_while_it_is_unknown_whether_it_was_counted() -> No
 def test_unknown_unit() -> None:
     with pytest.raises(ValueError, match="weighted must be"):
         Windows(1, 10, "often")
+
+
+@pytest.mark.parametrize("when", ["slot begins", "window is sent again"])
+def test_a_member_that_takes_a_peers_place_goes_on_from_there(when: str) -> None:
+    """It counts no inner step twice, and sends nothing before its peers do."""
+    with lighthouse() as server:
+        member = Trainer(server.address(), 0, LocalSGD, sync_every=4, keep_windows=True)
+        loop, manager = member.loop, member.manager
+        start, places = manager.start_quorum, [2]
+
+        def healed(*args: Any, **kwargs: Any) -> None:
+            start(*args, **kwargs)
+            if places:
+                loop.local_step = places.pop()  # as a load does, of a state within a window
+
+        with loop:
+            for _ in range(4 if when == "slot begins" else 3):
+                member.inner_step()
+            manager.start_quorum = healed  # type: ignore[method-assign]
+            if when == "slot begins":
+                manager.rejoin("evicted", discard_state=False)
+                loop._open = False  # as after a vote that discards
+            else:
+                manager.report_error(ProcessGroupError("a peer has died"))
+            before = manager.current_step()
+            member.inner_step()
+            assert (loop.local_step, manager.current_step()) == (2, before)
+            member.inner_step()
+            assert (loop.local_step, manager.current_step()) == (3, before)
+            member.inner_step()
+            assert (loop.local_step, manager.current_step()) == (0, before + 1)
+        member.close()
