@@ -82,6 +82,17 @@ class Groups:
 
         until(gone, f"group {index} to be gone")
 
+    def until_gone_before_next(self, index: int, manager: Any, server: LighthouseServer) -> None:
+        """The next outer step begins in a quorum without this group."""
+        begin = manager.try_start_quorum
+
+        def when_gone() -> bool:
+            self.until_gone(index, server)
+            until(begin, "a quorum of its own")
+            return True
+
+        manager.try_start_quorum = when_gone
+
     def join(self) -> list[Any]:
         for thread in self.threads:
             thread.join(PATIENCE_S)
@@ -461,14 +472,7 @@ def test_a_last_outer_step_is_the_last_one_also_when_its_peer_is_gone_by_then(
                 optimizer.step()
                 optimizer.zero_grad()
                 if index == 1 and number == 2:
-                    begin_next = fabric.strategy.manager.try_start_quorum
-
-                    def when_gone() -> bool:
-                        two.until_gone(0, server)
-                        until(begin_next, "group 1 to be in a quorum of its own")
-                        return True
-
-                    fabric.strategy.manager.try_start_quorum = when_gone
+                    two.until_gone_before_next(0, fabric.strategy.manager, server)
         return fabric.strategy.outer_step
 
     assert two.run(body) == [1, 1]
