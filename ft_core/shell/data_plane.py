@@ -77,7 +77,7 @@ class DataPlane:
         self._heal: tuple[threading.Thread, Interrupt] | None = None  # the newest one
         self._reach_lock = threading.Lock()
         self._reaching: list[threading.Thread] = []  # guarded by `_reach_lock`
-        self._warned = options.job_id != SHARED_JOB
+        self._warned = options.job_id != SHARED_JOB or options.group_rank > 0
         self._own, self._owners = "", [""]  # replica_ids: this one's, by rank of the last group
 
     def address(self) -> bytes:
@@ -157,10 +157,13 @@ class DataPlane:
         return _named(missed) if ranks else None
 
     def _say_company(self, members: list[str]) -> None:
-        """Warn once of members that may belong to another job, where no job id tells."""
-        told, expected = self._options.name != default_name(), self._options.expected_replicas
+        """Warn once of members that may belong to another job, where no job id tells.
+
+        Two starts of one script are told apart by their equal names (one of them is refused), or by too many
+        members. So neither may be unknown."""
+        named, expected = self._options.name != default_name(), self._options.expected_replicas
         too_many = 0 < expected < len(members)
-        if self._warned or len(members) < 2 or (told and not too_many):
+        if self._warned or len(members) < 2 or (named and expected and not too_many):
             return
         self._warned = True
         why = f", which is more than the {expected} expected" if too_many else ""

@@ -9,9 +9,17 @@ import pytest
 from tests.harness.cluster import Replica, lighthouse, replicas
 
 
-@pytest.mark.parametrize(("job_id", "expected"), [(None, 1), (None, 2), ("mine", 1)])
-def test_more_members_than_expected_are_warned_of(
-    job_id: str | None, expected: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("job_id", "expected", "why"),
+    [
+        (None, 1, ", which is more than the 1 expected"),
+        (None, 0, ""),  # nothing says how many there are to be
+        (None, 2, None),
+        ("mine", 1, None),
+    ],
+)
+def test_members_that_may_be_of_another_job_are_warned_of(
+    job_id: str | None, expected: int, why: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "ft_core"), lighthouse(expected_replicas=2) as server:
 
@@ -23,8 +31,8 @@ def test_more_members_than_expected_are_warned_of(
 
         replicas(lambda: run("a"), lambda: run("b"))
     said = [record.getMessage() for record in caplog.records if "FT_JOB_ID" in record.getMessage()]
-    assert len(said) == (2 if (job_id, expected) == (None, 1) else 0), "one from each"
-    assert all("a, b, which is more than the 1 expected" in text for text in said)
+    assert len(said) == (0 if why is None else 2), "one from each"
+    assert all(f"they are a, b{why}. If they" in text for text in said)
 
 
 def test_a_process_without_number_and_job_is_told_with_which_it_trains(
@@ -34,7 +42,7 @@ def test_a_process_without_number_and_job_is_told_with_which_it_trains(
     with caplog.at_level(logging.WARNING, "ft_core"), lighthouse(expected_replicas=2) as server:
 
         def run(name: str) -> None:
-            replica = Replica(server, name, min_replica_size=2)
+            replica = Replica(server, name, min_replica_size=2, expected_replicas=2)
             replica.run_to(2)
             replica.close()
 
