@@ -100,9 +100,13 @@ def _check_id(value: str, name: str) -> None:
         raise ValueError(f"{name} must have printable characters only, got {value!r}")
 
 
-def _check_reason(value: str) -> None:
+def _one_line(message: object, name: str) -> None:
+    """A text of one process travels on to the logs and terminals of others: as one `printable` line."""
+    value: str = getattr(message, name)
     if len(value) > MAX_REASON_CHARS:
-        raise ValueError(f"reason is longer than {MAX_REASON_CHARS} characters")
+        raise ValueError(f"{name} is longer than {MAX_REASON_CHARS} characters")
+    if not value.isprintable():
+        object.__setattr__(message, name, printable(value))
 
 
 def _check_place(quorum_id: int, step: int) -> None:
@@ -267,7 +271,7 @@ class Join:
         _check(0 <= self.genesis <= MAX_NONCE, "genesis out of range")
         _check(0 <= self.min_replicas <= MAX_WISH, "min_replicas out of range")
         _check(0 <= self.expected_replicas <= MAX_WISH, "expected_replicas out of range")
-        _check(len(self.schema_text) <= MAX_REASON_CHARS, "schema_text is too long")
+        _one_line(self, "schema_text")
         _check(0 <= self.left <= MAX_STEP, "left out of range")
 
 
@@ -315,7 +319,7 @@ class Vote:
     def __post_init__(self) -> None:
         _check_id(self.replica_id, "replica_id")
         _check_place(self.quorum_id, self.step)
-        _check_reason(self.reason)
+        _one_line(self, "reason")
         _check_control(self.control)
         if self.phase not in PHASES:
             raise ValueError(f"phase must be one of {PHASES}")
@@ -367,7 +371,7 @@ class Leave:
     left: int = 1
 
     def __post_init__(self) -> None:
-        _check_reason(self.reason)
+        _one_line(self, "reason")
         _check(1 <= self.left <= MAX_STEP, "left out of range")
 
 
@@ -430,7 +434,7 @@ class DeathNotice:
     def __post_init__(self) -> None:
         _check_id(self.replica_id, "replica_id")
         _check_place(self.quorum_id, 0)
-        _check_reason(self.cause)
+        _one_line(self, "cause")
 
 
 @dataclass(frozen=True, slots=True)

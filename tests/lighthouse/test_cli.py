@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -261,7 +262,9 @@ def test_help_names_every_timeout_and_its_default() -> None:
 def test_status_page(server: LighthouseServer) -> None:
     with StatusPage("127.0.0.1:0", server.status) as page:
         with urllib.request.urlopen(page.url, timeout=PATIENCE_S) as answer:
-            assert b"lighthouse" in answer.read()
+            shown = answer.read()
+        assert b"textContent" in shown, "texts of others are set as text, never as markup"
+        assert not re.search(b"innerHTML|outerHTML|insertAdjacent|document.write|eval", shown)
         with urllib.request.urlopen(page.url + "status", timeout=PATIENCE_S) as answer:
             assert json.load(answer)["jobs"] == []
         with pytest.raises(urllib.error.HTTPError, match="404"):
