@@ -180,6 +180,15 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._exit_hook = partial(_shut_down_at_exit, weakref.ref(self))
         atexit.register(self._exit_hook)
 
+    def __del__(self) -> None:
+        """Dropped without `shutdown`, and maybe by a thread of the backend: a work that ends there may hold
+        the last reference. Such a thread can't destroy its backend, which waits for it: the process aborts."""
+        if hasattr(self, "_exit_hook"):  # else the constructor has raised
+            atexit.unregister(self._exit_hook)
+            self._close_in_background([self._communicator], None)
+            for thread in self._background:
+                atexit.register(thread.join, _SHUTDOWN_S)
+
     @abstractmethod
     def _new_communicator(self, rank: int, world_size: int) -> Communicator:
         """A communicator that is not connected yet."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ft_core.process_group import ProcessGroupError, ProcessGroupGloo
+from ft_core.torch_versions import native_reconfigure_available
 from tests.ft_core.process_group.members import (
     KIND_NAMES,
     Calls,
@@ -113,6 +114,44 @@ def test_a_process_may_exit_without_shutdown() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S, capture_output=True, text=True
     )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+DROPPED = """
+import threading, time, weakref
+import torch
+from ft_core.process_group import ProcessGroupGloo
+groups = [ProcessGroupGloo(30.0, hostname='127.0.0.1', native=%s) for _ in range(2)]
+addresses = [group.address() for group in groups]
+call = threading.Thread(target=groups[1].configure, args=(1, 1, addresses, 30.0))
+call.start()
+groups[0].configure(1, 0, addresses, 30.0)
+call.join()
+entered, dropped = threading.Event(), threading.Event()
+work = groups[0].allreduce([torch.ones(3)])
+work.get_future().add_done_callback(lambda _: (entered.set(), dropped.wait()))
+last = groups[1].allreduce([torch.ones(3)])
+entered.wait()
+first = weakref.ref(groups.pop(0))
+del work
+dropped.set()
+last.wait()
+groups.pop().shutdown()
+while first() is not None:
+    time.sleep(0.01)
+"""
+"""A thread of the backend, in which a future ends, has the last reference to the group."""
+
+
+@pytest.mark.parametrize("native", [native_reconfigure_available() or None, False])
+def test_a_group_may_be_dropped_where_its_backend_still_ends_a_collective(
+    native: bool | None,
+) -> None:
+    """A backend that is destroyed by a thread of its own ends the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", DROPPED % native],
+        cwd=ROOT, timeout=PATIENCE_S, capture_output=True, text=True,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
 
 
