@@ -13,7 +13,8 @@ which speaks for all of them:
   it reaches a member if all its ranks do.
 - *Attempts*: all ranks make the same ones (see `machine.py`). After a no they hear of the next quorum
   when each of them has said what has become of its attempt.
-- What the lighthouse says goes to all ranks. Its quorums also say how many attempts are spent.
+- What the lighthouse says goes to all ranks. Its quorums also say how many attempts are spent. So it is asked once for
+  all of them: an answer to each rank would cost as many messages as there are pairs of ranks.
 - *Leave*: the first leave is the group's. If that rank is to join again (it has given up its state, or
   its place), the group goes on: the other ranks do the same.
 - *Leaving*: a rank that is told to end says so in a vote. The whole group leaves with it: the other
@@ -37,6 +38,7 @@ from lighthouse.wire.messages import (
     MAX_DIGEST_BYTES,
     MAX_REASON_CHARS,
     NO_QUORUM,
+    NO_TERM,
     PHASE_HEALING,
     TORN,
     Decision,
@@ -98,12 +100,15 @@ class GroupLeader:
         self._size = group_world_size
         self._joins: dict[int, Join] = {}
         self._last_join: Join | None = None
+        self._sent: Join | None = None  # the group's last one
+        self._offered = NO_TERM  # the last term that all ranks were told of
         self._joined = False  # the group's join was sent, and it has not left since
         self._member = False  # and has led to a quorum
         self._votes: dict[int, Vote] = {}
         self._newest = NO_QUORUM  # the last quorum that the lighthouse has announced
         self._group_left = 0  # how often
         self._said_no: tuple[int, int] | None = None
+        self._no_sent: tuple[int, int] | None = None  # to the lighthouse
         self._healing = False  # the group is a healing member of its quorum
         self._broken = ""  # why this group is over
         self._leavers: set[int] = set()  # ranks whose vote was their last
@@ -155,6 +160,8 @@ class GroupLeader:
         elif isinstance(message, Expelled):
             self._on_expelled(message)
         elif not isinstance(message, Status):
+            if isinstance(message, Waiting) and message.offer is not None:
+                self._offered = message.offer
             if isinstance(message, ReachQuery):
                 self._reached = {member.replica_id: set() for member in message.members}
             self._send(range(self._size), message)
@@ -272,29 +279,30 @@ class GroupLeader:
         newest = max((j.promised for j in joins), key=lambda term: (term.epoch, term.nonce))
         late = [r for r in range(self._size) if joins[r].promised != newest]
         if late:  # they have not heard of the term, which rank 0 may have followed already
-            self._send(late, Waiting(join.job, "its group follows another lighthouse", newest))
+            told = late if newest != self._offered else [rank] if rank in late else []
+            self._offered = newest
+            self._send(told, Waiting(join.job, "its group follows another lighthouse", newest))
             return
         first = joins[0]
         schemas = {j.schema for j in joins}
         torn = any((j.step, j.lineage) != (first.step, first.lineage) for j in joins)
         doubts = {j.in_doubt for j in joins}
-        self._joined = True
-        self._effects.append(
-            SendUp(
-                replace(
-                    first,
-                    addresses=tuple(j.addresses[0] for j in joins),
-                    step=min(j.step for j in joins) if torn else first.step,
-                    lineage=f"{TORN}{first.replica_id}" if torn else first.lineage,
-                    in_doubt=first.in_doubt if len(doubts) == 1 else None,
-                    basis=None if torn else first.basis,
-                    can_heal=all(j.can_heal for j in joins),
-                    schema=first.schema if len(schemas) == 1 else "|".join(sorted(schemas))[:200],
-                    attempt=0,
-                    left=self._group_left,
-                )
-            )
+        group = replace(
+            first,
+            addresses=tuple(j.addresses[0] for j in joins),
+            step=min(j.step for j in joins) if torn else first.step,
+            lineage=f"{TORN}{first.replica_id}" if torn else first.lineage,
+            in_doubt=first.in_doubt if len(doubts) == 1 else None,
+            basis=None if torn else first.basis,
+            can_heal=all(j.can_heal for j in joins),
+            schema=first.schema if len(schemas) == 1 else "|".join(sorted(schemas))[:200],
+            attempt=0,
+            left=self._group_left,
         )
+        # Its repetition is rank 0's: each answer goes to all ranks.
+        if rank == 0 or not self._joined or group != self._sent:
+            self._joined, self._sent = True, group
+            self._effects.append(SendUp(group))
 
     def _on_vote(self, rank: int, vote: Vote) -> None:
         key = (vote.quorum_id, vote.step)
@@ -302,26 +310,29 @@ class GroupLeader:
             if key < max((v.quorum_id, v.step) for v in self._votes.values()):
                 return  # of a step that is long decided
             self._votes.clear()
+        again = rank in self._votes
         self._votes[rank] = vote
         self._spent = max(self._spent, vote.attempt)
         if vote.leaving:
             self._leavers.add(rank)
         if self._member:  # else the group has left this quorum, which counts its vote no more
-            self._speak(vote)
+            self._speak(vote, again)
         self._accounted_for(rank)
 
-    def _speak(self, newest: Vote) -> None:
-        """Say the group's no, or its yes if all ranks have voted; `newest` was counted last."""
+    def _speak(self, newest: Vote, again: bool) -> None:
+        """Say the group's no, or its yes if all ranks have voted; `newest` was counted last, and is a
+        repetition if `again`."""
         against = [v for v in self._votes.values() if not v.ok]
         if against:
-            self._say_no(against[0] if newest.ok else newest)
+            self._say_no(against[0] if newest.ok else newest, again)
         elif len(self._votes) == self._size:
             if any(v.leaving for v in self._votes.values()):
                 self._last_vote = (newest.quorum_id, newest.step)
             self._effects.append(SendUp(_common([self._votes[r] for r in range(self._size)])))
 
-    def _say_no(self, vote: Vote) -> None:
-        """The first no is the group's; its repetition is passed on as a repetition.
+    def _say_no(self, vote: Vote, again: bool) -> None:
+        """The first no is the group's; a rank's repetition is passed on as a repetition. What the other ranks
+        vote is not: each answer goes to all ranks.
 
         A no of a group that heals says whether all of its ranks have healed by now, or the
         lighthouse would take it for behind for ever: it waits for the others' votes, which are
@@ -340,7 +351,9 @@ class GroupLeader:
                 return
         if vote.leaving:
             self._last_vote = key
-        self._effects.append(SendUp(vote))
+        if self._no_sent != key or again or vote.leaving:
+            self._no_sent = key
+            self._effects.append(SendUp(vote))
 
     def _on_reach_report(self, rank: int, report: ReachReport) -> None:
         for other in report.reached:
@@ -381,6 +394,7 @@ class GroupLeader:
         self._late.clear()
         self._held.clear()
         self._joined = self._member = False
+        self._offered = NO_TERM
 
     def _on_quorum(self, quorum: Quorum) -> Quorum:
         """What the ranks hear of it."""
