@@ -1,4 +1,4 @@
-"""A slow link between two network namespaces: limited bandwidth and a delay, bytes counted.
+"""A bad link between two network namespaces: limited bandwidth, a delay, lost packets; bytes counted.
 
 It consists of two TUN devices whose packets this process forwards. It needs root and /dev/net/tun,
 but no kernel module for shaping (not every kernel has `tc`'s netem). Real TCP runs over it, with
@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import fcntl
 import os
+import random
 import select
 import struct
 import subprocess
@@ -34,9 +35,10 @@ class Link:
     namespaces = ("ftlink0", "ftlink1")
     interfaces = ("ftlink0", "ftlink1")
 
-    def __init__(self, mbit_s: float, delay_s: float) -> None:
+    def __init__(self, mbit_s: float, delay_s: float, loss: float = 0.0) -> None:
         self._byte_s = 8.0 / (mbit_s * 1e6)
         self._delay_s = delay_s
+        self._loss, self._rng = loss, random.Random(1)
         self.bytes_sent = [0, 0]
         self._tuns: list[int] = []
         self._thread: threading.Thread | None = None
@@ -124,5 +126,6 @@ class Link:
                 continue
             free_at = max(free_at, now) + len(packet) * self._byte_s
             self.bytes_sent[side] += len(packet)
-            packets.append((free_at + self._delay_s, packet))
+            if self._rng.random() >= self._loss:
+                packets.append((free_at + self._delay_s, packet))
         return free_at
