@@ -241,9 +241,8 @@ def _pad_across_processes(
 def _save_state(
     runtime: Runtime, original: Any, self: Any, output_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    group_shards.refuse_checkpoints(runtime)
     if runtime.live:
-        final = save_whole(original, self, output_dir, *args, **kwargs)
+        final = save_whole(original, runtime.group_ranks, self, output_dir, *args, **kwargs)
         if runtime.leader:
             runtime.saved.remember(final)
         return final
@@ -347,7 +346,10 @@ SEAMS = (
     Seam("accelerate.accelerator", "Accelerator.clip_grad_norm_", ("self", "parameters"),
          _clip_grad_norm),
     Seam("accelerate.accelerator", "Accelerator.save_state", ("self", "output_dir"), _save_state),
-    Seam("accelerate.accelerator", "Accelerator.load_state", ("self",), group_shards.load_state),
+    *(
+        Seam("accelerate.accelerator", name, ("fsdp_plugin", "accelerator"), replace)
+        for name, replace in group_shards.CHECKPOINTS.items()
+    ),
     Seam("accelerate.accelerator", "Accelerator.save_model", ("self", "model", "save_directory"),
          unless_catching_up),
     Seam("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f"), unless_catching_up),

@@ -6,6 +6,9 @@ it, or leave them for the main process to take along if it is not done yet. Ther
 this: scripts may save on the main process only. What a dead writer has left behind is removed by
 the next save of its replica group.
 
+Processes that share one model (FSDP) write it together, so a folder there is a replica group's, which waits
+for all of its processes.
+
 A checkpoint that is written over an older one, or into a folder in use, replaces it file by file,
 each of them whole.
 """
@@ -13,12 +16,16 @@ each of them whole.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from ft_accelerate.runtime.startup import GroupRanks
 
 FOLDER = ".ft_saving"
 OWN = re.compile(r"random_states_\d+\.pkl$|rng_state_\d+\.pth$")
@@ -27,6 +34,7 @@ OWN = re.compile(r"random_states_\d+\.pkl$|rng_state_\d+\.pth$")
 
 def save_whole(
     original: Callable[..., Any],
+    ranks: GroupRanks,
     accelerator: Any,
     output_dir: str | os.PathLike[str] | None,
     *args: Any,
@@ -48,9 +56,7 @@ def save_whole(
             return _in_project(draft, original, accelerator, output_dir, *args, **kwargs)
         return Path(original(accelerator, str(draft), *args, **kwargs))
 
-    main = publish(
-        final, root, accelerator.process_index, write, lambda: bool(accelerator.is_main_process)
-    )
+    main = publish(final, root, ranks, write, lambda: bool(accelerator.is_main_process))
     if main and numbered:
         _delete_oldest(final.parent, settings.total_limit)
     return final
@@ -59,7 +65,7 @@ def save_whole(
 def publish(
     final: Path,
     root: Path,
-    index: int,
+    ranks: GroupRanks,
     write: Callable[[Path], Path],
     is_main: Callable[[], bool],
 ) -> bool:
@@ -68,22 +74,29 @@ def publish(
     Args:
         final: the checkpoint's name.
         root: a folder on the same file system, for what is not whole yet.
-        index: number of this process.
+        ranks: this process's replica group.
         write: writes this process's part into the empty folder that it is given; returns where.
         is_main: whether this process names the checkpoint; called when all is written.
 
     Returns what `is_main` said.
     """
+    index = ranks.process_index
+    if ranks.shards:
+        index -= ranks.place.group_rank
+        write = partial(_write_together, ranks, write)
     draft, parts = root / f"{final.name}.{index}", root / f"{final.name}.parts"
+    if index != ranks.process_index:
+        write(draft)
+        return False
     _remove(root, f"*.{index}")
-    _make(draft)
+    began_ns = _make(draft)
     try:
         written = write(draft)
         main = is_main()
         if main:
             _publish(written, final)
             _bring(parts, final)
-            _remove(root, "*.parts")
+            _remove(root, "*.parts", before_ns=began_ns)
         elif written.is_dir():
             _contribute(written, parts, final)
     finally:
@@ -93,17 +106,30 @@ def publish(
     return main
 
 
-def _remove(root: Path, pattern: str) -> None:
-    """What an earlier process of this number, or an earlier checkpoint, left."""
+def _write_together(ranks: GroupRanks, write: Callable[[Path], Path], draft: Path) -> Path:
+    """All processes of the group write to `draft`, which the first of them has made, and wait for each
+    other. One that can't raises."""
+    ranks.from_rank_0(lambda: None)
+    written = write(draft)
+    ranks.from_rank_0(lambda: None)
+    return written
+
+
+def _remove(root: Path, pattern: str, before_ns: float = math.inf) -> None:
+    """What an earlier process of this number, or an earlier checkpoint, left. Others may be ahead, at
+    another checkpoint already."""
     with contextlib.suppress(FileNotFoundError):  # another has removed `.ft_saving`, empty
         for left in root.glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
+            if left.stat().st_mtime_ns < before_ns:
+                shutil.rmtree(left, ignore_errors=True)
 
 
-def _make(draft: Path) -> None:
+def _make(draft: Path) -> int:
+    """Returns the time at which it was made, by the clock of its file system."""
     while not draft.is_dir():
         with contextlib.suppress(FileNotFoundError):  # another has removed `.ft_saving`, empty
             draft.mkdir(parents=True)
+    return draft.stat().st_mtime_ns
 
 
 def _numbered(accelerator: Any) -> Path:

@@ -16,10 +16,11 @@ script's past, where it can do so in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from accelerate import ParallelismConfig
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
@@ -31,6 +32,7 @@ from ft_accelerate.runtime.models import Memory
 from ft_accelerate.runtime.process import active, while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import ScriptPosition
+from ft_accelerate.runtime.startup import GroupRanks
 from ft_core.kept_shards import RetryableShards
 
 SHARD, REPLICATE = "dp_shard", "dp_replicate"
@@ -106,22 +108,19 @@ def mesh_of_loaders(runtime: Runtime, original: Any, self: Any) -> Any:
     return None if runtime.group_ranks.shards else original(self)
 
 
-def refuse_checkpoints(runtime: Runtime) -> None:
-    """Raise ValueError for `save_state` and `load_state`, whose files would be written and read as if
-    each group were all processes."""
-    if runtime.group_ranks.shards:
-        raise ValueError(
-            "save_state and load_state of a model that FSDP shards are not fault-tolerant yet: save "
-            "its weights with accelerator.save_model, or accelerator.get_state_dict and "
-            "accelerator.save"
-        )
+class OfGroup:
+    """An Accelerator as it is within one replica group, for what reads and writes its shards."""
 
+    def __init__(self, accelerator: Any, ranks: GroupRanks) -> None:
+        self._accelerator, self._ranks = accelerator, ranks
+        self.process_index = ranks.place.group_rank
+        self.is_main_process = self.process_index == 0
 
-@while_active
-def load_state(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.load_state`."""
-    refuse_checkpoints(runtime)
-    return original(self, *args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def wait_for_everyone(self) -> None:
+        self._ranks.from_rank_0(lambda: None)
 
 
 @while_active
@@ -130,14 +129,46 @@ def load_full_state_dict(
 ) -> Any:
     """With `cpu_ram_efficient_loading`: each group's first process has the weights, and gives them to the
     others of its group."""
-    return original(_First(runtime.group_ranks.place.group_rank == 0), *args, **kwargs)
+    return original(OfGroup(accelerator, runtime.group_ranks), *args, **kwargs)
 
 
-class _First:
-    """All that `fsdp2_load_full_state_dict` asks an Accelerator."""
+@while_active
+def save_shards(
+    runtime: Runtime, original: Any, plugin: Any, accelerator: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The processes of the leading group write one copy of the model, or of its moments, together."""
+    ranks = runtime.group_ranks
+    if not ranks.from_rank_0(lambda: runtime.live and runtime.leadership.group_leads):
+        return None
+    return original(plugin, OfGroup(accelerator, ranks), *_raw(args), **_raw_named(kwargs))
 
-    def __init__(self, is_first: bool) -> None:
-        self.is_main_process = is_first
+
+@while_active
+def load_shards(
+    runtime: Runtime, original: Any, plugin: Any, accelerator: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The processes of each group read one copy together."""
+    group = OfGroup(accelerator, runtime.group_ranks)
+    return original(plugin, group, *_raw(args), **_raw_named(kwargs))
+
+
+def _raw(args: Iterable[Any]) -> list[Any]:
+    """Without Accelerate's wrapper of an optimizer: torch has a fresh one step with zeros, to find what its
+    state consists of, and that is no step of the script."""
+    return [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in args]
+
+
+def _raw_named(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(kwargs, _raw(kwargs.values()), strict=True))
+
+
+CHECKPOINTS = {
+    "save_fsdp_model": save_shards,
+    "save_fsdp_optimizer": save_shards,
+    "load_fsdp_model": load_shards,
+    "load_fsdp_optimizer": load_shards,
+}
+"""Functions of Accelerate, in each module that has them under its own name."""
 
 
 @while_active
@@ -147,7 +178,9 @@ def prepare(runtime: Runtime, original: Any, self: Any, *args: Any) -> Any:
     for model in result:
         if isinstance(model, nn.Module):
             ranks = runtime.group_ranks
-            RetryableShards(runtime.reducer, model, data_parallel=ranks.sharers)  # its parameters hold it
+            RetryableShards(
+                runtime.reducer, model, data_parallel=ranks.sharers
+            )  # its parameters hold it
             runtime.trains(model)
             _answer_from_memory(model, runtime.position, ranks.all_agree)
     return result
@@ -166,5 +199,9 @@ def _answer_from_memory(
             counts=GradientState().sync_gradients,
         )  # fmt: skip
 
-    names = {"__call__": __call__, "__module__": stock.__module__, "__qualname__": stock.__qualname__}
+    names = {
+        "__call__": __call__,
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+    }
     model.__class__ = type(stock.__name__, (stock,), names)

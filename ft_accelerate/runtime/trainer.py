@@ -18,6 +18,9 @@ checkpoint themselves, find a newer one when they are started again. They would 
 there, while their peers count from the one that *they* started with. So each start is noted in the
 output folder, and a process that finds others in training starts where the note says.
 
+*FSDP.* The processes of a group share a model, and write and read a checkpoint together, as under
+`save_state`.
+
 *All dead.* Each checkpoint says which job has written it. Where no process of the job is left in
 training, `train()` goes on from the newest that this job has written; `resume_from_checkpoint=False`
 starts anew.
@@ -39,8 +42,8 @@ from typing import Any
 
 from ft_accelerate import seams
 from ft_accelerate.options import is_enabled
+from ft_accelerate.runtime import group_shards, trainer_entry
 from ft_accelerate.runtime import process as processes
-from ft_accelerate.runtime import trainer_entry
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
 from ft_accelerate.runtime.prepared import FollowsTheScript
@@ -90,11 +93,6 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if runtime.group_ranks.shards:
-        raise ValueError(
-            "fault tolerance does not train transformers' Trainer with FSDP yet, whose checkpoints are "
-            "not whole when a group dies: write the loop with Accelerate, or leave out FSDP"
-        )
     goes_on = resume_from_checkpoint is None
     if resume_from_checkpoint is True:
         from transformers.trainer_utils import get_last_checkpoint
@@ -118,6 +116,15 @@ def _train(
             "start all of them with the same checkpoint, data and arguments"
         )
     return result
+
+
+@seams.around
+def _init_arguments(original: Any, self: Any) -> None:
+    """With `--fsdp` torch's default process group is the replica group, and these arguments make it."""
+    runtime = processes.activate() if self.fsdp else None
+    if runtime is not None:
+        runtime.group_ranks.hold_shards()
+    original(self)
 
 
 @while_active
@@ -274,7 +281,8 @@ def _write(write: Callable[[], None], trainer: Any, run: Path, final: Path) -> b
 
     def write_in(draft: Path) -> Path:
         written = draft / final.name
-        written.mkdir()  # also for a process that becomes the main one meanwhile, and writes the rest
+        # Also for a process that becomes the main one meanwhile, and writes the rest.
+        written.mkdir(exist_ok=True)
         with _elsewhere(trainer, str(draft)):
             write()
         if state.best_model_checkpoint == str(written):  # Trainer has found it there
@@ -285,7 +293,8 @@ def _write(write: Callable[[], None], trainer: Any, run: Path, final: Path) -> b
             (written / MARK).write_text(json.dumps(job))
         return written
 
-    return publish(final, run / FOLDER, trainer.args.process_index, write_in, lambda: leads)
+    ranks = processes.current().group_ranks
+    return publish(final, run / FOLDER, ranks, write_in, lambda: leads)
 
 
 @contextmanager
@@ -397,6 +406,12 @@ def _rates(trainer: Any) -> list[float]:
 
 SEAMS = (
     Seam("transformers.trainer", "Trainer.train", ("self", "resume_from_checkpoint"), _train),
+    Seam("transformers.training_args", "TrainingArguments.__post_init__", ("self",),
+         _init_arguments),
+    *(
+        Seam("transformers.trainer", name, ("fsdp_plugin", "accelerator"), replace)
+        for name, replace in group_shards.CHECKPOINTS.items()
+    ),
     Seam("transformers.trainer", "Trainer._save_rng_state", ("self", "output_dir"),
          unless_catching_up),
     Seam("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial"), _save_checkpoint),

@@ -26,8 +26,15 @@ OPTIONS: dict[str, Any] = {
     "precision": "no",
     "from_first": False,  # cpu_ram_efficient_loading: the other processes begin without weights
     "by_code": True,  # the plugins are given in the script, not in the config file
+    "shuffle": True,
+    "saves": "",  # a folder: it saves the state there when the first epoch is over, in both forms
+    "resumes": "",  # a state that was saved so
+    "holds": [],  # "step-<step>": it waits there
     "dies": {},  # {"<process>": step}: it is killed there in its first life
 }
+
+
+FORMS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 
 
 class Block(nn.Module):
@@ -62,6 +69,7 @@ def made(options: dict[str, Any]) -> Any:
             "fsdp_plugin": FullyShardedDataParallelPlugin(
                 fsdp_version=2,
                 auto_wrap_policy="transformer_based_wrap",
+                state_dict_type=FORMS["FULL" in options["resumes"]],
                 cpu_ram_efficient_loading=options["from_first"],
             ),
             "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
@@ -78,13 +86,19 @@ def shards(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.to_local() for name, p in model.state_dict().items()}
 
 
+def save(accelerator: Any, folder: str) -> None:
+    for form in FORMS:
+        accelerator.state.fsdp_plugin.set_state_dict_type(form)
+        accelerator.save_state(f"{folder}/{form}")
+
+
 def run(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     from accelerate.utils import set_seed
 
     accelerator = made(options)
     index = accelerator.process_index
-    log = Log(options["log"], str(index))
+    log = Log(options["log"], str(index), options["holds"])
     log.begin_life()
     set_seed(7)
     generator = torch.Generator().manual_seed(3)
@@ -96,15 +110,20 @@ def run(options: dict[str, Any]) -> None:
             nn.init.zeros_(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
-    data = DataLoader(TensorDataset(x, y), options["batch_size"], shuffle=True)
+    data = DataLoader(TensorDataset(x, y), options["batch_size"], shuffle=options["shuffle"])
     test = DataLoader(TensorDataset(x[:50], y[:50]), 8)
     model, optimizer, data, test, scheduler = accelerator.prepare(
         model, optimizer, data, test, scheduler
     )
     step, right, norms = 0, [], []
-    for _ in range(options["epochs"]):
+    first = bool(options["resumes"])
+    if first:
+        accelerator.load_state(options["resumes"])
+        step = len(data) // options["accumulate"]
+    for epoch in range(first, options["epochs"]):
         model.train()
         for inputs, labels in data:
+            log.at(f"step-{step}")
             log.die_once(options["dies"].get(str(index)) == step)
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(inputs), labels)
@@ -122,6 +141,8 @@ def run(options: dict[str, Any]) -> None:
                 guesses = model(inputs).argmax(-1)
             hits.append(accelerator.gather_for_metrics((guesses == labels).float()))
         right.append(float(torch.cat(hits).sum()))
+        if options["saves"] and epoch == 0:
+            save(accelerator, options["saves"])
     mean = float(accelerator.reduce(loss.detach(), "mean"))
     names = accelerator.gather_for_metrics([f"p{index}"], use_gather_object=True)
     whole = accelerator.get_state_dict(model)

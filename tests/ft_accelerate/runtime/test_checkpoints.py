@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ft_accelerate.options import FaultTolerancePlugin
 from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
+from ft_accelerate.runtime.startup import GroupRanks
+from ft_core.environment import ReplicaEnv
+
+
+def ranks(index: int) -> GroupRanks:
+    place = ReplicaEnv.read({"REPLICA_GROUP_ID": str(index), "NUM_REPLICA_GROUPS": "2"})
+    return GroupRanks(FaultTolerancePlugin(replica_group_id=index, num_replica_groups=2), place, 0)
+
+
+def test_one_that_is_ahead_has_saved_the_next_state_already(tmp_path: Path) -> None:
+    """The main process was slow, and used to remove what the other had brought for that."""
+    root = tmp_path / FOLDER
+
+    def write(index: int, draft: Path) -> Path:
+        (draft / f"random_states_{index}.pkl").write_text(draft.name)
+        return draft
+
+    def write_slowly(draft: Path) -> Path:
+        for state in ("first", "second"):
+            publish(tmp_path / state, root, ranks(1), partial(write, 1), lambda: False)
+        return write(0, draft)
+
+    publish(tmp_path / "first", root, ranks(0), write_slowly, lambda: True)
+    publish(tmp_path / "second", root, ranks(0), partial(write, 0), lambda: True)
+    for state in ("first", "second"):
+        texts = {path.read_text() for path in (tmp_path / state).iterdir()}
+        assert texts == {f"{state}.0", f"{state}.1"}
+    assert not root.exists()
 
 
 @pytest.mark.parametrize("is_main", [True, False])
@@ -31,7 +61,7 @@ def test_the_folder_goes_while_it_is_looked_through(
     monkeypatch.setattr(os, "scandir", late)
     root.mkdir()
     (tmp_path / "state").mkdir()
-    assert publish(tmp_path / "state", root, 0, write, lambda: is_main) == is_main
+    assert publish(tmp_path / "state", root, ranks(0), write, lambda: is_main) == is_main
     assert removed
     assert (tmp_path / "state" / "random_states_0.pkl").read_text() == "mine"
     assert not root.exists()

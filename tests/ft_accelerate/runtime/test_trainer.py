@@ -220,6 +220,20 @@ def test_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -
     assert found[0]["best"] == pytest.approx(oracle[0]["best"], rel=1e-3)
 
 
+def test_fsdp_in_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -> None:
+    """Each life of a group reads and writes checkpoints as one, and the best one at the end."""
+    found, _ = protected(
+        TRAINER, tmp_path / "ft", *BEST, "--batch_size", "2", "--fsdp", group_size=2,
+        kills="1.1:0:on_step_end:20 0.0:0:writing:2",
+    )  # fmt: skip
+    for report, other in zip(found, [*found[2:], *found[:2]], strict=True):
+        same(report, other)
+        assert report["checkpoints"] == oracle[0]["checkpoints"]
+        assert report["global_step"] == oracle[0]["global_step"]
+    assert found[0]["weights"] != found[1]["weights"]
+    assert found[0]["best"] == pytest.approx(oracle[0]["best"], rel=1e-3)
+
+
 def test_sft_trainer_of_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     expected = plain(SFT, tmp_path / "plain")

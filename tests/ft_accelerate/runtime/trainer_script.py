@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ft_core.heal.shardings import local_part
 from tests.harness.script import Log, digest
 from tests.harness.stock import leave_stock
 
@@ -95,7 +96,8 @@ class Watch(TrainerCallback):
     def look(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         found = list(Path(args.output_dir).glob("checkpoint-*"))
         newest = max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
-        wanted = ("model.safetensors", "optimizer.pt", "trainer_state.json")
+        optimizer = "optimizer.bin" if args.fsdp else "optimizer.pt"
+        wanted = ("model.safetensors", optimizer, "trainer_state.json")
         if newest is not None and not all((newest / name).exists() for name in wanted):
             self.torn.add(newest.name)
 
@@ -165,6 +167,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--patience", type=int, default=0)
     parser.add_argument("--scheduler", default="cosine")
+    parser.add_argument("--fsdp", action="store_true")
     options = parser.parse_args()
     out = Path(options.out)
     torch.manual_seed(0)
@@ -196,6 +199,8 @@ def main() -> None:
         report_to=os.environ.get("TRAINER_REPORT_TO", "none").split(),
         use_cpu=True,
         dataloader_pin_memory=False,
+        fsdp=options.fsdp or None,
+        fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Block"]} if options.fsdp else None,
     )
     tracker = Tracker(out)
     callbacks: list[TrainerCallback] = [model.kill, Hold(), watch, tracker]
@@ -214,13 +219,14 @@ def main() -> None:
 
 def report(trainer: Trainer, training_loss: float, torn: set[str], out: Path) -> None:
     moments = {
-        f"{number}.{name}": torch.as_tensor(value)
+        f"{number}.{name}": local_part(torch.as_tensor(value))
         for number, values in trainer.optimizer.state_dict()["state"].items()
         for name, value in values.items()
     }
+    model = trainer.accelerator.unwrap_model(trainer.model)
     timing = ("runtime", "_per_second", "total_flos")
     found = {
-        "weights": digest(trainer.accelerator.unwrap_model(trainer.model).state_dict()),
+        "weights": digest((name, local_part(value)) for name, value in model.state_dict().items()),
         "optimizer": digest(moments),
         "global_step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
