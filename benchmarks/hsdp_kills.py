@@ -30,8 +30,11 @@ from common import arguments, report
 
 LIMIT = timedelta(seconds=60)
 RANKS = 2
-PHASES = ("begin", "forward", "backward", "vote")
-"""Between two steps; between two all-gathers; between two reductions; before the vote."""
+PHASES = ("begin", "gather", "forward", "backward", "reduce", "vote", "optimizer", "heal")
+"""Between two steps; while the other ranks of its group are in FSDP's all-gather; between two all-gathers;
+between two reductions; with a reduction across the groups under way; before the vote; between the commit and
+the update; while the group that comes back takes its state."""
+BEGIN, HEAL = PHASES.index("begin"), PHASES.index("heal")
 PATIENCE_S = 120.0
 SETTLED = 5
 """Steps with all groups before the next kill."""
@@ -75,6 +78,7 @@ class Rank:
                 parallelize_module(layer, mesh["tensor"], plan)
             fully_shard(layer, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])
+        layers[2].register_forward_pre_hook(lambda *_: self.at("gather"), prepend=True)
         layers[2].register_forward_pre_hook(lambda *_: self.at("forward"))
         layers[2].register_full_backward_pre_hook(lambda *_: self.at("backward"))
         return model
@@ -93,12 +97,23 @@ class Rank:
         )  # fmt: skip
         model = self.model()
         inner = torch.optim.AdamW(model.parameters())
+        inner.register_step_pre_hook(lambda *_: self.at("optimizer"))
+
+        class Watched(ProcessGroupGloo):
+            def issue(group, *args: Any, **kwargs: Any) -> Any:
+                work = super().issue(*args, **kwargs)
+                self.at("reduce")
+                return work
+
+        def load(state: dict[str, Any]) -> None:
+            self.at("heal")
+            model.load_state_dict(state["model"])
+            inner.load_state_dict(state["optimizer"])
+
         manager = Manager(
-            ProcessGroupGloo(timeout=LIMIT),
+            Watched(timeout=LIMIT),
             state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-            load_state_dict=lambda s: (
-                model.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"]),
-            ),
+            load_state_dict=load,
             lighthouse_addr=lighthouse, replica_id=str(self.group), timeout=LIMIT,
             expected_replicas=self.shared.groups, rank=self.rank, world_size=RANKS,
             store_addr="127.0.0.1", store_port=port, use_async_quorum=False,
@@ -202,19 +217,11 @@ class Groups:
         self.settle()
         step_s = statistics.median(shared.seconds)
         healthy = [n for n in self.processes if n // RANKS != group]
-        for n in healthy:
-            shared.again_at[n] = 0.0
-        shared.killed_at.value = 0.0
-        shared.order[1], shared.order[0] = phase, number
-        self.until(lambda: self.processes[number].exitcode is not None, "the kill")
-        shared.order[0] = -1
-        killed_at = shared.killed_at.value
-        siblings = [n for n in self.processes if n // RANKS == group and n != number]
-        self.until(
-            lambda: all(self.processes[n].exitcode is not None for n in siblings),
-            "the dead rank's sibling to end",
-        )
-        sibling_s = time.monotonic() - killed_at
+        if phase == HEAL:
+            self._die(number, BEGIN, healthy)
+            shared.order[1], shared.order[0] = phase, number
+            self.start(group)
+        killed_at, sibling_s = self._die(number, phase, healthy)
         self.until(lambda: all(shared.again_at[n] for n in healthy), "the survivors")
         lost = {n // RANKS for n in healthy if self.processes[n].exitcode is not None}
         again_s = max(shared.again_at[n] for n in healthy) - killed_at
@@ -223,6 +230,23 @@ class Groups:
             "rank": number, "phase": PHASES[phase], "lost_groups": len(lost), "step_s": step_s,
             "beyond_s": again_s - step_s, "sibling_s": sibling_s,
         }  # fmt: skip
+
+    def _die(self, number: int, phase: int, healthy: list[int]) -> tuple[float, float]:
+        """When a rank was killed, and how long its group's other ranks have lived on."""
+        shared = self.shared
+        for n in healthy:
+            shared.again_at[n] = 0.0
+        shared.killed_at.value = 0.0
+        shared.order[1], shared.order[0] = phase, number
+        self.until(lambda: self.processes[number].exitcode is not None, "the kill")
+        shared.order[0] = -1
+        siblings = set(self.processes) - {number, *healthy}
+        self.until(
+            lambda: all(self.processes[n].exitcode is not None for n in siblings),
+            "the dead rank's sibling to end",
+        )
+        killed_at: float = shared.killed_at.value
+        return killed_at, time.monotonic() - killed_at
 
     def equal(self) -> bool:
         """Whether all groups hold the same shards, rank by rank."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
 from ft_lightning.diloco.fabric_strategies import FTFabricDiLoCoMixin, FTFabricLocalSGDMixin
+from ft_lightning.fabric.fabric_sharded import FTFabricFSDPMixin
 from ft_lightning.fabric.fabric_strategy import FTFabricMixin
 
-__all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTLocalSGDStrategy"]
+__all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTFSDPStrategy", "FTLocalSGDStrategy"]
 
 
 class FTDDPStrategy(FTFabricMixin, DDPStrategy):
@@ -22,4 +23,9 @@ class FTLocalSGDStrategy(FTFabricLocalSGDMixin, DDPStrategy):
 
 class FTDiLoCoStrategy(FTFabricDiLoCoMixin, DDPStrategy):
     __doc__ = FTFabricDiLoCoMixin.__doc__
+    __module__ = "ft_lightning.fabric"
+
+
+class FTFSDPStrategy(FTFabricFSDPMixin, ModelParallelStrategy):
+    __doc__ = FTFabricFSDPMixin.__doc__
     __module__ = "ft_lightning.fabric"

@@ -241,7 +241,7 @@ def _read(path: Path) -> list[str | None]:
 
 
 @while_active
-def _save_checkpoint(
+def _checkpoint(
     runtime: Runtime, original: Any, self: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
 ) -> None:
     """All processes call it."""
@@ -414,7 +414,7 @@ SEAMS = (
     ),
     Seam("transformers.trainer", "Trainer._save_rng_state", ("self", "output_dir"),
          unless_catching_up),
-    Seam("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial"), _save_checkpoint),
+    Seam("transformers.trainer", "Trainer._save_checkpoint", ("self", "trial"), _checkpoint),
     Seam("transformers.trainer", "Trainer._get_output_dir", ("self", "trial")),
     Seam("transformers.trainer", "Trainer._push_from_checkpoint", ("self", "checkpoint_folder")),
     Seam("transformers.trainer", "Trainer._determine_best_metric", ("self", "metrics", "trial"),

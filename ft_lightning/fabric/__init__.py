@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from ft_lightning.fabric_lightning import (
         FTDDPStrategy,
         FTDiLoCoStrategy,
+        FTFSDPStrategy,
         FTLocalSGDStrategy,
     )
 
-__all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTLocalSGDStrategy"]
+__all__ = ["FTDDPStrategy", "FTDiLoCoStrategy", "FTFSDPStrategy", "FTLocalSGDStrategy"]
 
 
 def __getattr__(name: str) -> Any:

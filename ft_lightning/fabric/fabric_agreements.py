@@ -31,6 +31,7 @@ from ft_core.collectives.agreement import agree, exchange_headers
 from ft_lightning.fabric.loop_position import Where, Window
 from ft_lightning.shared.launch_env import leave_torchrun
 from ft_lightning.shared.step_collectives import (
+    CopyRanks,
     end_step_as_stranger,
     gather_in_step,
     reduce_in_step,
@@ -58,6 +59,8 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     _window: Window
     _wrapped: list[Any]
     _open = _lost = False
+    _ranks = CopyRanks()
+    """Of this replica group, for what is to reach all ranks of all groups."""
     _where: Where | None = None
     """Where a quorum is asked for; None: nowhere."""
     _round_of: Call | None = None
@@ -92,9 +95,11 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         if not isinstance(tensor, Tensor):
             return tensor
         with torch.no_grad():
-            result = self._round("all_reduce", tensor, _name_of(reduce_op))
+            name = _name_of(reduce_op)
+            part = self._ranks.reduced(tensor, name)
+            result = self._round("all_reduce", part, name)
             if result is None:
-                return tensor
+                result = part
             return result if tensor.requires_grad else tensor.copy_(result)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -103,12 +108,15 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         if sync_grads and self._meets():
             refuse_gradients(tensor)
         with torch.no_grad():
-            result = self._round("all_gather", tensor, "")
+            rows = self._ranks.gather(tensor)
+            result = self._round("all_gather", rows, "")
         if result is not None:
-            return result
+            return result.flatten(0, 1)
+        if self.world_size == 1:
+            return tensor
         # In a pass whose results are discarded, user code expects rows of other processes.
-        rows = max(self.participants, 1) if self._window.local else 1
-        return tensor.expand(rows, *tensor.shape) if self.world_size > 1 else tensor
+        groups = max(self.participants // len(rows), 1) if self._window.local else 1
+        return rows.expand(groups, *rows.shape).flatten(0, 1)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """An agreement; before the first batch only the ranks of this replica group wait for each

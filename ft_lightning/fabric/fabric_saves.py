@@ -37,9 +37,8 @@ class FabricSavesMixin(FabricStepMixin):
         """Called by `fabric.save`, on all: the leader writes. If it dies before all know that it has
         written, the next leader writes. Raises what the storage raises."""
         while True:
-            super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
-            writes = self.is_global_zero
-            if writes:
+            writes = self._save(path, state, storage_options=storage_options, filter=filter)
+            if self.is_global_zero:
                 self._remember(path)
             if not self._meets():
                 return
@@ -47,6 +46,11 @@ class FabricSavesMixin(FabricStepMixin):
             written = self._round("save", wrote, "sum")
             if written is None or float(written) > 0:
                 return
+
+    def _save(self, path: Any, state: dict[str, Any], **options: Any) -> bool:
+        """Save once; whether this process has written, or its group has."""
+        super().save_checkpoint(path, state, **options)
+        return self.is_global_zero
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Called by `fabric.load`, on all."""

@@ -8,7 +8,6 @@ discarded step is tried again there, from kept gradients. See `fabric_step.py`.
 from __future__ import annotations
 
 import atexit
-import importlib
 import sys
 import threading
 import weakref
@@ -19,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from ft_core.collectives.retry import RetryableReducer
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.heal import digest
 from ft_core.manager import Manager
@@ -111,10 +111,13 @@ class FTFabricMixin(FabricSavesMixin):
 
     def setup_environment(self) -> None:
         """Called by Fabric when it is launched, or made under `fabric run`."""
+        self._supervise()
+        super().setup_environment()
+
+    def _supervise(self) -> None:
         if self.scope.role is Role.SUPERVISOR:
             assert isinstance(self._launcher, SupervisorLauncher)
             self._launcher.launch(lambda: None)  # `fabric run`: the script does not call launch
-        super().setup_environment()
 
     def _setup_distributed(self) -> None:
         """No default process group: Fabric would take the replica group for the world."""
@@ -131,8 +134,13 @@ class FTFabricMixin(FabricSavesMixin):
             return module
         self._ensure_manager()
         self._reducer = self._reducer or self._make_reducer()
-        wrapped = RetryableDistributedDataParallel(self._reducer, module, **self._ddp_kwargs)
+        wrapped = self._wrap(self._reducer, module)
         self._watch_forward(wrapped)
+        return wrapped
+
+    def _wrap(self, reducer: RetryableReducer, module: nn.Module) -> Any:
+        """What trains `module`, whose gradients `reducer` averages."""
+        wrapped = RetryableDistributedDataParallel(reducer, module, **self._ddp_kwargs)
         self._wrapped.append(wrapped)
         return wrapped
 
@@ -166,8 +174,7 @@ class FTFabricMixin(FabricSavesMixin):
         loader = super().process_dataloader(dataloader)
         place = LoaderPlace()
         self.progress.places.append(place)
-        lightning = self._stock_class.__module__.partition(".strategies")[0]
-        set_epoch = importlib.import_module(f"{lightning}.utilities.data")._set_sampler_epoch
+        set_epoch = self._from("fabric.utilities.data")._set_sampler_epoch
         place.placeable = is_placeable(loader)
         follow(loader, place, boundary=partial(self._before_batch, place), set_epoch=set_epoch)
         return loader
@@ -190,20 +197,7 @@ class FTFabricMixin(FabricSavesMixin):
         self._started = True
         if self._votes_each_step:
             self._manager.preallocate_state(*self._optimizers)
-        objects = self._options.heal_allow_objects
-
-        def name() -> str:
-            state = {**self._tensors_to_heal(), "step": self.progress.step}
-            return digest(state, allow_objects=objects)
-
-        def take(states: list[dict[str, Any]]) -> None:
-            for model, state in zip(self._models, states, strict=True):
-                model.load_state_dict(state)
-
-        def give() -> list[dict[str, Any]]:
-            return [model.state_dict() for model in self._models]
-
-        start = self._in_group.sync_initial_state(name, give, take, into=give)
+        start = self._agree_on_start()
         self._manager.load_state_dict(
             {"step": self.progress.step, "batches_committed": 0, "lineage": f"start-{start}"}
         )
@@ -216,6 +210,22 @@ class FTFabricMixin(FabricSavesMixin):
 
         atexit.register(leave)
         self._sigterm.watch()
+
+    def _name_of_start(self) -> str:
+        state = {**self._tensors_to_heal(), "step": self.progress.step}
+        return digest(state, allow_objects=self._options.heal_allow_objects)
+
+    def _agree_on_start(self) -> str:
+        """Have all ranks of this group begin with one state; its name."""
+
+        def take(states: list[dict[str, Any]]) -> None:
+            for model, state in zip(self._models, states, strict=True):
+                model.load_state_dict(state)
+
+        def give() -> list[dict[str, Any]]:
+            return [model.state_dict() for model in self._models]
+
+        return self._in_group.sync_initial_state(self._name_of_start, give, take, into=give)
 
     # ------------------------------------------------------------------ heal
 

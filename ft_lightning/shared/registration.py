@@ -25,7 +25,6 @@ UNUSED = "ft_ddp_find_unused_parameters_true"
 """As with stock DDP: the name says the option."""
 
 SHARDED = "ft_fsdp"
-"""Of Trainers."""
 
 NAMES = {
     NAME: ("FTDDPStrategy", DESCRIPTION),
@@ -83,8 +82,7 @@ def _factory(home: str, class_name: str) -> Callable[..., Any]:
 def _register_there(attribute: str, home: str, module: ModuleType) -> None:
     registry: Any = getattr(module, attribute)
     for name, (class_name, description) in NAMES.items():
-        fits = name != SHARDED or attribute == "StrategyRegistry"
-        if fits and name not in registry:
+        if name not in registry:
             options = {"find_unused_parameters": True} if name == UNUSED else {}
             create = _factory(home, class_name)
             registry.register(name, create, description=description, **options)

@@ -48,6 +48,11 @@ class CopyRanks:
     def reduce(self, tensor: Tensor, op: Any) -> None:
         """Reduce over the group's ranks, in place."""
 
+    def reduced(self, tensor: Tensor, reduce_op: Any) -> Tensor:
+        """As `reduce`, by Lightning's name of the operation: another tensor if there is something to do.
+        Raises ValueError if there is no such operation."""
+        return tensor
+
     def gather(self, tensor: Tensor) -> Tensor:
         """A row for each of the group's ranks."""
         return tensor.unsqueeze(0)
@@ -76,6 +81,11 @@ class ShardRanks(CopyRanks):
             tensor.div_(self.size)
         elif mean:
             tensor.div_(self.size, rounding_mode="trunc")
+
+    def reduced(self, tensor: Tensor, reduce_op: Any) -> Tensor:
+        mine = tensor.detach().clone()
+        self.reduce(mine, operation(reduce_op))
+        return mine
 
     def gather(self, tensor: Tensor) -> Tensor:
         wire = tensor.detach().contiguous()

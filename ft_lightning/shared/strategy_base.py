@@ -6,6 +6,7 @@ it, so that `help()`, LightningCLI and type checkers see every option with its t
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import uuid
 from collections.abc import Callable
@@ -285,6 +286,14 @@ class StrategyBase(_Base):
     def _stock_class(self) -> Any:
         """The stock strategy of the Lightning that this strategy belongs to."""
         return next(cls for cls in type(self).__mro__ if cls.__name__ == self._stock_name)
+
+    def _from(self, module: str) -> Any:
+        """A module of the Lightning that this class belongs to; "fabric." is its Fabric."""
+        namespace = self._stock_class.__module__.partition(".strategies")[0]
+        if module.startswith("fabric."):
+            namespace = "lightning.fabric" if "." in namespace else "lightning_fabric"
+            module = module.removeprefix("fabric.")
+        return importlib.import_module(f"{namespace}.{module}")
 
     # ------------------------------------------------------------------ ranks
 

@@ -16,35 +16,26 @@ torch's default process group is the group. The replicate dimension is the quoru
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
 from ft_core.heal import digest
 from ft_core.kept_shards import RetryableShards
-from ft_core.shell.group_server import group_store
-from ft_lightning.shared.launch_env import LaunchEnv
-from ft_lightning.shared.step_collectives import ShardRanks
+from ft_lightning.shared.registration import SHARDED
+from ft_lightning.shared.shard_groups import ShardGroupMixin, make_way
 from ft_lightning.trainer import healing
 from ft_lightning.trainer.leader import KEY
 from ft_lightning.trainer.storage import local_path
 from ft_lightning.trainer.strategy import FTDDPMixin
 
-FEWEST_GROUPS = 2
-"""One can go on when another dies, and the shards are as small as that allows."""
-DRAFT = ".draft"
-"""What a folder's name ends with while its ranks write to it."""
 
-
-class FTFSDPMixin(FTDDPMixin):
+class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
     """Strategy for models that are sharded over the ranks of a replica group (FSDP2, tensor
     parallelism), and replicated over groups that may die at any time.
 
@@ -57,22 +48,10 @@ class FTFSDPMixin(FTDDPMixin):
     `FTDDPMixin`.
     """
 
-    strategy_name = "ft_fsdp"
-    _stock_name = "ModelParallelStrategy"
-    _ranks_hold = "shards"
+    strategy_name = SHARDED
     _serves_spares = False
     _shards: RetryableShards | None = None
-    _store: Any = None
-    # Of Lightning's strategy:
-    _data_parallel_size: Any
-    _tensor_parallel_size: Any
-    _save_distributed_checkpoint: bool
-    _device_mesh: Any
-    device_mesh: Any
     _is_as_it_is = False
-
-    def _refuse_stock_options(self, given: dict[str, Any]) -> None:
-        """All of ModelParallelStrategy's work."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -88,47 +67,11 @@ class FTFSDPMixin(FTDDPMixin):
 
     # ------------------------------------------------------------------ ranks
 
-    def _group_size(self, launched: LaunchEnv, devices: int, num_nodes: int) -> int | None:
-        sizes = self._data_parallel_size, self._tensor_parallel_size
-        size: int | None = self._options.group_size
-        if size is None and "auto" not in sizes:
-            size = sizes[0] * sizes[1]
-        started = launched.ranked or launched.slurm or launched.replica.name or num_nodes > 1
-        if size is None and not started and devices > 1:
-            groups = self._options.num_replica_groups or launched.replica.num_groups or FEWEST_GROUPS
-            if devices % groups:
-                raise ValueError(
-                    f"devices={devices} cannot be divided into {groups} replica groups that share one "
-                    "copy of the model each: say group_size, or num_replica_groups"
-                )
-            size = devices // groups
-        return size
-
-    def _mesh_sizes(self) -> tuple[int, int]:
-        """(data parallel, tensor parallel). Raises ValueError if they don't make a group."""
-        size = self.scope.group_size
-        data, tensor = self._data_parallel_size, self._tensor_parallel_size
-        if tensor == "auto":
-            tensor = 1 if data == "auto" else max(1, size // data)
-        if data == "auto":
-            data = max(1, size // tensor)
-        if data * tensor != size:
-            raise ValueError(
-                f"data_parallel_size={data} times tensor_parallel_size={tensor} must be the number of "
-                f"processes of a replica group, which has {size} (group_size)"
-            )
-        return data, tensor
-
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks of one tensor-parallel group have the same data."""
-        mesh = self.device_mesh["data_parallel"]
-        size, rank = mesh.size(), mesh.get_local_rank()
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is not None and trainer.training:
-            scope = self.scope
-            return {"num_replicas": scope.num_groups * size, "rank": scope.index * size + rank}
-        return {"num_replicas": size, "rank": rank}
+        return self._data_part(of_all=trainer is not None and trainer.training)
 
     # ------------------------------------------------------------------ set-up
 
@@ -137,44 +80,8 @@ class FTFSDPMixin(FTDDPMixin):
         accelerator: Any = self.accelerator
         accelerator.setup_device(self.root_device)
         self.setup_distributed()
-        data, tensor = self._mesh_sizes()
-        self._join_group()
-        self._ranks = ShardRanks(self._in_group)
-        if self._device_mesh is None:
-            setup = self._from("fabric.strategies.model_parallel")._setup_device_mesh
-            self._device_mesh = setup(data, tensor, data * tensor, self.root_device)
+        self._ranks = self._setup_shards()
         self._module._device_mesh = self._device_mesh
-
-    def _join_group(self) -> None:
-        """Make torch's default process group that of this replica group."""
-        scope, size = self.scope, self.scope.group_size
-        if dist.is_initialized():
-            if dist.get_world_size() != size:
-                raise ValueError(
-                    f"torch's default process group has {dist.get_world_size()} processes, and is to "
-                    f"be this replica group with {size}: leave out init_process_group"
-                )
-            return
-        timeout: Any = self._timeout
-        self._store = dist.HashStore()
-        if size > 1:
-            store = group_store(
-                scope.store_addr, scope.store_port, timeout.total_seconds(),
-                hosts=scope.group_rank == 0,
-            )  # fmt: skip
-            self._store = dist.PrefixStore(f"ft_lightning/{scope.restarts}", store)
-        backend = self._process_group_backend
-        find = self._from("fabric.utilities.distributed")
-        device = self.root_device
-        dist.init_process_group(
-            backend or find._get_default_process_group_backend_for_device(device),
-            store=self._store,
-            rank=scope.group_rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=device if device.type != "cpu" else None,
-        )
-        atexit.register(_leave_group)
 
     def _setup_evaluation(self, trainer: Any) -> None:
         self._stock_class.setup(self, trainer)
@@ -259,7 +166,7 @@ class FTFSDPMixin(FTDDPMixin):
             raise TypeError("ft_fsdp takes no storage_options: it does not use the CheckpointIO")
         if not self._save_distributed_checkpoint:
             if self.is_global_zero and Path(filepath).is_dir():
-                _make_way(filepath)
+                make_way(filepath)
             super().save_checkpoint(checkpoint, filepath)
             return
         if not self._group_leads:
@@ -287,33 +194,17 @@ class _Folder:
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         """Called on all ranks of one group. Raises what any of them raises."""
-        strategy = self._strategy
-        folder = Path(strategy.broadcast(str(local_path(path) or path)))
-        first, draft = strategy.scope.group_rank == 0, folder.with_name(folder.name + DRAFT)
+        folder = Path(str(local_path(path) or path))
         rest = dict(checkpoint)
         shards = {"state_dict": rest.pop("state_dict")}
         for number, state in enumerate(rest.pop("optimizer_states", [])):
             shards[f"optimizer_{number}"] = state
-        if first:
-            _make_way(draft)
-            draft.mkdir(parents=True)
-        strategy.barrier()
-        self._stock._distributed_checkpoint_save(shards, draft)
-        if first:
-            torch.save(rest, draft / self._stock._METADATA_FILENAME)
-            _make_way(folder)
-            draft.rename(folder)
-        strategy.barrier()
 
+        def write(draft: Path) -> None:
+            draft.mkdir(parents=True, exist_ok=True)
+            self._stock._distributed_checkpoint_save(shards, draft)
+            if self._strategy.scope.group_rank == 0:
+                torch.save(rest, draft / self._stock._METADATA_FILENAME)
 
-def _make_way(path: Any) -> None:
-    """Remove a checkpoint that another one replaces."""
-    if Path(path).is_dir():
-        shutil.rmtree(path)
-    else:
-        Path(path).unlink(missing_ok=True)
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        with self._strategy.where_ranks_meet():
+            self._strategy.write_as_group(folder, write)

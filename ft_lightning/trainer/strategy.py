@@ -18,7 +18,6 @@ alike everywhere.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sys
 import weakref
@@ -150,7 +149,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Of the replica group. Raises GroupBroken if another rank of it is gone. The loop's thread."""
-        with self._where_ranks_meet():
+        with self.where_ranks_meet():
             return self._in_group.decide(decision, all_of_them=all)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -158,7 +157,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         The loop's thread."""
         if self._scope is None:
             return obj
-        with self._where_ranks_meet():
+        with self.where_ranks_meet():
             return self._in_group.broadcast(obj, src)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -167,10 +166,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         first, self._prepared = not self._prepared, True
         self.release_machine()
         if self._scope is not None:
-            with self._where_ranks_meet():
+            with self.where_ranks_meet():
                 self._in_group.barrier(limited=not first)
 
-    def _where_ranks_meet(self) -> Any:
+    def where_ranks_meet(self) -> Any:
         """A rank that ends with an error does not wait for the others."""
         module = self.lightning_module
         trainer = None if module is None else module._trainer
@@ -526,14 +525,6 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def _trainer(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
-
-    def _from(self, module: str) -> Any:
-        """A module of the Lightning that this class belongs to; "fabric." is its Fabric."""
-        namespace = self._stock_class.__module__.partition(".strategies")[0]
-        if module.startswith("fabric."):
-            namespace = "lightning.fabric" if "." in namespace else "lightning_fabric"
-            module = module.removeprefix("fabric.")
-        return importlib.import_module(f"{namespace}.{module}")
 
 
 def schema(trainer: Any) -> dict[str, str]:
