@@ -3,7 +3,8 @@
 Two replica groups of two processes with FSDP2 inside, on this machine:
 
 1. a step under `ft_core.replicate`, against torch's own 2-D HSDP over the same four processes. Blocks of
-   steps of both kinds alternate in the same processes, so that both see the same machine.
+   steps of both kinds alternate in the same processes, so that both see the same machine. Processor time is what
+   can be compared on a busy one.
 2. a heal: the second group starts with a fresh AdamW when the first has trained. Peak memory of a target's
    rank beyond its shards (weights and moments).
 """
@@ -90,8 +91,8 @@ def worker(
 
 def measure_steps(
     rank: int, mesh: Any, lighthouse: str, port: int, steps: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of each step: torch's own, and ours."""
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Seconds of each step, and of the process's processor time in it: torch's own, and ours."""
     import torch
 
     from ft_core import Optimizer
@@ -102,19 +103,20 @@ def measure_steps(
     manager = managed(mine, inner, rank, lighthouse, port, "steps", alone=False)
     data = torch.randn(48, 512)
     kinds = ((theirs, plain), (mine, Optimizer(manager, inner)))
-    seconds: tuple[list[float], list[float]] = ([], [])
+    seconds: tuple[list[tuple[float, float]], ...] = ([], [])
     for step in range(0, 2 * steps, BLOCK):
         kind = step // BLOCK % 2
         model, optimizer = kinds[kind]
         for number in range(BLOCK):
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             optimizer.zero_grad()
             model(data).square().mean().backward()
             optimizer.step()
             if number and step >= 2 * BLOCK:  # the first of a block finds cold caches
-                seconds[kind].append(time.perf_counter() - began)
+                spent = time.perf_counter() - began, time.process_time() - used
+                seconds[kind].append(spent)
     manager.shutdown()
-    return seconds
+    return seconds[0], seconds[1]
 
 
 def measure_heal(
@@ -186,10 +188,14 @@ def main() -> None:
         for process in ranks:
             process.join(60)
     (theirs, mine), heals = found[0][1], [beyond for rank, _, beyond in found if rank >= 2]
-    medians = [statistics.median(each) * 1e3 for each in (theirs, mine)]
+    medians, processor = (
+        [statistics.median(step[which] for step in each) * 1e3 for each in (theirs, mine)]
+        for which in (0, 1)
+    )
     shards, beyond, seconds = (max(each) for each in zip(*heals, strict=True))
     figures = {
         "torch_hsdp_ms": medians[0], "replicate_ms": medians[1], "ratio": medians[1] / medians[0],
+        "torch_hsdp_processor_ms": processor[0], "replicate_processor_ms": processor[1],
         "shards_mib": shards, "peak_beyond_shards_mib": beyond, "heal_s": seconds,
     }  # fmt: skip
     rows = [(name, f"{value:.3f}") for name, value in figures.items()]

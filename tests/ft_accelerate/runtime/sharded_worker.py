@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {
     "precision": "no",
     "from_first": False,  # cpu_ram_efficient_loading: the other processes begin without weights
     "by_code": True,  # the plugins are given in the script, not in the config file
+    "recomputes": False,  # activations in backward, from weights that stay gathered
     "shuffle": True,
     "saves": "",  # a folder: it saves the state there when the first epoch is over, in both forms
     "resumes": "",  # a state that was saved so
@@ -71,6 +72,8 @@ def made(options: dict[str, Any]) -> Any:
                 auto_wrap_policy="transformer_based_wrap",
                 state_dict_type=FORMS["FULL" in options["resumes"]],
                 cpu_ram_efficient_loading=options["from_first"],
+                activation_checkpointing=options["recomputes"],
+                reshard_after_forward=not options["recomputes"],
             ),
             "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
         }

@@ -70,8 +70,9 @@ def test_weights_are_those_of_accelerate_s_own_mesh(
 
 
 def test_in_bf16_groups_average_in_full_precision(tmp_path: Path, lighthouse: str) -> None:
-    """Accelerate's own mesh averages over replicas in bf16, too: equal to its rounding."""
-    options = {"precision": "bf16", "epochs": 1}
+    """Accelerate's own mesh averages over replicas in bf16, too: equal to its rounding. Also accumulated, and
+    with activation checkpointing and weights that stay gathered."""
+    options = {"precision": "bf16", "epochs": 1, "accumulate": 2, "recomputes": True}
     with running(tmp_path / "ft", lighthouse, WORKER, **options) as run:
         run.wait(*[run.start(index, 2, 2, **TWO) for index in (0, 1)])
         ends = [run.end(index) for index in EVERYBODY]

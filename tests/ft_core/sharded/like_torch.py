@@ -13,12 +13,18 @@ import re
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
@@ -32,13 +38,18 @@ from ft_core.sharded import replicate
 from tests.ft_core.sharded.model import Transformer
 
 STEPS = 4
+IMPLEMENTATIONS = {
+    "together": CheckpointImpl.NO_REENTRANT,
+    "reentrant": CheckpointImpl.REENTRANT,
+}
 LIMIT = timedelta(seconds=120)
 
 
 def build(case: str, data: DeviceMesh, tensor: DeviceMesh | None) -> Transformer:
     """A model whose data-parallel dimensions are those of `data`: one of a group, or two of torch's."""
     torch.manual_seed(7)
-    model = Transformer(tied=case == "tied")
+    together = case == "together"
+    model = Transformer(tied=case == "tied" or together)
     if tensor is not None:
         for block in model.blocks:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -48,6 +59,12 @@ def build(case: str, data: DeviceMesh, tensor: DeviceMesh | None) -> Transformer
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if case == "half":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    if together:
+        options |= {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+                    "reshard_after_forward": False}  # fmt: skip
+    if together or case == "reentrant":
+        wrap = partial(checkpoint_wrapper, checkpoint_impl=IMPLEMENTATIONS[case])
+        apply_activation_checkpointing(model, wrap, check_fn=lambda each: each in model.blocks)
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -60,7 +77,7 @@ def build(case: str, data: DeviceMesh, tensor: DeviceMesh | None) -> Transformer
 
 def train(case: str, model: Transformer, optimizer: Any, step_no: Callable[[], int]) -> str:
     """The digest of this rank's part after `STEPS` steps. The same batches in both kinds."""
-    rank, micro = dist.get_rank(), 2 if case == "accumulate" else 1
+    rank, micro = dist.get_rank(), 2 if case in ("accumulate", "together") else 1
     while (step := step_no()) < STEPS:
         optimizer.zero_grad()
         for part in range(micro):
@@ -71,7 +88,7 @@ def train(case: str, model: Transformer, optimizer: Any, step_no: Callable[[], i
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(part == micro - 1)
             model(tokens[:, :-1], tokens[:, 1:], skip=case in ("skipped", "unused") and step == 1).backward()
-        if case == "clip":
+        if case in ("clip", "together"):
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             assert float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) > 0.1
         optimizer.step()
@@ -127,7 +144,7 @@ def ours(case: str, lighthouse: str, port: int) -> str:
         world_size=2,
         store_addr="127.0.0.1",
         store_port=port,
-        use_async_quorum=False,
+        use_async_quorum=case == "together",
         timeout=LIMIT,
         watch_process=False,
     )

@@ -14,9 +14,12 @@ from tests.harness import workers
 from tests.harness.cluster import lighthouse, rendezvous
 from tests.harness.waiting import PATIENCE_S
 
-CASES = ["plain", "accumulate", "clip", "mixed", "half", "tied", "skipped", "tensor"]
+CASES = ["plain", "accumulate", "clip", "mixed", "half", "tied", "skipped", "tensor",
+         "reentrant", "together"]  # fmt: skip
 """Also: accumulated without synchronization; clipped by the norm of DTensors; of other dtypes; with a
-parameter that two modules share; with a block that a step leaves out; with tensor parallelism inside."""
+parameter that two modules share; with a block that a step leaves out; with tensor parallelism inside; with
+activations that are computed again, reentrant; and all at once: mixed precision, accumulated, clipped, tied, activations
+that are computed again, weights that stay gathered, an asynchronous quorum."""
 if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # not in torch 2.11
     CASES.append("unused")
 

@@ -22,6 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -76,11 +77,14 @@ class ShardedModel(LightningModule):
             names = ("replicate", "shard", "tensor")
             mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
             data, tensor = mesh["replicate", "shard"], mesh["tensor"]
-        for block in self.net[:2]:
+        recomputes = self.case == "accumulate"  # and its weights stay gathered
+        for number, block in enumerate(self.net[:2]):
             if self.case == "tensor":
                 plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
                 parallelize_module(block, tensor, plan)
-            fully_shard(block, mesh=data)
+            if recomputes:
+                self.net[number] = block = checkpoint_wrapper(block)
+            fully_shard(block, mesh=data, reshard_after_forward=not recomputes)
         fully_shard(self.net, mesh=data)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -160,7 +164,7 @@ def fit(case: str, options: dict[str, Any], files: Log, **given: Any) -> Trainer
         strategy=kind(save_distributed_checkpoint=case != "full", **sizes),
         accumulate_grad_batches=2 if case == "accumulate" else 1,
         gradient_clip_val=None if case == "tensor" else 0.5,  # torch has no norm over two meshes
-        precision="bf16-true" if case == "half" else "32-true",
+        precision={"half": "bf16-true", "mixed": "bf16-mixed"}.get(case, "32-true"),
         default_root_dir=str(files.folder / case),
         logger=False,
         enable_progress_bar=False,

@@ -18,8 +18,8 @@ from tests.harness.runs import ended
 pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).parent / "sharded_worker.py"
-BITWISE = ["plain", "half", "tensor", "folder", "full"]
-"""Half precision, tensor parallelism inside, and a fit that goes on from a checkpoint: a folder to which
+BITWISE = ["plain", "half", "mixed", "tensor", "folder", "full"]
+"""Half and mixed precision, tensor parallelism inside, and a fit that goes on from a checkpoint: a folder to which
 all ranks write, or one file. Gradients are clipped, and a plateau scheduler follows the validation."""
 STEPS = 6
 
@@ -55,7 +55,7 @@ def test_numbers_are_those_of_the_stock_strategy(
             for mine, other in zip(*lines, strict=True):
                 assert mine["samples"] == other["samples"]
                 assert sorted(mine["rows"]) == sorted(other["rows"])
-    # Stock averages each of the accumulated batches on its own, which rounds otherwise.
+    # With activation checkpointing, too. Stock averages each of the accumulated batches on its own, which rounds otherwise.
     theirs, ours = (result(each, 0, "accumulate") for each in (stock, run))
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
     assert ours["step"] == theirs["step"] == STEPS // 2
