@@ -135,6 +135,11 @@ class FaultTolerancePlugin:
         "Let the launcher fork a replica group that it starts again from a process that has imported "
         "the libraries.",
     )
+    keep_state_s: float = _option(
+        30.0,
+        "How often a process of the launcher's takes a copy of the state, in seconds: when all replica groups "
+        "have died they go on from it. Not for groups that share one copy of the model (FSDP). 0: never.",
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         for name in kwargs:
@@ -169,7 +174,8 @@ class FaultTolerancePlugin:
     def _check(self) -> None:
         """What the launcher and the split of the data need; the rest `JobOptions` checks."""
         groups = self.num_replica_groups
-        for name, least in (("num_replica_groups", 1), ("max_restarts", 0), ("group_size", 0)):
+        least_of = {"num_replica_groups": 1, "max_restarts": 0, "group_size": 0, "keep_state_s": 0}
+        for name, least in least_of.items():
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 <= self.replica_group_id < groups:

@@ -14,6 +14,7 @@ import math
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from ft_core.collectives.allreduce import find_weight
 from ft_core.config import JobOptions
@@ -21,7 +22,7 @@ from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDis
 from ft_core.heal.compared import ComparedState, Digest
 from ft_core.heal.objects import naming_option
 from ft_core.launch.board import Slot, slot
-from ft_core.launch.kept import Card
+from ft_core.launch.kept import Card, Version
 from ft_core.launch.warm.learn import report as report_modules
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
@@ -39,7 +40,7 @@ from ft_core.shell.group_server import GroupRendezvous
 from ft_core.shell.session import Session
 from ft_core.state import CHANGED_WHILE_SERVED, State
 from ft_core.step import Step
-from ft_core.telemetry import COMMIT, DISCARD, Telemetry
+from ft_core.telemetry import COMMIT, DISCARD, KEPT, Telemetry
 from lighthouse.wire.messages import NOT_COUNTED
 
 log = logging.getLogger("ft_core")
@@ -101,7 +102,7 @@ class Attempts:
     def be_observed(self, place: tuple[str, ...]) -> None:
         """Tell an observer where the states of this process are, which is about to join. `place`: see
         `Card`."""
-        if self._options.group_world_size == 1:
+        if self._options.can_be_kept and self._options.group_rank == 0:
             self._card = Card(self.session.plane.source, place, token=self._options.token)
             self._slot.tell(self._card.row())
 
@@ -114,9 +115,24 @@ class Attempts:
         Raises QuorumUnavailable: the step has begun then, and can only fail.
         """
         self.step.open()
-        limit_s = self._patience_s(timeout)
-        away_s = self._options.timeouts.connect_timeout_s
-        return self.rendezvous.meet(lineage, away_s if limit_s is None else min(limit_s, away_s))
+        return self.rendezvous.meet(lineage, self._meeting_s(timeout))
+
+    def begin_with_kept(
+        self, place: tuple[str, ...], own: Version, timeout: timedelta | None
+    ) -> Version:
+        """The version with which this process begins: `own`, or that of the state that the supervisor's
+        keeper holds and that is loaded now. Raises as `meet`, HealError, and what loading raises."""
+        self.step.open()
+        agree = partial(self.rendezvous.from_rank_0, "kept", limit_s=self._meeting_s(timeout))
+        kept = self._state.begin_with_kept(self._options, place, own, agree)
+        if kept is None:
+            return own
+        self._telemetry.emit(KEPT, step=kept.step)
+        return kept
+
+    def _meeting_s(self, timeout: timedelta | None) -> float:
+        limit_s, away_s = self._patience_s(timeout), self._options.timeouts.connect_timeout_s
+        return away_s if limit_s is None else min(limit_s, away_s)
 
     def _patience_s(self, timeout: timedelta | None) -> float | None:
         """How long a `Manager.start_quorum` waits that was called with `timeout`."""

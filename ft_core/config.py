@@ -194,6 +194,11 @@ class JobOptions:
         return self.commit == "group"
 
     @property
+    def can_be_kept(self) -> bool:
+        """Whether the state of rank 0 is all that its replica group needs to go on."""
+        return self.group_world_size == 1 or self.ranks_hold is RanksHold.COPIES
+
+    @property
     def data_shares(self) -> int:
         """How many replica groups contribute at most, where the job has spares."""
         return self.expected_replicas - self.spares

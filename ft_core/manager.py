@@ -38,7 +38,7 @@ from ft_core.replica.status import (
 )
 from ft_core.shell.session import Session, schema_digest
 from ft_core.state import State
-from ft_core.telemetry import KEPT, Telemetry
+from ft_core.telemetry import Telemetry
 from lighthouse.wire.messages import FINISHED, OTHERS_FINISHED
 
 log = logging.getLogger("ft_core")
@@ -649,9 +649,7 @@ class Manager:
         schema = "; ".join(f"{key}: {text}" for key, text in sorted(self._schema.items()))
         place = self._options.job_id, room_id, schema_digest(schema)
         if allow_heal and self._options.trains:
-            if (kept := self.state.begin_with_kept(self._options, place, self._start)) is not None:
-                self._start = kept
-                self.telemetry.emit(KEPT, step=kept.step)
+            self._start = self._attempts.begin_with_kept(place, self._start, timeout)
         lineage = self._start.lineage or self.state.first_lineage(self._options)
         self.state.prepare()
         lineage = self._attempts.meet(lineage, timeout)

@@ -12,11 +12,13 @@ it, too, against 0.2 s for the transfer.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -66,6 +68,7 @@ KEPT_TRIES = 3
 
 Versions = list[tuple[Tensor, int]]
 
+Agree = Callable[[Callable[[], str]], str]
 Load = Callable[[Any], None]
 Save = Callable[[], Any]
 
@@ -89,6 +92,9 @@ class State:
         self.whole: Callable[[], bool] = lambda: True
         """Whether what the parts save now, at a step's boundary, is all of the state, and can be loaded
         here: an integration may be elsewhere in its loop. Asked for observers and for what is kept."""
+        self.takes_kept: Callable[[dict[str, Any]], bool] = lambda parts: True
+        """Whether this process can go on from these parts, which the supervisor's keeper holds: where what it
+        has loaded from a checkpoint says no more than its own step, only an integration knows."""
         self.kept: Version | None = None
         """Of the state with which this process began, if the keeper held it. Read only."""
         self.shows = False
@@ -207,18 +213,33 @@ class State:
         return None
 
     def begin_with_kept(
-        self, options: JobOptions, place: tuple[str, ...], own: Version
+        self, options: JobOptions, place: tuple[str, ...], own: Version, agree: Agree
     ) -> Version | None:
-        """Before this process joins: take what the supervisor's keeper holds, if this process is to begin
-        with that; returns its version. `place`: see `Card`. `own`: of the state without the keeper."""
-        found = kept_state(options, place, own) if self.whole() else None
-        if found is None:
+        """Before this process joins: take what the supervisor's keeper holds, if its replica group is to
+        begin with that; returns its version.
+
+        Args:
+            place: see `Card`.
+            own: of the state without the keeper.
+            agree: `agree(decide)` is what `decide()` returns in the group's rank 0.
+        """
+        if self.kept is not None or not (self.whole() and options.can_be_kept and slot().there):
             return None
-        self.kept, packed = found
-        allow_objects = options.heal_allow_objects
-        tree = unpack(packed["manifest"], packed["tensors"], allow_objects=allow_objects)
-        self._load(tree)
-        self._count(tree)
+        found: tuple[Version, dict[str, Any]] | None = None
+
+        def decide() -> str:
+            nonlocal found
+            found = kept_state(options, place, own)
+            wanted = found is not None and self.takes_kept(found[1]["user"])
+            return json.dumps(asdict(found[0])) if found is not None and wanted else ""
+
+        if not (said := agree(decide)):
+            return None
+        self.kept = Version(**json.loads(said))
+        if found is None:  # another rank has decided
+            found = self.kept, fetch_kept(options, self.kept)
+        self._load(found[1])
+        self._count(found[1])
         return self.kept
 
     def _withhold(self, session: Session, position: tuple[int, str], error: Exception) -> None:
@@ -354,12 +375,9 @@ def _unchanged(versions: Versions) -> bool:
 def kept_state(
     options: JobOptions, place: tuple[str, ...], own: Version
 ) -> tuple[Version, dict[str, Any]] | None:
-    """(version, the state as `State.show` has packed it), if this process begins with what the keeper
-    holds; else None. The training loop's thread, before the process joins.
-
-    `place`: see `Card`. `own`: the version of the state that this process has without the keeper.
-    """
-    if options.group_world_size > 1 or slot().others_train():
+    """(version, the state), if a process that has no more than `own` begins with what the keeper holds;
+    else None. `place`: see `Card`. The training loop's thread, before the process joins."""
+    if slot().others_train():
         return None
     for _ in range(KEPT_TRIES):
         row = slot().keepers_card()
@@ -369,17 +387,27 @@ def kept_state(
         version = card.version
         if not version.begins_with(own):
             return None
-        deadline = time.monotonic() + options.timeouts.heal_timeout_s
-        key = HealKey(version.step, version.lineage)
         try:
-            packed, stats = fetch([card.address], key, deadline=deadline, options=options)
+            return version, fetch_kept(options, version)
         except HealError as error:
             log.warning("the kept state of step %s can't be had: %s", version.step, error)
-            continue
-        took = f"{stats.bytes / 1e6:.0f} MB in {stats.seconds:.2f} s"
-        log.info("begins with the state of step %s, which was kept (%s)", version.step, took)
-        return version, packed
     return None
+
+
+def fetch_kept(options: JobOptions, version: Version) -> dict[str, Any]:
+    """The state of this version, which the keeper holds. Raises HealError."""
+    row = slot().keepers_card()
+    if row is None:
+        raise HealError("the keeper has died")
+    deadline = time.monotonic() + options.timeouts.heal_timeout_s
+    key = HealKey(version.step, version.lineage)
+    packed, stats = fetch([Card.of(row).address], key, deadline=deadline, options=options)
+    took = f"{stats.bytes / 1e6:.0f} MB in {stats.seconds:.2f} s"
+    log.info("begins with the state of step %s, which was kept (%s)", version.step, took)
+    tree: dict[str, Any] = unpack(
+        packed["manifest"], packed["tensors"], allow_objects=options.heal_allow_objects
+    )
+    return tree
 
 
 # ---------------------------------------------------------------- an optimizer's state in advance

@@ -357,6 +357,7 @@ def _supervise(
         speaker=SPEAKER,
         on_given_up=tell_lighthouse(address, made.plugin.job_id),
         warm=warm_starts(made.plugin.warm_start, places=[ENV_PREFIX]),
+        keep_state_s=0.0 if made.place.group_size > 1 and uses("FSDP", env) else made.plugin.keep_state_s,
     )
 
 

@@ -67,6 +67,18 @@ class Prepared:
         """What the script has registered for checkpointing."""
         return [thing for each in self.accelerators.values() for thing in each._custom_objects]
 
+    def past(self, state: dict[str, Any], *, told: bool) -> bool | None:
+        """What our own registered objects say of theirs in a dumped `state` (`FollowsTheScript`); None: there
+        are none."""
+        pairs = [
+            pair
+            for number, accelerator in self.accelerators.items()
+            if (its := state["accelerators"].get(str(number))) is not None
+            for pair in zip(accelerator._custom_objects, its["custom"], strict=False)
+        ]
+        said = [o.is_past(s, told=told) for o, s in pairs if isinstance(o, FollowsTheScript)]
+        return any(said) if said else None
+
     @property
     def any_model(self) -> bool:
         """Whether a model lives."""
@@ -96,6 +108,11 @@ _FROM_HERE = "_ft_frozen"
 
 class FollowsTheScript:
     """Base of registered objects of our own, which change in the script's past, too."""
+
+    def is_past(self, state: Any, *, told: bool) -> bool:
+        """Whether this script has begun behind the place at which one like it had this `state`. `told`: the
+        script there has told where its epochs begin."""
+        raise NotImplementedError
 
 
 def freeze(objects: Iterable[Any]) -> None:

@@ -47,7 +47,6 @@ from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.board import slot
-from ft_core.launch.narrator import Narrator
 from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import OVER_EXIT_CODE, age_s, die_with, say
 from ft_core.manager import Manager
@@ -562,8 +561,7 @@ class Runtime:
         )
         if self._sink is not None:
             manager.telemetry.add_sink(self._sink)
-        if self.options.num_replica_groups > 1 and self.group_ranks.place.group_rank == 0:
-            self._narrate(manager)
+        self.group_ranks.narrate(manager, self.position.in_words)
         self.reducer.attach(manager)
         lineage = self.group_ranks.sync_initial_state(
             lambda: states.lineage_of_start(self.prepared.accelerators, allow_objects=allow_objects),
@@ -575,23 +573,8 @@ class Runtime:
         )
         manager.load_state_dict({"step": 0, "batches_committed": 0, "lineage": lineage})
         manager.compare_states(not self.serve_copies)
+        manager.state.whole, manager.state.takes_kept = self._can_be_kept, self._takes_kept
         self.manager = manager
-
-    def _narrate(self, manager: Manager) -> None:
-        """Tell of evictions, and of discards that repeat.
-
-        Of deaths and the start the launcher tells, if it has all groups. That this group is back is told
-        when its script is (`_tell_back`).
-        """
-        others = not slot().whole
-        options, place = self.options, self.position.in_words
-        name, groups = str(options.replica_group_id), options.num_replica_groups
-        manager.telemetry.add_sink(
-            Narrator(
-                "ft_accelerate", name, groups, options.lighthouse, place,
-                deaths=others, start=others, returns=False,
-            )
-        )  # fmt: skip
 
     def _take_start(self, state: dict[str, Any]) -> None:
         """Begin with the state of this group's rank 0, as with DistributedDataParallel. A pass over data that is under way takes over that process's shuffling, too.
@@ -629,6 +612,16 @@ class Runtime:
             "healed; the others are in pass %s over the loaders, batch %s",
             *(target.window or (0, 0)),
         )
+
+    def _can_be_kept(self) -> bool:
+        return self.live and not self.position.pending and not self.serve_copies
+
+    def _takes_kept(self, parts: dict[str, Any]) -> bool:
+        state, prepared = parts["default"], self.prepared
+        target = states.target_in(state)
+        past = prepared.past(state, told=bool(target.epochs))
+        trained = bool(states.moments(prepared.optimizers))
+        return self.saved.goes_on_from(target, past=past, has_trained=trained)
 
     # ------------------------------------------------------------------ leave
 

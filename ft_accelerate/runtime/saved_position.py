@@ -5,8 +5,10 @@ name) begins in the middle. Its passes over the loaders are counted from where t
 so that a process that comes back, and finds a newer checkpoint than its peers have begun with, does not
 count the passes before it twice.
 
-A script that does not resume begins at step 0 when all processes of its job have died. It is warned if
-the job has saved a state: this machine remembers the newest one of each job in a file.
+When all processes of its job have died, a script goes on from the state that its launcher's keeper
+holds (`ft_core.launch.kept`), unless what it has loaded is newer. One that does not resume, and of which
+nothing is kept, begins at step 0. It is warned if the job has saved a state: this machine remembers the
+newest one of each job in a file.
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ft_accelerate.runtime.script_position import ScriptPosition
+from ft_accelerate.runtime.script_position import ScriptPosition, Target
 from lighthouse.files import machine_file, replace_whole
 
 log = logging.getLogger("ft_accelerate")
 
 FILE = "ft_position.json"
+LEFT_OUT = (
+    "the kept state of the job is not used, since this process begins %s: results of what it leaves out, or "
+    "repeats, would be wrong"
+)
 
 
 class SavedPosition:
@@ -46,6 +52,28 @@ class SavedPosition:
         self._loaded = True
         with contextlib.suppress(OSError, ValueError, KeyError):  # it is none of ours
             self._position.resume_at(int(json.loads((Path(folder) / FILE).read_text())["pass"]))
+
+    def goes_on_from(self, kept: Target, *, past: bool | None, has_trained: bool) -> bool:
+        """Before the first step: whether this script goes on from a state that was kept at that place.
+
+        Args:
+            past: what a framework says that counts its own steps; None: there is none.
+            has_trained: what this script has prepared has trained before.
+        """
+        position = self._position
+        if kept.begun > position.begun:
+            log.warning(LEFT_OUT, "with an earlier training of the script")
+            return False
+        if past is not None:
+            return not past
+        if has_trained and not self._loaded:
+            log.warning(LEFT_OUT, "with what it has loaded in a way of its own")
+            return False
+        if kept.window is None:
+            return not self._loaded
+        here = position.active[-1] if position.active else None
+        place = (position.iterations, 0) if here is None else (here.seq, here.yielded)
+        return place <= kept.window
 
     def remember(self, folder: Path) -> None:
         """The main process has saved `folder`."""

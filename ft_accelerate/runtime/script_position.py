@@ -222,10 +222,11 @@ class ScriptPosition:
         self.stepped, self.pending = True, False
 
     def in_words(self) -> str:
-        """The place of the window; "" before the first one. Any thread."""
-        if self.window is None:
+        """The place of the window, or of the peers'; "" before the first one. Any thread."""
+        window = self.window if self.target is None else self.target.window
+        if window is None:
             return ""
-        number, batch = self.window
+        number, batch = window
         return f"batch {batch + 1:,} of pass {number + 1:,} over the data"
 
     def describe(self, at: str) -> Target:

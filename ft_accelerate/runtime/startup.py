@@ -30,6 +30,8 @@ from ft_core.collectives.agreement import agree
 from ft_core.environment import ReplicaEnv
 from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.heal import digest
+from ft_core.launch.board import slot
+from ft_core.launch.narrator import Narrator
 from ft_core.launch.rank_group import BROKEN_EXIT_CODE
 from ft_core.launch.sigterm import EXIT_CODE
 from ft_core.manager import Manager
@@ -78,6 +80,23 @@ class GroupRanks:
         changes = {"ranks_hold": hold, **changes}
         job = replace(self._job, job_id=self._job.job_id + suffix, **changes)
         return Manager.from_options(process_group_for(device, job.timeout_s), job)
+
+    def narrate(self, manager: Manager, place: Callable[[], str]) -> None:
+        """Tell the person who watches of evictions, and of discards that repeat. `place`: of the script.
+
+        Of deaths and the start the launcher tells, if it has all groups. That this group is back is told
+        when its script is.
+        """
+        options, others = self.options, not slot().whole
+        if options.num_replica_groups == 1 or self.place.group_rank:
+            return
+        name, groups = str(options.replica_group_id), options.num_replica_groups
+        manager.telemetry.add_sink(
+            Narrator(
+                "ft_accelerate", name, groups, options.lighthouse, place,
+                deaths=others, start=others, returns=False,
+            )
+        )  # fmt: skip
 
     @property
     def sharers(self) -> int:

@@ -362,6 +362,13 @@ class SharedTrainerState(FollowsTheScript):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._peers_state = state
 
+    def is_past(self, state: dict[str, Any], *, told: bool) -> bool:
+        """From the checkpoint with which it begins, epochs are counted anew: one of which nothing is told can't
+        be found."""
+        trainer = self._trainer()
+        step = 0 if trainer is None else int(trainer.state.global_step)
+        return step > json.loads(state["state"])["global_step"] if told else step > 0
+
     def arrive(self) -> None:
         """This process has arrived at its peer's position: load the peer's state."""
         trainer, found, self._peers_state = self._trainer(), self._peers_state, None

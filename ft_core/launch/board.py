@@ -171,6 +171,11 @@ class Slot:
             self._memory[at : at + len(line) + 1] = line + b"\0"
 
     @property
+    def there(self) -> bool:
+        """Whether a supervisor has started this process."""
+        return self._memory is not None
+
+    @property
     def whole(self) -> bool:
         """Whether one supervisor has all replica groups of the job."""
         return self._memory is not None and self._whole

@@ -52,7 +52,7 @@ class Narrator:
         self._place = place
         self._deaths, self._returns, self._start = deaths, returns, start
         self._members: set[str] = set()
-        self._kept = False
+        self._kept: int | None = None
         self._why, self._healed, self._first, self._discards = "", False, False, 0
         self._there_at = time.monotonic() - age_s()
 
@@ -66,7 +66,7 @@ class Narrator:
         elif event.kind == HEAL_DONE:
             self._healed = True
         elif event.kind == KEPT:
-            self._kept = True
+            self._kept = event.data["step"]
         elif event.kind == REVOKED:
             self._why = event.data["reason"]
         elif event.kind == DISCARD:
@@ -87,8 +87,9 @@ class Narrator:
         count = f"{len(self._members)} of {self._groups} replica groups"
         if not before and self._start:
             self._say(f"training with {count}; the lighthouse is {self._lighthouse}")
-            if self._kept:
-                self._say(f"all had ended; the job goes on from the kept state of {self._place()}")
+        if not before and self._kept is not None:
+            place = self._place() or f"commit {self._kept:,}"
+            self._say(f"all had ended; the job goes on from the kept state of {place}")
         for gone in sorted(before - self._members):
             of, _, reason = why.partition(": ")
             reason = reason if name_of(of) == gone else ""

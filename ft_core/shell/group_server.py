@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast, get_args
@@ -337,6 +337,29 @@ class GroupRendezvous:
         if not all(lineage.startswith(INITIAL) for lineage in each) or not each:
             return mine
         return INITIAL + hashlib.blake2b("|".join(each).encode(), digest_size=16).hexdigest()
+
+    def from_rank_0(self, name: str, decide: Callable[[], str], limit_s: float) -> str:
+        """What `decide` returns in rank 0, which calls it once in the life of this manager.
+
+        Raises as `meet`, before which all ranks call it.
+        """
+        if self._size == 1:
+            return decide()
+        from torch.distributed import DistError
+
+        deadline = time.monotonic() + limit_s
+        try:
+            store = self._open(limit_s)
+            key = f"{self._key}/{name}"
+            if self._rank == 0 and not store.check([key]):
+                store.set(key, decide())
+            store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            return str(store.get(key).decode())
+        except DistError as error:
+            raise QuorumUnavailable(
+                f"no quorum within {limit_s:g} s: rank 0 of replica group {self._options.name} is not "
+                f"here ({error})"
+            ) from error
 
     def _open(self, limit_s: float) -> Any:
         """The store, to which this rank is connected."""

@@ -1,13 +1,15 @@
 """What a Fabric script saves and loads (`fabric.save`, `fabric.load`), and what is said of it.
 
 The script itself decides what it loads. When all processes of a job have died, its supervisor starts
-the script again, and a line says from where the job goes on. This machine remembers the newest file of
-each job for that.
+the script again. It goes on from the state that the supervisor's keeper holds, unless what it has loaded
+is newer. A line says from where the job goes on. This machine remembers the newest file of each job for
+that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from ft_core.environment import SHARED_JOB
 from ft_core.launch.supervisor import say
 from ft_lightning.fabric.fabric_step import FabricStepMixin
 from lighthouse.files import machine_file, replace_whole
+
+log = logging.getLogger("ft_lightning")
 
 
 class FabricSavesMixin(FabricStepMixin):
@@ -69,6 +73,9 @@ class FabricSavesMixin(FabricStepMixin):
 
     def _goes_on(self) -> str:
         """This process was started again, and found none to heal from: from where the job goes on."""
+        assert self._manager is not None
+        if self._manager.state.kept is not None:
+            return ""  # the narrator tells
         record, saved = self._record(), ""
         with contextlib.suppress(OSError):
             saved = "" if record is None else record.read_text()
@@ -88,6 +95,21 @@ class FabricSavesMixin(FabricStepMixin):
             "all had ended, and the script has not called fabric.load, though the job has saved "
             f"{saved}: it begins anew. Load that before the first batch to go on from there"
         )
+
+    def _takes_kept(self, parts: dict[str, Any]) -> bool:
+        """Whether the loop can go on from a state that the supervisor's keeper holds, instead of from what
+        the script has loaded."""
+        state, mine = parts["default"], self.progress.step
+        trained = self._loaded or any(optimizer.state for optimizer in self._optimizers)
+        if state["progress"]["step"] < mine or (trained and not mine):
+            return False
+        why = self._lost_place(state)
+        if why:
+            log.warning("the kept state of the job is not used: %s", why)
+        return not why
+
+    def _lost_place(self, state: dict[str, Any]) -> str:
+        raise NotImplementedError
 
     def _remember(self, path: Any) -> None:
         """This process has saved `path`."""

@@ -197,6 +197,8 @@ class FTFabricMixin(FabricSavesMixin):
         self._started = True
         if self._votes_each_step:
             self._manager.preallocate_state(*self._optimizers)
+            self._manager.state.whole = lambda: self._where is Where.BOUNDARY
+            self._manager.state.takes_kept = self._takes_kept
         start = self._agree_on_start()
         self._manager.load_state_dict(
             {"step": self.progress.step, "batches_committed": 0, "lineage": f"start-{start}"}
@@ -268,7 +270,8 @@ class FTFabricMixin(FabricSavesMixin):
             name, dtype, shape, op = state["round"]
             self._visit = (name, dtype, list(shape), op)
             return
-        self._refuse_lost_place(state)
+        if why := self._lost_place(state):
+            raise RuntimeError(why)
         self._healed = True
         self._window.place = WindowPlace(*state["window"])
         self._window.results = list(state["results"])
@@ -286,20 +289,20 @@ class FTFabricMixin(FabricSavesMixin):
             else:
                 thing.load_state_dict(state["registered"][name])
 
-    def _refuse_lost_place(self, state: dict[str, Any]) -> None:
-        """Raise RuntimeError if the loop would go on at another place than its peers' loops."""
+    def _lost_place(self, state: dict[str, Any]) -> str:
+        """A sentence, if the loop would go on at another place than the loop that had this state; else ""."""
         places, lead = state["progress"]["places"], state["lead"]
         if lead >= 0 and not self._asks_where:
             mine, its = self.progress.places[lead].epoch, places[lead][0]
             if mine != its:
-                raise RuntimeError(
+                return (
                     f"this process came back in pass {mine} over its data, and its peers are in pass "
                     f"{its}: a loop over `range` can't go there, and would train on alone when they have "
                     "finished. Write `for epoch in fabric.strategy.epochs(total)` in place of "
                     "`for epoch in range(total)`"
                 )
         if state["progress"]["step"] == self.progress.step:
-            return
+            return ""
         known = [*self._schedulers, *self._registered.values()]
         healed = {
             id(_first_parameter(each.optimizer)) for each in known if hasattr(each, "optimizer")
@@ -307,11 +310,12 @@ class FTFabricMixin(FabricSavesMixin):
         for each in self._optimizers:
             scheduled = any("initial_lr" in group for group in each.param_groups)
             if scheduled and id(_first_parameter(each)) not in healed:
-                raise RuntimeError(
+                return (
                     "this process came back, and its learning rate scheduler does not know how far its "
                     "peers' are: give it to fabric.setup(model, optimizer, scheduler=scheduler), or to "
                     'fabric.strategy.register("scheduler", scheduler)'
                 )
+        return ""
 
 
 def _first_parameter(optimizer: Any) -> Any:

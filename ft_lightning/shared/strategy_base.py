@@ -177,8 +177,6 @@ class StrategyBase(_Base):
     """False where a replica group trains on its own between two outer steps: it is one process."""
     _serves_spares = False
     """Whether a replica group can take over another one's share of the data between two steps."""
-    _goes_to_any_place = False
-    """Whether each process that starts can go to any place in the epochs and the data."""
     _scope: Scope | None = None
     """Set when the Trainer or the Fabric is made."""
     _in_group: IntraGroup
@@ -252,9 +250,9 @@ class StrategyBase(_Base):
                 a process that has imported the libraries (if ``devices=N`` starts the groups).
                 FT_WARM_START=0 switches it off, too.
             keep_state_s: a process of its own takes a copy of the state at this interval, in seconds. When
-                all replica groups have died they go on from it (Trainer only; if ``devices=N`` starts them,
-                groups of one process, and ``resume``). Off where two copies are more than half of the
-                free memory. 0: never.
+                all replica groups have died they go on from it (if ``devices=N`` starts them, and
+                ``resume``; not for the shards of groups of several processes). Off where two copies are
+                more than half of the free memory. 0: never.
             spares: so many of the replica groups are hot spares, which take part with weight 0: the data
                 is divided among the others, and a spare takes over the share of one that is gone
                 (Trainer only).
@@ -435,7 +433,8 @@ class StrategyBase(_Base):
 
     @property
     def _keep_state_s(self) -> float:
-        able = self._votes_each_step and self._goes_to_any_place and self.scope.group_size == 1
+        copies = self.scope.group_size == 1 or self._ranks_hold == "copies"
+        able = self._votes_each_step and copies
         return self._options.keep_state_s if able and self._options.resume else 0.0
 
     # ------------------------------------------------------------------ the manager

@@ -73,7 +73,6 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     strategy_name = NAME
     _serves_spares = True
-    _goes_to_any_place = True
     counts: Counts | None = None
     """Steps, discards and heals of the fit under way, or of the last one; None before. Any thread."""
     _driver: StepDriver | None = None

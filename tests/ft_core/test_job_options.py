@@ -495,7 +495,9 @@ TAKEN_BY_NAME = {
     "job_id",
 }
 """What users of both frameworks choose under the names of `JobOptions`."""
-SETTLED_BY_THE_LAUNCHER = {"num_replica_groups", "max_restarts", "group_size", "warm_start"}
+SETTLED_BY_THE_LAUNCHER = {
+    "num_replica_groups", "max_restarts", "group_size", "warm_start", "keep_state_s",
+}  # fmt: skip
 """Not the member's: tests/ft_core/launch/test_supervisor.py, tests/ft_lightning and tests/ft_accelerate."""
 
 
@@ -514,6 +516,6 @@ def test_what_both_frameworks_choose_gets_here_whole() -> None:
     accelerate = set(field_names())
     assert lightning & mine == TAKEN_BY_NAME | {"max_retries", "spares"}
     assert accelerate & mine == TAKEN_BY_NAME
-    alone = {"replica_name", "resume", "validation", "keep_state_s"}
+    alone = {"replica_name", "resume", "validation"}
     assert lightning - mine == SETTLED_BY_THE_LAUNCHER | alone
     assert accelerate - mine == SETTLED_BY_THE_LAUNCHER | {"replica_group_id"}

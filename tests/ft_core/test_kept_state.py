@@ -7,17 +7,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import ReduceOp
 
 from ft_core.heal import HealKey, HealServer
 from ft_core.launch.board import Board, Slot, slot
 from ft_core.launch.kept import Card, Version
 from ft_core.launch.state_keeper import StateKeeper, TooLarge
 from lighthouse import LighthouseServer
-from tests.harness.cluster import Replica, as_child, board_of, lighthouse
+from tests.harness.cluster import (
+    Replica,
+    as_child,
+    board_of,
+    lighthouse,
+    rendezvous,
+    replicas,
+)
 from tests.harness.waiting import PATIENCE_S, until
 
 
@@ -237,3 +246,55 @@ def test_a_state_that_cannot_travel_is_not_kept_and_the_training_goes_on(board: 
         a.close()
     assert len(told) == 1
     assert "the state is not kept" in told[0]
+
+
+def test_a_group_of_several_ranks_goes_on_as_one(board: Board) -> None:
+    """Its rank 0 shows the state, and decides which one the group begins with."""
+
+    def group(server: LighthouseServer, store: Any, value: float) -> list[Replica]:
+        return [
+            Replica(
+                server, "a", value=value, rank=rank, world_size=2, store_addr="127.0.0.1",
+                store_port=store.port, ranks_hold="copies", expected_replicas=1,
+            )
+            for rank in (0, 1)
+        ]  # fmt: skip
+
+    with lighthouse() as server, keeper(board) as kept, rendezvous(2) as stores:
+        over, died_at = threading.Event(), [0, 0]
+        before = group(server, stores[0], 0.0)
+
+        def train(rank: int) -> None:
+            while before[rank].manager.current_step() < 3 or not over.is_set():
+                before[rank].manager.start_quorum()
+                last = rank == 0 and over.is_set()  # both end after one step
+                total = torch.tensor([int(last)])
+                before[rank].manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
+                assert before[rank].manager.should_commit()
+                before[rank].weights -= 1.0
+                if total.item():
+                    break
+            died_at[rank] = before[rank].manager.current_step()
+
+        def keep() -> None:
+            until(lambda: slot().cards(), "the group tells where its state is")
+            try:
+                assert kept.renew()
+            finally:
+                over.set()
+
+        replicas(partial(train, 0), partial(train, 1), keep)
+        replicas(*[member.close for member in before])
+        assert died_at[0] == died_at[1] > kept_step(kept)
+
+        after = group(server, stores[1], 7.0)
+
+        def begin(rank: int) -> tuple[int, list[float]]:
+            after[rank].manager.start_quorum()
+            begun = after[rank].manager.current_step(), after[rank].weights.tolist()
+            assert after[rank].manager.should_commit()
+            return begun
+
+        step = kept_step(kept)
+        assert replicas(partial(begin, 0), partial(begin, 1)) == [(step, [-float(step)] * 8)] * 2
+        replicas(*[member.close for member in after])

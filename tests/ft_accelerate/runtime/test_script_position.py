@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ft_accelerate.runtime.leadership import main_of
+from ft_accelerate.runtime.saved_position import FILE, SavedPosition
 from ft_accelerate.runtime.script_position import (
     Elsewhere,
     Epoch,
@@ -256,3 +259,30 @@ def test_without_epochs_there_is_no_entry() -> None:
     position.relocate(peers())
     assert position.entry is None
     assert not position.leap(position.begin(None))
+
+
+def test_a_script_goes_on_from_what_is_kept_unless_it_begins_behind_it_or_nobody_can_tell(
+    tmp_path: Path,
+) -> None:
+    def goes_on(kept: Target, *, left_out: int = 0, loads: int | None = None, **said: Any) -> bool:
+        position = ScriptPosition()
+        saved = SavedPosition(position, "")
+        if loads is not None:
+            (tmp_path / FILE).write_text(f'{{"pass": {loads}}}')
+            saved.on_load([], str(tmp_path))
+        position.begin(None, left_out)
+        return saved.goes_on_from(kept, **{"past": None, "has_trained": False, **said})
+
+    kept = peers()
+    assert goes_on(kept)
+    assert goes_on(kept, loads=0, has_trained=True), "the checkpoint is older"
+    assert goes_on(kept, loads=1, left_out=2), "as new"
+    assert not goes_on(kept, loads=1, left_out=3)
+    assert not goes_on(kept, loads=2)
+    assert not goes_on(kept, has_trained=True), "it has resumed in a way of its own"
+    assert not goes_on(peers(begun=1)), "of a later training of the script"
+    alone = peers(window=None, active=())
+    assert goes_on(alone)
+    assert not goes_on(alone, loads=0), "no pass tells how far that was"
+    assert goes_on(kept, past=False, has_trained=True), "a framework counts its own steps"
+    assert not goes_on(kept, past=True)

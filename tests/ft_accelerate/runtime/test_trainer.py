@@ -85,7 +85,7 @@ def protected(
 ) -> tuple[list[Report], str]:
     """The same script in two replica groups."""
     out.mkdir(exist_ok=True)
-    section = {"min_replicas": min_replicas, "timeout_s": 30, "group_size": group_size}
+    section = {"min_replicas": min_replicas, "timeout_s": 30, "group_size": group_size, "keep_state_s": 0}
     given = {**CONFIG, "num_processes": 2 * group_size, "fault_tolerance_config": section}
     config = out / "ft.yaml"
     config.write_text(yaml.safe_dump(given))

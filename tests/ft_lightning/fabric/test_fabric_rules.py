@@ -244,6 +244,27 @@ def test_what_comes_too_late_or_cannot_work_is_said(fabric: Any) -> None:
         fabric.strategy.register("more", {})
 
 
+def test_a_loop_goes_on_from_what_is_kept_unless_it_is_past_that_or_cannot_go_there(
+    fabric: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def goes_on(step: int, epoch: int = 0) -> bool:
+        progress = {"epoch": 0, "step": step, "places": [[epoch, 3, 1]]}
+        kept = {"default": {"progress": progress, "lead": 0}}
+        return bool(fabric.strategy.manager.state.takes_kept(kept))
+
+    model, optimizer, loader = ready(fabric, data())
+    (batch,) = next(iter(loader))
+    assert goes_on(step=3)
+    assert not goes_on(step=3, epoch=2), "over `range` it can't go there"
+    assert "the kept state of the job is not used: this process came back in pass 0" in caplog.text
+    assert fabric.strategy.current_step == 0  # asks for the place
+    assert goes_on(step=3, epoch=2)
+    fabric.backward(model(batch).square().mean())
+    optimizer.step()
+    assert goes_on(step=1)
+    assert not goes_on(step=0), "as with a newer checkpoint"
+
+
 def test_a_discarded_step_is_tried_again_before_the_scheduler_steps(fabric: Any) -> None:
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

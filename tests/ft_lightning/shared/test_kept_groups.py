@@ -1,4 +1,4 @@
-"""The keeper under `devices=N`: all groups are killed, and the fit goes on from what it holds."""
+"""The keeper under `devices=N`: all groups are killed, and they go on from what it holds."""
 
 from __future__ import annotations
 
@@ -38,11 +38,45 @@ Trainer(strategy=strategy, accelerator="cpu", devices=2,
         max_epochs=1_000_000, limit_val_batches=0, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False).fit(Model())
 """
+FABRIC = """
+import os, sys, time
+from pathlib import Path
+import torch
+from lightning.fabric import Fabric
+from ft_lightning.fabric import FTDDPStrategy
+
+log = Path(sys.argv[1])
+life = f"{os.environ.get('REPLICA_GROUP_ID')}.{os.environ.get('FT_LIGHTNING_RESTARTS')}"
+strategy = FTDDPStrategy(keep_state_s=0.1)
+fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
+fabric.launch()
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 1.0))
+numbers = torch.arange(64.0)[:, None]
+loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(numbers, 1, shuffle=False))
+for epoch in strategy.epochs(1_000_000):
+    for index, batch in enumerate(loader):
+        weight = float(next(model.parameters()))
+        fabric.backward(model(torch.ones(1, 1)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)  # leaves the cores to what starts
+        both = strategy.num_participants == 2
+        if both and not (log / life).exists():
+            step = strategy.current_step
+            # The weight counts the steps, and the batch (of this group's half) is that of the step.
+            assert (weight, int(batch) // 2) == (1 - step, (step - 1) % 32), (weight, batch, step)
+            passes = strategy.progress.places[0].epoch  # `epoch` is the one in which it began
+            (log / f"{life}.part").write_text(f"{os.getpid()} {step} {passes * 32 + int(batch) // 2}")
+            (log / f"{life}.part").rename(log / life)
+"""
 
 
 @pytest.mark.process
-def test_all_groups_are_killed_and_go_on(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINER)
+@pytest.mark.parametrize("script", [TRAINER, FABRIC], ids=["trainer", "fabric"])
+def test_all_groups_are_killed_and_go_on(tmp_path: Path, script: str) -> None:
+    (tmp_path / "train.py").write_text(script)
     told = tmp_path / "told.txt"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "train.py", str(tmp_path)]
