@@ -140,6 +140,11 @@ class FaultTolerancePlugin:
         "How often a process of the launcher's takes a copy of the state, in seconds: when all replica groups "
         "have died they go on from it. Not for groups that share one copy of the model (FSDP). 0: never.",
     )
+    keep_state_dir: str = _option(
+        "",
+        "A folder in which it also writes each copy, for a job with an id of its own that is started again when "
+        "its launcher has died, too.",
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         for name in kwargs:

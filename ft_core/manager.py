@@ -25,6 +25,7 @@ from ft_core.collectives import allreduce as reduction
 from ft_core.collectives.allreduce import AsyncReduce, with_default
 from ft_core.config import JobOptions, new_replica_id
 from ft_core.errors import QuorumUnavailable
+from ft_core.launch import kept_files
 from ft_core.launch.kept import Version
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
@@ -634,6 +635,8 @@ class Manager:
             return
         self._closed = True
         self._attempts.compared.clear()
+        if finished and self._options.trains:
+            kept_files.forget(self._options.job_id)
         if self._session is not None:
             self._session.close(FINISHED if finished else "shutdown")
         else:

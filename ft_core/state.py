@@ -40,6 +40,7 @@ from ft_core.heal import (
 )
 from ft_core.heal.objects import naming_option
 from ft_core.heal.shardings import Sharding, dtensor_type, local_part, shardings
+from ft_core.launch import kept_files
 from ft_core.launch.board import slot
 from ft_core.launch.kept import Card, Version
 from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
@@ -380,8 +381,10 @@ def kept_state(
     if slot().others_train():
         return None
     for _ in range(KEPT_TRIES):
-        row = slot().keepers_card()
-        card = None if row is None else Card.of(row)
+        row, on_disk = slot().keepers_card(), None
+        if row is None:
+            on_disk = kept_files.read(options.job_id)
+        card = Card.of(row) if row is not None else on_disk[0] if on_disk is not None else None
         if card is None or card.version is None or card.place != place:
             return None
         version = card.version
@@ -395,15 +398,19 @@ def kept_state(
 
 
 def fetch_kept(options: JobOptions, version: Version) -> dict[str, Any]:
-    """The state of this version, which the keeper holds. Raises HealError."""
-    row = slot().keepers_card()
-    if row is None:
-        raise HealError("the keeper has died")
-    deadline = time.monotonic() + options.timeouts.heal_timeout_s
-    key = HealKey(version.step, version.lineage)
-    packed, stats = fetch([Card.of(row).address], key, deadline=deadline, options=options)
-    took = f"{stats.bytes / 1e6:.0f} MB in {stats.seconds:.2f} s"
-    log.info("begins with the state of step %s, which was kept (%s)", version.step, took)
+    """The state of this version, which the keeper holds, or has written. Raises HealError."""
+    row, began = slot().keepers_card(), time.monotonic()
+    if row is not None:
+        deadline = began + options.timeouts.heal_timeout_s
+        key = HealKey(version.step, version.lineage)
+        packed, _ = fetch([Card.of(row).address], key, deadline=deadline, options=options)
+    else:
+        on_disk = kept_files.read(options.job_id)
+        if on_disk is None or on_disk[0].version != version:
+            raise HealError("the keeper has died")
+        packed = on_disk[1]
+    took_s = time.monotonic() - began
+    log.info("begins with the state of step %s, which was kept (%.2f s)", version.step, took_s)
     tree: dict[str, Any] = unpack(
         packed["manifest"], packed["tensors"], allow_objects=options.heal_allow_objects
     )

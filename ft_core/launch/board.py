@@ -65,10 +65,13 @@ class Seen:
 
 
 class Board:
-    """The supervisor's end. `whole`: its children are all of the job."""
+    """The supervisor's end. `whole`: its children are all of the job. `told`: what else they find in
+    their environment."""
 
-    def __init__(self, count: int, *, whole: bool = True) -> None:
-        self._whole = whole
+    def __init__(
+        self, count: int, *, whole: bool = True, told: Mapping[str, str] | None = None
+    ) -> None:
+        self._whole, self._told = whole, dict(told or {})
         self.keeper = count
         """The number of the keeper's slot. Read only."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
@@ -80,7 +83,8 @@ class Board:
     def environment(self, child: int) -> dict[str, str]:
         """What `child` needs to find its slot."""
         shared, wake = self.descriptors
-        return {ENV_BOARD: f"{shared}:{wake}:{child}:{self._whole:d}:{_node(shared)}:{_node(wake)}"}
+        nodes = f"{_node(shared)}:{_node(wake)}"
+        return {**self._told, ENV_BOARD: f"{shared}:{wake}:{child}:{self._whole:d}:{nodes}"}
 
     def clear(self, child: int) -> None:
         """A new life begins."""
@@ -105,6 +109,10 @@ class Board:
         text = self._memory[at + _ERROR_AT : at + _ERROR_AT + _ERROR_BYTES]
         error = text.partition(b"\0")[0].decode(errors="ignore")
         return Seen(joined, step, commits, leads, over, hung, error)
+
+    def card(self, child: int) -> dict[str, Any] | None:
+        """What a child has told of its state; None: nothing, or it is just being written."""
+        return _card_in(self._memory, child * _SLOT_BYTES)
 
     def stacks(self, child: int) -> dict[int, str]:
         """The stacks that ranks of a child have printed since the last call, by local rank."""
@@ -204,7 +212,7 @@ class Slot:
         """The cards of the children that are not known to be dead, by their number."""
         count = 0 if self._memory is None else len(self._memory) // _SLOT_BYTES - 1
         found = {
-            child: self._card(child * _SLOT_BYTES)
+            child: _card_in(self._memory, child * _SLOT_BYTES)
             for child in range(count)
             if not self._get(child * _SLOT_BYTES + _DEAD_AT)
         }
@@ -212,7 +220,7 @@ class Slot:
 
     def keepers_card(self) -> dict[str, Any] | None:
         """What the keeper has told; None: nothing, or it is just being written."""
-        return None if self._memory is None else self._card(len(self._memory) - _SLOT_BYTES)
+        return _card_in(self._memory, 0 if self._memory is None else len(self._memory) - _SLOT_BYTES)
 
     def others_train(self) -> bool:
         """Whether another process of this supervisor takes part in a quorum, as far as is known."""
@@ -220,16 +228,6 @@ class Slot:
             return False
         others = [at for at in range(0, len(self._memory), _SLOT_BYTES) if at != self._at]
         return any(self._get(at + _JOINED_AT) and not self._get(at + _DEAD_AT) for at in others)
-
-    def _card(self, at: int) -> dict[str, Any] | None:
-        assert self._memory is not None
-        length, checksum = _CARD.unpack_from(self._memory, at + _CARD_AT)
-        begin = at + _CARD_AT + _CARD.size
-        text = self._memory[begin : begin + length]
-        if not length or zlib.crc32(text) != checksum:
-            return None
-        card: dict[str, Any] = json.loads(text)
-        return card
 
     def _get(self, at: int) -> bool:
         assert self._memory is not None
@@ -293,6 +291,19 @@ def reported() -> Iterator[None]:
         elif isinstance(error.code, str):
             slot().failed(error.code)
         raise
+
+
+def _card_in(memory: mmap.mmap | None, at: int) -> dict[str, Any] | None:
+    """The card of the slot that begins there."""
+    if memory is None:
+        return None
+    length, checksum = _CARD.unpack_from(memory, at + _CARD_AT)
+    begin = at + _CARD_AT + _CARD.size
+    text = memory[begin : begin + length]
+    if not length or zlib.crc32(text) != checksum:
+        return None
+    card: dict[str, Any] = json.loads(text)
+    return card
 
 
 def _stacks_at(shared: int, child: int, rank: int) -> int:

@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from ft_core.launch import kept_files
 from ft_core.launch.board import Board
+from ft_core.launch.kept import Card
 
 LOOK_EVERY_S = 0.5
 PAUSE_S = 1.0
@@ -37,6 +39,7 @@ class Keeping:
         environment: as `supervise` has it.
         every_s: the interval of fetches; 0: there is no keeper.
         speaker: what the keeper's lines on stderr begin with.
+        folder: where it writes what it holds; "": nowhere.
     """
 
     def __init__(
@@ -44,12 +47,12 @@ class Keeping:
         board: Board,
         popen: Popen,
         environment: Callable[[int, int], dict[str, str]],
-        *,
         every_s: float,
         speaker: str,
+        folder: str,
     ) -> None:
         self._board, self._popen, self._environment = board, popen, environment
-        self._every_s, self._speaker = every_s, speaker
+        self._every_s, self._speaker, self._folder = every_s, speaker, folder
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,14 +61,17 @@ class Keeping:
             self._thread = threading.Thread(target=self._run, name="ft-keeping", daemon=True)
             self._thread.start()
 
-    def close(self) -> None:
-        """End the keeper. Idempotent."""
+    def close(self, *, over: bool) -> None:
+        """End the keeper. Idempotent. `over`: the training has ended well."""
+        held = self._board.card(self._board.keeper) if over and not self._closed.is_set() else None
         self._closed.set()
         with self._lock:
             if self._process is not None:
                 self._process.kill()
         if self._thread is not None:
             self._thread.join()
+        if held is not None and self._folder:
+            kept_files.forget(Card.of(held).place[0], self._folder)
 
     def _run(self) -> None:
         """A thread of its own: the kernel ends the keeper with it (`die_with`)."""

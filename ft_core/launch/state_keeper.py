@@ -11,6 +11,7 @@ are in `kept.py`; the supervisor's board tells which process is where.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any
 
 from ft_core.config import JobOptions
 from ft_core.heal import NEXT, HealDenied, HealError, HealKey, HealProgress, HealServer, fetch
+from ft_core.launch import kept_files
 from ft_core.launch.board import Slot, slot
 from ft_core.launch.keeping import UNWANTED_EXIT_CODE
 from ft_core.launch.kept import Card, takes
@@ -51,6 +53,7 @@ class StateKeeper:
         tell: gets sentences for the user.
         free_bytes: how much memory could be had now.
         patience_s: see `PATIENCE_S`.
+        folder: where it writes what it holds (`kept_files.py`); "": nowhere.
     """
 
     def __init__(
@@ -60,11 +63,13 @@ class StateKeeper:
         tell: Callable[[str], object],
         free_bytes: Callable[[], int] | None = None,
         patience_s: float = PATIENCE_S,
+        folder: str = "",
     ) -> None:
         self._board, self._every_s, self._tell = board, every_s, tell
         self._free_bytes = free_bytes or available_bytes
         self.patience_s = patience_s
-        self._told_of_refusal = False
+        self._folder = folder
+        self._told_of_refusal = self._told_of_disk = False
         self._server: HealServer | None = None
         self._held: Any = None
         self._spare: Any = None  # of the version before: the next one is received into it
@@ -126,7 +131,19 @@ class StateKeeper:
                 f"{self._every_s:g} s: if all replica groups die, they go on from there. "
                 "keep_state_s=0 turns it off"
             )
+        self._write()
         return True
+
+    def _write(self) -> None:
+        """A disk that takes nothing is told of once: what is in memory is served all the same."""
+        if not self._folder or self.card is None:
+            return
+        try:
+            kept_files.write(self._folder, self.card, self._held)
+        except (OSError, RuntimeError) as error:
+            if not self._told_of_disk:
+                self._told_of_disk = True
+                self._tell(f"the kept state can't be written to {self._folder}: {error}")
 
     def _check_room(self, state_bytes: int) -> None:
         copies = 2 - (self._held is not None) - (self._spare is not None)
@@ -188,7 +205,8 @@ def main() -> None:
     die_with(supervisor)
     tell = partial(say, speaker)
     try:
-        StateKeeper(slot(), every_s, tell).run()
+        folder = os.environ.get(kept_files.ENV_FOLDER, "")
+        StateKeeper(slot(), every_s, tell, folder=folder).run()
     except TooLarge as error:
         tell(str(error))
         sys.exit(UNWANTED_EXIT_CODE)

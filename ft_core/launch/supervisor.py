@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from ft_core.launch import kept_files
 from ft_core.launch.board import DUMP_SIGNAL, Board
 from ft_core.launch.keeping import Keeping
 from ft_core.launch.restarts import REMEMBERED, Again, Death, GiveUp, History, RestartPolicy
@@ -285,6 +286,7 @@ def supervise(
     on_given_up: Callable[[int], None] | None = None,
     warm: WarmStarter | None = None,
     keep_state_s: float = 0.0,
+    keep_state_dir: str = "",
 ) -> int:
     """Run `count` processes of `command` until all have ended; returns this process's exit code.
 
@@ -304,9 +306,10 @@ def supervise(
         warm: starts the processes, and is closed; None: they are started cold.
         keep_state_s: the keeper, a further process, fetches the state at this interval, with which
             children begin when all have died; 0: there is none.
+        keep_state_dir: where it writes that, too, for a supervisor that is started again; "": nowhere.
     """
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-    board = Board(count, whole=not elsewhere)
+    board = Board(count, whole=not elsewhere, told=kept_files.environment(keep_state_dir))
     children = [Child(i, first + i) for i in range(count)]
     roster = Roster(RestartPolicy(max_restarts, elsewhere), min_alive, children)
     popen = subprocess.Popen if warm is None else warm.popen
@@ -319,29 +322,35 @@ def supervise(
         waits_for = child.index, child.process, events
         threading.Thread(target=_wait, args=waits_for, daemon=True).start()
 
-    keeping = Keeping(board, popen, environment, every_s=keep_state_s, speaker=speaker)
+    keeping = Keeping(board, popen, environment, keep_state_s, speaker, keep_state_dir)
     tellers: list[threading.Thread] = []
-
-    def given_up(number: int) -> None:
-        if on_given_up is not None:
-            tellers.append(threading.Thread(target=on_given_up, args=(number,), daemon=True))
-            tellers[-1].start()
-
+    given_up = partial(_tell, on_given_up, tellers)
     threading.Thread(target=_watch, args=(board, events), daemon=True).start()
     signals = _signals(events)
     try:
         for child in roster.children:
             start(child)
-        return _Run(roster, board, events, start, partial(say, speaker), given_up).to_the_end()
+        code = _Run(roster, board, events, start, partial(say, speaker), given_up).to_the_end()
+        keeping.close(over=code == 0)
+        return code
     finally:
         for teller in tellers if elsewhere else ():
             teller.join(TELL_TIMEOUT_S)
         _signal_all(roster, signal.SIGKILL)
-        keeping.close()
+        keeping.close(over=False)
         if warm is not None:
             warm.close()
         board.close()
         _restore(signals)
+
+
+def _tell(
+    on_given_up: Callable[[int], None] | None, tellers: list[threading.Thread], number: int
+) -> None:
+    """See `supervise`. `tellers`: gets the thread."""
+    if on_given_up is not None:
+        tellers.append(threading.Thread(target=on_given_up, args=(number,), daemon=True))
+        tellers[-1].start()
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ class SupervisorLauncher:
 
     If `job` names no lighthouse, this process runs one for as long as it lives. `max_restarts`: see
     `RestartPolicy`. `warm_start`: fork a replica group that is started again from a template.
-    `keep_state_s`: see `supervise`.
+    `keep_state_s`, `keep_state_dir`: see `supervise`.
     """
 
     is_interactive_compatible = True
@@ -47,9 +47,11 @@ class SupervisorLauncher:
         *,
         warm_start: bool = True,
         keep_state_s: float = 0.0,
+        keep_state_dir: str = "",
     ) -> None:
         self._scope, self._job, self._max_restarts = scope, job, max_restarts
-        self._warm_start, self._keep_state_s = warm_start, keep_state_s
+        self._warm_start = warm_start
+        self._keep_state_s, self._keep_state_dir = keep_state_s, keep_state_dir
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
@@ -93,6 +95,7 @@ class SupervisorLauncher:
                 on_given_up=tell_lighthouse(address, job_id),
                 warm=warm_starts(self._warm_start, renew=[f"{renew_rank.__module__}:renew_rank"]),
                 keep_state_s=self._keep_state_s,
+                keep_state_dir=self._keep_state_dir,
             )
         finally:
             if server is not None:

@@ -73,6 +73,7 @@ class Options:
     resume: bool = True
     warm_start: bool = True
     keep_state_s: float = KEEP_STATE_S
+    keep_state_dir: str | None = None
     spares: int = 0
 
     def __post_init__(self) -> None:
@@ -216,6 +217,7 @@ class StrategyBase(_Base):
         resume: bool = True,
         warm_start: bool = True,
         keep_state_s: float = KEEP_STATE_S,
+        keep_state_dir: str | None = None,
         spares: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -250,9 +252,9 @@ class StrategyBase(_Base):
                 a process that has imported the libraries (if ``devices=N`` starts the groups).
                 FT_WARM_START=0 switches it off, too.
             keep_state_s: a process of its own takes a copy of the state at this interval, in seconds. When
-                all replica groups have died they go on from it (if ``devices=N`` starts them, and
-                ``resume``; not for the shards of groups of several processes). Off where two copies are
-                more than half of the free memory. 0: never.
+                all replica groups have died they go on from it (with ``devices=N`` and ``resume``; not for
+                shards of several processes). Off where two copies exceed half of the free memory, and at 0.
+            keep_state_dir: where it also writes that, for a job with an id of its own that is started again.
             spares: so many of the replica groups are hot spares, which take part with weight 0: the data
                 is divided among the others, and a spare takes over the share of one that is gone
                 (Trainer only).
@@ -429,6 +431,7 @@ class StrategyBase(_Base):
                 self._options.max_restarts,
                 warm_start=self._options.warm_start,
                 keep_state_s=self._keep_state_s,
+                keep_state_dir=self._options.keep_state_dir or "",
             )
 
     @property

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ft_core.heal import HealKey, HealServer
+from ft_core.launch import kept_files
 from ft_core.launch.board import Board, Slot, slot
 from ft_core.launch.kept import Card, Version
 from ft_core.launch.state_keeper import StateKeeper, TooLarge
@@ -172,6 +176,40 @@ def test_a_keeper_that_has_died_costs_nothing_but_its_state(board: Board) -> Non
         b.close()
 
 
+def test_what_is_written_counts_where_the_keeper_is_dead_and_a_full_disk_costs_nothing(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setenv(kept_files.ENV_FOLDER, str(tmp_path))
+    with lighthouse() as server:
+        with keeper(board, told.append, folder=str(tmp_path)) as kept:
+            a = Replica(server, "a", expected_replicas=1)
+            a.run_to(2)
+            assert renewed(kept, a)
+            written = kept_step(kept)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "save", _full)
+                assert renewed(kept, a) and renewed(kept, a), "it is held all the same"
+            a.close()
+        assert [line for line in told if "can't be written" in line] == [told[-1]]
+        board.clear(board.keeper)
+        file = kept_files.file_of(str(tmp_path), "default")
+        assert [*file.parent.iterdir()] == [file], "no draft is left"
+        b = begun(server, "a")
+        assert b.manager.current_step() == written < kept_step(kept)
+        assert torch.equal(b.weights, torch.full((8,), -float(written)))
+        b.close()
+        assert file.exists()
+        c = Replica(server, "a", expected_replicas=1)
+        c.manager.start_quorum()
+        c.manager.shutdown(finished=True)
+        assert not file.exists()
+
+
+def _full(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_state_that_changes_before_the_vote_is_not_kept(board: Board) -> None:
     with lighthouse() as server, keeper(board) as kept:
         a = Replica(server, "a", expected_replicas=1)
@@ -265,12 +303,14 @@ def test_a_group_of_several_ranks_goes_on_as_one(board: Board) -> None:
         before = group(server, stores[0], 0.0)
 
         def train(rank: int) -> None:
-            while before[rank].manager.current_step() < 3 or not over.is_set():
+            while True:
                 before[rank].manager.start_quorum()
-                last = rank == 0 and over.is_set()  # both end after one step
+                # Both end after one step.
+                last = rank == 0 and over.is_set() and before[0].manager.current_step() > 2
                 total = torch.tensor([int(last)])
                 before[rank].manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
-                assert before[rank].manager.should_commit()
+                if not before[rank].manager.should_commit():
+                    continue
                 before[rank].weights -= 1.0
                 if total.item():
                     break
@@ -292,9 +332,36 @@ def test_a_group_of_several_ranks_goes_on_as_one(board: Board) -> None:
         def begin(rank: int) -> tuple[int, list[float]]:
             after[rank].manager.start_quorum()
             begun = after[rank].manager.current_step(), after[rank].weights.tolist()
-            assert after[rank].manager.should_commit()
+            after[rank].manager.should_commit()
             return begun
 
         step = kept_step(kept)
         assert replicas(partial(begin, 0), partial(begin, 1)) == [(step, [-float(step)] * 8)] * 2
         replicas(*[member.close for member in after])
+
+
+def test_who_holds_which_share_of_the_data_is_kept_too(board: Board) -> None:
+    """The spare has taken over before all die: it goes on as the holder, and the other one as the spare."""
+
+    def both(server: LighthouseServer) -> list[Replica]:
+        return [Replica(server, name, spares=1, expected_replicas=2) for name in "01"]
+
+    with lighthouse() as server, keeper(board) as kept:
+        zero, one = both(server)
+        replicas(partial(zero.run_to, 2), partial(one.run_to, 2))
+        assert (zero.manager.data_share(), one.manager.data_share()) == (0, None)
+        zero.close()
+        one.run_to(4)
+        assert renewed(kept, one)
+        one.close()
+
+        def share(replica: Replica) -> tuple[int, int | None]:
+            replica.manager.start_quorum()
+            found = replica.manager.current_step(), replica.manager.data_share()
+            replica.manager.should_commit()
+            return found
+
+        after = both(server)
+        step = kept_step(kept)
+        assert replicas(*[partial(share, each) for each in after]) == [(step, None), (step, 0)]
+        replicas(*[each.close for each in after])

@@ -53,7 +53,7 @@ PARENT = """
         return {**os.environ, "REPLICA_GROUP_ID": str(index), "NUM_REPLICA_GROUPS": "2"}
 
     sys.exit(supervise([sys.executable, "group.py"], environment, count=2, min_alive=1,
-                       max_restarts=None, keep_state_s=0.1))
+                       max_restarts=None, keep_state_s=0.1, keep_state_dir="kept"))
 """
 
 
@@ -61,14 +61,14 @@ class Job:
     """A supervisor with two groups, and what they have said so far."""
 
     def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
-        self.process, self._folder = process, folder
+        self.process, self.folder = process, folder
 
     def said(self) -> list[dict[str, Any]]:
-        lines = (self._folder / "out.txt").read_text().splitlines(keepends=True)
+        lines = (self.folder / "out.txt").read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def told(self) -> str:
-        return (self._folder / "err.txt").read_text()
+        return (self.folder / "err.txt").read_text()
 
     def pids(self, known: dict[str, int] | None = None) -> dict[str, int]:
         """Of the groups that have committed, but for those that are `known`."""
@@ -95,7 +95,9 @@ def start(tmp_path: Path) -> Callable[[], Any]:
             "tcp://127.0.0.1:0", config=LighthouseConfig(timeouts=timeouts, expected_replicas=2)
         )
         env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHFT_LIGHTHOUSE": server.address()}
-        with (tmp_path / "out.txt").open("wb") as out, (tmp_path / "err.txt").open("wb") as err:
+        env["FT_JOB_ID"] = "kept"
+        (tmp_path / "over").unlink(missing_ok=True)
+        with (tmp_path / "out.txt").open("ab") as out, (tmp_path / "err.txt").open("ab") as err:
             command = [sys.executable, "parent.py"]
             process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=out, stderr=err)
         try:
@@ -125,3 +127,24 @@ def test_all_killed_at_once_go_on_from_what_the_keeper_holds(start: Callable[[],
         until(lambda: len(job.pids(before)) == 2, "both are back")
         back = [row["step"] for row in job.said() if row["pid"] not in before.values()]
         assert 1 < min(back) <= newest + 2
+
+        # All, the keeper and their supervisor: what is on the disk is left.
+        keeper, again = job.keeper(), job.pids(before)
+        job.process.send_signal(signal.SIGSTOP)  # it starts none meanwhile
+        for pid in (keeper, *again.values()):
+            os.kill(pid or job.process.pid, signal.SIGKILL)
+        job.process.kill()
+        job.process.wait()
+        newest = max(row["step"] for row in job.said())
+    with start() as job:
+        known = {**before, **again}
+        until(lambda: len(job.pids(known)) == 2, "both are back")
+        back = [
+            row["step"]
+            for row in job.said()
+            if row["pid"] not in {*before.values(), *again.values()}
+        ]
+        assert 1 < min(back) <= newest + 2
+        (job.folder / "over").touch()
+        assert job.process.wait(PATIENCE_S) == 0
+        assert not list((job.folder / "kept").rglob("*.state")), "a job that ends well leaves none"

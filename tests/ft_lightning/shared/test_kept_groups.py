@@ -57,7 +57,7 @@ numbers = torch.arange(64.0)[:, None]
 loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(numbers, 1, shuffle=False))
 for epoch in strategy.epochs(1_000_000):
     for index, batch in enumerate(loader):
-        weight = float(next(model.parameters()))
+        weight = float(next(model.parameters()).detach())
         fabric.backward(model(torch.ones(1, 1)).mean())
         optimizer.step()
         optimizer.zero_grad()
