@@ -59,6 +59,7 @@ class FabricPeriodicMixin(FTFabricMixin):
     """What both strategies share. Not used alone."""
 
     _votes_each_step = False
+    _serves_spares = False
     _steps: InnerSteps | None = None
     _entered = _stepped = False
 

@@ -112,7 +112,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
             result = self._round("all_gather", rows, "")
         if result is not None:
             return result.flatten(0, 1)
-        if self.world_size == 1:
+        if self._is_alone:
             return tensor
         # In a pass whose results are discarded, user code expects rows of other processes.
         groups = max(self.participants // len(rows), 1) if self._window.local else 1
@@ -130,6 +130,11 @@ class FabricAgreementsMixin(StrategyBase, _Base):
 
     # ------------------------------------------------------------------ rounds
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the job is to have no other process."""
+        return self._scope is None or self._scope.num_groups * self._scope.group_size == 1
+
     def _aligned(self) -> bool:
         """Whether members are at the same place of their scripts."""
         raise NotImplementedError
@@ -145,7 +150,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     def _meets(self) -> bool:
         """Whether a round is possible here."""
         manager = self._manager
-        if manager is None or not self._votes_each_step or self.world_size == 1:
+        if manager is None or not self._votes_each_step or self._is_alone:
             return False
         if self._window.local or manager.left():
             return False
@@ -251,7 +256,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     def _warn(self, name: str) -> None:
         """Warn once, where the result is not what stock Fabric would give."""
         manager = self._manager
-        if self._warned or name == "barrier" or self.world_size == 1 or not self._votes_each_step:
+        if self._warned or name == "barrier" or self._is_alone or not self._votes_each_step:
             return
         trained = manager is not None and manager.last_outcome() is not None
         if manager is not None and trained and (self._window.local or self._lost or manager.left()):

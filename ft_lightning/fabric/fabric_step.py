@@ -70,7 +70,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         """Those of the models that are trained, in ft_core's wrapper."""
         self._optimizers: list[Any] = []
         self.progress = Progress()
-        self._starting = self._started = self._healed = False
+        self._starting = self._started = self._healed = self._took_over = False
         self._fed_by_loader = False
         self._fetching: LoaderPlace | None = None
         self._lead: LoaderPlace | None = None
@@ -113,6 +113,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             if self._fed_by_loader or window.open:
                 return  # a further step of one batch begins with its backward
             self._end_if_told(True)
+            self._refuse_unshared(None)
         elif not self._leads(self._fetching) or (window.open and not window.void):
             return
         self._fed_by_loader = by_loader
@@ -148,8 +149,19 @@ class FabricStepMixin(FabricAgreementsMixin):
         loader that is read, while it is read; others are read within windows."""
         lead = self._lead
         if lead is None or not lead.active or lead is place:
+            self._refuse_unshared(place)
             self._lead = self.progress.lead = place
         return self._lead is place
+
+    def _refuse_unshared(self, place: LoaderPlace | None) -> None:
+        """Raise ValueError for training data of which a hot spare could not take over a share."""
+        told = place is not None and place.placeable and place.sampler is not None
+        if self._job.spares and self._job.data_shares > 1 and not told:
+            raise ValueError(
+                "spares needs training data of which a group can take over another one's share: "
+                "DataLoaders over map-style datasets, given to fabric.setup_dataloaders, with the "
+                "DistributedSampler that it puts into them; set spares=0 for other data"
+            )
 
     def _start(self) -> None:
         """The first step of all."""
@@ -177,6 +189,22 @@ class FabricStepMixin(FabricAgreementsMixin):
         if part is not None and part is not self._part:
             self._part = part
             self._on_quorum()
+            if where is not Where.ROUND:
+                self._follow_share(part, where)
+
+    def _follow_share(self, part: Participation, where: Where) -> None:
+        """Read the share of the data that this group has been given: from the batch on that is about to be
+        fetched, or from the first of the window under way, all of which is computed once more."""
+        if part.share is None or part.share == self.share:
+            return
+        self.share = part.share
+        self._took_over = where is Where.BATCH and not self._healed
+        for place in self.progress.places:
+            if place.sampler is not None:
+                place.sampler.rank = self.global_rank
+                place.moved = place.moved or place.active
+        if self._took_over:
+            self._go_to_window()
 
     def _aligned(self) -> bool:
         return self._fed_by_loader and self._lead is not None and self._lead.placeable
@@ -230,10 +258,12 @@ class FabricStepMixin(FabricAgreementsMixin):
         return True
 
     def _open_in_batch(self) -> bool:
-        """Be in a quorum. False: this group has healed, to another place than the batch at hand."""
+        """Be in a quorum. False: this group has healed, to another place than the batch at hand, or was
+        given another share of the data."""
+        self._took_over = False
         self._attempt(Where.BATCH)
-        healed, self._healed = self._healed, False
-        return not healed
+        moved, self._healed = self._healed or self._took_over, False
+        return not moved
 
     def _vote(self) -> bool:
         """Backward has ended."""
@@ -300,7 +330,7 @@ class FabricStepMixin(FabricAgreementsMixin):
                 "the optimizer was stepped without gradients of a step: fetch a batch (in train mode, "
                 "with gradients enabled) and call fabric.backward(loss) before"
             )
-        if self._fed_by_loader or self._alone is None or self.world_size == 1:
+        if self._fed_by_loader or self._alone is None or self._is_alone:
             self._alone = optimizer
         if self._alone is not optimizer:
             raise RuntimeError(

@@ -29,6 +29,7 @@ from ft_lightning.shared.registration import NAME
 from ft_lightning.shared.strategy_base import refuse_lbfgs
 from ft_lightning.shared.topology import Role
 from ft_lightning.trainer.batches import adopt
+from ft_lightning.trainer.data_share import sharding_sampler
 
 
 class FTFabricMixin(FabricSavesMixin):
@@ -43,6 +44,7 @@ class FTFabricMixin(FabricSavesMixin):
     """
 
     strategy_name = NAME
+    _serves_spares = True
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -176,6 +178,7 @@ class FTFabricMixin(FabricSavesMixin):
         self.progress.places.append(place)
         set_epoch = self._from("fabric.utilities.data")._set_sampler_epoch
         place.placeable = is_placeable(loader)
+        place.sampler = sharding_sampler(loader, self.world_size)
         follow(loader, place, boundary=partial(self._before_batch, place), set_epoch=set_epoch)
         return loader
 

@@ -48,6 +48,7 @@ class LoaderPlace:
         moved: the iteration under way must continue at another place.
         resumed: the next iteration continues this epoch instead of beginning the next.
         placeable: the loader can go to a place, and its epochs are as long in all processes.
+        sampler: the DistributedSampler that divides its data; None: nothing that Fabric knows does.
     """
 
     epoch: int = -1
@@ -57,6 +58,7 @@ class LoaderPlace:
     moved: bool = False
     resumed: bool = False
     placeable: bool = True
+    sampler: Any = None
 
     def go_to(self, epoch: int, batch: int, active: bool) -> None:
         """Go to the place of another process's (or an earlier) iteration."""

@@ -256,8 +256,7 @@ class StrategyBase(_Base):
                 shards of several processes). Off where two copies exceed half of the free memory, and at 0.
             keep_state_dir: where it also writes that, for a job with an id of its own that is started again.
             spares: so many of the replica groups are hot spares, which take part with weight 0: the data
-                is divided among the others, and a spare takes over the share of one that is gone
-                (Trainer only).
+                is divided among the others, and a spare takes over the share of one that is gone.
             **kwargs: options of Lightning's strategy (:class:`DDPStrategy` takes those of torch's
                 DistributedDataParallel).
         """
@@ -278,8 +277,8 @@ class StrategyBase(_Base):
         """The options are known: set up what the strategy keeps."""
         if self._options.spares and not self._serves_spares:
             raise ValueError(
-                f"{type(self).__name__} has no hot spares: spares={self._options.spares} needs a Trainer "
-                'with "ft_ddp", whose steps are taken by all replica groups together'
+                f"{type(self).__name__} has no hot spares: spares={self._options.spares} needs "
+                '"ft_ddp", whose steps are taken by all replica groups together'
             )
 
     @property

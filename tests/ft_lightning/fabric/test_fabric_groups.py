@@ -61,13 +61,20 @@ class Groups:
             self.start(index, body)
         return self.join()
 
-    def wait_for_joiner(self, server: LighthouseServer, name: str) -> None:
-        """Until the lighthouse has it in its anteroom."""
+    def wait_for_joiner(
+        self, server: LighthouseServer, name: str, *, or_member: bool = False
+    ) -> None:
+        """Until the lighthouse has it in its anteroom. `or_member`: it may have been let in already."""
         job = self.options["job_id"]
 
         def waits() -> bool:
             jobs = [each for each in server.status()["jobs"] if each["job_id"] == job]
-            return any(name in each["waiting"] for each in jobs)
+            inside = any(
+                member["name"] == name and not member["gone"]
+                for each in jobs
+                for member in each["members"]
+            )
+            return (or_member and inside) or any(name in each["waiting"] for each in jobs)
 
         until(waits, f"{name} to join")
 
@@ -476,3 +483,73 @@ def test_a_last_outer_step_is_the_last_one_also_when_its_peer_is_gone_by_then(
         return fabric.strategy.outer_step
 
     assert two.run(body) == [1, 1]
+
+
+@pytest.mark.parametrize(("min_replicas", "reduces"), [(1, False), (1, True), (2, False)])
+def test_a_spare_takes_over_the_share_of_one_that_is_gone(
+    two: Groups, server: LighthouseServer, min_replicas: int, reduces: bool
+) -> None:
+    """Group 1 goes within a batch: that is lost. None is where the others reduce something before their
+    backward, which gives its share to the spare, or where all shares are needed: the spare computes it.
+    The group comes back, and is the next spare."""
+    two.count = 3
+    two.options |= {"spares": 1, "min_replicas": min_replicas}
+    counted: dict[tuple[int, int], list[int]] = {}  # by share and step: the samples
+
+    def body(fabric: Any, index: int) -> Any:
+        strategy, life = fabric.strategy, lives[index]
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(net.weight)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        samples = TensorDataset(torch.arange(24.0).reshape(-1, 1))
+        loader = fabric.setup_dataloaders(DataLoader(samples, 2, shuffle=True))
+        for _ in strategy.epochs(2):
+            for (batch,) in loader:
+                if index == 1 and life == 0 and strategy.current_step == 3:
+                    strategy.leave()
+                    lives[1] = 1
+                    return "left"
+                loss = model(batch / 24).mean()
+                if reduces:
+                    assert torch.isfinite(fabric.all_reduce(loss.detach().clone()))
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                share, step = strategy.manager.data_share(), strategy.current_step
+                if strategy.last_step_committed and share is not None:
+                    assert (share, step) not in counted
+                    counted[share, step] = [int(x) for x in batch.flatten()]
+                if step == 10 and index == 0:
+                    assert back.wait(PATIENCE_S)
+        return fabric.world_size, strategy.current_step, float(net.weight), strategy.share
+
+    lives, back = [0, 0, 0], threading.Event()
+    for index in (0, 2):
+        two.start(index, body)
+    two.start(1, body).join(PATIENCE_S)
+    assert two.results[1] == "left"
+    two.start(1, body)
+    two.wait_for_joiner(server, "1", or_member=True)
+    back.set()
+    first, again, spare = two.join()
+    assert first[:3] == spare[:3] == (2, 12, spare[2])
+    assert again[:3] == first[:3]
+    assert spare[3] == 1
+    lost = set() if min_replicas == 2 or reduces else {(1, 4)}
+    assert counted.keys() == {(share, step) for share in (0, 1) for step in range(1, 13)} - lost
+    for epoch in (range(1, 7), range(7, 13)):
+        seen = [x for (_, step), batch in counted.items() if step in epoch for x in batch]
+        assert len(seen) == len(set(seen)) == 24 - 2 * (len(lost) * (4 in epoch))
+
+
+def test_a_spare_needs_data_that_a_sampler_divides(two: Groups) -> None:
+    two.options["spares"] = 1
+    two.count = 3
+
+    def body(fabric: Any, index: int) -> Any:
+        model, _ = linear(fabric)
+        samples = DataLoader(TensorDataset(torch.arange(4.0).reshape(-1, 1)))
+        loader = fabric.setup_dataloaders(samples, use_distributed_sampler=False)
+        return [model(x) for (x,) in loader]
+
+    assert all("spares needs training data" in str(error) for error in two.run(body))
