@@ -143,6 +143,21 @@ def test_a_late_peer_is_seen_as_a_stall_and_its_step_fails(pair: Pair) -> None:
     assert step.waited_s(time.monotonic() + 18.0) == 0.0
 
 
+def test_the_control_thread_asks_on_the_groups_device(pair: Pair) -> None:
+    """A new thread has device 0. The fixture's `faults` tell of a query there."""
+    step = pair.step(0)
+    reduction.start(step, pair.tensor(0), ReduceOp.SUM, divided_by=1)
+    waited: list[float] = []
+    later = time.monotonic() + 18.0
+    control = threading.Thread(
+        target=lambda: waited.append(step.waited_s(later)), name="ft-control"
+    )
+    control.start()
+    control.join(PATIENCE_S)
+    assert waited[0] >= 18.0
+    pair.groups[0].revoke(RuntimeError("stalled"))
+
+
 def test_a_peer_later_than_nccl_waits_fails_the_step() -> None:
     pair = Pair(timeout_s=0.2)
     try:

@@ -1,0 +1,1 @@
+"""The checks of benchmarks/gpu_check.py, and the places where they run."""

@@ -1,0 +1,160 @@
+"""Checks of what moves bytes: copies between device and host, codecs, heals."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.gpu.links import Answered
+from benchmarks.gpu.place import Member, Place
+from benchmarks.gpu.trace import recorded
+from benchmarks.gpu.training import State, coordinator, manager_of
+from ft_core.collectives.quantized import codec_named
+from ft_core.manager import Manager
+
+D2H_GB_S = 45.0
+CODEC_GB_S = 1000.0
+LAUNCHES = 4
+STALL = 0.1
+_TENSORS = 64
+_STEPS = 6
+
+
+def gb_s(place: Place, nbytes: int, work: Callable[[], object]) -> float:
+    """Of the quickest of some repeats."""
+    best = float("inf")
+    for _ in range(5):
+        place.synchronize()
+        began = time.perf_counter()
+        work()
+        place.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return nbytes / best / 1e9
+
+
+def copies(place: Place) -> Answered:
+    source = place.full(0, place.elements * 16, 1.0)
+    host = torch.empty(source.shape, pin_memory=source.is_cuda)
+    out = gb_s(place, source.nbytes, lambda: host.copy_(source, non_blocking=True))
+    back = gb_s(place, source.nbytes, lambda: source.copy_(host, non_blocking=True))
+    measured = f"{out:.1f} GB/s to the host, {back:.1f} GB/s from it"
+    return measured, f"{D2H_GB_S:g} GB/s to the host", out >= D2H_GB_S
+
+
+def codec(place: Place, name: str) -> Answered:
+    """Bytes are those of the plain values, which are read once in either direction."""
+    coder, count = codec_named(name), place.elements * 16
+    rows = place.full(0, count, 1.0).view(4, -1)
+    data = coder.encode(rows)
+    calls: dict[str, Callable[[], object]] = {
+        "encode": lambda: coder.encode(rows),
+        "decode": lambda: coder.decode(data, count // 4),
+    }
+    speeds, launches = {}, 0
+    for what, call in calls.items():
+        speeds[what] = gb_s(place, rows.nbytes, call)
+        with recorded(place.activity, place.categories) as spans:
+            call()
+            place.synchronize()
+        launches = max(launches, len(spans))
+    measured = ", ".join(f"{what} {speed:.0f} GB/s" for what, speed in speeds.items())
+    good = min(speeds.values()) >= CODEC_GB_S and launches <= LAUNCHES
+    return (
+        f"{measured}, at most {launches} launches",
+        f"{CODEC_GB_S:g} GB/s, {LAUNCHES} launches",
+        good,
+    )
+
+
+# ---------------------------------------------------------------- a heal
+
+
+def state_of(place: Place, value: float) -> State:
+    count = place.heal_bytes // 4 // _TENSORS
+    return {str(i): torch.full((count,), value + i, device=place.device) for i in range(_TENSORS)}
+
+
+def begin(member: Member, lighthouse: str) -> None:
+    """Train alone for some steps."""
+    member.kept["state"] = state_of(member.place, 1.0)
+    manager = member.kept["manager"] = _manager(member, lighthouse)
+    member.kept["events"] = events = []
+    manager.telemetry.add_sink(lambda event: events.append((event.kind, event.data)))
+    for _ in range(_STEPS):
+        _step(member, manager)
+
+
+def heal_others(member: Member) -> tuple[float, float]:
+    """Train on until some steps with the newcomer are committed. Returns the usual step's seconds, and
+    those of the longest."""
+    manager, took, together = member.kept["manager"], [], 0
+    while together < _STEPS:
+        began = time.perf_counter()
+        _step(member, manager)
+        took.append(time.perf_counter() - began)
+        outcome = manager.last_outcome()
+        together += outcome is not None and outcome.participants == 2
+    manager.shutdown(finished=True)
+    return statistics.median(took), max(took)
+
+
+def join(member: Member, lighthouse: str) -> tuple[bool, float]:
+    """Heal, and train on. Whether the state is right, and the heal's bytes a second."""
+    member.kept["state"] = state_of(member.place, -1.0)
+    manager, speeds = _manager(member, lighthouse), []
+
+    def note(event: object) -> None:
+        kind, data = event.kind, event.data  # type: ignore[attr-defined]
+        if kind == "heal_done":
+            speeds.append(data["bytes"] / data["seconds"])
+
+    manager.telemetry.add_sink(note)
+    together = 0
+    while together < _STEPS:
+        _step(member, manager)
+        outcome = manager.last_outcome()
+        together += outcome is not None and outcome.participants == 2
+    expected = state_of(member.place, 1.0)
+    right = all(torch.equal(expected[key], value) for key, value in member.kept["state"].items())
+    manager.shutdown(finished=True)
+    return right and len(speeds) == 1, sum(speeds)
+
+
+def _manager(member: Member, lighthouse: str) -> Manager:
+    def load(state: State) -> None:
+        for key, value in state.items():
+            if value is not member.kept["state"][key]:
+                member.kept["state"][key].copy_(value)
+
+    return manager_of(
+        member, lighthouse, 1, lambda: dict(member.kept["state"]), load, use_async_quorum=True,
+    )  # fmt: skip
+
+
+def _step(member: Member, manager: Manager) -> None:
+    manager.start_quorum()
+    work = member.kept.setdefault(
+        "work", member.place.full(member.index, member.place.elements, 1.0)
+    )
+    for _ in range(200):
+        work.mul_(1.0)
+    reduced = member.place.full(member.index, 1024, 1.0)
+    manager.allreduce(reduced).wait()
+    manager.should_commit()
+
+
+def heal(place: Place) -> Answered:
+    with coordinator(1) as lighthouse, place.crew(2, 30.0) as crew:
+        crew.call(0, begin, lighthouse).result()
+        others = crew.call(0, heal_others)
+        right, speed = crew.call(1, join, lighthouse).result()
+        usual, longest = others.result()
+    stall = (longest - usual) / usual
+    measured = (
+        f"{'healed' if right else 'NOT HEALED'} at {speed / 1e9:.2f} GB/s; the source's longest step "
+        f"{longest * 1e3:.0f} ms, usually {usual * 1e3:.0f} ms"
+    )
+    return measured, f"the source's stall at most {STALL:.0%} of a step", right and stall <= STALL
