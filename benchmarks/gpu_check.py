@@ -90,6 +90,7 @@ CHECKS: dict[str, Callable[[Place], Answered]] = {
         f"numbers: {case}": lambda place, case=case: training.numbers(place, case)
         for case in training.CASES
     },
+    "numbers: DiLoCo with int8": training.diloco,
     "sanitizer": sanitized,
     "overhead and idle time": training.overhead,
     "overlap": training.overlap,

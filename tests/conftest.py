@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import torch
 import zmq
 
 from ft_core.environment import ENV_WARM
@@ -21,6 +22,9 @@ hypothesis.settings.load_profile("busy")
 
 # A template costs seconds of CPU, in each test that starts a supervisor; tests of warm starts set it.
 os.environ[ENV_WARM] = "0"
+# Our kernels are interpreted where no GPU can run them. Triton reads it when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 class FailuresAtOnce:

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.gpu.links import Answered
 from benchmarks.gpu.place import Member, Place, Shape
 from benchmarks.gpu.trace import hidden, idle_us, recorded
-from ft_core import DistributedDataParallel, Manager, Optimizer
+from ft_core import DiLoCo, DistributedDataParallel, Manager, Optimizer
+from ft_core.process_group import ProcessGroup
 from ft_core.sharded import replicate
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
@@ -106,14 +107,21 @@ def coordinator(groups: int) -> Iterator[str]:
 
 
 def manager_of(
-    member: Member, lighthouse: str, groups: int, state: Callable[[], State], load: Any, **more: Any
+    member: Member,
+    lighthouse: str,
+    groups: int,
+    state: Callable[[], State] | None,
+    load: Any,
+    group: ProcessGroup | None = None,
+    **more: Any,
 ) -> Manager:
+    """`group`: another one than the member's."""
     options: State = {
         "min_replica_size": groups, "expected_replicas": groups, "use_async_quorum": False,
         **more,
     }  # fmt: skip
     return Manager(
-        member.group, load, state, lighthouse_addr=lighthouse, replica_id=str(member.index), rank=0,
+        group or member.group, load, state, lighthouse_addr=lighthouse, replica_id=str(member.index), rank=0,
         world_size=1, watch_process=False, timeout=LIMIT, connect_timeout=LIMIT, **options,
     )  # fmt: skip
 
@@ -257,6 +265,24 @@ def differing(member: Member, lighthouse: str, case: str) -> list[str]:
     return found
 
 
+def outer_steps(member: Member, lighthouse: str, device: torch.device) -> list[Tensor]:
+    """The parameters after DiLoCo's outer steps over Gloo, quantized. Inner steps add what is the same on
+    each device."""
+    model = small_model(member.place, "float32").to(device)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    manager = manager_of(member, lighthouse, _MEMBERS, None, None, group=member.place.gloo(30.0))
+    generator = torch.Generator().manual_seed(member.index)
+    with DiLoCo(manager, model, inner, outer, sync_every=2, codec="int8") as loop:
+        while loop.stats.committed < STEPS:
+            for parameter in model.parameters():
+                change = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = change.to(device)
+            inner.step()
+        manager.shutdown(finished=True)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
 def join_own_group(member: Member) -> None:
     """The default process group of a replica group of one rank, which fully_shard needs."""
     if not dist.is_initialized():
@@ -297,6 +323,19 @@ def numbers(place: Place, case: str) -> Answered:
         found = [name for call in calls for name in call.result()]
     measured = f"differing parameters: {', '.join(found) or 'none'}"
     return measured, "bitwise a plain loop's", not found
+
+
+def diloco(place: Place) -> Answered:
+    found = []
+    for device in (place.device, torch.device("cpu")):
+        with coordinator(_MEMBERS) as lighthouse, place.crew(_MEMBERS, 30.0) as crew:
+            calls = [crew.call(index, outer_steps, lighthouse, device) for index in range(_MEMBERS)]
+            found += [call.result() for call in calls]
+    equal = all(
+        torch.equal(one, other) for each in found for one, other in zip(found[0], each, strict=True)
+    )
+    measured = f"{'all alike' if equal else 'DIFFERENT'} in {_MEMBERS} members"
+    return measured, "bitwise the CPU's", equal
 
 
 def contexts(place: Place) -> Answered:

@@ -1,7 +1,8 @@
 """Quantization for slow links: real numbers as bytes, with a scale for each block of values.
 
-Plain torch operations on CPU and CUDA, no kernels of our own. The settings that members compare when
-they join name the codec; the choice never depends on what happens to be installed.
+Plain torch operations; for CUDA tensors kernels that make the same bytes, where Triton is installed
+(`triton_codecs`). The settings that members compare when they join name the codec; the choice never depends
+on what happens to be installed.
 
 | name | a value | scale | block | bits a value | fewer bytes than fp32 |
 |---|---|---|---|---|---|
@@ -25,9 +26,13 @@ lost is kept and added the next time; the owner also keeps what its shard of the
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -42,7 +47,8 @@ class Codec(ABC):
     name: str
     block: int
     """Values that share a scale; rows are a whole number of blocks."""
-    _largest: float
+    largest: float
+    """The largest value's code."""
     _scale_dtype = torch.float32
 
     def row_bytes(self, values: int) -> int:
@@ -58,7 +64,7 @@ class Codec(ABC):
         """(r, n) floating -> (r, row_bytes(n)) uint8."""
         count, values = rows.shape
         blocks = rows.to(torch.float32).reshape(count, values // self.block, self.block)
-        scale = (blocks.abs().amax(-1) / self._largest).to(self._scale_dtype)
+        scale = (blocks.abs().amax(-1) / self.largest).to(self._scale_dtype)
         divisor = scale.to(torch.float32).unsqueeze(-1)
         scaled = blocks / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
         data = self._pack(scaled.reshape(count, values))
@@ -88,7 +94,7 @@ class Codec(ABC):
 class Int8(Codec):
     """8-bit integers."""
 
-    name, block, _largest = "int8", 256, 127.0
+    name, block, largest = "int8", 256, 127.0
 
     def _pack(self, scaled: Tensor) -> Tensor:
         return _integers(scaled, 127).view(torch.uint8)
@@ -100,7 +106,7 @@ class Int8(Codec):
 class Int4(Codec):
     """4-bit integers, the first of a pair in the low half of its byte."""
 
-    name, block, _largest = "int4", 64, 7.0
+    name, block, largest = "int4", 64, 7.0
     _scale_dtype = torch.bfloat16
 
     def _value_bytes(self, values: int) -> int:
@@ -118,7 +124,7 @@ class Int4(Codec):
 class Fp8(Codec):
     """8-bit floats, e4m3."""
 
-    name, block, _largest = "fp8", 256, 448.0
+    name, block, largest = "fp8", 256, 448.0
 
     def _pack(self, scaled: Tensor) -> Tensor:
         return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -179,7 +185,8 @@ def reduce_quantized(
 ) -> None:
     """Sum each bucket over the participants, in place. Blocks; raises what the group raises.
 
-    Non-participants send zeros. All members call it with buckets of the same sizes.
+    Non-participants send zeros. All members call it with buckets of the same sizes. What is encoded on a
+    device travels from host memory if the group is Gloo.
     """
     members, rank = group.size(), group.rank()
     participating = part.rank is not None
@@ -187,38 +194,83 @@ def reduce_quantized(
         for job in jobs:
             _alone(job, participating)
         return
-    sent = []
+    on_host = "gloo" in group.getBackendName()
+    sent, gathered = [], []
     for job in jobs:
         shard = _shard(codec, job.bucket.numel(), members)
-        rows = torch.zeros(members * shard, dtype=torch.float32, device=job.bucket.device)
-        if participating:
-            rows[: job.bucket.numel()] = job.bucket
-            if job.residual is not None:
-                rows[: job.bucket.numel()] += job.residual
-        data = codec.encode(rows.view(members, shard))
-        if job.residual is not None:
-            lost = rows - codec.decode(data, shard).view(-1) if participating else rows
-            job.next_residual = lost
+        if not participating:
+            job.bucket.zero_()
+        residual = job.residual if participating else None
+        data, lost = quantize(codec, job.bucket, residual, members, shard)
+        data = data.cpu() if on_host else data
         received = torch.empty_like(data)
-        sent.append((received, data, group.alltoall_base(received, data, [], [])))
-    gathered = []
-    for job, (received, _, work) in zip(jobs, sent, strict=True):
+        sent.append((lost, received, data, group.alltoall_base(received, data, [], [])))
+    for job, (lost, received, _, work) in zip(jobs, sent, strict=True):
         work.wait()
         shard = _shard(codec, job.bucket.numel(), members)
-        total = _sum_in_rank_order(codec.decode(received, shard))
-        data = codec.encode(total.unsqueeze(0))
-        if job.next_residual is not None and participating:
-            own = job.next_residual[rank * shard : (rank + 1) * shard]
-            own += total - codec.decode(data, shard).view(-1)
-        encoded = data.new_empty(members * data.shape[1])
-        gathered.append((encoded, data, group._allgather_base(encoded, data.view(-1))))
-    for job, (encoded, _, work) in zip(jobs, gathered, strict=True):
+        own = None if lost is None else lost[rank * shard : (rank + 1) * shard]
+        data = requantize(codec, received.to(job.bucket.device), shard, own).view(-1)
+        data = data.cpu() if on_host else data
+        encoded = data.new_empty(members * data.numel())
+        gathered.append((lost, encoded, data, group._allgather_base(encoded, data)))
+    for job, (lost, encoded, _, work) in zip(jobs, gathered, strict=True):
         work.wait()
         count = job.bucket.numel()
-        values = codec.decode(encoded.view(members, -1), _shard(codec, count, members))
-        job.bucket.copy_(values.view(-1)[:count])
-        if job.next_residual is not None:
-            job.next_residual = job.next_residual[:count].clone() if participating else job.residual
+        rows = encoded.to(job.bucket.device).view(members, -1)
+        dequantize(codec, rows, _shard(codec, count, members), job.bucket)
+        if job.residual is not None:
+            job.next_residual = job.residual if lost is None else lost[:count].clone()
+
+
+def quantize(
+    codec: Codec, bucket: Tensor, residual: Tensor | None, rows: int, row: int
+) -> tuple[Tensor, Tensor | None]:
+    """A flat tensor, padded with zeros to `rows` rows of `row` values, encoded. With a residual it is added
+    first, and what the encoding has lost of each value comes second."""
+    kernels = _kernels_for(bucket)
+    if kernels is not None:
+        return kernels.quantize(  # type: ignore[no-any-return]
+            codec, bucket, residual, rows, row, with_lost=residual is not None
+        )
+    values = torch.zeros(rows * row, dtype=torch.float32, device=bucket.device)
+    values[: bucket.numel()] = bucket
+    if residual is None:
+        return codec.encode(values.view(rows, row)), None
+    values[: bucket.numel()] += residual
+    data = codec.encode(values.view(rows, row))
+    return data, values - codec.decode(data, row).view(-1)
+
+
+def requantize(codec: Codec, data: Tensor, row: int, lost: Tensor | None) -> Tensor:
+    """The sum of encoded rows, in their order, encoded: (1, row_bytes). What this loses is added to `lost`."""
+    kernels = _kernels_for(data)
+    if kernels is not None:
+        return kernels.requantize(codec, data, row, lost)  # type: ignore[no-any-return]
+    total = _sum_in_rank_order(codec.decode(data, row))
+    result = codec.encode(total.unsqueeze(0))
+    if lost is not None:
+        lost += total - codec.decode(result, row).view(-1)
+    return result
+
+
+def dequantize(codec: Codec, data: Tensor, row: int, into: Tensor) -> None:
+    """Encoded rows of `row` values into a flat tensor, which is not longer than they are."""
+    kernels = _kernels_for(data)
+    if kernels is not None:
+        kernels.dequantize(codec, data, row, into)
+    else:
+        into.copy_(codec.decode(data, row).view(-1)[: into.numel()])
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    if find_spec("triton") is None:
+        return None
+    return import_module("ft_core.collectives.triton_codecs")
+
+
+def _kernels_for(tensor: Tensor) -> ModuleType | None:
+    return _kernels() if tensor.is_cuda else None
 
 
 def _alone(job: Reduction, participating: bool) -> None:

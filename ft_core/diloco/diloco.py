@@ -84,6 +84,7 @@ class OuterOptimizerStep(OuterStep):
         self.optimizer = joint
         self._alpha = fragment_update_alpha
         self._codec = None if codec is None else codec_named(codec)
+        self.encodes = codec is not None
         self._feedback = error_feedback
         self._residuals: dict[int, list[Tensor]] = {}
         self.settings = (

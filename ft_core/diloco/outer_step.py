@@ -89,11 +89,14 @@ class OuterReduce:
         squared: float | None,
         bucket_bytes: int,
         stats: OuterStats,
+        encodes: bool,
     ) -> OuterReduce:
-        """Lay out `contribution` times `weight`. With weight 0 its values do not matter."""
-        values = Flat(contribution, bucket_bytes, _wire_device(manager))
+        """Lay out `contribution` times `weight`. With weight 0 its values do not matter. Values that are
+        encoded stay on their device until they are."""
+        wire = _wire_device(manager)
+        values = Flat(contribution, bucket_bytes, None if encodes else wire)
         _fill(values, contribution, weight)
-        device = next(iter(values.parts.values())).device
+        device = wire or next(iter(values.parts.values())).device
         meta = torch.tensor([weight, weight * (squared or 0.0)], dtype=torch.float64, device=device)
         made = cls(fragment, values, meta, squared is not None, stats)
         made.send(manager, meta)
@@ -168,6 +171,9 @@ class OuterReduce:
 class OuterStep(ABC):
     """What an outer step does to a fragment. See the module's docstring.
 
+    Attributes:
+        encodes: whether values travel by a codec.
+
     Args:
         model: its persistent buffers travel with the last fragment, once a window.
         fragments: of the model's trainable parameters.
@@ -189,6 +195,7 @@ class OuterStep(ABC):
         self.model, self.fragments, self.state = model, list(fragments), state
         self.bucket_bytes = bucket_bytes
         self.stats = OuterStats()
+        self.encodes = False
 
     @abstractmethod
     def contribution(self, fragment: Fragment, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -222,7 +229,7 @@ class OuterStep(ABC):
         """
         sent = OuterReduce.of(
             manager, fragment, self.contribution(fragment, deltas), weight=weight, squared=squared,
-            bucket_bytes=self.bucket_bytes, stats=self.stats,
+            bucket_bytes=self.bucket_bytes, stats=self.stats, encodes=self.encodes,
         )  # fmt: skip
         if self.is_last(fragment):
             sent.send_buffers(manager, self._buffers(), weight, self.bucket_bytes)

@@ -43,6 +43,8 @@ ALLOWED["ft_accelerate"] |= {"rich", "transformers"}
 # Optional: only where a script logs to them.
 ALLOWED["ft_lightning"] |= {"tensorboard"}
 ALLOWED["ft_core"] |= {"wandb"}
+# Optional: only where a CUDA tensor is encoded.
+ALLOWED["ft_core"] |= {"triton"}
 ALLOWED["ft_accelerate"] |= {"mlflow", "wandb"}
 
 ALWAYS = {"__future__", "__main__"}
