@@ -33,7 +33,7 @@ from torch.futures import Future
 from torch.nn import parallel
 
 from ft_core.buffers import SharedBuffers
-from ft_core.collectives.allreduce import completed, work_of
+from ft_core.collectives.allreduce import check_devices, completed, work_of
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
 from ft_core.step import GradientManager, StartedReduce
 from ft_core.torch_versions import ddp_arguments, ddp_without_buffers
@@ -100,6 +100,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         old_name = kwargs.pop("broadcast_buffers", None)
         if buffers_follow is None:
             buffers_follow = True if old_name is None else old_name
+        check_devices(module.parameters())
         # Sharing memory with the buckets saves the pass over memory that copies gradients back.
         kwargs.setdefault("gradient_as_bucket_view", True)
         reduction = _Reduction(manager)
@@ -404,13 +405,14 @@ class PureDistributedDataParallel(nn.Module):
         manager: averages the gradients over the participants.
         module: with the same parameters in all replica groups: checked when they join.
 
-    Raises ValueError if the module's buffers are on several devices. Backward raises no error of
-    communication, as in `DistributedDataParallel`. Thread: the training loop's; autograd's threads
-    reduce.
+    Raises ValueError if the module's buffers are on several devices, or it is on a device that has no way
+    to the other members. Backward raises no error of communication, as in `DistributedDataParallel`.
+    Thread: the training loop's; autograd's threads reduce.
     """
 
     def __init__(self, manager: GradientManager, module: nn.Module) -> None:
         super().__init__()
+        check_devices(module.parameters())
         self.module = module
         self._manager = manager
         self._sync = True

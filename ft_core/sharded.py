@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ft_core.collectives.allreduce import check_devices
 from ft_core.manager import Manager
 
 _DIVIDED_AFTER = (torch.float32, torch.bfloat16)
@@ -48,7 +49,7 @@ def replicate(
         reduce_op: AVG; or SUM, for a loss that is divided by a constant for all groups together. FSDP's
             own divisor (`set_gradient_divide_factor`) concerns the ranks of a group.
 
-    Raises ValueError if there is nothing to replicate, or a parameter's gradient would not be.
+    Raises ValueError if there is nothing to replicate, or a parameter's gradient would not or could not be.
     Thread: the training loop's; autograd's threads reduce.
     """
     if reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
@@ -57,6 +58,7 @@ def replicate(
         raise ValueError('replicate() is for Manager(ranks_hold="shards")')
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     check_covered(model, sharded)
+    check_devices(model.parameters())
 
     def hook(gradient: Tensor) -> None:
         _average(manager, gradient, reduce_op)

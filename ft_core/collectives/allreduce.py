@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from ft_core.step import Step
 T = TypeVar("T")
 work_of: Callable[[Future[Tensor]], dist.Work] = torch._C._distributed_c10d._create_work_from_future
 """A future as torch's reducer takes it."""
+REDUCED_ON = ("cpu", "cuda", "meta")
 _PIECE_VALUES = 4 << 20  # one piece is encoded while another is sent
 
 
@@ -135,6 +136,17 @@ def find_weight(step: Step) -> None:
         step.fail(RuntimeError("no participant has any samples in this step"))
     if step.error is None:
         step.weight = step.samples / total.item()
+
+
+def check_devices(tensors: Iterable[Tensor]) -> None:
+    """Raise ValueError for a tensor on a device that has no way to the other members. meta: it has no
+    memory yet."""
+    for device in {tensor.device for tensor in tensors}:
+        if device.type not in REDUCED_ON:
+            raise ValueError(
+                f"tensors on {device} can't be averaged over replica groups: put the model on the CPU "
+                "(Gloo) or on CUDA (NCCL or Gloo)"
+            )
 
 
 def _contribute(step: Step, tensor: Tensor, op: str, divided_by: int) -> Participation | None:

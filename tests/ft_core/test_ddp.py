@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
@@ -440,6 +441,15 @@ def test_communication_hooks_are_refused() -> None:
     model = DistributedDataParallel(ThreadQuorum(1).members[0], layers())
     with pytest.raises(NotImplementedError, match="the manager reduces"):
         model.register_comm_hook(None, lambda state, bucket: None)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_devices_without_a_way_to_the_others_are_refused(wrapper: Any) -> None:
+    with FakeTensorMode():  # tensors of a device that is not there
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.empty(2, device="xpu"))
+    with pytest.raises(ValueError, match="tensors on xpu:0 can't be averaged over replica groups"):
+        wrapper(ThreadQuorum(1).members[0], module)
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import torch
+import torch._dynamo  # torch imports it in the middle of things: two threads at once fail
+from torch import nn
 
+from ft_core.ddp import DistributedDataParallel
 from ft_core.manager import Manager
+from ft_core.optimizer import Optimizer
 from ft_core.process_group import ProcessGroupNCCL
 from tests.harness.cluster import lighthouse, replicas
 from tests.harness.nccl_double import DoubleDevice, Wires
@@ -14,6 +19,8 @@ from tests.harness.nccl_double import DoubleDevice, Wires
 STEPS = 12
 CUT_AT = (3, 8, 13)
 """Kernels in whose midst all links break, as they are counted over both members."""
+HANG_AT = (17,)
+"""Kernels in whose midst links break, and all kernels hang: nothing is revoked until somebody asks."""
 
 
 def test_no_gradient_is_committed_that_was_not_reduced() -> None:
@@ -59,4 +66,87 @@ def test_no_gradient_is_committed_that_was_not_reduced() -> None:
         results = replicas(lambda: train(0), lambda: train(1))
     assert [weights for _, weights in results] == [[-3.0 * STEPS] * 8] * 2
     assert all(discarded >= 1 for discarded, _ in results)
+    assert not wires.faults
+
+
+def network() -> nn.Module:
+    model, generator = (
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)),
+        torch.Generator(),
+    )
+    for parameter in model.parameters():
+        parameter.data.normal_(generator=generator.manual_seed(parameter.numel()))
+    return model
+
+
+def loss_of(model: nn.Module, step: int, index: int) -> torch.Tensor:
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + index))
+    return model(batch).square().mean()
+
+
+def replayed() -> list[torch.Tensor]:
+    """The parameters after the steps of one loop that has both members' batches."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        halves = []
+        for index in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step, index).backward()
+            halves.append([p.grad / 2 for p in model.parameters() if p.grad is not None])
+        for parameter, one, other in zip(model.parameters(), *halves, strict=True):
+            parameter.grad = one + other
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_ddp_trains_as_without_faults_where_links_break_hang_and_are_late() -> None:
+    """What an aborted kernel leaves in a bucket is `POISON`: a committed step that has read it, or has read
+    too early, shows in the parameters."""
+    wires, kernels, chance = Wires(), itertools.count(1), random.Random(1)
+    wires.delay_s = lambda: 0.005 * chance.random()
+
+    def queued() -> None:
+        number = next(kernels)
+        if number in CUT_AT + HANG_AT:
+            wires.cut(revoke=number in CUT_AT)
+
+    wires.on_kernel = queued
+    with lighthouse(all_join=True, min_replicas=2) as server:
+
+        def train(index: int) -> tuple[int, list[torch.Tensor]]:
+            device, model = DoubleDevice(wires, index + 1, takes_floats=True), network()
+            inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+            def load(state: dict[str, dict[str, object]]) -> None:
+                model.load_state_dict(state["model"])
+                inner.load_state_dict(state["optimizer"])
+
+            manager = Manager(
+                ProcessGroupNCCL(20.0, hostname="127.0.0.1", on=device),
+                load,
+                lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+                min_replica_size=2,
+                lighthouse_addr=server.address(),
+                replica_id=str(index),
+                expected_replicas=2,
+                rank=0,
+                world_size=1,
+                watch_process=False,
+            )
+            wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+            discarded = 0
+            while (step := manager.current_step()) < STEPS:
+                optimizer.zero_grad()
+                loss_of(wrapped, step, index).backward()
+                optimizer.step()
+                discarded += optimizer.step_was_skipped
+            manager.shutdown(finished=True)
+            return discarded, [parameter.detach() for parameter in model.parameters()]
+
+        results = replicas(lambda: train(0), lambda: train(1))
+    assert all(discarded >= 1 for discarded, _ in results)
+    for _, parameters in results:
+        for one, other in zip(parameters, replayed(), strict=True):
+            assert torch.equal(one, other)
     assert not wires.faults

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo  # torch imports it in the middle of things: two threads at once fail
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
