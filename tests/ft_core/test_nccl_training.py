@@ -10,6 +10,7 @@ import torch._dynamo  # torch imports it in the middle of things: two threads at
 from torch import nn
 
 from ft_core.ddp import DistributedDataParallel
+from ft_core.diloco.diloco import DiLoCo
 from ft_core.manager import Manager
 from ft_core.optimizer import Optimizer
 from ft_core.process_group import ProcessGroupNCCL
@@ -17,8 +18,9 @@ from tests.harness.cluster import lighthouse, replicas
 from tests.harness.nccl_double import DoubleDevice, Wires
 
 STEPS = 12
-CUT_AT = (3, 8, 13)
-"""Kernels in whose midst all links break, as they are counted over both members."""
+CUT_AT = (4, 8, 13)
+"""Kernels in whose midst all links break, as they are counted over both members: when both have queued
+theirs, so that neither hears of it when it queues, and when one has."""
 HANG_AT = (17,)
 """Kernels in whose midst links break, and all kernels hang: nothing is revoked until somebody asks."""
 
@@ -149,4 +151,44 @@ def test_ddp_trains_as_without_faults_where_links_break_hang_and_are_late() -> N
     for _, parameters in results:
         for one, other in zip(parameters, replayed(), strict=True):
             assert torch.equal(one, other)
+    assert not wires.faults
+
+
+def test_diloco_never_takes_what_a_cut_link_has_left() -> None:
+    """Each outer step adds the mean of what the members have added, or is discarded: whole numbers."""
+    wires, kernels = Wires(), itertools.count(1)
+    wires.delay_s = lambda: 0.001
+    wires.on_kernel = lambda: wires.cut() if next(kernels) in CUT_AT else None
+    with lighthouse(all_join=True, min_replicas=2) as server:
+
+        def train(index: int) -> tuple[int, list[float]]:
+            model = nn.Linear(2, 2, bias=False)
+            nn.init.zeros_(model.weight)
+            manager = Manager(
+                ProcessGroupNCCL(
+                    20.0,
+                    hostname="127.0.0.1",
+                    on=DoubleDevice(wires, index + 1, takes_floats=True),
+                ),
+                min_replica_size=2,
+                lighthouse_addr=server.address(),
+                replica_id=str(index),
+                expected_replicas=2,
+                rank=0,
+                world_size=1,
+                watch_process=False,
+                use_async_quorum=False,
+            )
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            outer = torch.optim.SGD(model.parameters(), lr=1.0)
+            with DiLoCo(manager, model, inner, outer, sync_every=2) as loop:
+                while loop.stats.committed < STEPS:
+                    model.weight.grad = torch.full((2, 2), -2.0 * index)
+                    inner.step()
+                manager.shutdown(finished=True)
+            return loop.stats.discarded, model.weight.flatten().tolist()
+
+        results = replicas(lambda: train(0), lambda: train(1))
+    assert all(discarded >= 1 for discarded, _ in results)
+    assert [weights for _, weights in results] == [[2.0 * STEPS] * 4] * 2
     assert not wires.faults
