@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from ft_accelerate.options import switch_on
 from ft_core.launch.board import reported
-from lighthouse.errors import LighthouseUnavailable
 
 USAGE = "usage: python -m ft_accelerate.run [-m] SCRIPT_OR_MODULE [ARGUMENTS ...]"
 
@@ -33,11 +32,8 @@ def main(argv: Sequence[str]) -> None:
     if not as_module and not os.path.exists(rest[0]):
         raise SystemExit(f"ft_accelerate.run: there is no script {rest[0]!r}")
     switch_on()
-    try:
-        with reported():
-            _become(rest, as_module=as_module)
-    except LighthouseUnavailable as error:  # the script is not at fault
-        raise SystemExit(f"ft_accelerate: {error}") from None
+    with reported():
+        _become(rest, as_module=as_module)
 
 
 def _become(rest: Sequence[str], *, as_module: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from ft_accelerate.options import FaultTolerancePlugin, Supervision, is_enabled, switch_on, uses
 from ft_accelerate.runtime.runtime import Runtime
 from ft_core.environment import ReplicaEnv
+from ft_core.launch.ending import end_with_a_line
 
 _runtime: Runtime | None = None
 
@@ -85,6 +86,7 @@ def forget() -> None:
 
 
 def _make(plugin: FaultTolerancePlugin) -> Runtime:
+    end_with_a_line("ft_accelerate")
     runtime = Runtime(plugin, ReplicaEnv.read(), Supervision.from_env())
     if uses("FSDP"):
         runtime.group_ranks.hold_shards()

@@ -6,6 +6,7 @@
 | the pause | 0.5 s; it doubles with each death of this group, up to 30 s, and is halved by each 30 s that a life has trained. While few are alive (half of the groups of this machine, or one) it is 0.5 s. Where it would be 0.5 s it is left out, if the life that ended has trained for 5 s. One that was killed from outside, and had trained for 2 s, is started again at once, and its pause does not grow |
 | all have ended with the same error, or crashed by the same signal, at the same step | an error of the script: the job ends, whatever the order of exits. If other machines train too, or all were killed from outside (SIGKILL, SIGTERM ...): the second time in a row |
 | an error, and no other group is alive that has not failed itself | an error of the script, too |
+| no lighthouse answers any of them (exit code 69) | the job ends with that code |
 | `max_restarts` deaths of a group within an hour | it is given up; None: no limit |
 | ten deaths of a group in a row without one committed step of the job in between | it is given up |
 | another has finished | it is not started again |
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 
 EXTERNAL_SIGNALS = frozenset({1, 2, 3, 9, 14, 15})
 """HUP, INT, QUIT, KILL, ALRM, TERM: sent by another process, so that they say nothing of the script."""
+AWAY_EXIT_CODE = 69
+"""Of a process for which no lighthouse answers."""
 REMEMBERED = 256
 """Deaths of a group."""
 
@@ -118,6 +121,9 @@ class RestartPolicy:
         """
         mine = histories[index]
         death = mine[-1]
+        if death.exit_code == AWAY_EXIT_CODE and not any(life is not None for life in lives):
+            if all(each and each[-1].exit_code == AWAY_EXIT_CODE for each in histories):
+                return EndJob("so have all: no lighthouse answers")
         if why := self._scripts_fault(histories, index, lives):
             return EndJob(why)
         recent = [d for d in mine if d.at > death.at - self.window_s]

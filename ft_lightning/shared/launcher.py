@@ -16,13 +16,12 @@ from typing import Any
 
 from ft_core.config import JobOptions
 from ft_core.environment import new_job_id
-from ft_core.errors import GroupBroken
-from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
-from ft_core.launch.supervisor import OVER_EXIT_CODE, die_with, supervise, tell_lighthouse
+from ft_core.launch.ending import end_with_a_line
+from ft_core.launch.rank_group import group_command
+from ft_core.launch.supervisor import die_with, supervise, tell_lighthouse
 from ft_core.launch.warm.starter import warm_starts
 from ft_lightning.shared.launch_env import ENV_SUPERVISOR, child_environment, renew_rank
 from ft_lightning.shared.topology import Scope
-from lighthouse.errors import LighthouseUnavailable, TrainingOver
 
 through_main = False
 """Whether this process was started by `python -m ft_lightning`: then children are, too."""
@@ -180,8 +179,7 @@ def live_with_group(scope: Scope) -> None:
         die_with(scope.supervisor_pid)
         for name in _RANK_ZERO_LOGGERS:
             logging.getLogger(name).addFilter(_said_by_the_supervisor)
-    if not hasattr(sys.excepthook, "ft_lightning"):
-        sys.excepthook = _ending_with_a_line(sys.excepthook)
+    end_with_a_line("ft_lightning")
 
 
 _RANK_ZERO_LOGGERS = (
@@ -194,20 +192,3 @@ _BANNERS = ("GPU available:", "TPU available:", "\N{ELECTRIC LIGHT BULB} Tip:")
 def _said_by_the_supervisor(record: logging.LogRecord) -> bool:
     """A filter: what Lightning prints when a Trainer is made, which the supervisor has made, too."""
     return not record.getMessage().startswith(_BANNERS)
-
-
-def _ending_with_a_line(otherwise: Any) -> Any:
-    codes = {GroupBroken: BROKEN_EXIT_CODE, TrainingOver: OVER_EXIT_CODE, LighthouseUnavailable: 1}
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        code = next((code for each, code in codes.items() if issubclass(kind, each)), None)
-        if code is None:
-            otherwise(kind, error, trace)
-            return
-        print(f"ft_lightning: {error}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    hook.ft_lightning = True  # type: ignore[attr-defined]
-    return hook

@@ -6,7 +6,16 @@ import random
 
 import pytest
 
-from ft_core.launch.restarts import Again, Death, EndJob, GiveUp, History, RestartPolicy, Verdict
+from ft_core.launch.restarts import (
+    AWAY_EXIT_CODE,
+    Again,
+    Death,
+    EndJob,
+    GiveUp,
+    History,
+    RestartPolicy,
+    Verdict,
+)
 
 KILLED, ERROR, CRASHED = -9, 1, -11
 
@@ -262,3 +271,15 @@ def test_the_only_group_may_crash_once() -> None:
     assert isinstance(job.dies(0, CRASHED, step=5), Again)
     job.returns(0)
     assert isinstance(job.dies(0, CRASHED, step=5), EndJob)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_job_ends_when_no_lighthouse_answers_any(elsewhere: bool) -> None:
+    """At whatever step each has noticed it. One that alone is cut off is started again."""
+    job = Job(3, RestartPolicy(elsewhere=elsewhere))
+    job.train(5)
+    assert pause(job.dies(1, AWAY_EXIT_CODE, step=7)) == 0.5
+    job.returns(1)
+    assert pause(job.dies(0, AWAY_EXIT_CODE, step=7)) == 0.5
+    assert pause(job.dies(1, AWAY_EXIT_CODE)) >= 0.5
+    assert job.dies(2, AWAY_EXIT_CODE, step=8) == EndJob("so have all: no lighthouse answers")

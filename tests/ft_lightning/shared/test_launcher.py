@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ft_core.launch.restarts import AWAY_EXIT_CODE
 from ft_core.launch.supervisor import OVER_EXIT_CODE
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import Run, compare, running
@@ -175,7 +176,7 @@ Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False).fit(Borin
         [sys.executable, str(script)],
         env=env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == AWAY_EXIT_CODE
     assert "ft_lightning: no lighthouse answers at tcp://127.0.0.1:9 within 1 s" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -1,0 +1,57 @@
+"""A process whose script is not at fault ends with a line and an exit code; another as ever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.waiting import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = """
+import atexit, sys
+from ft_core.errors import GroupBroken, StepInDoubt
+from ft_core.launch.ending import end_with_a_line
+from lighthouse.errors import JoinRefused, LighthouseUnavailable, TrainingOver
+
+for _ in range(2):
+    end_with_a_line("ft_package")
+atexit.register(print, "waits for the lighthouse")
+print("before")
+raise {error}("a sentence")
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("LighthouseUnavailable", 69),
+        ("StepInDoubt", 69),
+        ("GroupBroken", 75),
+        ("TrainingOver", 79),
+        ("JoinRefused", 1),
+        ("ValueError", 1),
+    ],
+)
+def test_a_process_whose_script_is_not_at_fault_ends_with_a_line(error: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("{error}", error)],
+        capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == code
+    if code == 1:  # the script's own
+        assert done.stderr.startswith("Traceback")
+        assert done.stdout == "before\nwaits for the lighthouse\n"
+    else:
+        assert done.stderr == "ft_package: a sentence\n"
+        assert done.stdout == "before\n"
+
+
+def test_it_imports_no_torch() -> None:
+    """Launchers, and processes that have just begun, end with it."""
+    code = "import sys, ft_core.launch.ending; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S)
+    assert done.returncode == 0
