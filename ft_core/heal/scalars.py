@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import decimal
 import enum
+import importlib
 import pathlib
+import sys
 import uuid
 import zoneinfo
 from typing import Any
@@ -68,12 +70,43 @@ def encode_scalar(value: Any, kind: type) -> list[Any] | None:
         type(v) in (int, type(None)) for v in (value.start, value.stop, value.step)
     ):
         return ["sl", value.start, value.stop, value.step]
+    if kind.__module__.startswith("omegaconf."):
+        return _encode_config(value)
     if isinstance(value, enum.Enum) and objects.kind_of(value):
         if value.name in kind.__members__:  # type: ignore[attr-defined]
             return [objects.ENUM, *objects.named(kind), value.name]
         if isinstance(value, enum.Flag) and type(value.value) is int:  # several members
             return [objects.FLAG, *objects.named(kind), value.value]
     return None
+
+
+def _encode_config(value: Any) -> list[Any] | None:
+    """A configuration of OmegaConf's, as its YAML, with what interpolates left as it is written. None: that
+    would make another one (it is typed by a class, or refers to what is above it)."""
+    OmegaConf = sys.modules["omegaconf"].OmegaConf
+    if OmegaConf.get_type(value) not in (dict, list):
+        return None
+    try:
+        given = OmegaConf.to_yaml(value), OmegaConf.is_readonly(value), OmegaConf.is_struct(value)
+        same = bool(_decode_config(*given) == value)
+    except Exception:  # a resolver of the user's may raise anything
+        return None
+    return ["oc", *given] if same else None
+
+
+def _decode_config(text: str, readonly: bool | None, struct: bool | None) -> Any:
+    try:
+        OmegaConf = importlib.import_module("omegaconf").OmegaConf
+    except ImportError as error:
+        raise ValueError(
+            "it holds a configuration of OmegaConf, which is not installed here"
+        ) from error
+    made = OmegaConf.create(text)
+    if readonly is not None:
+        OmegaConf.set_readonly(made, readonly)
+    if struct is not None:
+        OmegaConf.set_struct(made, struct)
+    return made
 
 
 def decode_scalar(tag: str, rest: list[Any]) -> Any:
@@ -116,6 +149,8 @@ def decode_scalar(tag: str, rest: list[Any]) -> Any:
         return range(*rest)
     if tag == "sl":
         return slice(*rest)
+    if tag == "oc":
+        return _decode_config(*rest)
     if tag == objects.ENUM:
         return objects.find(tag, *rest[:2])[rest[2]]
     if tag == objects.FLAG:

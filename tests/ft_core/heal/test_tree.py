@@ -328,6 +328,25 @@ def test_values_of_classes_travel_without_an_option(value: Any) -> None:
     assert digest({"v": back["v"]}) == digest({"v": value})
 
 
+def test_configurations_of_omegaconf_travel() -> None:
+    """As Hydra's applications put them into a checkpoint's hyperparameters."""
+    omegaconf = pytest.importorskip("omegaconf")
+    create = omegaconf.OmegaConf.create
+    sent = create({"lr": 1e-3, "name": "1e-3", "layers": [1, {"wide": None}], "again": "${lr}"})
+    omegaconf.OmegaConf.set_struct(sent, True)
+    for value in (sent, sent.layers, create([1, "a"])):
+        back = travel({"v": value})["v"]
+        assert back == value and type(back) is type(value)
+        assert digest({"v": back}) == digest({"v": value})
+    back = travel(sent)
+    assert omegaconf.OmegaConf.to_yaml(back) == omegaconf.OmegaConf.to_yaml(sent)
+    with pytest.raises(omegaconf.errors.ConfigAttributeError):
+        back.unknown = 1
+    for other in (omegaconf.OmegaConf.structured(Best),):
+        with pytest.raises(UnsupportedObjectError, match=r"\['v'\] is a omegaconf.*heal_allow_objects"):
+            travel({"v": other})
+
+
 def test_an_object_is_made_without_its_own_code() -> None:
     sent = Best(1.0)
     assert sent.changes == 1, "its __post_init__ counts"
