@@ -1,8 +1,8 @@
-"""python benchmarks/leader_deaths.py [--trackers csv wandb] [--runs 3] [--json FILE]
+"""python benchmarks/leader_deaths.py [--loop accelerate] [--trackers csv wandb] [--runs 3] [--json FILE]
 
-What survivors wait when the leader dies, which writes to a tracker: a Trainer in three replica groups,
-steps of 50 ms, the leader killed twice in mid-run. The next leader opens its logger in the
-background (ft_lightning/trainer/loggers.py). "longest" is the longest time between two commits within 15 s
+What survivors wait when the leader dies, which writes to a tracker: Lightning's Trainer ("lightning"),
+transformers' ("transformers") or a raw loop ("accelerate") in three replica groups, steps of 50 ms, the
+leader killed twice in mid-run. The next leader opens its trackers beside the training. "longest" is the longest time between two commits within 15 s
 of a death, less the median of all, over both survivors (the second time: over one); "lost" is the sum
 over these seconds. Each run also checks that the tracker holds each step once, in one run. Limit: 200 ms.
 
@@ -37,8 +37,7 @@ PAUSE_S, LOOK_S, LIMIT_S = 0.05, 15.0, 300.0
 STEPS, DEATHS = 900, (100, 450)  # the commits at which groups 0 and 1 are killed
 
 
-def train(tracker: str, folder: str) -> None:
-    """One process."""
+def with_lightning(tracker: str, folder: str) -> None:
     import torch
     from lightning.pytorch import LightningModule, Trainer, loggers, seed_everything
     from torch.utils.data import DataLoader, TensorDataset
@@ -84,6 +83,64 @@ def train(tracker: str, folder: str) -> None:
     trainer.fit(Module(), DataLoader(data, 8))
 
 
+def with_accelerate(tracker: str, folder: str) -> None:
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True, log_with=tracker, project_dir=f"{folder}/{tracker}")
+    accelerator.init_trackers("deaths", config={"pause_s": PAUSE_S})
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader = DataLoader(TensorDataset(torch.randn(3 * 8 * STEPS, 64)), 8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for step, (batch,) in enumerate(loader):
+        if not catches_up():
+            time.sleep(PAUSE_S)
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss.item()}, step=step)
+    accelerator.end_training()
+
+
+def with_transformers(tracker: str, folder: str) -> None:
+    import torch
+    from torch.utils.data import TensorDataset
+    from transformers import Trainer, TrainingArguments
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(64, 64)
+
+        def forward(self, x: Any) -> Any:
+            if not catches_up():
+                time.sleep(PAUSE_S)
+            return {"loss": self.net(x).square().mean()}
+
+    def collate(rows: Any) -> Any:
+        return {"x": torch.stack([x for x, _ in rows])}
+
+    torch.manual_seed(1)
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/out", max_steps=STEPS, per_device_train_batch_size=8, use_cpu=True,
+        logging_steps=1, report_to=tracker, save_strategy="no", disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    data = TensorDataset(torch.randn(3 * 8 * STEPS, 64), torch.zeros(3 * 8 * STEPS))
+    Trainer(Model(), arguments, collate, data).train()
+
+
+def catches_up() -> bool:
+    """Whether this process runs through its past."""
+    from ft_accelerate.runtime import process
+
+    return not process.current().live
+
+
 def commits(folder: Path, group: int) -> list[tuple[float, int]]:
     """(Unix time, step) of each commit that a group has told."""
     path = folder / f"events-{group}"
@@ -92,12 +149,13 @@ def commits(folder: Path, group: int) -> list[tuple[float, int]]:
     return [(event["t"], event["step"]) for event in told if event["kind"] == "commit"]
 
 
-def one_run(tracker: str, folder: Path) -> dict[str, Any]:
+def one_run(loop: str, tracker: str, folder: Path) -> dict[str, Any]:
     """Kill the leaders of one run; the figures."""
     if tracker == "mlflow":
         make_mlflow(folder / "mlflow.db", "deaths")
     killed_at, processes = [], []
-    with LighthouseServer() as server:
+    # As `accelerate launch`: the first leader opens its tracker before it joins.
+    with LighthouseServer(min_replicas=1, join_timeout_ms=60_000) as server:
         for group in range(3):
             env = {
                 **os.environ,
@@ -109,8 +167,15 @@ def one_run(tracker: str, folder: Path) -> dict[str, Any]:
                 "FT_EVENT_LOG": str(folder / f"events-{group}"),
                 "OMP_NUM_THREADS": "1",
                 "WANDB_SILENT": "true",
+                "WANDB_MODE": "offline",
+                "WANDB_DIR": str(folder),
+                "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+                "MLFLOW_EXPERIMENT_NAME": "deaths",
+                "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard" / "deaths"),
+                "ACCELERATE_USE_FAULT_TOLERANCE": str(loop != "lightning"),
+                "ACCELERATE_FAULT_TOLERANCE_JOB_ID": str(folder),
             }
-            command = [sys.executable, __file__, "--train", tracker, str(folder)]
+            command = [sys.executable, __file__, "--train", loop, tracker, str(folder)]
             with (folder / f"output-{group}").open("w") as output:
                 processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))
         try:
@@ -136,7 +201,8 @@ def one_run(tracker: str, folder: Path) -> dict[str, Any]:
     return {
         "longest_s": max(longest for longest, _ in waits),
         "lost_s": max(lost for _, lost in waits),
-        "whole": held(tracker, folder) == list(range(STEPS)),
+        "whole": held(loop, tracker, folder)
+        == [step + (loop == "transformers") for step in range(STEPS)],
     }
 
 
@@ -148,34 +214,47 @@ def after_death(told: list[tuple[float, int]], moment: float) -> tuple[float, fl
     return max(near) - usual, sum(gap - usual for gap in near)
 
 
-def held(tracker: str, folder: Path) -> list[int]:
+def held(loop: str, tracker: str, folder: Path) -> list[int]:
     """The steps of which the tracker holds the loss."""
+    name = "loss" if loop != "transformers" else "train/loss"
     if tracker == "csv":
         return in_csv(folder / "csv", "loss")
     if tracker == "tensorboard":
-        return in_tensorboard(folder / "tensorboard", "loss")
+        return in_tensorboard(folder / "tensorboard", name)
     if tracker == "wandb":
-        return in_wandb(folder, "loss")
+        steps = {"accelerate": "_step", "transformers": "train/global_step"}
+        return in_wandb(folder, name, steps.get(loop, "trainer/global_step"))
     return in_mlflow(folder / "mlflow.db", "deaths", "loss")
+
+
+TRAIN = {
+    "lightning": with_lightning,
+    "accelerate": with_accelerate,
+    "transformers": with_transformers,
+}
 
 
 def main() -> None:
     parser = arguments((__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--train", nargs=2, metavar=("TRACKER", "FOLDER"), help="one process")
+    parser.add_argument("--train", nargs=3, metavar=("LOOP", "TRACKER", "FOLDER"), help="a process")
+    parser.add_argument("--loop", choices=tuple(TRAIN), default="lightning")
     parser.add_argument("--trackers", nargs="+", choices=TRACKERS, default=TRACKERS)
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
     if options.train:
-        train(*options.train)
+        loop, tracker, folder = options.train
+        TRAIN[loop](tracker, folder)
         return
     rows, figures = [], {}
     for tracker in options.trackers:
-        if tracker != "csv" and importlib.util.find_spec(tracker) is None:
+        if importlib.util.find_spec(tracker) is None:
+            continue
+        if tracker == "csv" and options.loop != "lightning":
             continue
         runs = []
         for _ in range(options.runs):
             with tempfile.TemporaryDirectory() as folder:
-                runs.append(one_run(tracker, Path(folder)))
+                runs.append(one_run(options.loop, tracker, Path(folder)))
             print(tracker, runs[-1], flush=True)
         figures[tracker] = runs
         longest, lost = (
@@ -183,7 +262,8 @@ def main() -> None:
         )
         rows.append((tracker, longest, lost, "yes" if all(run["whole"] for run in runs) else "NO"))
     columns = ("tracker", "longest, ms", "lost, ms", "each step once")
-    report("two deaths of the leader", columns, rows, figures, options.json)
+    title = f"two deaths of the leader: {options.loop}"
+    report(title, columns, rows, figures, options.json)
 
 
 if __name__ == "__main__":

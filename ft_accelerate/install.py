@@ -25,7 +25,13 @@ from ft_accelerate.options import (
     is_enabled,
     refuse_excluded,
 )
-from ft_accelerate.runtime import group_shards, periodic, succession, trainer
+from ft_accelerate.runtime import (
+    accelerate_trackers,
+    group_shards,
+    periodic,
+    succession,
+    trainer,
+)
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import save_whole
@@ -255,7 +261,8 @@ def _save_state(
 
 @while_active
 def _end_training(runtime: Runtime, original: Any, self: Any) -> Any:
-    result = succession.with_trackers(original)(self)
+    accelerate_trackers.finish(self)
+    result = original(self)
     if runtime.ends_early():
         runtime.close()
         raise SystemExit(f"ft_accelerate: {EARLY}")
@@ -353,9 +360,10 @@ SEAMS = (
     Seam("accelerate.accelerator", "Accelerator.save_model", ("self", "model", "save_directory"),
          unless_catching_up),
     Seam("accelerate.accelerator", "Accelerator.save", ("self", "obj", "f"), unless_catching_up),
-    Seam("accelerate.accelerator", "Accelerator.init_trackers", (), succession.init_trackers),
-    Seam("accelerate.accelerator", "Accelerator.log", (), succession.with_trackers),
-    Seam("accelerate.accelerator", "Accelerator.get_tracker", (), succession.with_trackers),
+    Seam("accelerate.accelerator", "Accelerator.init_trackers", (),
+         accelerate_trackers.init_trackers),
+    Seam("accelerate.accelerator", "Accelerator.log", (), accelerate_trackers.log_row),
+    Seam("accelerate.accelerator", "Accelerator.get_tracker", (), accelerate_trackers.get_tracker),
     Seam("accelerate.accelerator", "Accelerator.end_training", ("self",), _end_training),
     Seam("accelerate.local_sgd", "LocalSGD.__enter__", ("self",), while_active(periodic.enter)),
     Seam("accelerate.local_sgd", "LocalSGD.__exit__", ("self",), while_active(periodic.leave)),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from ft_accelerate.runtime.script_position import Phase, ScriptPosition
 from ft_core.launch.board import slot
+from ft_core.launch.opening import Opening
 from ft_core.replica.status import Participation
 
 log = logging.getLogger("ft_accelerate")
@@ -24,7 +25,7 @@ def main_of(whole: Mapping[int, bool]) -> int:
 
 
 class Leadership:
-    """Whether this process is the main one. The loop's thread only.
+    """Whether this process is the main one. The loop's thread, and those of `open`.
 
     Args:
         position: of this process's script.
@@ -55,14 +56,24 @@ class Leadership:
         self._position, self._index, self._speaks = position, process_index, speaks
         self._size, self._heals_variables = group_size, heals_variables
         self._led_in, self._warned = NO_QUORUM, False
+        self._openings: list[Opening] = []
 
     @property
     def mine(self) -> bool:
         """Whether this process is the main one: the first of those that take part and whose scripts
         have been there for all events; if there is none, the first."""
+        if any(opening.here for opening in self._openings):
+            return True
         leads = self.holds and self._position.phase is Phase.LIVE
         self.denied += not leads
         return leads
+
+    def open(self, opens: Callable[[], None], failed: Callable[[Exception], None]) -> Opening:
+        """Open something that only the main process has, beside the training. Its thread acts for the
+        main process, until all that has waited is done."""
+        opening = Opening("ft_accelerate trackers", opens, failed)
+        self._openings = [*(each for each in self._openings if not each.over), opening]
+        return opening
 
     def follow(self, part: Participation) -> None:
         """A step has begun.

@@ -8,21 +8,26 @@ a hook is owed if it asked, in whatever way, and the answer was no.
 A hook may also note that it has run (`_initialized`). So what it has changed in its callback is put
 back before it runs again, unless something else has changed it since.
 
-Accelerate's trackers start in the main process only, too. They start in the next one when it first
-uses them. Trackers that name their runs (wandb, MLflow) continue that of the main process before
-(`tracker_runs`). A tracker that cannot be set up here is left out, and the log says so: it must not
-end a training that has survived the loss of a machine.
+A tracker takes long to open, and the other processes would wait. So transformers' own callbacks for
+trackers do it in a thread of its own, where the events that come meanwhile wait for it. First they log
+again, from Trainer's history, what the tracker lacks. Callbacks of others run in the loop's thread.
+
+Accelerate's own trackers are in `accelerate_trackers`. Those that name their runs (wandb, MLflow)
+continue that of the main process before (`tracker_runs`). A tracker that cannot be set up here is left
+out, and the log says so: it must not end a training that has survived the loss of a machine.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +37,7 @@ from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.seams import Seam
 from ft_core.launch import stored_runs
 from ft_core.launch.import_hook import when_imported
+from ft_core.launch.opening import Opening
 
 log = logging.getLogger("ft_accelerate")
 
@@ -44,6 +50,7 @@ END_OF = {
     "on_step_begin": "on_step_end",
 }
 """Events that set something up, each with the one with which that ends."""
+INTEGRATIONS = "transformers.integrations.integration_utils"
 KEPT_ROWS = 1000
 _MISSING = object()
 _asked: list[bool] = [False]
@@ -61,12 +68,27 @@ class _Owed:
     changed: dict[str, tuple[Any, Any]]
     """Attributes that it has changed: (before, after)."""
 
+    def put_back(self) -> None:
+        """What it has changed is as before, unless something else has changed it since."""
+        attributes = _attributes(self.callback)
+        for name, (before, after) in self.changed.items():
+            if attributes.get(name, _MISSING) is not after:
+                continue
+            if before is _MISSING:
+                del attributes[name]
+            else:
+                attributes[name] = before
+
 
 class OwedHooks:
     """Hooks of the callbacks of one Trainer that this process owes. The loop's thread only."""
 
     def __init__(self) -> None:
         self._owed: list[_Owed] = []
+        self._opening: Opening | None = None
+        self._late: list[Any] = []
+        """Callbacks that are being set up beside the training."""
+        self._failed: list[Any] = []
 
     def call(
         self, runtime: Runtime, original: CallEvent, handler: Any, event: str, args: Any,
@@ -74,12 +96,17 @@ class OwedHooks:
     ) -> Any:  # fmt: skip
         """`call_event` in any process."""
         if runtime.leader:
-            self._pay(original, handler, event, args, state, control)
+            self._pay(runtime, original, handler, event, args, state, control)
         elif event in END_OF:
             return self._note(runtime, original, handler, event, args, state, control, **kwargs)
         if self._owed:
             self._owed = [owed for owed in self._owed if END_OF[owed.event] != event]
-        return original(handler, event, args, state, control, **kwargs)
+        if not self._late:
+            return original(handler, event, args, state, control, **kwargs)
+        late = self._call_later(runtime, original, handler, event, args, state, control, **kwargs)
+        others = [each for each in handler.callbacks if not _is_in(late, each)]
+        with _only(handler, *others):
+            return original(handler, event, args, state, control, **kwargs)
 
     def _note(
         self, runtime: Runtime, original: CallEvent, handler: Any, event: str, args: Any,
@@ -100,41 +127,93 @@ class OwedHooks:
                     if before.get(name, _MISSING) is not value
                 }
                 self._owed.append(_Owed(event, callback, changed))
+                stored_runs.prepare([_tracker_of(callback)])
         return control
 
     def _pay(
-        self, original: CallEvent, handler: Any, event: str, args: Any, state: Any, control: Any
-    ) -> None:
+        self, runtime: Runtime, original: CallEvent, handler: Any, event: str, args: Any,
+        state: Any, control: Any,
+    ) -> None:  # fmt: skip
         """This is the main process now: what sets up runs, in the order in which it was called."""
         owed, self._owed = self._owed, []
+        # The row of an event that is under way is in the history already.
+        rows = list(state.log_history[: -1 if event == "on_log" else None])
+        beside: list[Callable[[], None]] = []
         for each in owed:
-            if all(each.callback is not callback for callback in handler.callbacks):
+            if not _is_in(handler.callbacks, each.callback):
                 continue
-            attributes = _attributes(each.callback)
-            for name, (before, after) in each.changed.items():
-                if attributes.get(name, _MISSING) is not after:
-                    continue
-                if before is _MISSING:
-                    del attributes[name]
-                else:
-                    attributes[name] = before
-            try:
-                with _only(handler, each.callback):
-                    original(handler, each.event, args, state, control)
-                    if each.event == "on_train_begin":
-                        # The row of an event that is under way is in the history already.
-                        rows = state.log_history[: -1 if event == "on_log" else None]
-                        known = _stored_by(each.callback)
-                        if known is not None:
-                            _write_again(original, handler, args, state, control, rows, known)
-            except Exception as error:  # a tracker's own errors are of any kind
-                name = type(each.callback).__name__
-                log.warning(
-                    "%s is left out from here on: this process is the main one now, and %s of it "
-                    "failed (%s: %s)",
-                    name, each.event, type(error).__name__, error,
-                )  # fmt: skip
-                handler.callbacks[:] = [c for c in handler.callbacks if c is not each.callback]
+            each.put_back()
+            alone, then = copy.copy(handler), copy.copy(state)
+            alone.callbacks = [each.callback]
+            sets_up = partial(self._set_up, original, alone, each, args, then, control, rows)
+            if not _is_tracker(each.callback):
+                sets_up()
+            else:
+                beside.append(sets_up)
+                if not _is_in(self._late, each.callback):
+                    self._late.append(each.callback)
+        if beside:
+            if self._opening is not None:
+                self._opening.wait()
+            self._opening = runtime.leadership.open(partial(_each, beside), _unexpected)
+        self._drop_failed(handler)
+
+    def _set_up(
+        self, original: CallEvent, alone: Any, owed: _Owed, args: Any, state: Any, control: Any,
+        rows: list[Any],
+    ) -> None:  # fmt: skip
+        """Run one hook that is owed; `alone`: a handler of its callback only. Perhaps in a thread."""
+
+        def run() -> None:
+            original(alone, owed.event, args, state, control)
+            known = _stored_by(owed.callback) if owed.event == "on_train_begin" else None
+            if known is not None:
+                _write_again(original, alone, args, state, control, rows, known)
+
+        self._try(owed.callback, owed.event, run)
+
+    def _try(self, callback: Any, event: str, run: Callable[[], object]) -> None:
+        """Leave the callback out from here on if `run` raises."""
+        if _is_in(self._failed, callback):
+            return
+        try:
+            run()
+        except Exception as error:  # a tracker's own errors are of any kind
+            log.warning(
+                "%s is left out from here on: this process is the main one now, and %s of it "
+                "failed (%s: %s)",
+                type(callback).__name__, event, type(error).__name__, error,
+            )  # fmt: skip
+            self._failed.append(callback)
+
+    def _drop_failed(self, handler: Any) -> None:
+        if self._failed:
+            kept = [each for each in handler.callbacks if not _is_in(self._failed, each)]
+            handler.callbacks[:] = kept
+
+    def _call_later(
+        self, runtime: Runtime, original: CallEvent, handler: Any, event: str, args: Any,
+        state: Any, control: Any, **kwargs: Any,
+    ) -> list[Any]:  # fmt: skip
+        """Have the callbacks that are being set up hear of this event in their turn; returns them."""
+        assert self._opening is not None
+        late, then, now = self._late, copy.copy(state), copy.copy(control)
+        told = {n: dict(v) if isinstance(v, dict) else v for n, v in kwargs.items()}
+
+        def run() -> None:
+            for callback in late:
+                alone = copy.copy(handler)
+                alone.callbacks = [callback]
+                self._try(callback, event, partial(original, alone, event, args, then, now, **told))
+
+        if event == "on_train_end":
+            self._opening.wait()
+        if self._opening.call(run):
+            return late
+        self._late = []
+        self._drop_failed(handler)
+        go_on_here(runtime)
+        return []
 
 
 def _write_again(
@@ -157,27 +236,43 @@ def _write_again(
         state.global_step, state.epoch = now
 
 
-def _stored_by(callback: Any) -> dict[str, int] | None:
-    """The last step of each name of Trainer's that a callback's tracker has stored; None: it writes at
-    once, or can't be asked."""
-    kinds = {cls.__name__ for cls in type(callback).__mro__}
-    if "WandbCallback" in kinds:
-        import wandb
-        from transformers.integrations.integration_utils import rewrite_logs
+_TRACKERS = {
+    "TensorBoardCallback": "tensorboard", "WandbCallback": "wandb", "MLflowCallback": "mlflow",
+}  # fmt: skip
 
-        if wandb.run is None:
-            return None
-        found = stored_runs.wandb_steps(wandb.run, "train/global_step")
-        names = {f"eval_{n.removeprefix('eval/')}" for n in found if n.startswith("eval/")}
-        names |= {n.removeprefix("train/") for n in found if n.startswith("train/")}
-        stored = {name: next(iter(rewrite_logs({name: 0}))) for name in names}
-        return {name: found[stored[name]] for name in names if stored[name] in found}
-    if "MLflowCallback" in kinds:
+
+def _tracker_of(callback: Any) -> str:
+    """The tracker that a callback writes to, of those whose stores can be read; "": another, or none."""
+    kinds = (_TRACKERS.get(cls.__name__, "") for cls in type(callback).__mro__)
+    return next(filter(None, kinds), "")
+
+
+def _is_tracker(callback: Any) -> bool:
+    """Whether it is one of transformers' own for trackers, which need nothing of the loop's thread."""
+    return any(cls.__module__ == INTEGRATIONS for cls in type(callback).__mro__)
+
+
+def _stored_by(callback: Any) -> dict[str, int] | None:
+    """The last step of each name of Trainer's that a callback's tracker has stored; None: it can't be
+    asked."""
+    tracker, found = _tracker_of(callback), None
+    if tracker == "mlflow":
         import mlflow
 
         run = mlflow.active_run()
         return run and stored_runs.mlflow_steps(mlflow.MlflowClient(), run.info.run_id)
-    return None
+    if tracker == "tensorboard" and callback.tb_writer is not None:
+        found = stored_runs.tensorboard_steps(callback.tb_writer.log_dir)
+    elif tracker == "wandb" and callback._wandb.run is not None:
+        found = stored_runs.wandb_steps(callback._wandb.run, "train/global_step")
+    if found is None:
+        return None
+    from transformers.integrations.integration_utils import rewrite_logs
+
+    names = {f"eval_{n.removeprefix('eval/')}" for n in found if n.startswith("eval/")}
+    names |= {n.removeprefix("train/") for n in found if n.startswith("train/")}
+    stored = {name: next(iter(rewrite_logs({name: 0}))) for name in names}
+    return {name: found[stored[name]] for name in names if stored[name] in found}
 
 
 def owed_hooks(handler: Any) -> OwedHooks:
@@ -195,11 +290,24 @@ def _attributes(callback: Any) -> dict[str, Any]:
     return getattr(callback, "__dict__", {})
 
 
+def _is_in(callbacks: Sequence[Any], callback: Any) -> bool:
+    return any(each is callback for each in callbacks)
+
+
+def _each(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+def _unexpected(error: Exception) -> None:
+    log.error("trackers could not be opened", exc_info=error)
+
+
 @contextmanager
-def _only(handler: Any, callback: Any) -> Iterator[None]:
-    """The handler calls this callback alone."""
+def _only(handler: Any, *callbacks: Any) -> Iterator[None]:
+    """The handler calls these callbacks alone."""
     all_of_them = handler.callbacks
-    handler.callbacks = [callback]
+    handler.callbacks = list(callbacks)
     try:
         yield
     finally:
@@ -234,38 +342,6 @@ def _watching(cls: Any) -> type:
 
     names = ("is_world_process_zero", "is_local_process_zero")
     return type(cls.__name__, (cls,), {name: noting(name) for name in names})
-
-
-# ------------------------------------------------------------------ Accelerate's trackers
-
-_waiting: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-"""Accelerators whose trackers start when their process becomes the main one."""
-
-
-@while_active
-def init_trackers(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    if self.is_main_process:
-        _waiting.pop(self, None)
-        original(self, *args, **kwargs)
-    else:
-        _waiting[self] = (args, kwargs)
-
-
-@while_active
-def with_trackers(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """For methods of Accelerator that use its trackers."""
-    if self in _waiting and runtime.leader:
-        given, named = _waiting.pop(self)
-        try:
-            self.init_trackers(*given, **named)
-        except Exception as error:  # a tracker's own errors are of any kind
-            self.trackers.clear()
-            log.warning(
-                "nothing is logged to trackers from here on: this process is the main one now, and "
-                "init_trackers failed (%s: %s)",
-                type(error).__name__, error,
-            )  # fmt: skip
-    return original(self, *args, **kwargs)
 
 
 # ------------------------------------------------------------------ trackers that name their runs
@@ -317,6 +393,13 @@ def _mlflow_start_run(
     if "mlflow" not in runtime.runs.mine:  # else it is one within that one
         runtime.runs.opened("mlflow", str(run.info.run_id))
     return run
+
+
+def go_on_here(runtime: Runtime) -> None:
+    """A thread has opened trackers for this one. MLflow's run is one of a thread: continue it here."""
+    mlflow, run = sys.modules.get("mlflow"), runtime.runs.mine.get("mlflow")
+    if mlflow is not None and run is not None and mlflow.active_run() is None:
+        mlflow.start_run(run_id=run)
 
 
 def _over(tracker: str) -> Callable[[Any], Any]:

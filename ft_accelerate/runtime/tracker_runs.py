@@ -16,7 +16,8 @@ MAX_BYTES = 1000
 
 
 class TrackerRuns:
-    """The open runs: one id for each tracker, by its name. The loop's thread only."""
+    """The open runs: one id for each tracker, by its name. The loop's thread; `opened` also from the thread
+    that opens trackers for it."""
 
     def __init__(self) -> None:
         self.mine: dict[str, str] = {}
@@ -70,5 +71,7 @@ class TrackerRuns:
         self._told = quorum_id, self._changes
 
     def hear(self, packed: bytes) -> None:
-        """What the main process has added."""
+        """What the main process has added. If this one is it next, and is killed before it has opened
+        them, the one after that must know them, too: so they are news again."""
         self._theirs = json.loads(packed)
+        self._changes += 1

@@ -1,15 +1,17 @@
 """What a tracker has stored of a run, for a process that continues the run of one that died.
 
-MLflow is asked for it. wandb writes a run's records to a local file, in blocks: what a process had
-not written when it was killed is lost. Offline that file is all there is. Needs the tracker, and
-imports it where it is used.
+MLflow is asked for it, and TensorBoard's files are read. wandb writes a run's records to a local file,
+in blocks: what a process had not written when it was killed is lost. Offline that file is all there
+is. Needs the tracker, and imports it where it is used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,35 @@ BLOCK = 32 * 1024
 """Records are framed as those of LevelDB's log, in blocks of so many bytes."""
 HEADER = struct.Struct("<IHB")
 FULL, FIRST, LAST = 1, 2, 4
+_EVENT_FILES = "tensorboard.backend.event_processing.event_file_loader"
+_IMPORTED_LATE = {
+    "tensorboard": ("torch.utils.tensorboard", _EVENT_FILES),
+    "wandb": ("wandb", "wandb.apis.public", "wandb.sdk.launch", "wandb.wandb_run"),
+    "mlflow": ("mlflow", "mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store"),
+}
+
+
+def prepare(trackers: Iterable[str]) -> None:
+    """Import what the next leader needs to open these: beside the training, an import makes the loop
+    wait for up to a second or more. So before the first quorum."""
+    for tracker in trackers:
+        for name in _IMPORTED_LATE.get(tracker, ()):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+
+def tensorboard_steps(folder: str) -> dict[str, int] | None:
+    """The last step of each scalar in a folder of event files; None: they can't be read. Any thread."""
+    try:
+        reader = importlib.import_module(_EVENT_FILES)
+    except ImportError:  # tensorboardX writes, and there is nothing that reads
+        return None
+    last: dict[str, int] = {}
+    for path in sorted(Path(folder).glob("*tfevents*")):
+        for event in reader.EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                last[value.tag] = max(event.step, last.get(value.tag, 0))
+    return last
 
 
 def mlflow_steps(client: Any, run_id: str) -> dict[str, int]:

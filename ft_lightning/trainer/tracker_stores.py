@@ -7,21 +7,16 @@ the logger. Any thread.
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import importlib
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 from ft_core.launch import stored_runs
 
-_EVENT_FILES = "tensorboard.backend.event_processing.event_file_loader"
-_IMPORTED_LATE = {
-    "TensorBoardLogger": ("torch.utils.tensorboard", _EVENT_FILES),
-    "WandbLogger": ("wandb", "wandb.apis.public", "wandb.sdk.launch", "wandb.wandb_run"),
-}
+_TRACKERS = {
+    "TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "MLFlowLogger": "mlflow",
+}  # fmt: skip
 
 
 def kind_of(logger: Any) -> str:
@@ -31,11 +26,8 @@ def kind_of(logger: Any) -> str:
 
 
 def prepare(logger: Any) -> None:
-    """Import what the next leader needs to open this logger: beside the training, an import makes the loop
-    wait for up to a second or more. Before the first quorum. (MLflow is imported by its logger.)"""
-    for name in _IMPORTED_LATE.get(kind_of(logger), ()):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    """As `stored_runs.prepare`, for what this logger writes to."""
+    stored_runs.prepare([_TRACKERS.get(kind_of(logger), "")])
 
 
 def last_steps(logger: Any) -> dict[str, int] | None:
@@ -72,16 +64,7 @@ def _in_csv(logger: Any) -> dict[str, int]:
 
 
 def _in_tensorboard(logger: Any) -> dict[str, int] | None:
-    try:
-        reader = importlib.import_module(_EVENT_FILES)
-    except ImportError:  # tensorboardX writes, and there is nothing that reads
-        return None
-    last: dict[str, int] = {}
-    for path in sorted(Path(logger.log_dir).glob("*tfevents*")):
-        for event in reader.EventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                last[value.tag] = max(event.step, last.get(value.tag, 0))
-    return last
+    return stored_runs.tensorboard_steps(logger.log_dir)
 
 
 def _in_mlflow(logger: Any) -> dict[str, int]:

@@ -7,6 +7,8 @@ installed; which process is the main one is scripted. `test_trainer.py` kills ma
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +16,41 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from transformers import ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
-from ft_accelerate.runtime.succession import OwedHooks
+from ft_accelerate.runtime.accelerate_trackers import NextTrackers, StandIn
+from ft_accelerate.runtime.succession import INTEGRATIONS, OwedHooks
 from ft_accelerate.runtime.tracker_runs import TrackerRuns
+from ft_core.launch.opening import Opening
+from tests.harness.trackers import in_mlflow, in_tensorboard, make_mlflow
+from tests.harness.waiting import PATIENCE_S
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Accelerate and transformers changed in their older versions."""
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_IPEX"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 class Role:
     """What the hooks ask of a runtime."""
 
     def __init__(self) -> None:
-        self.leads, self.denied = False, 0
+        self.leads, self.denied, self.live, self.runs = False, 0, True, TrackerRuns()
+        self.leadership = self
 
     @property
     def leader(self) -> bool:
         self.denied += not self.leads
         return self.leads
+
+    def open(self, opens: Callable[[], None], failed: Callable[[Exception], None]) -> Opening:
+        return Opening("opening", opens, failed)
 
 
 class Fit:
@@ -80,6 +100,23 @@ class Tracker(TrainerCallback):
         if state.is_world_process_zero:
             assert self.run is not None, "You must call init() before log()"
             self.rows.append(state.global_step)
+
+
+class Slow(Tracker):
+    """As `Tracker`, one of transformers' own: it is open when the test says so."""
+
+    __module__ = INTEGRATIONS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_open, self.broken = threading.Event(), False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            assert self.may_open.wait(PATIENCE_S)
+            if self.broken:
+                raise ConnectionError("no route to the tracker")
+        super().on_train_begin(args, state, control, **kwargs)
 
 
 class Counter(TrainerCallback):
@@ -145,6 +182,145 @@ def test_a_tracker_that_fails_in_the_new_main_process_does_not_end_the_training(
     assert tracker.rows == [0]
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_loop_goes_on_while_a_tracker_is_opened(
+    broken: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its rows wait, each with its own step; the end of the training waits for it."""
+    slow, tracker = Slow(), Tracker()
+    slow.broken = broken
+    fit = Fit(tmp_path, slow, tracker)
+    fit("on_train_begin")
+    fit.role.leads = True
+    for _ in range(3):
+        fit.steps(1)
+        fit("on_log", logs={})
+    assert (slow.rows, tracker.rows) == ([], [1, 2, 3])
+    slow.may_open.set()
+    with caplog.at_level(logging.WARNING):
+        fit("on_train_end")
+    assert slow.rows == ([] if broken else [1, 2, 3])
+    assert ("Slow is left out" in caplog.text) == broken
+    fit("on_log", logs={})
+    assert slow.rows == ([] if broken else [1, 2, 3, 3]) and tracker.rows == [1, 2, 3, 3]
+
+
+class Rows(GeneralTracker):
+    """A tracker of a user's, which is open when the test says so."""
+
+    name, requires_logging_directory, main_process_only = "rows", False, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_open, self.broken = threading.Event(), False
+        self.rows: list[Any] = []
+
+    @property
+    def tracker(self) -> Any:
+        return self.rows
+
+    def start(self) -> None:
+        assert self.may_open.wait(PATIENCE_S)
+        if self.broken:
+            raise ConnectionError("no route to the tracker")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.rows.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.rows.append(step)
+
+
+class Script:
+    """A raw script in one process, which is not the main one when it begins."""
+
+    def __init__(
+        self, accelerator: Accelerator, given: dict[str, Any] | None = None, **config: Any
+    ) -> None:
+        self.role, self.accelerator = Role(), accelerator
+        role: Any = self.role
+        start = Accelerator.init_trackers
+        self.next = NextTrackers(role, accelerator, start, "job", config or None, given)
+
+    def log(self, steps: range) -> None:
+        for step in steps:
+            values = {"loss": 1.0 / (step + 1)}
+            self.next.log(lambda s=step, v=values: self.accelerator.log(v, s), values, step)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_raw_loop_goes_on_while_its_trackers_are_opened(
+    broken: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = Rows()
+    rows.broken = broken
+    script = Script(Accelerator(cpu=True, log_with=rows), rate=1)
+    script.log(range(3))
+    script.role.leads = True
+    script.log(range(3, 6))
+    assert not rows.rows
+    rows.may_open.set()
+    with caplog.at_level(logging.WARNING):
+        assert script.next.await_open()
+    script.log(range(6, 8))
+    # What a tracker that can't be asked had stored is not known: nothing is written again.
+    assert rows.rows == ([] if broken else [{"rate": 1}, 3, 4, 5, 6, 7])
+    assert ("nothing is logged to trackers from here on" in caplog.text) == broken
+
+
+def test_get_tracker_gives_what_becomes_the_tracker() -> None:
+    """A script asks for it once, at its beginning, and uses it where it is the main process."""
+    rows = Rows()
+    rows.may_open.set()
+    script = Script(Accelerator(cpu=True, log_with=rows))
+
+    def find() -> Any:
+        return script.accelerator.get_tracker("rows") if script.next.await_open() else None
+
+    tracker = StandIn(find)
+    tracker.log({}, step=1)
+    tracker.log_images({}, step=1)
+    script.role.leads = True
+    tracker.log({}, step=2)
+    assert rows.rows == [2] and tracker.tracker is rows.rows
+    assert isinstance(tracker, GeneralTracker)
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "mlflow"])
+def test_what_a_dead_main_process_had_not_stored_is_logged_again(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next main process of a raw script, into the same run. wandb: benchmarks/leader_deaths.py."""
+    pytest.importorskip(kind)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    if kind == "mlflow":
+        make_mlflow(tmp_path / "mlflow.db", "job")
+
+    def begun() -> Accelerator:
+        return Accelerator(cpu=True, log_with=kind, project_dir=str(tmp_path / "board"))
+
+    before = begun()
+    before.init_trackers("job", {"rate": 1})
+    for step in range(5):
+        before.log({"loss": 1.0 / (step + 1)}, step)
+    run = before.get_tracker(kind, unwrap=True)
+    given = {kind: {"run_id": run.info.run_id}} if kind == "mlflow" else {}
+    before.end_training()
+    script = Script(begun(), given, rate=1)
+    if kind == "mlflow":
+        script.role.runs.opened(kind, run.info.run_id)
+    script.log(range(8))
+    script.role.leads = True
+    script.log(range(8, 10))
+    script.next.await_open()
+    script.accelerator.end_training()
+    if kind == "tensorboard":
+        assert in_tensorboard(tmp_path / "board", "loss") == list(range(10))
+        assert len(list((tmp_path / "board" / "job").glob("*/hparams.yml"))) == 1
+    else:
+        assert in_mlflow(tmp_path / "mlflow.db", "job", "loss") == list(range(10))
+
+
 def test_a_run_is_continued_by_the_next_main_process() -> None:
     first, second, third = TrackerRuns(), TrackerRuns(), TrackerRuns()
     assert first.news(1) == b""  # nothing to tell: nothing is sent
@@ -154,6 +330,9 @@ def test_a_run_is_continued_by_the_next_main_process() -> None:
     assert first.news(1) == b"" and first.news(2) != b""  # once in each quorum
     third.hear(first.news(2))
     assert second.to_continue("wandb") == third.to_continue("wandb") == "abc"
+    fourth = TrackerRuns()
+    fourth.hear(second.news(3))  # before the second has opened it: it may be killed meanwhile
+    assert fourth.to_continue("wandb") == "abc"
     second.opened("wandb", "abc")
     assert second.to_continue("wandb") is None  # another call begins another run
     third.hear(second.news(3))

@@ -1,0 +1,204 @@
+"""Accelerate's trackers (`init_trackers`, `log`) in a process that may become the main one.
+
+They start in the main process. If it dies they start in the next one, when that first uses them: in a
+thread of its own, since it may take seconds.
+
+| this process | `log` | `get_tracker` |
+|---|---|---|
+| has been the main one from the beginning | the trackers' own | theirs |
+| is not the main one | the row is kept | a stand-in, which does nothing |
+| is it now, and its trackers are being opened | waits | waits for them |
+| ... are open | the trackers' own | theirs |
+
+What the dead process had not stored is logged again from the rows that were kept: those with a step,
+of a script that calls `log` in all processes, as Accelerate's own examples do.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import GeneralTracker
+
+from ft_accelerate.runtime.process import while_active
+from ft_accelerate.runtime.runtime import Runtime
+from ft_accelerate.runtime.succession import go_on_here
+from ft_core.launch import stored_runs
+from ft_core.launch.opening import Opening
+
+log = logging.getLogger("ft_accelerate")
+
+KEPT_ROWS = 1000
+"""In each process: far more than any tracker holds back."""
+
+
+class NextTrackers:
+    """The trackers of one Accelerator. The loop's thread; `_start` runs in a thread of its own."""
+
+    def __init__(
+        self, runtime: Runtime, accelerator: Any, init: Callable[..., None],
+        project: str, config: Any = None, init_kwargs: Any = None,
+    ) -> None:  # fmt: skip
+        self._runtime, self._init, self._project = runtime, init, project
+        self._config, self._init_kwargs = config, init_kwargs
+        self._accelerator: weakref.ref[Any] = weakref.ref(accelerator)
+        self._rows: deque[tuple[dict[str, Any], int]] = deque(maxlen=KEPT_ROWS)
+        self._opening: Opening | None = None
+        stored_runs.prepare(str(getattr(each, "name", each)) for each in accelerator.log_with)
+
+    def log(self, write: Callable[[], None], values: Any, step: int | None) -> None:
+        """The script logs a row, which `write` does."""
+        if not self._runtime.leader:
+            if self._opening is None and self._runtime.live and step is not None:
+                self._rows.append((dict(values), step))
+        elif not self._open().call(write):
+            go_on_here(self._runtime)
+            write()
+
+    def await_open(self) -> bool:
+        """Open the trackers if this is the main process, and wait for them. False: it is not."""
+        if not self._runtime.leader:
+            return False
+        self._open().wait()
+        go_on_here(self._runtime)
+        return True
+
+    def _open(self) -> Opening:
+        if self._opening is None:
+            self._opening = self._runtime.leadership.open(self._start, self._fail)
+        return self._opening
+
+    def _start(self) -> None:
+        accelerator: Any = self._accelerator()
+        self._init(accelerator, self._project, None, self._init_kwargs)
+        for tracker in accelerator.trackers:
+            if self._config is not None and not _has_config(tracker):
+                tracker.store_init_configuration(self._config)
+        for tracker in accelerator.trackers:
+            known = _stored_by(tracker)
+            if known is not None:
+                self._write_again(tracker, known)
+        self._rows.clear()
+
+    def _write_again(self, tracker: Any, known: dict[str, int]) -> None:
+        """Log what the tracker lacks. `known`: last step of each name that is stored."""
+        for values, step in self._rows:
+            missing = {
+                name: value
+                for name, value in values.items()
+                if hasattr(value, "__float__") and step > known.get(name, -1)
+            }
+            if missing:
+                tracker.log(missing, step=step)
+
+    def _fail(self, error: Exception) -> None:
+        accelerator = self._accelerator()
+        if accelerator is not None:
+            accelerator.trackers.clear()
+        log.warning(
+            "nothing is logged to trackers from here on: this process is the main one now, and "
+            "init_trackers failed (%s: %s)",
+            type(error).__name__, error,
+        )  # fmt: skip
+
+
+def _has_config(tracker: Any) -> bool:
+    """TensorBoard shows a run of its own for each time that the configuration is stored."""
+    return tracker.name == "tensorboard" and any(Path(tracker.logging_dir).glob("*/hparams.yml"))
+
+
+def _stored_by(tracker: Any) -> dict[str, int] | None:
+    """The last step of each name that a tracker has stored; None: it can't be asked."""
+    if tracker.name == "tensorboard":
+        return stored_runs.tensorboard_steps(tracker.logging_dir)
+    if tracker.name == "wandb":
+        return stored_runs.wandb_steps(tracker.run, "_step")
+    if tracker.name == "mlflow":
+        import mlflow
+
+        return stored_runs.mlflow_steps(mlflow.MlflowClient(), tracker.active_run.info.run_id)
+    return None
+
+
+class StandIn(GeneralTracker):  # type: ignore[misc]
+    """What `get_tracker` returns where this is not the main process: the tracker, once it is."""
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        super().__init__(_blank=True)
+        self._find = find
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        found = self._find()
+        return _nothing if found is None else getattr(found, name)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """A method of a tracker where this is not the main process."""
+
+
+# ------------------------------------------------------------------ what stands in Accelerator
+
+_next: weakref.WeakKeyDictionary[Any, NextTrackers] = weakref.WeakKeyDictionary()
+"""Of Accelerators whose process was not the main one when the script called `init_trackers`."""
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@while_active
+def init_trackers(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    if self.is_main_process:
+        _next.pop(self, None)
+        original(self, *args, **kwargs)
+    else:
+        given = dict(zip(("project_name", "config", "init_kwargs"), args, strict=False)) | kwargs
+        project = given.pop("project_name")
+        _next[self] = NextTrackers(runtime, self, original, project, **given)
+
+
+@while_active
+def log_row(
+    runtime: Runtime, original: Any, self: Any, values: Any, step: int | None = None,
+    *args: Any, **kwargs: Any,
+) -> None:  # fmt: skip
+    def write() -> None:
+        original(self, values, step, *args, **kwargs)
+
+    found = _next.get(self)
+    if found is not None:
+        found.log(write, values, step)
+        return
+    write()
+    if self.log_with and not self.trackers and runtime.leader and self not in _warned:
+        _warned.add(self)
+        if runtime.denied:
+            log.warning(
+                "nothing is logged to trackers from here on: this process is the main one now, and the "
+                "script has called init_trackers in the main process only. Call it in all processes: "
+                "those that are not the main one open nothing"
+            )
+
+
+@while_active
+def get_tracker(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    found = _next.get(self)
+    if found is None:
+        return original(self, *args, **kwargs)
+
+    def find() -> Any:
+        return original(self, *args, **kwargs) if found.await_open() else None
+
+    own = find()
+    return StandIn(find) if own is None else own
+
+
+def finish(accelerator: Any) -> None:
+    """Before `end_training`: what a dead main process had not stored is stored."""
+    found = _next.get(accelerator)
+    if found is not None:
+        found.await_open()
