@@ -118,7 +118,12 @@ class _Model(metaclass=_ModelMeta):
         if next(module.parameters()).device.type == "cpu":
             kwargs.pop("device_ids", None)
             kwargs.pop("output_device", None)
-        return processes.current().wrap(module, **kwargs)
+        runtime = processes.current()
+        trains_already = runtime.manager is not None
+        model = runtime.wrap(module, **kwargs)
+        if trains_already:
+            world.make_alike(module)
+        return model
 
 
 # ---------------------------------------------------------------------- which processes are there

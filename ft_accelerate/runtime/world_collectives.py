@@ -157,6 +157,28 @@ def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = 
     return None
 
 
+def make_alike(module: torch.nn.Module) -> None:
+    """Give a model that is prepared in mid-training (the next fold's, say) the weights that the first process
+    has, as DistributedDataParallel does with each model. Those of the first models heal."""
+    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    if not tensors or current().num_processes == 1:
+        return
+    payload = torch.cat([_bytes(tensor) for tensor in tensors])
+
+    def attempt(collectives: CheckedCollectives) -> Tensor | None:
+        headers = collectives.check(payload.numel())
+        if headers is None:
+            return None
+        here = present(headers)
+        if len({header.nbytes for header in here.values()}) > 1:
+            raise ValueError("the replica groups prepare models of different sizes")
+        return collectives.from_one(payload, payload.numel(), next(iter(here)))
+
+    theirs = current().operation(Kind.BROADCAST, attempt, lambda: payload, keep=False)
+    for tensor, raw in zip(tensors, theirs.split([t.nbytes for t in tensors]), strict=True):
+        _put(tensor, _typed(raw, tensor))
+
+
 def broadcast_seeds(tensor: Tensor, src: int = 0, group: Any = None) -> None:
     """Of generators' states: until there is something to heal. From then on they heal, and all draw
     alike."""

@@ -1,9 +1,10 @@
-"""One process of a test: a script with two Accelerators, at once or one after the other.
+"""One process of a test: a script with two models, each with an Accelerator: at once or one after the other.
 
     python tests/ft_accelerate/runtime/stages_worker.py '{"log": "/dir", ...}'
 
 At once: two models are trained on the same batches, each by its own Accelerator. One after the
-other: each trains a model on data of its own.
+other: each trains a model on data of its own. "folds": one Accelerator trains one after the other, and
+each process draws weights of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.harness.script import digest, options_of
 OPTIONS: dict[str, Any] = {
     "log": "",
     "one_by_one": False,
+    "folds": False,
     "epochs": 3,
     "samples": 64,
     "holds": [],  # places to wait at: "step-<stage>-<step>"
@@ -76,7 +78,13 @@ def run(options: dict[str, Any]) -> None:
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
-    if options["one_by_one"]:
+    if options["folds"]:
+        accelerator = Accelerator(cpu=True)
+        for stage in (1, 2):
+            torch.manual_seed(10 * stage + accelerator.process_index)
+            train(options, stage, [16], [accelerator])
+            accelerator.free_memory()
+    elif options["one_by_one"]:
         for stage in (1, 2):
             accelerator = Accelerator(cpu=True)
             set_seed(stage)

@@ -24,6 +24,18 @@ def test_what_both_accelerators_train_heals(tmp_path: Path, lighthouse: str) -> 
     assert run.end(0)["digest"] == run.end(1)["digest"]
 
 
+def test_a_model_that_is_prepared_later_is_alike_in_all(tmp_path: Path, lighthouse: str) -> None:
+    """The next fold's. DistributedDataParallel sees to that, too: scripts don't. One process has come back in
+    the fold before, so that its random numbers are others than its peers' in any case."""
+    with running(tmp_path, lighthouse, WORKER, folds=True, holds=["step-1-5"]) as run:
+        zero, one = run.start(0), run.start(1)
+        one = run.killed_and_back(one, 1, hold="step-1-5", of=0)
+        run.wait(zero, one)
+    second = [line for line in run.lines(1) if line["stage"] == 2]
+    assert len(second) == 24 and compare(run.lines(0), second) == 24
+    assert run.end(0)["digest"] == run.end(1)["digest"]
+
+
 def test_killed_in_the_second_training_it_does_not_join_with_the_first(
     tmp_path: Path, lighthouse: str
 ) -> None:
