@@ -28,6 +28,7 @@ from ft_accelerate.options import (
 from ft_accelerate.runtime import (
     accelerate_trackers,
     group_shards,
+    loaders,
     periodic,
     succession,
     trainer,
@@ -35,7 +36,6 @@ from ft_accelerate.runtime import (
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import save_whole
-from ft_accelerate.runtime.loaders import iterate, skip_batches
 from ft_accelerate.runtime.models import FaultTolerantModel
 from ft_accelerate.runtime.process import unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
@@ -222,7 +222,9 @@ def _prepare_data_loader(
             "on: leave it out, so that each process reads its own batches"
         )
     self.dataloader_config.dispatch_batches = False
-    return original(self, data_loader, *args, **kwargs)
+    made = original(self, data_loader, *args, **kwargs)
+    loaders.prepared(runtime, made)
+    return made
 
 
 @while_active
@@ -383,10 +385,10 @@ SEAMS = (
          _optimizer_step),
     Seam("accelerate.optimizer", "AcceleratedOptimizer.zero_grad", ("self",), _zero_grad),
     Seam("accelerate.scheduler", "AcceleratedScheduler.step", ("self",), unless_catching_up),
-    Seam("accelerate.data_loader", "DataLoaderShard.__iter__", ("self",), while_active(iterate)),
+    Seam("accelerate.data_loader", "DataLoaderShard.__iter__", ("self",), while_active(loaders.iterate)),
     Seam("accelerate.data_loader", "DataLoaderShard.begin", ("self",)),
     Seam("accelerate.data_loader", "DataLoaderShard.end", ("self",)),
-    Seam("accelerate.data_loader", "BatchSamplerShard.__iter__", ("self",), around(skip_batches)),
+    Seam("accelerate.data_loader", "BatchSamplerShard.__iter__", ("self",), around(loaders.skip_batches)),
     *(
         Seam("torch.distributed", name, (), functools.partial(world.refuse_own_use, name))
         for name in world.INSTEAD

@@ -13,6 +13,7 @@ from accelerate.utils import send_to_device
 from ft_accelerate.runtime.peer_state import generator_of
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import Phase
+from ft_accelerate.runtime.world_collectives import broadcast
 
 Original = Callable[[Any], Iterator[Any]]
 
@@ -27,8 +28,18 @@ SHOWN_BATCHES = 1
 """How many batches of an evaluation a fast-forwarding script sees, and of an epoch that it need not run
 through: enough for its variables to exist."""
 
+_later_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Prepared in mid-training, and not begun yet."""
+
 _first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Of each loader that was fast-forwarded."""
+
+
+def prepared(runtime: Runtime, loader: Any) -> None:
+    """The script has prepared a loader. In mid-training (the next fold's, say) its order was drawn by each
+    process on its own, and one that has come back draws otherwise."""
+    if runtime.manager is not None and generator_of(loader) is not None:
+        _later_loaders.add(loader)
 
 
 def iterate(runtime: Runtime, original: Original, loader: Any) -> Iterator[Any]:
@@ -88,6 +99,13 @@ class _Pass:
         if self._generator is not None and state is not None:
             self._generator.set_state(state)
             iteration.generator_state = state
+        if self._generator is not None and loader in _later_loaders:
+            _later_loaders.discard(loader)
+            if not iteration.yielded:
+                state = self._generator.get_state()
+                broadcast(state)
+                self._generator.set_state(state)
+                iteration.generator_state = state
         if _is_stateful(loader):
             return self._start_stateful()
         skip = iteration.yielded - iteration.left_out

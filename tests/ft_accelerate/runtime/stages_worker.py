@@ -69,6 +69,7 @@ def train(options: dict[str, Any], stage: int, widths: list[int], accelerators: 
             log.step(
                 step=step, epoch=epoch, index=index, stage=stage, digest=digest(parameters),
                 lr=0, ticks=0, average=digest(moments), count=0,
+                rows=x[:, 0].tolist(),
             )  # fmt: skip
     log.end(step=step, digest=digest(parameters))
 

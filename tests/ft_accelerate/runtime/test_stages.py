@@ -24,7 +24,7 @@ def test_what_both_accelerators_train_heals(tmp_path: Path, lighthouse: str) -> 
     assert run.end(0)["digest"] == run.end(1)["digest"]
 
 
-def test_a_model_that_is_prepared_later_is_alike_in_all(tmp_path: Path, lighthouse: str) -> None:
+def test_a_model_and_a_loader_that_are_prepared_later_are_alike_in_all(tmp_path: Path, lighthouse: str) -> None:
     """The next fold's. DistributedDataParallel sees to that, too: scripts don't. One process has come back in
     the fold before, so that its random numbers are others than its peers' in any case."""
     with running(tmp_path, lighthouse, WORKER, folds=True, holds=["step-1-5"]) as run:
@@ -33,6 +33,10 @@ def test_a_model_that_is_prepared_later_is_alike_in_all(tmp_path: Path, lighthou
         run.wait(zero, one)
     second = [line for line in run.lines(1) if line["stage"] == 2]
     assert len(second) == 24 and compare(run.lines(0), second) == 24
+    for epoch in range(3):  # each sample is seen once
+        lines = [*run.lines(0), *run.lines(1)]
+        rows = [x for e in lines if (e["stage"], e["epoch"]) == (2, epoch) for x in e["rows"]]
+        assert len(rows) == len(set(rows)) == 64
     assert run.end(0)["digest"] == run.end(1)["digest"]
 
 
