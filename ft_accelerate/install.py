@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ from ft_accelerate.seams import Seam, around
 
 log = logging.getLogger("ft_accelerate")
 
-KNOWN = "accelerate 1.15"
+KNOWN = "accelerate 1.11 to 1.15"
 
 
 def install() -> None:
@@ -190,6 +191,16 @@ def _init_accelerator(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
     if runtime is not None:
         _refuse_unspread(self, runtime)
         runtime.adopt(self)
+        _warn_of_a_newer_version(runtime)
+
+
+_warned: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _warn_of_a_newer_version(runtime: Runtime) -> None:
+    if runtime.process_index == 0 and runtime not in _warned and (text := seams.newer(KNOWN)):
+        _warned.add(runtime)
+        log.warning("%s", text)
 
 
 def _refuse_others(given: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 They have no seam of their own for what we do, scripts and libraries have imported their classes before
 us, and Trainer makes its own `Accelerator`: so names are replaced in place. All are checked first.
-One that has moved is refused in a sentence, rather than trained with unprotected. Standard library
-only: launchers are here before torch is.
+One that has moved is refused in a sentence, rather than trained with unprotected; a version that is
+newer than those that were tested is taken if none has. Standard library only: launchers are here before torch is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
+
+from ft_core.launch.import_hook import newer_than_tested
 
 _missing = object()
 
@@ -30,12 +32,14 @@ class Seam:
         parameters: that it must take; (): they do not matter.
         replace: called as `replace(original)`; returns what to put there. Of a property it gets, and
             returns, the getter. None: the name is only checked.
+        instead: what another version has in its place, where that is only checked, too.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...] = ()
     replace: Callable[[Any], Any] | None = None
+    instead: Seam | None = None
 
     def find(self) -> tuple[Any, str, Any]:
         """Its owner (a module or a class), its last name, and what is there."""
@@ -47,6 +51,8 @@ class Seam:
 
     def moved(self) -> str:
         """Why it is not what we know; "": it is."""
+        if self.instead is not None and not self.instead.moved():
+            return ""
         full = f"{self.module}.{self.name}"
         try:
             _, _, found = self.find()
@@ -78,15 +84,21 @@ _placed: dict[Seam, _Placed] = {}
 def check(seams: Sequence[Seam], known: str) -> None:
     """Raise RuntimeError, in a sentence, if one of them has moved.
 
-    `known`: the package and the version to install, "accelerate 1.15".
+    `known`: the package and the versions that were tested, "accelerate 1.11 to 1.15".
     """
     moved = next(filter(None, (seam.moved() for seam in seams)), "")
     if moved:
         package = known.split()[0]
         raise RuntimeError(
             f"ft_accelerate does not know {package} {sys.modules[package].__version__} ({moved}): "
-            f"install {known}, or train without fault tolerance"
+            f"install one of {known}, or train without fault tolerance"
         )
+
+
+def newer(known: str) -> str:
+    """A sentence, if the package is newer than those that were tested; else ""."""
+    package, *_, last = known.split()
+    return newer_than_tested(sys.modules[package], last, "ft_accelerate")
 
 
 def put(seams: Sequence[Seam], known: str) -> None:

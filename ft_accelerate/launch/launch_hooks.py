@@ -35,7 +35,7 @@ from ft_core.launch.import_hook import when_imported
 
 log = logging.getLogger("ft_accelerate")
 
-KNOWN = "accelerate 1.15"
+KNOWN = "accelerate 1.11 to 1.15"
 GROUP_TITLE = "Fault Tolerance Arguments"
 CONFIG_ARGS = "accelerate.commands.config.config_args"
 

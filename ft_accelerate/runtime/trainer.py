@@ -64,7 +64,7 @@ RESULTS = frozenset(
     ("on_log", "on_evaluate", "on_predict", "on_prediction_step", "on_save", "on_push_begin")
 )
 """Events about results: a process that fast-forwards has none."""
-KNOWN = "transformers 5.23"
+KNOWN = "transformers 4.57 to 5.23"
 
 
 def watch() -> None:
@@ -93,6 +93,8 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    if runtime.process_index == 0 and (text := seams.newer(KNOWN)):
+        log.warning("%s", text)
     goes_on = resume_from_checkpoint is None
     if resume_from_checkpoint is True:
         from transformers.trainer_utils import get_last_checkpoint
@@ -263,14 +265,22 @@ def _checkpoint(
     if self.args.push_to_hub and runtime.live:
         self._push_from_checkpoint(final)
     if published:
-        from transformers.trainer_utils import rotate_checkpoints
+        _rotate(self, run_dir)
 
-        rotate_checkpoints(
-            output_dir=run_dir,
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=state.best_model_checkpoint,
-            use_mtime=True,
-        )
+
+def _rotate(trainer: Any, run_dir: str) -> None:
+    """Delete checkpoints above `save_total_limit`: a function of transformers 5, a method before."""
+    if hasattr(trainer, "_rotate_checkpoints"):
+        trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
+        return
+    from transformers.trainer_utils import rotate_checkpoints
+
+    rotate_checkpoints(
+        output_dir=run_dir,
+        save_total_limit=trainer.args.save_total_limit,
+        best_model_checkpoint=trainer.state.best_model_checkpoint,
+        use_mtime=True,
+    )
 
 
 def _write(write: Callable[[], None], trainer: Any, run: Path, final: Path) -> bool:
@@ -389,7 +399,8 @@ class SharedTrainerState(FollowsTheScript):
             trainer.lr_scheduler.load_state_dict(found["scheduler"])
         for group, rate in zip(trainer.optimizer.param_groups, found["rates"], strict=False):
             group["lr"] = rate
-        trainer._tr_loss.fill_(found["loss"])
+        if hasattr(trainer, "_tr_loss"):  # a variable of the loop's before transformers 5
+            trainer._tr_loss.fill_(found["loss"])
         trainer._total_loss_scalar = found["total_loss"]
         trainer._globalstep_last_logged = found["last_logged"]
         trainer.current_flos = found["flos"]
@@ -427,7 +438,9 @@ SEAMS = (
     Seam("transformers.trainer", "Trainer._determine_best_metric", ("self", "metrics", "trial"),
          _determine_best_metric),
     Seam("transformers.trainer_utils", "rotate_checkpoints",
-         ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime")),
+         ("output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"),
+         instead=Seam("transformers.trainer", "Trainer._rotate_checkpoints",
+                      ("self", "use_mtime", "output_dir"))),
     Seam("transformers.trainer_callback", "TrainerState.save_to_json", ("self", "json_path")),
     Seam("transformers.trainer", "Trainer.is_world_process_zero", ("self",), _is_leader),
     Seam("transformers.trainer", "Trainer.is_local_process_zero", ("self",), _is_leader),

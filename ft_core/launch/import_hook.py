@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -27,6 +28,19 @@ log = logging.getLogger("ft_core")
 
 _lock = threading.Lock()
 _waiting: dict[str, list[Callback]] = {}
+
+
+def newer_than_tested(module: ModuleType, tested: str, whose: str) -> str:
+    """A sentence, if a framework is newer than the last version that `whose` package was tested with; else
+    "". `tested`: "1.15"; its patch releases count as tested."""
+    version = str(getattr(module, "__version__", ""))
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found <= tuple(int(part) for part in tested.split(".")):
+        return ""
+    return (
+        f"{module.__name__} {version} is newer than what {whose} was tested with ({tested}); the names in "
+        f"it that {whose} leans on are there"
+    )
 
 
 def when_imported(module_name: str, callback: Callback) -> None:

@@ -14,7 +14,7 @@ so raw counters say *where in the code* a Trainer is, too. A state may be asked 
 at the boundary before the first batch of a step is fetched, and at the end of backward, when a
 discarded step is tried again. What travels always has the form of the boundary.
 
-Reads and writes attributes of Lightning 2.6 that are not public. `check_counters` says in one
+Reads and writes attributes of Lightning 2.5 and 2.6 that are not public. `check_counters` says in one
 sentence if they have moved.
 """
 
@@ -311,7 +311,7 @@ def check_counters(trainer: Any) -> None:
     except (AttributeError, KeyError, TypeError) as error:
         raise RuntimeError(
             f"this version of Lightning keeps its loop state in another way ({error!r}): use the "
-            "versions that ft_lightning was tested with (2.6)"
+            "versions that ft_lightning was tested with (2.5, 2.6)"
         ) from error
 
 

@@ -264,7 +264,7 @@ class StepDriver:
         if not self.open:
             raise RuntimeError(
                 "a batch began without a quorum: this version of Lightning fetches batches in "
-                "another way; use the versions that ft_lightning was tested with (2.6)"
+                "another way; use the versions that ft_lightning was tested with (2.5, 2.6)"
             )
         self.computing = True
         self._reducer.before_forward()

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ft_core.launch.import_hook import newer_than_tested
 from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
@@ -45,6 +46,8 @@ from ft_lightning.trainer.validation import Validation
 from lighthouse.files import machine_lock
 
 ENV_WORLD_SIZE = "WORLD_SIZE"
+NEWEST = "2.6"
+"""The last version of Lightning that was tested."""
 
 
 class _Ending(Sigterm):
@@ -218,6 +221,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._setup_evaluation(trainer)
             return
         check_counters(trainer)
+        lightning = sys.modules[type(trainer).__module__.partition(".")[0]]
+        newer = newer_than_tested(lightning, NEWEST, "ft_lightning")
+        if newer and self.scope.rank == 0:
+            say("ft_lightning", newer)
         self._shut_down()
         self._training_is_over(False)
         self._checkpoints.begin()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ft_accelerate.seams import Seam, around, check, put, take_out
+from ft_accelerate.seams import Seam, around, check, newer, put, take_out
 
-KNOWN = "framework 1.0"
+KNOWN = "framework 1.0 to 1.4"
 
 
 class Base:
@@ -93,7 +93,7 @@ def test_one_that_has_moved_is_refused_and_none_is_replaced(
     before = framework.run
     with pytest.raises(RuntimeError, match="does not know framework 2.0") as caught:
         put([Seam("framework", "run", (), faster), moved], KNOWN)
-    assert sentence in str(caught.value) and "install framework 1.0" in str(caught.value)
+    assert sentence in str(caught.value) and "install one of framework 1.0 to 1.4" in str(caught.value)
     assert framework.run is before
     with pytest.raises(RuntimeError):
         check([moved], KNOWN)
@@ -107,3 +107,22 @@ def test_if_one_cannot_be_replaced_the_others_are_restored(framework: Any) -> No
     with pytest.raises(LookupError):
         put([Seam("framework", "run", (), faster), Seam("framework", "copy", (), fail)], KNOWN)
     assert framework.run is before
+
+
+def test_a_name_may_be_another_one_in_another_version(framework: Any) -> None:
+    here, moved = Seam("framework", "run", ("speed",)), Seam("framework", "Thing.run", ("self",))
+    check((Seam("framework", "walk", instead=here),), KNOWN)
+    with pytest.raises(RuntimeError, match=r"framework\.walk is not there"):
+        check((Seam("framework", "walk", instead=moved),), KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"), [("1.0", False), ("1.4.9", False), ("1.5.0.dev0", True), ("2.0", True)]
+)
+def test_a_version_that_was_not_tested_is_taken_with_a_warning(
+    framework: Any, version: str, warned: bool
+) -> None:
+    framework.__version__ = version
+    put([Seam("framework", "run", ("speed",))], KNOWN)
+    told = f"framework {version} is newer than what ft_accelerate was tested with (1.4)"
+    assert newer(KNOWN).startswith(told) == warned and bool(newer(KNOWN)) == warned

@@ -21,6 +21,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -451,7 +452,8 @@ def forked(modules: Sequence[str]) -> dict[str, Any] | None:
     """Import `modules` and serve. The request that this process, a fork by now, was made for; None
     in the server, when there are no more."""
     for module in modules:
-        importlib.import_module(module)
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:  # trl may not be
+            importlib.import_module(module)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"an import of {modules} has started {threads - 1} threads"
     requests = os.fdopen(_away(os.dup(0)), "rb")

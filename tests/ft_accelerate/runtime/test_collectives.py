@@ -6,9 +6,11 @@ first two calls of each operation, heals in the third, and takes part in the fou
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 
 from tests.ft_accelerate.harness import running
@@ -56,6 +58,8 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_reaches_over_the_quorum_while_membership_changes(
     ends: list[dict[str, Any]], name: str
 ) -> None:
+    if name == "reduce_max" and "MAX" not in inspect.getsource(accelerate.utils.operations.reduce):
+        pytest.skip("this Accelerate has no such reduction")
     away, there = EXPECTED[name]
     third = (
         there if name in TWO_EXCHANGES else away

@@ -15,13 +15,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    ThroughputMonitor,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks as stock_callbacks
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -232,7 +227,7 @@ class Recorder(Callback):
             "leader": trainer.is_global_zero,
         }
         for callback in trainer.callbacks:
-            if isinstance(callback, WeightAveraging):
+            if hasattr(callback, "_average_model"):
                 line["weights"] = digest(callback._average_model.state_dict())
             if isinstance(callback, EarlyStopping) and callback.monitor:
                 line["stopping"] = repr(callback.state_dict())
@@ -307,7 +302,9 @@ def run(options: dict[str, Any]) -> Trainer:
     if options["trackers"]:
         callbacks += [Clock(), ThroughputMonitor(lambda batch: len(batch[0]))]
     if options["logs"]:
-        callbacks += [EMAWeightAveraging(decay=0.9), EarlyStopping("val_loss", patience=99)]
+        if hasattr(stock_callbacks, "EMAWeightAveraging"):  # Lightning 2.6
+            callbacks.append(stock_callbacks.EMAWeightAveraging(decay=0.9))
+        callbacks.append(EarlyStopping("val_loss", patience=99))
     strategy = options["strategy"]
     if options["strategy_options"] is not None:
         strategy = ft_lightning.FTDDPStrategy(**options["strategy_options"])
