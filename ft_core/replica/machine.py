@@ -415,7 +415,8 @@ class Replica:
         mine = next((m for m in members if m.replica_id == self.replica_id), None)
         if mine is None:
             return []
-        self._end_doubt(message)
+        in_group = message.attempt != messages.ONE_RANK
+        self._end_doubt(message, heals=in_group and mine.healing)
         effects = self._superseded()
         self.stage = Stage.MEMBER
         self.view = View.of(message, members, old.members if old is not None else ())
@@ -425,7 +426,6 @@ class Replica:
         self._revoked, self._grace_at = False, None
         self._resend_at = now + self._resend_s
         # Ranks of one group heal together, also those that have healed already.
-        in_group = message.attempt != messages.ONE_RANK
         held = (self.step, self.lineage) == (message.step, message.lineage)
         self.healed = held and not (in_group and mine.healing)
         self.origin = self.view.origin if held else self.origin
@@ -662,14 +662,14 @@ class Replica:
         job, own_id = self._template.job, self.replica_id
         return [Transmit(messages.Heartbeat(job, own_id, quorum_id, self.step))]
 
-    def _end_doubt(self, quorum: messages.Quorum) -> None:
-        """The next quorum says what became of the step in doubt."""
+    def _end_doubt(self, quorum: messages.Quorum, *, heals: bool) -> None:
+        """What became of the step in doubt. A group that `heals` has not made it: a rank said no."""
         view = self.view
         if self.attempt is not Attempt.VOTED or view is None:
             return
         after = view.position_after()
-        committed = quorum.settle == "commit" or (quorum.step, quorum.lineage) == after
-        if committed:
+        made = quorum.settle == "commit" or (quorum.step, quorum.lineage) == after
+        if committed := made and not heals:
             (self.step, self.lineage), self.origin = after, (view.genesis, view.quorum_id)
         control = quorum.control if committed else b""
         self._close(Outcome(view.step, committed, "settled on return", self._contributing, control))
