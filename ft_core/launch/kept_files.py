@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ft_core.launch.kept import Card
-from lighthouse.files import remove_drafts, replace_whole
 
 log = logging.getLogger("ft_core")
 
@@ -38,7 +37,9 @@ def environment(folder: str) -> dict[str, str]:
 def write(folder: str, card: Card, packed: Mapping[str, Any]) -> None:
     """Write what is held (`packed`, as `State.show` has packed it). Raises OSError or RuntimeError if the
     disk does not take it; then the file is as it was."""
-    import torch
+    import torch  # here, since this module is imported with torch
+
+    from lighthouse.files import remove_drafts, replace_whole
 
     file = file_of(folder, card.place[0])
     file.parent.mkdir(parents=True, exist_ok=True)
