@@ -52,9 +52,9 @@ def _ending(whose: str, otherwise: _Hook) -> _Hook:
         if code is None:
             otherwise(kind, error, trace)
             return
-        print(f"{whose}: {error}", file=sys.stderr)
+        # Not `sys.stderr`: torch.distributed has put a buffer there, which it prints when this returns.
+        print(f"{whose}: {error}", file=sys.__stderr__, flush=True)
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
 
     hook.ft_core = True  # type: ignore[attr-defined]

@@ -462,10 +462,10 @@ class Replica:
                 self.attempt, self.failure = Attempt.FAILED, "a peer must heal from this state"
 
     def _fetch(self, view: View) -> list[Effect]:
-        key, now = (view.step, view.lineage), self._fetching
-        if key == self._fetched or (now is not None and key == (now.step, now.lineage)):
+        now, sources = self._fetching, tuple(m for m in view.members if not m.healing)
+        if view.position in (self._fetched, now and (now.step, now.lineage)):
             return []
-        sources = tuple(m for m in view.members if not m.healing)
+        self._fetched = None  # the new one takes its place
         self._fetching = events.FetchState(view.step, view.lineage, sources)
         return [self._fetching]
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from ft_accelerate.launch import command as cli
+from ft_core.launch.restarts import AWAY_EXIT_CODE
 from tests.ft_accelerate.installed import installed
 from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S
@@ -123,7 +124,7 @@ def test_a_lighthouse_that_is_gone_ends_a_script_in_a_sentence(tmp_path: Path) -
     env = installed(tmp_path, NUM_REPLICA_GROUPS="2", REPLICA_GROUP_ID="1", **nowhere)
     done = workers.run("accelerate", ["-m", "ft_accelerate.run", str(script)], env=env)
     said = done.stderr.splitlines()
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == AWAY_EXIT_CODE, done.stderr
     assert said[-1].startswith("ft_accelerate: no lighthouse answers at tcp://127.0.0.1:9 within 0.5 s")
     assert "Traceback" not in done.stderr
 
