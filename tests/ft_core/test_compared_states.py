@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from tests.harness.cluster import Replica, lighthouse, rendezvous, replicas
 from tests.harness.waiting import PATIENCE_S
 
 WITHIN = 4
+STEP_S = 0.03
 T = TypeVar("T")
 either_quorum = pytest.mark.parametrize(
     "asynchronous", [False, True], ids=["synchronous", "asynchronous"]
@@ -127,13 +129,15 @@ def test_a_flipped_bit_is_named_and_healed(
 
 @either_quorum
 def test_a_group_that_commits_by_itself_is_compared_too(asynchronous: bool) -> None:
-    """Its peers have acted on their own votes, and go on."""
+    """Its peers have acted on their own votes, and go on. Their steps take time: a state is served for
+    one of them."""
     with lighthouse(all_join=True) as server:
         a, b, c = members = trainers(server, "abc", use_async_quorum=asynchronous, commit="group")
         healed = threading.Event()
 
         def run(member: Trainer) -> None:
             member.begin(flip=member is b)
+            member.net.register_forward_hook(lambda *_: time.sleep(STEP_S))
             if member is b:
                 while not b.heals:
                     b.step()
