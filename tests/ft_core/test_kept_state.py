@@ -348,7 +348,12 @@ def test_who_holds_which_share_of_the_data_is_kept_too(board: Board) -> None:
 
     with lighthouse() as server, keeper(board) as kept:
         zero, one = both(server)
-        replicas(partial(zero.run_to, 2), partial(one.run_to, 2))
+
+        def run_one() -> None:
+            until(lambda: bool(board.cards()), "the card of the other")  # which has this process's place, too
+            one.run_to(2)
+
+        replicas(partial(zero.run_to, 2), run_one)
         assert (zero.manager.data_share(), one.manager.data_share()) == (0, None)
         zero.close()
         one.run_to(4)
