@@ -349,8 +349,11 @@ def test_who_holds_which_share_of_the_data_is_kept_too(board: Board) -> None:
     with lighthouse() as server, keeper(board) as kept:
         zero, one = both(server)
 
-        def run_one() -> None:
-            until(lambda: bool(board.cards()), "the card of the other")  # which has this process's place, too
+        with as_child(board, board.keeper):
+            shown = slot()
+
+        def run_one() -> None:  # both have this process's place on the board: its card is the last one
+            until(lambda: bool(shown.cards()), "the card of the other")
             one.run_to(2)
 
         replicas(partial(zero.run_to, 2), run_one)
