@@ -23,13 +23,12 @@ class Prepared:
     """The Accelerators and models of one process. The loop's thread only.
 
     Attributes:
-        models: how many models were prepared, with those that are gone.
+        models: those that were prepared, held weakly; the ones that are gone stay in it.
     """
 
     def __init__(self) -> None:
-        self.models = 0
         self._accelerators: list[weakref.ref[Any]] = []
-        self._models: list[weakref.ref[FaultTolerantModel]] = []
+        self.models: list[weakref.ref[FaultTolerantModel]] = []
 
     def adopt(self, accelerator: Any) -> None:
         """Heal this accelerator's objects, besides those of the others that live."""
@@ -37,8 +36,7 @@ class Prepared:
 
     def add(self, model: FaultTolerantModel) -> None:
         """The script trains this model, too."""
-        self.models += 1
-        self._models.append(weakref.ref(model))
+        self.models.append(weakref.ref(model))
 
     @property
     def accelerators(self) -> dict[int, Any]:
@@ -82,12 +80,12 @@ class Prepared:
     @property
     def any_model(self) -> bool:
         """Whether a model lives."""
-        return any(ref() is not None for ref in self._models)
+        return any(ref() is not None for ref in self.models)
 
     @property
     def training(self) -> bool:
         """Whether the script is about to train: a prepared model is in training mode."""
-        models = (ref() for ref in self._models)
+        models = (ref() for ref in self.models)
         return any(model is not None and model.training for model in models)
 
     @property

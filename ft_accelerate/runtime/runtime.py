@@ -212,7 +212,7 @@ class Runtime:
     def ready(self) -> bool:
         """Whether there is something to train: from then on operations reach over the quorum."""
         # A model that was freed does not end the operations of its process.
-        met = self.prepared.models > 0 and self.manager is not None
+        met = bool(self.prepared.models) and self.manager is not None
         return (met or self.prepared.any_model) and not self._closed
 
     @property
@@ -346,7 +346,7 @@ class Runtime:
         from gradients; and with several models, as the others may be at another one.
         """
         self.position.graded()
-        alike = self.options.commit == "quorum" and self.prepared.models == 1
+        alike = self.options.commit == "quorum" and len(self.prepared.models) == 1
         alike = alike and self.prepared.device.type == "cpu"
         self._headerless = self._quorum_id if alike else NO_QUORUM
 

@@ -518,8 +518,8 @@ class StrategyBase(_Base):
             self._leader = self._group_leads and not (shards and self.scope.group_rank)
         except QuorumUnavailable:
             return False  # the attempt has failed already; the next one tells
-        finished = self._manager.others_finished() and self._options.commit == "quorum"
-        self._trains_alone = finished
+        with_peers = self._options.commit == "quorum"
+        self._trains_alone = with_peers and self._manager.others_finished()
         act_as_leader(self._leader, self.scope)
         if self.scope.group_rank == 0:
             board.slot().leads(self._leader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import torch
 import torch._dynamo  # torch imports it in the middle of things: two threads at once fail
@@ -14,6 +15,7 @@ from ft_core.diloco.diloco import DiLoCo
 from ft_core.manager import Manager
 from ft_core.optimizer import Optimizer
 from ft_core.process_group import ProcessGroupNCCL
+from lighthouse import LighthouseServer
 from tests.harness.cluster import lighthouse, replicas
 from tests.harness.nccl_double import DoubleDevice, Wires
 
@@ -23,6 +25,21 @@ CUT_AT = (4, 8, 13)
 theirs, so that neither hears of it when it queues, and when one has."""
 HANG_AT = (17,)
 """Kernels in whose midst links break, and all kernels hang: nothing is revoked until somebody asks."""
+
+
+def member(server: LighthouseServer, device: DoubleDevice, index: int, **options: Any) -> Manager:
+    """A manager of one of two groups, over this double of a device."""
+    return Manager(
+        ProcessGroupNCCL(20.0, hostname="127.0.0.1", on=device),
+        min_replica_size=2,
+        lighthouse_addr=server.address(),
+        replica_id=str(index),
+        expected_replicas=2,
+        rank=0,
+        world_size=1,
+        watch_process=False,
+        **options,
+    )
 
 
 def test_no_gradient_is_committed_that_was_not_reduced() -> None:
@@ -39,17 +56,12 @@ def test_no_gradient_is_committed_that_was_not_reduced() -> None:
         def train(index: int) -> tuple[int, list[float]]:
             device = DoubleDevice(wires, index + 1)
             weights, discarded = torch.zeros(8), 0
-            manager = Manager(
-                ProcessGroupNCCL(20.0, hostname="127.0.0.1", on=device),
-                lambda state: weights.copy_(state["weights"]),
-                lambda: {"weights": weights},
-                min_replica_size=2,
-                lighthouse_addr=server.address(),
-                replica_id=str(index),
-                expected_replicas=2,
-                rank=0,
-                world_size=1,
-                watch_process=False,
+            manager = member(
+                server,
+                device,
+                index,
+                load_state_dict=lambda state: weights.copy_(state["weights"]),
+                state_dict=lambda: {"weights": weights},
                 weighted=True,  # its factors travel in host memory
             )
             while manager.current_step() < STEPS:
@@ -124,17 +136,12 @@ def test_ddp_trains_as_without_faults_where_links_break_hang_and_are_late() -> N
                 model.load_state_dict(state["model"])
                 inner.load_state_dict(state["optimizer"])
 
-            manager = Manager(
-                ProcessGroupNCCL(20.0, hostname="127.0.0.1", on=device),
-                load,
-                lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-                min_replica_size=2,
-                lighthouse_addr=server.address(),
-                replica_id=str(index),
-                expected_replicas=2,
-                rank=0,
-                world_size=1,
-                watch_process=False,
+            manager = member(
+                server,
+                device,
+                index,
+                load_state_dict=load,
+                state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
             )
             wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
             discarded = 0
@@ -164,21 +171,8 @@ def test_diloco_never_takes_what_a_cut_link_has_left() -> None:
         def train(index: int) -> tuple[int, list[float]]:
             model = nn.Linear(2, 2, bias=False)
             nn.init.zeros_(model.weight)
-            manager = Manager(
-                ProcessGroupNCCL(
-                    20.0,
-                    hostname="127.0.0.1",
-                    on=DoubleDevice(wires, index + 1, takes_floats=True),
-                ),
-                min_replica_size=2,
-                lighthouse_addr=server.address(),
-                replica_id=str(index),
-                expected_replicas=2,
-                rank=0,
-                world_size=1,
-                watch_process=False,
-                use_async_quorum=False,
-            )
+            device = DoubleDevice(wires, index + 1, takes_floats=True)
+            manager = member(server, device, index, use_async_quorum=False)
             inner = torch.optim.SGD(model.parameters(), lr=1.0)
             outer = torch.optim.SGD(model.parameters(), lr=1.0)
             with DiLoCo(manager, model, inner, outer, sync_every=2) as loop:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,28 @@ class Run(runs.Run):
             self.start(index, groups, **rank_environment(env, rank=rank, size=size, port=port))
             for rank in range(size)
         ]
+
+    def lose_a_rank_and_heal(self, coordinator: LighthouseServer, steps: int) -> None:
+        """Two groups of two ranks, with sharded models and the options `dies={"2": 3}` and
+        `holds=["step:4"]`: rank 2 is killed, which takes its group alone, and the group's shards heal."""
+        healthy = self.start_ranks(0, size=2, groups=2)
+        group = self.start_ranks(1, size=2, groups=2)
+        self.wait(group[1], code=-signal.SIGKILL)
+        self.wait(group[0], code=None)
+        for rank in (0, 1):
+            self.until_held(rank, "step:4")
+        group = self.start_ranks(1, size=2, groups=2)
+        self.until_waiting(coordinator, "1")
+        self.go("step:4")
+        self.wait(*healthy, *group)
+        assert self.events(1, "heal_start") >= 1
+        lines = [self.lines(rank) for rank in range(4)]
+        for rank in (0, 1):
+            assert [line["step"] for line in lines[rank]] == list(range(1, steps + 1))
+            mine = {line["step"]: line["digest"] for line in lines[rank]}
+            theirs = {line["step"]: line["digest"] for line in lines[2 + rank]}
+            assert theirs == {step: mine[step] for step in theirs}
+            assert steps in theirs
 
     def events(self, group: int, *kinds: str) -> int:
         """How many telemetry events of these kinds replica group `group` has written."""

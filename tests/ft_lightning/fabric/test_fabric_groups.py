@@ -443,21 +443,27 @@ def test_a_script_that_is_started_again_when_all_have_died_says_from_where_it_go
     assert not list(tmp_path.glob("*.saved"))  # the training has come to its end
 
 
+def stream_steps(fabric: Any) -> Iterator[int]:
+    """Train on a stream of three batches; the number of each, when its step is taken."""
+    model, optimizer = linear(fabric)
+    loader = fabric.setup_dataloaders(DataLoader(Stream(3), 1))
+    for _ in fabric.strategy.epochs(1):
+        for number, batch in enumerate(loader):
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            yield number
+
+
 def test_a_group_that_ends_when_its_peer_is_gone_has_finished_as_well(
     two: Groups, server: LighthouseServer
 ) -> None:
     """Its stream has ended; but that is known only when it is asked for a further batch."""
 
     def body(fabric: Any, index: int) -> Any:
-        model, optimizer = linear(fabric)
-        loader = fabric.setup_dataloaders(DataLoader(Stream(3), 1))
-        for _ in fabric.strategy.epochs(1):
-            for number, batch in enumerate(loader):
-                fabric.backward(model(batch).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-                if index == 1 and number == 2:
-                    two.until_gone(0, server)
+        for number in stream_steps(fabric):
+            if (index, number) == (1, 2):
+                two.until_gone(0, server)
         return fabric.strategy.current_step
 
     assert two.run(body) == [3, 3]
@@ -471,15 +477,9 @@ def test_a_last_outer_step_is_the_last_one_also_when_its_peer_is_gone_by_then(
     two.options["sync_every"] = 3
 
     def body(fabric: Any, index: int) -> Any:
-        model, optimizer = linear(fabric)
-        loader = fabric.setup_dataloaders(DataLoader(Stream(3), 1))
-        for _ in fabric.strategy.epochs(1):
-            for number, batch in enumerate(loader):
-                fabric.backward(model(batch).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-                if index == 1 and number == 2:
-                    two.until_gone_before_next(0, fabric.strategy.manager, server)
+        for number in stream_steps(fabric):
+            if (index, number) == (1, 2):
+                two.until_gone_before_next(0, fabric.strategy.manager, server)
         return fabric.strategy.outer_step
 
     assert two.run(body) == [1, 1]

@@ -4,7 +4,6 @@ without faults, and healed shard by shard after them."""
 from __future__ import annotations
 
 import json
-import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -62,21 +61,4 @@ def test_a_killed_rank_takes_its_group_alone_and_its_shards_heal(
     """In the middle of a backward. Groups begin with other weights than each other."""
     options = {"own_start": True, "dies": {"2": 3}, "holds": ["step:4"]}
     with sharded(tmp_path, coordinator.address(), **options) as run:
-        healthy = run.start_ranks(0, size=2, groups=2)
-        group = run.start_ranks(1, size=2, groups=2)
-        run.wait(group[1], code=-signal.SIGKILL)
-        run.wait(group[0], code=None)
-        for rank in (0, 1):
-            run.until_held(rank, "step:4")
-        group = run.start_ranks(1, size=2, groups=2)
-        run.until_waiting(coordinator, "1")
-        run.go("step:4")
-        run.wait(*healthy, *group)
-        assert run.events(1, "heal_start") >= 1
-    lines = [run.lines(rank) for rank in range(4)]
-    for rank in (0, 1):
-        assert [line["step"] for line in lines[rank]] == list(range(1, STEPS + 1))
-        mine = {line["step"]: line["digest"] for line in lines[rank]}
-        theirs = {line["step"]: line["digest"] for line in lines[2 + rank]}
-        assert theirs == {step: mine[step] for step in theirs}
-        assert STEPS in theirs
+        run.lose_a_rank_and_heal(coordinator, STEPS)
