@@ -166,7 +166,7 @@ def measure(mib: float, step_s: float, keep_s: float) -> dict[str, float]:
             "lost_s": (died_at - (first - 1)) * statistics.median(usual),
         }
     finally:
-        job.process.kill()
+        job.process.terminate()  # it ends the groups
         job.process.wait()
         stop_lighthouse()
 

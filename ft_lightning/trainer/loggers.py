@@ -22,12 +22,13 @@ from __future__ import annotations
 import csv
 import logging
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
+from ft_core.launch.opening import Opening
 from ft_lightning.trainer.batches import adopt, adopted, release
 from ft_lightning.trainer.tracker_stores import kind_of, last_steps, prepare, stored_name
 
@@ -36,8 +37,6 @@ log = logging.getLogger("ft_lightning")
 KEPT_ROWS = 1000
 """Of each logger, in each process: far more than any logger holds back."""
 METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
-NOT_LATER = ("save",)
-"""Calls that need not wait for a logger that is being opened."""
 MAX_PLACES = 12
 """Loggers whose places travel with a commit, which has room for 1,024 bytes."""
 
@@ -47,7 +46,6 @@ class Part(Enum):
 
     WAITS = "waits"
     FOLLOWS = "follows"
-    OPENS = "opens"
     LEADS = "leads"
     LEFT = "left"
 
@@ -63,10 +61,8 @@ class Relay:
         self.logger, self._cls, self._dummy = logger, type(logger), dummy
         self.part = Part.WAITS
         self._rows: deque[tuple[dict[str, Any], Any]] = deque(maxlen=KEPT_ROWS)
-        self._later: list[tuple[str, Any, Any]] = []
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._last: dict[str, int] | None = None  # while rows are written again
+        self._opening: Opening | None = None
+        self._last: dict[str, int] | None = None  # while it is opened: of each name that is stored
         adopt(logger, self._methods)
 
     def _methods(self, cls: Any) -> dict[str, Any]:
@@ -93,22 +89,18 @@ class Relay:
         """A method of the logger."""
         if self.part in (Part.WAITS, Part.LEFT):
             return None
-        if threading.current_thread() is self._thread:
-            return self._call(name, args, kwargs)
         if self.part is Part.FOLLOWS and name == "log_metrics":
             row = _row(*args, **kwargs)
             if row is not None:
                 self._rows.append(row)
-        if self.part is Part.OPENS:
-            if name == "finalize":
-                self.await_open()
-                return self.call(name, args, kwargs)
-            with self._lock:
-                if self.part is Part.OPENS:
-                    if name not in NOT_LATER:
-                        self._later.append((name, args, kwargs))
-                    return None
-            return self.call(name, args, kwargs)
+        if self._opening is not None and not self._opening.here:
+            later = partial(self._call, name, args, kwargs)
+            if name != "finalize" and self._opening.call(later):
+                return None
+            self._opening.wait()
+            self._last = None  # what comes from here on is new
+            if self.part is Part.LEFT:  # it could not be opened
+                return None
         return self._call(name, args, kwargs)
 
     def experiment(self) -> Any:
@@ -121,10 +113,13 @@ class Relay:
 
     def await_open(self) -> None:
         """Until the logger is open, if it is being opened."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-            self._thread = None
+        if self._opening is not None:
+            self._opening.wait()
+
+    @property
+    def opens(self) -> bool:
+        """Whether the logger is being opened."""
+        return self._opening is not None and not self._opening.over
 
     def _call(self, name: str, args: Any, kwargs: Any) -> Any:
         if self._last is not None and name == "log_metrics":
@@ -149,7 +144,7 @@ class Relay:
 
     def follow(self) -> None:
         """Another process writes."""
-        if self.part is Part.LEADS and kind_of(self.logger) in ("CSVLogger", "TensorBoardLogger"):
+        if self._writes() and kind_of(self.logger) in ("CSVLogger", "TensorBoardLogger"):
             # Others write to its files: they are opened anew if this process leads again.
             close = getattr(getattr(self.logger, "_experiment", None), "close", None)
             if close is not None:
@@ -159,64 +154,44 @@ class Relay:
 
     def lead(self, *, takes_over: bool) -> None:
         """This process writes from now on."""
-        if self.part in (Part.OPENS, Part.LEADS):
-            return
-        if not takes_over:
-            self._rows.clear()
-            self.part = Part.LEADS
+        if self.part is Part.LEADS:
             return
         self.await_open()  # that it was opening when it last lost the lead
-        self.part = Part.OPENS
-        self._thread = threading.Thread(target=self._open, name="ft_lightning logger", daemon=True)
-        self._thread.start()
-
-    def _open(self) -> None:
-        try:
-            keep_metrics(self.logger)
-            if hasattr(self._cls, "experiment"):
-                _ = self.logger.experiment
-            self._last = last_steps(self.logger)
-            while self._rows and self._last is not None:
-                self._call("log_metrics", self._rows.popleft(), {})
-            self._catch_up()
-            self._last = None  # what comes from here on is new
-            while not self._is_open():
-                self._catch_up()
-        except Exception as error:  # a tracker's own errors are of any kind
-            self.part, self._later = Part.LEFT, []
-            log.warning(
-                "%s logs nothing from here on: this process leads now, and could not open it (%s: %s)",
-                self._cls.__name__, type(error).__name__, error,
-            )  # fmt: skip
-        finally:
-            self._last = None
+        self.part = Part.LEADS
+        if takes_over:
+            self._opening = Opening("ft_lightning logger", self._open, self._fail)
+        else:
             self._rows.clear()
 
-    def _catch_up(self) -> None:
-        """Do what has waited."""
-        for later in self._take_later():
-            self._call(*later)
+    def _open(self) -> None:
+        keep_metrics(self.logger)
+        if hasattr(self._cls, "experiment"):
+            _ = self.logger.experiment
+        self._last = last_steps(self.logger)
+        while self._rows and self._last is not None:
+            self._call("log_metrics", self._rows.popleft(), {})
+        self._rows.clear()
         if hasattr(self._cls, "save"):
             self._call("save", (), {})
 
-    def _is_open(self) -> bool:
-        """Whether no call has to wait any more."""
-        with self._lock:
-            if self.part is Part.OPENS and not self._later:
-                self.part = Part.LEADS
-            return self.part is not Part.OPENS
+    def _fail(self, error: Exception) -> None:
+        self.part = Part.LEFT
+        self._rows.clear()
+        log.warning(
+            "%s logs nothing from here on: this process leads now, and could not open it (%s: %s)",
+            self._cls.__name__, type(error).__name__, error,
+        )  # fmt: skip
 
-    def _take_later(self) -> list[tuple[str, Any, Any]]:
-        with self._lock:
-            taken, self._later = self._later, []
-        return taken
+    def _writes(self) -> bool:
+        return self.part is Part.LEADS and not self.opens
 
     def leave(self) -> None:
         """This process ends, and the others go on: write what it holds back, and nothing more."""
-        if self.part is Part.LEADS and hasattr(self._cls, "save"):
+        writes = self._writes()
+        if writes and hasattr(self._cls, "save"):
             self._call("save", (), {})
         experiment = getattr(self.logger, "_experiment", None)
-        if self.part is Part.LEADS and kind_of(self.logger) == "WandbLogger" and experiment:
+        if writes and kind_of(self.logger) == "WandbLogger" and experiment:
             experiment.finish()
         self.part = Part.LEFT
 
@@ -281,7 +256,7 @@ class Loggers:
         """What came with a commit."""
         if not self._leads:
             adopt_log_places(self._trainer, told)
-        elif all(relay.part is not Part.OPENS and is_known(relay.logger) for relay in self._relays):
+        elif all(not relay.opens and is_known(relay.logger) for relay in self._relays):
             self._untold = False
 
 

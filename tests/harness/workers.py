@@ -70,6 +70,9 @@ SETTINGS = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 """Environment of the servers: no import may start a thread."""
+MODES = (os.O_RDONLY, os.O_WRONLY | os.O_APPEND, os.O_WRONLY | os.O_APPEND)
+"""Of standard streams, which are opened anew: each process has a position of its own."""
+PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -285,7 +288,7 @@ def _fork(request: Mapping[str, Any]) -> int:
     opened: dict[int, int] = {}
     for number, theirs in request["streams"]:
         if theirs not in opened:  # one that is given twice keeps one position
-            mode = os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY
+            mode = _access(request["of"], theirs) if number > 2 else MODES[number]
             opened[theirs] = _away(os.open(f"/proc/{request['of']}/fd/{theirs}", mode))
     told, tell = os.pipe()
     pid = os.fork()
@@ -307,6 +310,13 @@ def _fork(request: Mapping[str, Any]) -> int:
     for descriptor in opened.values():
         os.close(descriptor)
     return pid
+
+
+def _access(pid: int, descriptor: int) -> int:
+    """The mode in which a process has opened a descriptor."""
+    lines = Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text().splitlines()
+    (flags,) = (line.split()[1] for line in lines if line.startswith("flags:"))
+    return int(flags, 8) & os.O_ACCMODE
 
 
 def _away(descriptor: int) -> int:
@@ -333,6 +343,8 @@ def become(request: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.seed()
     sys.orig_argv = [sys.executable, *request["argv"]]
     first, *rest = request["argv"]
+    name = rest[0].rpartition(".")[2] if first == "-m" else Path(first).stem
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)  # its command line is the server's
     if first == "-m":
         sys.argv[:] = rest
         sys.path[0] = request["cwd"]

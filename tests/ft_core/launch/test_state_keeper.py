@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ import pytest
 from ft_core.launch.keeping import MODULE
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.server import LighthouseServer
+from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,7 +59,7 @@ PARENT = """
 class Job:
     """A supervisor with two groups, and what they have said so far."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, folder: Path, process: workers.Worker) -> None:
         self.process, self.folder = process, folder
 
     def said(self) -> list[dict[str, Any]]:
@@ -79,7 +78,7 @@ class Job:
         """The process id of the keeper; None: it does not run."""
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             for pid in (task / "children").read_text().split():
-                if MODULE in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == MODULE.rpartition(".")[2]:
                     return int(pid)
         return None
 
@@ -98,14 +97,14 @@ def start(tmp_path: Path) -> Callable[[], Any]:
         env["FT_JOB_ID"] = "kept"
         (tmp_path / "over").unlink(missing_ok=True)
         with (tmp_path / "out.txt").open("ab") as out, (tmp_path / "err.txt").open("ab") as err:
-            command = [sys.executable, "parent.py"]
-            process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=out, stderr=err)
+            process = workers.start(
+                "torch", ["parent.py"], cwd=tmp_path, env=env, stdout=out, stderr=err
+            )
         try:
             yield Job(tmp_path, process)
         finally:
             (tmp_path / "over").touch()
-            process.kill()
-            process.wait()
+            process.end()
             server.shutdown()
 
     return started

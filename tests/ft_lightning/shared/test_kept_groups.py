@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,11 +78,10 @@ def test_all_groups_are_killed_and_go_on(tmp_path: Path, script: str) -> None:
     (tmp_path / "train.py").write_text(script)
     told = tmp_path / "told.txt"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "train.py", str(tmp_path)]
-    with (
-        told.open("wb") as errors,
-        subprocess.Popen(command, cwd=tmp_path, env=env, stderr=errors) as job,
-    ):
+    with told.open("wb") as errors:
+        command = ["train.py", str(tmp_path)]
+        job = workers.start("lightning", command, cwd=tmp_path, env=env, stderr=errors)
+    try:
         until(lambda: "is kept by a process of its own" in told.read_text(), "a state is kept")
         for group in (0, 1):
             until((tmp_path / f"{group}.0").exists, "both groups have trained together")
@@ -92,6 +90,8 @@ def test_all_groups_are_killed_and_go_on(tmp_path: Path, script: str) -> None:
             until((tmp_path / f"{group}.1").exists, "they are back")
         job.terminate()
         job.wait(PATIENCE_S)
+    finally:
+        job.end()
     found = re.search(r"the job goes on from the kept state of step ([\d,]+)", told.read_text())
     assert found, told.read_text()
     kept = int(found[1].replace(",", ""))

@@ -172,10 +172,7 @@ Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False).fit(Borin
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
     env |= {"PYTHONPATH": str(ROOT), "TORCHFT_LIGHTHOUSE": "tcp://127.0.0.1:9"}
     env |= {"REPLICA_GROUP_ID": "1", "NUM_REPLICA_GROUPS": "2"}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
+    done = workers.run("lightning", [str(script)], env=env, cwd=tmp_path)
     assert done.returncode == AWAY_EXIT_CODE
     assert "ft_lightning: no lighthouse answers at tcp://127.0.0.1:9 within 1 s" in done.stderr
     assert "Traceback" not in done.stderr
@@ -227,8 +224,5 @@ def of_hydra(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(HYDRA)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_", "PL_"))}
     paths = [str(ROOT), *env.get("PYTHONPATH", "").split(os.pathsep)]
-    return subprocess.run(
-        [sys.executable, "script.py", *arguments],
-        env={**env, "PYTHONPATH": os.pathsep.join(paths)},
-        cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    return workers.run("lightning", ["script.py", *arguments], env=env, cwd=folder)

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from ft_lightning.trainer.loggers import Loggers, Part, Relay, log_places
+from ft_lightning.trainer.loggers import Loggers, Relay, log_places
 from ft_lightning.trainer.skipped_hooks import SkippedHooks, is_guarded
 
 ROLE: Any = rank_zero_only
@@ -143,7 +143,7 @@ def test_a_logger_is_opened_beside_the_training_and_calls_wait_in_order(tmp_path
     process.meet(True, takes_over=True)
     for step in (1, 2, 3):
         process.log(True, {"loss": 1.0}, step)  # returns, though the logger can't be opened yet
-    assert [relay.part for relay in process.relays] == [Part.OPENS]
+    assert [relay.opens for relay in process.relays] == [True]
     may_open.set()
     process.loggers.end()
     assert threading.main_thread() not in threads
