@@ -87,7 +87,7 @@ class Relay:
 
     def call(self, name: str, args: Any, kwargs: Any) -> Any:
         """A method of the logger."""
-        if self.part in (Part.WAITS, Part.LEFT):
+        if self._is_silent():
             return None
         if self.part is Part.FOLLOWS and name == "log_metrics":
             row = _row(*args, **kwargs)
@@ -99,13 +99,13 @@ class Relay:
                 return None
             self._opening.wait()
             self._last = None  # what comes from here on is new
-            if self.part is Part.LEFT:  # it could not be opened
+            if self._is_silent():  # it could not be opened
                 return None
         return self._call(name, args, kwargs)
 
     def experiment(self) -> Any:
         """What the logger's `experiment` is."""
-        if self.part in (Part.WAITS, Part.LEFT):
+        if self._is_silent():
             return self._dummy()
         self.await_open()
         own: Any = super(type(self.logger), self.logger)
@@ -120,6 +120,9 @@ class Relay:
     def opens(self) -> bool:
         """Whether the logger is being opened."""
         return self._opening is not None and not self._opening.over
+
+    def _is_silent(self) -> bool:
+        return self.part in (Part.WAITS, Part.LEFT)
 
     def _call(self, name: str, args: Any, kwargs: Any) -> Any:
         if self._last is not None and name == "log_metrics":

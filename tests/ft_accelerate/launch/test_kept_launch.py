@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.ft_accelerate.installed import accelerate, installed
+from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S, until
 
 HEAD = """
@@ -86,10 +86,12 @@ def test_all_groups_are_killed_and_go_on(tmp_path: Path, script: str) -> None:
     train.write_text(HEAD + script)
     flags = ["--cpu", "--num_processes", "2", "--fault_tolerance_keep_state_s", "0.1"]
     flags += ["--fault_tolerance_min_replicas", "2"]
-    command = [*accelerate("launch"), *flags, str(train), str(tmp_path)]
+    command = [*accelerate("launch")[1:], *flags, str(train), str(tmp_path)]
     env = installed(tmp_path / "package", ACCELERATE_USE_FAULT_TOLERANCE="true")
     first, second = ([tmp_path / f"{group}.{life}" for group in (0, 1)] for life in (0, 1))
-    with output.open("wb") as told, subprocess.Popen(command, env=env, stderr=told) as launcher:
+    with output.open("wb") as told:
+        launcher = workers.start("accelerate", command, env=env, stderr=told)
+    try:
         until(lambda: "is kept by a process of its own" in output.read_text(), "a state is kept")
         for life in first:
             os.kill(int(life.read_text().split()[0]), signal.SIGKILL)
@@ -98,6 +100,8 @@ def test_all_groups_are_killed_and_go_on(tmp_path: Path, script: str) -> None:
         until(lambda: all(max(steps(life), default=0) > newest for life in second), "all is made up")
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(PATIENCE_S)
+    finally:
+        launcher.end()
     assert "the job goes on from the kept state of batch" in output.read_text()
     after = [steps(life) for life in second]
     assert min(min(each) for each in after) > min(before[0]) + 1, "not from the beginning"
