@@ -7,8 +7,10 @@ longest time between two commits. Each case kills a replica group that runs, tak
 SIGKILL every so many seconds. Ours are started again by the supervisor, from a template, as under
 Lightning and Accelerate; torchft's (if installed) by this script, at once. Both run in turn.
 
-The ideal is the pace of the job's own steps before the first kill. A step is forward and backward of a
-fixed time, an all-reduce of 340 kB, the vote, and an update; one sample a group and step.
+The ideal is the pace of the job's own calm steps: all groups take part, and the last kill is more than
+2 s ago. (Not that of the first steps: beside them the template imports.) Where a job has hardly any, its
+steps before the first kill. A step is forward and backward of a fixed time, an all-reduce of 340 kB, the
+vote, and an update; one sample a group and step.
 
 `--kills N`: what each of N kills costs the survivors instead: the longer of the first two intervals
 between commits that end after it, beyond a step. The group that has trained longest is killed once it
@@ -42,6 +44,8 @@ BASELINE_STEPS = 60
 START_LIMIT_S = 90.0
 """For the groups to come together; also after a kill, with `--kills`."""
 LIFE_S = 6.0
+CALM_S = 2.0
+"""After a kill."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +157,21 @@ class Watched:
         """When the steps were committed in which all groups have taken part, in order."""
         return [at for _, (at, all_) in sorted(self.commits.items()) if all_ == self.groups]
 
-    def await_pace(self) -> float:
-        """Seconds a step of the whole job takes."""
+    def await_start(self) -> None:
+        """Until all groups have made some steps together."""
         with self.changed:
             enough = lambda: len(self.full_steps()) > BASELINE_STEPS  # noqa: E731
             if not self.changed.wait_for(enough, START_LIMIT_S):
                 raise TimeoutError(f"the groups did not come together within {START_LIMIT_S:g} s")
-            times = self.full_steps()[-BASELINE_STEPS:]
-        return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+    def pace_s(self, killed: list[float]) -> float:
+        """Seconds that a step of the whole job takes when nothing happens. `killed`: when groups were."""
+        times = self.full_steps()
+        before = times[: bisect.bisect_right(times, killed[0])] if killed else times
+        calm = [b - a for a, b in itertools.pairwise(times) if not _near(a, b, killed)]
+        if len(calm) < BASELINE_STEPS:
+            calm = [b - a for a, b in itertools.pairwise(before)]
+        return statistics.median(calm)
 
     def await_victim(self) -> int:
         """The group that has trained longest, when it may be killed."""
@@ -189,6 +200,12 @@ class Watched:
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         return at
+
+
+def _near(began: float, ended: float, killed: list[float]) -> bool:
+    """Whether a kill is within this interval, or shortly before it; before the first one: yes."""
+    last = bisect.bisect_right(killed, ended) - 1
+    return last < 0 or began < killed[last] + CALM_S
 
 
 @contextmanager
@@ -253,32 +270,33 @@ def coordinator(load: Load) -> tuple[Any, str]:
 
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+    # It waits so long for members that are in their steps: shorter than these, no two ever meet.
+    join_ms = max(100, round(1.2e3 * load.step_s))
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=join_ms)
     return server.shutdown, server.address().replace(socket.gethostname(), "127.0.0.1")
 
 
 def experiment(load: Load) -> dict[str, Any]:
     """The figures of one case."""
     stop_server, lighthouse = coordinator(load)
-    chance, kills = random.Random(0), 0
+    chance, killed = random.Random(0), list[float]()
     try:
         with running(load, lighthouse) as watched:
-            pace_s = watched.await_pace()
+            watched.await_start()
             began = time.monotonic()
             while (left_s := began + load.seconds - time.monotonic()) > 0:
                 time.sleep(min(left_s, load.kill_every_s))
                 if left_s > load.kill_every_s and watched.pids:
-                    watched.kill(chance.choice(sorted(watched.pids)))
-                    kills += 1
+                    killed.append(watched.kill(chance.choice(sorted(watched.pids))))
             ended = time.monotonic()
-            commits = dict(watched.commits)
+            commits, pace_s = dict(watched.commits), watched.pace_s(killed)
     finally:
         stop_server()
     made = sorted((at, n) for at, n in commits.values() if began <= at <= ended)
     gaps = [b - a for a, b in itertools.pairwise([began, *(at for at, _ in made), ended])]
     ideal = (ended - began) / pace_s
     return {
-        "kills": kills,
+        "kills": len(killed),
         "pace_ms": round(pace_s * 1e3, 1),
         "steps": round(len(made) / ideal, 4),
         "samples": round(sum(n for _, n in made) / (ideal * load.groups), 4),
@@ -293,13 +311,14 @@ def each_kill(load: Load, kills: int) -> dict[str, Any]:
     chance, killed = random.Random(0), []
     try:
         with running(load, lighthouse) as watched:
-            pace_s = watched.await_pace()
+            watched.await_start()
             for _ in range(kills):
                 victim = watched.await_victim()
                 time.sleep(chance.random() * load.step_s)  # any phase of a step
                 killed.append(watched.kill(victim))
             time.sleep(10 * load.step_s)
             times = sorted(at for at, _ in watched.commits.values())
+            pace_s = watched.pace_s(killed)
     finally:
         stop_server()
     beyond = []
