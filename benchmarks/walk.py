@@ -276,7 +276,7 @@ def _in_two_processes(walk: str) -> dict[str, Any]:
     """Each a replica group of its own; the figures of the first."""
     from lighthouse import LighthouseServer
 
-    server = LighthouseServer("tcp://127.0.0.1:0")
+    server = LighthouseServer("tcp://127.0.0.1:0", min_replicas=2)
     command = [sys.executable, __file__, "--child", walk]
     if walk == "accelerate":
         command = [sys.executable, "-m", "ft_accelerate.run", __file__, "--child", walk]
