@@ -427,12 +427,13 @@ class _Children:
 
 
 def _may_be_forked(command: Any) -> bool:
-    """Python with a script, or with a module that is not the lighthouse's (which is light)."""
+    """Python with a script, or with a module that is not the lighthouse's (which is light) nor the
+    template of warm starts (which is to import by itself)."""
     if isinstance(command, str | bytes) or command[0] != sys.executable:
         return False
     first, *rest = _arguments(command)
     if first == "-m":
-        return not rest[0].startswith("lighthouse")
+        return not rest[0].startswith(("lighthouse", "ft_core.launch.warm"))
     return not first.startswith("-")
 
 

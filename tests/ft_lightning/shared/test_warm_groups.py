@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning.fabric  # noqa: F401  sets the rank
@@ -13,6 +11,7 @@ import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from ft_lightning.shared.launch_env import renew_rank
+from tests.harness import workers
 from tests.harness.waiting import PATIENCE_S, template_of, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,7 +33,7 @@ class Model(BoringModel):
             (log / f"{life}.part").write_text(f"{os.getpid()} {warm}")
             (log / f"{life}.part").rename(log / life)
 
-Trainer(strategy=FTDDPStrategy(warm_start=sys.argv[2] == "warm"), accelerator="cpu", devices=2,
+Trainer(strategy=FTDDPStrategy(warm_start=True), accelerator="cpu", devices=2,
         max_epochs=1_000_000, limit_val_batches=0, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False).fit(Model())
 """
@@ -45,8 +44,8 @@ def test_a_group_that_dies_comes_back_warm(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "FT_WARM_START": "1"}
-    command = [sys.executable, str(script), str(tmp_path), "warm"]
-    with subprocess.Popen(command, env=env) as supervisor:
+    supervisor = workers.start("lightning", [str(script), str(tmp_path)], env=env)
+    try:
         until((tmp_path / "1.0").exists, "a step of both groups")
         until(lambda: template_of(supervisor.pid), "the template")
         pid, warm = (tmp_path / "1.0").read_text().split()
@@ -55,6 +54,8 @@ def test_a_group_that_dies_comes_back_warm(tmp_path: Path) -> None:
         until((tmp_path / "1.1").exists, "a step of both groups, the first of them anew")
         supervisor.terminate()
         supervisor.wait(PATIENCE_S)
+    finally:
+        supervisor.end()
     assert (tmp_path / "1.1").read_text().split()[1] == "True"
 
 
