@@ -397,8 +397,8 @@ class PeriodicMixin(FTDDPMixin):
             checkpoint[STATE_KEY] = self.algorithm.state_dict()["outer_optimizer"]
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._restored = checkpoint.get(STATE_KEY)
         return checkpoint
 

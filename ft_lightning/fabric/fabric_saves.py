@@ -66,8 +66,8 @@ class FabricSavesMixin(FabricStepMixin):
         known = super()._on_quorum()
         if known and not self._began:
             self._began = True
-            sentence = self._goes_on() if self._leader and self.scope.restarts else ""
-            if sentence:
+            goes_on = self._goes_on() if self.scope.restarts else ""
+            for sentence in filter(None, (goes_on, self.progress.unknown) if self._leader else ()):
                 say("ft_lightning", sentence)
         return known
 

@@ -159,7 +159,8 @@ class FTFabricMixin(FabricSavesMixin):
         if scheduler is not None and not any(scheduler is s for s in self._schedulers):
             adopt(scheduler, self._gated)
             self._schedulers.append(scheduler)
-        return super().setup_module_and_optimizers(module, optimizers, scheduler)
+        given = () if scheduler is None else (scheduler,)  # Lightning 2.5.0 has no such argument
+        return super().setup_module_and_optimizers(module, optimizers, *given)
 
     def _gated(self, cls: Any) -> dict[str, Any]:
         strategy = weakref.ref(self)
@@ -174,7 +175,7 @@ class FTFabricMixin(FabricSavesMixin):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Called by `fabric.setup_dataloaders`."""
         loader = super().process_dataloader(dataloader)
-        place = LoaderPlace()
+        place = LoaderPlace(loader, self.world_size)
         self.progress.places.append(place)
         set_epoch = self._from("fabric.utilities.data")._set_sampler_epoch
         place.placeable = is_placeable(loader)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 from typing import Any
@@ -32,15 +32,24 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ft_lightning.trainer.batches import adopt
+from ft_lightning.trainer.resumed_epoch import (
+    Origin,
+    batches_left,
+    goes_on,
+    read_so_far,
+    what_is_not_known,
+)
 
 log = logging.getLogger("ft_lightning")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LoaderPlace:
     """The place of one loader.
 
     Attributes:
+        loader: what gives the batches.
+        processes: among how many its data is divided.
         epoch: how often the loader was iterated before, which samplers are seeded with.
         batch: how many batches of this epoch were given out.
         active: an iteration is under way.
@@ -49,8 +58,11 @@ class LoaderPlace:
         resumed: the next iteration continues this epoch instead of beginning the next.
         placeable: the loader can go to a place, and its epochs are as long in all processes.
         sampler: the DistributedSampler that divides its data; None: nothing that Fabric knows does.
+        origin: how the batches of an epoch are numbered that was resumed with other batches.
     """
 
+    loader: Any = None
+    processes: int = 1
     epoch: int = -1
     batch: int = 0
     active: bool = False
@@ -59,6 +71,7 @@ class LoaderPlace:
     resumed: bool = False
     placeable: bool = True
     sampler: Any = None
+    origin: Origin = field(default_factory=Origin)
 
     def go_to(self, epoch: int, batch: int, active: bool) -> None:
         """Go to the place of another process's (or an earlier) iteration."""
@@ -67,6 +80,25 @@ class LoaderPlace:
         else:
             self.resumed = active
         self.epoch, self.batch = epoch, batch
+
+    def read_so_far(self) -> dict[str, int]:
+        """For a `state_dict`: what `resume` needs to know besides the place."""
+        origin = self.origin.of(self.epoch)
+        return {**read_so_far(self.loader, origin), "processes": self.processes}
+
+    def resume(self, epoch: int, batch: int, active: bool, before: dict[str, int]) -> str:
+        """Go to the place of a `state_dict`; a sentence for the user, if it can't be said which samples
+        are left of the epoch, else ""."""
+        processes = before.get("processes", self.processes)
+        same, unknown = processes == self.processes, ""
+        found = goes_on(self.loader, before, epoch=epoch, done=batch, same_world=same)
+        if found is None and active and batch and self.placeable:
+            unknown = what_is_not_known(processes, self.processes, batch)
+        origin, number = found or (Origin(epoch), batch)
+        self.moved = self.moved or (self.active and origin != self.origin.of(epoch))
+        self.origin = origin
+        self.go_to(epoch, number, active)
+        return unknown
 
 
 class Progress:  # no dataclass: Fabric takes those for collections, and copies them
@@ -79,12 +111,14 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
         step: committed optimizer steps.
         places: of the loaders, in the order in which they were set up.
         lead: of the loader whose batches are trained on; None: none was read yet.
+        unknown: a sentence, if it can't be said which samples are left of the loaded epoch; else "".
     """
 
     def __init__(self) -> None:
         self.epoch = self.step = 0
         self.places: list[LoaderPlace] = []
         self.lead: LoaderPlace | None = None
+        self.unknown = ""
         self._passed = -1
 
     def end_epoch(self) -> None:
@@ -98,7 +132,13 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
         lead = self.lead
         completed = lead is not None and lead.epoch > self._passed and not lead.active
         places = [[p.epoch, p.batch, int(p.active)] for p in self.places]
-        return {"epoch": self.epoch + completed, "step": self.step, "places": places}
+        data = [p.read_so_far() for p in self.places]
+        return {
+            "epoch": self.epoch + completed,
+            "step": self.step,
+            "places": places,
+            "data": data,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the place of a `state_dict`. Raises ValueError for another number of loaders."""
@@ -108,19 +148,36 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
                 "set up: call fabric.setup_dataloaders before fabric.load, with the same loaders"
             )
         self.epoch, self.step, self._passed = state["epoch"], state["step"], -1
-        for place, (epoch, batch, active) in zip(self.places, state["places"], strict=True):
-            place.go_to(epoch, batch, bool(active))
+        data = state.get("data") or [{} for _ in self.places]  # of 0.1.0
+        said = [
+            place.resume(epoch, batch, bool(active), before)
+            for place, (epoch, batch, active), before in zip(
+                self.places, state["places"], data, strict=True
+            )
+        ]
+        self.unknown = next(filter(None, said), "")
 
 
-class _SkippingSampler:
-    """A (batch) sampler whose next iteration leaves out the first items: index arithmetic only."""
+class _PlacedSampler:
+    """A (batch) sampler whose next iteration leaves out the first items, or gives `chosen` ones: index
+    arithmetic only."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler, self.skip = sampler, 0
+        self.chosen: list[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self.skip = self.skip, 0
-        return islice(iter(self._sampler), skip, None)
+        skip, chosen = self.skip, self.chosen
+        self.skip, self.chosen = 0, None
+        return islice(iter(self._sampler), skip, None) if chosen is None else iter(chosen)
+
+    def begin_at(self, place: LoaderPlace) -> None:
+        """The next iteration begins there."""
+        origin = place.origin.of(place.epoch)
+        if origin == Origin(place.epoch):
+            self.skip = place.batch
+        else:
+            self.chosen = batches_left(place.loader, origin)[place.batch - origin.batch :]
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -143,7 +200,7 @@ def follow(
     Map-style data is placed by its sampler, which must give the same order for the same epoch. An
     iterable has no place to go to: it starts over, and the log says so.
     """
-    sampler = _SkippingSampler(loader._index_sampler) if is_placeable(loader) else None
+    sampler = _PlacedSampler(loader._index_sampler) if is_placeable(loader) else None
 
     def methods(cls: Any) -> dict[str, Any]:
         def __iter__(self: Any) -> Iterator[Any]:
@@ -161,7 +218,7 @@ def _batches(
     loader: Any,
     cls: Any,
     place: LoaderPlace,
-    sampler: _SkippingSampler | None,
+    sampler: _PlacedSampler | None,
     boundary: Callable[[], None],
     set_epoch: Callable[[Any, int], None],
 ) -> Iterator[Any]:
@@ -183,7 +240,7 @@ def _batches(
                 batches = None  # ends the workers of the old one
                 set_epoch(loader, place.epoch)
                 if sampler is not None:
-                    sampler.skip = place.batch
+                    sampler.begin_at(place)
                 elif place.moved:
                     log.warning(
                         "the data of %s starts over: an iterable has no position to go to, so some "

@@ -23,14 +23,13 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import islice, zip_longest
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from ft_core.heal import UnsupportedObjectError, pack
-from ft_lightning.trainer.resumed_epoch import Origin, batches_left, samples_of_a_batch
+from ft_lightning.trainer.resumed_epoch import Origin, batches_left, goes_on, read_so_far
 
 log = logging.getLogger("ft_lightning")
 
@@ -193,8 +192,8 @@ class Batches:
         """For a checkpoint: what `resume` needs to know of the epoch under way."""
         combined = trainer.fit_loop._combined_loader
         loaders = [] if combined is None else combined.flattened
-        each = samples_of_a_batch(loaders[0]) if len(loaders) == 1 else 0
-        return {**asdict(self.origin.of(epochs_done(trainer))), "samples of a batch": each}
+        only = loaders[0] if len(loaders) == 1 else None
+        return read_so_far(only, self.origin.of(epochs_done(trainer)))
 
     def resume(self, trainer: Any, before: dict[str, int], *, same_world: bool) -> bool:
         """A fit begins with loaded counters: let the epoch go on with the samples that were not read.
@@ -211,22 +210,15 @@ class Batches:
         # A loader with a state of its own was given that by Lightning.
         if any(self.index_sampler(x) is None or hasattr(x, "load_state_dict") for x in loaders):
             return same_world
-        each = samples_of_a_batch(loaders[0]) if len(loaders) == 1 else 0
-        were = before.get("samples of a batch", 0)
-        if before.get("epoch", epoch) == epoch:
-            self.origin = Origin(epoch, before.get("batch", 0), before.get("sample", 0))
-        if same_world and were in (0, each):
-            self._resumes = True
-            return True
-        if not were or not each:
+        only = loaders[0] if len(loaders) == 1 else None
+        found = goes_on(only, before, epoch=epoch, done=done, same_world=same_world)
+        if found is None:
             return False
-        read = self.origin.sample + (done - self.origin.batch) * were
-        left = len(batches_left(loaders[0], Origin(epoch, 0, read)))
-        number = max(0, len(loaders[0]) - left)
-        if not left or number >= trainer.num_training_batches:
+        origin, number = found
+        if number != done and number >= trainer.num_training_batches:
             return False
-        self.origin, self._resumes = Origin(epoch, number, read), True
-        for name in ("ready", "started", "processed", "completed"):
+        self.origin, self._resumes = origin, True
+        for name in ("ready", "started", "processed", "completed") if number != done else ():
             setattr(progress.current, name, getattr(progress.current, name) + number - done)
         return True
 

@@ -287,7 +287,7 @@ class CheckpointMixin(_Base):
         model |= {name: model[name].clone() for name in buffers & model.keys()}
         return {**checkpoint, "state_dict": model}
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._checkpoints.take(checkpoint)
         return checkpoint

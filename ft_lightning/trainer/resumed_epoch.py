@@ -1,4 +1,4 @@
-"""Which samples are left of an epoch, in the midst of which a fit is resumed.
+"""Which samples are left of an epoch, in the midst of which a fit or a Fabric loop is resumed.
 
 Lightning resumes at a batch's number, and reads the loader from its beginning. Here an epoch goes on with
 the samples that were not read, also if it has another number of processes now, or other batches.
@@ -11,7 +11,7 @@ holds for the `DistributedSampler` that Lightning puts into a `DataLoader` over 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.utils.data import BatchSampler, DistributedSampler
@@ -61,3 +61,42 @@ def batches_left(loader: Any, origin: Origin) -> list[list[int]]:
     if found and batches.drop_last and len(found[-1]) < size:
         found.pop()
     return found
+
+
+def read_so_far(loader: Any, origin: Origin) -> dict[str, int]:
+    """For a checkpoint: what `goes_on` needs to know of the epoch under way. `loader`: None, if the samples
+    of several make a batch."""
+    return {**asdict(origin), "samples of a batch": samples_of_a_batch(loader)}
+
+
+def goes_on(
+    loader: Any, before: dict[str, int], *, epoch: int, done: int, same_world: bool
+) -> tuple[Origin, int] | None:
+    """How the batches of an epoch are numbered now of which `done` were read, and the number of the next;
+    None: it can't be said which samples are left.
+
+    `before`: what `read_so_far` returned when that checkpoint was saved; or nothing. `same_world`: by as
+    many processes as there are now.
+    """
+    were, each = before.get("samples of a batch", 0), samples_of_a_batch(loader)
+    origin = Origin(epoch)
+    if before.get("epoch", epoch) == epoch:
+        origin = Origin(epoch, before.get("batch", 0), before.get("sample", 0))
+    if same_world and were in (0, each):
+        return origin, done
+    if not were or not each:
+        return None
+    read = origin.sample + (done - origin.batch) * were
+    left = len(batches_left(loader, Origin(epoch, 0, read)))
+    number = max(0, len(loader) - left)
+    return Origin(epoch, number, read), number
+
+
+def what_is_not_known(before: int, now: int, batch: int) -> str:
+    """A sentence for the user: `before` processes have saved this checkpoint, `now` go on."""
+    return (
+        f"this checkpoint was saved within an epoch, by {before} processes; with {now} the epoch "
+        f"goes on at batch {batch:,}, and of its samples some are seen twice or not "
+        "at all: other ones can be told apart only with a DataLoader over a map-style dataset, "
+        "and the sampler that Lightning puts into it. From the next epoch on each is seen once"
+    )

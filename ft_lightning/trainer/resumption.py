@@ -15,6 +15,7 @@ checkpoint it can't be (`trainings.over`). A process that comes back to peers th
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -90,6 +91,10 @@ class Resumption:
 
     def _methods(self, cls: Any) -> dict[str, Any]:
         resumption = self
+        # This job has written the file. Lightning 2.5 always reads it as a whole.
+        whole = {"weights_only": False}
+        if "weights_only" not in inspect.signature(cls.resume_start).parameters:
+            whole = {}
 
         def resume_start(self: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
             if checkpoint_path:
@@ -98,7 +103,7 @@ class Resumption:
             for path, step in reversed(resumption._known["saves"]):
                 try:
                     if local_path(path) is None or os.path.exists(path):
-                        cls.resume_start(self, path, *args, **{**kwargs, "weights_only": False})
+                        cls.resume_start(self, path, *args, **{**kwargs, **whole})
                         resumption._begin_from(path, step)
                         return
                 except Exception as error:  # of a storage, or of any unpickler

@@ -40,6 +40,7 @@ from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
 from ft_lightning.trainer.loggers import Loggers
 from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
+from ft_lightning.trainer.resumed_epoch import what_is_not_known
 from ft_lightning.trainer.resumption import Resumption
 from ft_lightning.trainer.skipped_hooks import SkippedHooks
 from ft_lightning.trainer.validation import Validation
@@ -359,13 +360,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             return
         placed = self._batches.resume(trainer, loaded.get("data", {}), same_world=before == now)
         if not placed and self.scope.rank == 0:
-            say(
-                "ft_lightning",
-                f"this checkpoint was saved within an epoch, by {before} processes; with {now} the epoch "
-                f"goes on at batch {batches_done(trainer):,}, and of its samples some are seen twice or not "
-                "at all: other ones can be told apart only with a DataLoader over a map-style dataset, "
-                "and the sampler that Lightning puts into it. From the next epoch on each is seen once",
-            )
+            say("ft_lightning", what_is_not_known(before, now, batches_done(trainer)))
 
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)

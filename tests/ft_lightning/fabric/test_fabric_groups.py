@@ -327,6 +327,96 @@ def test_a_loop_that_cannot_go_to_its_peers_place_ends_at_its_first_heal(
     assert wanted[lost] in str(second)
 
 
+SAMPLES = 48
+
+
+def part_of_a_run(path: Path, end: int, **options: Any) -> Callable[[Any, int], Any]:
+    """From what was saved there to step `end`, where it is saved again; the samples of the second epoch
+    that were read."""
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        data = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
+        loader = fabric.setup_dataloaders(DataLoader(data, 2, shuffle=True), **options)
+        state = {"model": model, "optimizer": optimizer, "progress": fabric.strategy.progress}
+        if path.exists():
+            fabric.load(path, state)
+        seen = []
+        for epoch in fabric.strategy.epochs(2):
+            for (batch,) in loader:
+                seen += [int(sample) for sample in batch if epoch == 1]
+                fabric.backward(model(batch / SAMPLES).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if fabric.strategy.current_step == end:
+                    fabric.save(path, state)
+                    return seen
+        return seen
+
+    return body
+
+
+def test_a_resume_within_an_epoch_goes_on_with_the_samples_that_are_left(
+    two: Groups, tmp_path: Path
+) -> None:
+    """Two groups save after 5 of 12 batches of the second epoch, three go on for 3 batches, one has the rest."""
+    path = tmp_path / "state.ckpt"
+    parts = two.run(part_of_a_run(path, 17))
+    parts += Groups(two.options["lighthouse"], 3).run(part_of_a_run(path, 20))
+    parts += Groups(two.options["lighthouse"], 1).run(part_of_a_run(path, 0))
+    assert [len(part) for part in parts] == [10, 10, 6, 6, 6, 10]
+    assert {sample for part in parts for sample in part} == set(range(SAMPLES))
+
+
+def test_a_resume_with_another_number_of_groups_says_so_where_the_order_is_not_known(
+    two: Groups, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, own = tmp_path / "state.ckpt", {"use_distributed_sampler": False}
+    two.run(part_of_a_run(path, 29, **own))
+    (rest,) = Groups(two.options["lighthouse"], 1).run(part_of_a_run(path, 0, **own))
+    assert len(rest) == SAMPLES - 10
+    said = "saved within an epoch, by 2 processes; with 1 the epoch goes on at batch 5"
+    assert capsys.readouterr().err.count(said) == 1
+
+
+def test_who_comes_back_in_a_resumed_epoch_reads_what_is_left_of_it(
+    two: Groups, server: LighthouseServer, tmp_path: Path
+) -> None:
+    """Of the checkpoint it knows nothing: another one of its job has rotated it away, say."""
+    path, held = tmp_path / "state.ckpt", threading.Event()
+    (first,) = Groups(two.options["lighthouse"], 1).run(part_of_a_run(path, 30))
+    lives: list[list[int]] = [[], []]
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        data = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
+        loader = fabric.setup_dataloaders(DataLoader(data, 2, shuffle=True))
+        strategy = fabric.strategy
+        back = index == 1 and bool(lives[1])
+        if not back:
+            state = {"model": model, "optimizer": optimizer, "progress": strategy.progress}
+            fabric.load(path, state)
+        for _ in strategy.epochs(2):
+            for (batch,) in loader:
+                if index == 0 and strategy.current_step == 33:
+                    held.set()
+                    two.wait_for_joiner(server, "1")
+                lives[index] += [int(sample) for sample in batch]
+                fabric.backward(model(batch / SAMPLES).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if index == 1 and not back and strategy.current_step == 32:
+                    return "left"
+        return strategy.current_step, model.weight.item()
+
+    one, other = two.join_again(held, body)
+    assert one == other
+    assert one[0] == 30 + 9  # 36 samples are left, of which both read 4 a step
+    seen = [*first, *lives[0], *lives[1]]
+    assert len(first) == 12 and len(lives[0]) == 18
+    assert len(set(seen)) == len(seen) > SAMPLES - 2 * 6
+
+
 class Stream(IterableDataset[Any]):
     """Of a length that is not known."""
 

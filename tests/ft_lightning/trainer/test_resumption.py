@@ -237,6 +237,22 @@ def test_a_path_that_is_given_is_loaded(tmp_path: Path) -> None:
     assert started_from(tmp_path, "mine", 1, wanted=True, given="b.ckpt") == ("b.ckpt", "")
 
 
+class OlderConnector(Connector):
+    """Lightning 2.5's: it reads files as a whole, and is not told to."""
+
+    def resume_start(self, checkpoint_path: Any = None) -> None:  # type: ignore[override]
+        self.started = checkpoint_path
+
+
+def test_an_older_lightning_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Connector", OlderConnector)
+    first = fit(tmp_path, "mine")
+    assert not first.begin()
+    (tmp_path / "a.ckpt").touch()
+    first.saved(tmp_path / "a.ckpt")
+    assert started_from(tmp_path, "mine", 1, wanted=True)[0] == str(tmp_path / "a.ckpt")
+
+
 @pytest.mark.parametrize(("before", "done", "told"), [(3, 4, True), (2, 4, False), (3, 0, False)])
 def test_a_resume_within_an_epoch_with_another_number_of_processes_says_so(
     capsys: pytest.CaptureFixture[str], before: int, done: int, told: bool
