@@ -3,7 +3,7 @@
 | case | what follows |
 |---|---|
 | it was killed, or failed, and others live | it is started again after a pause |
-| the pause | 0.5 s; it doubles with each death of this group, up to 30 s, and is halved by each 30 s that a life has trained. While few are alive (half of the groups of this machine, or one) it is 0.5 s. Where it would be 0.5 s it is left out, if the life that ended has trained for 5 s. One that was killed from outside, and had trained for 2 s, is started again at once, and its pause does not grow |
+| the pause | 0.5 s; it doubles with each death of this group, up to 30 s, and is halved by each 30 s that a life has trained. While few are alive (half of the groups of this machine, or one) it is 0.5 s, and what is left of another one no longer. Where it would be 0.5 s it is left out, if the life that ended has trained for 5 s. One that was killed from outside, and had trained for 2 s, is started again at once, and its pause does not grow |
 | all have ended with the same error, or crashed by the same signal, at the same step | an error of the script: the job ends, whatever the order of exits. If other machines train too, or all were killed from outside (SIGKILL, SIGTERM ...): the second time in a row |
 | an error, and no other group is alive that has not failed itself | an error of the script, too |
 | no lighthouse answers any of them (exit code 69) | the job ends with that code |
@@ -166,14 +166,18 @@ class RestartPolicy:
         last = mine[-self.fruitless :]
         return len(last) == self.fruitless and last[0].commits == last[-1].commits
 
+    def longest_wait_s(self, count: int, alive: int) -> float:
+        """How long a group may still wait, where `alive` of this supervisor's `count` groups are."""
+        few = not self.elsewhere and alive <= max(1, count // 2)
+        return self.first_pause_s if few else self.longest_pause_s
+
     def _pause(self, mine: History, count: int, alive: int) -> Again:
         death, before = mine[-1], mine[-2].level if len(mine) > 1 else -1
         level = max(-1, before - int(death.trained_s / self.healthy_s))
         if death.external and death.trained_s >= self.repaid_s:
             return Again(0.0, level)
         first_s = 0.0 if death.trained_s >= self.settled_s else self.first_pause_s
-        few = not self.elsewhere and alive <= max(1, count // 2)
-        if few:
+        if self.longest_wait_s(count, alive) == self.first_pause_s:
             return Again(first_s, level)
         if level < 0:
             return Again(first_s, 0)

@@ -169,6 +169,11 @@ class Roster:
         if isinstance(verdict, Again):
             child.history = (*child.history[:-1], replace(death, level=verdict.level))
             child.restart_at = now + verdict.pause_s
+            alive = sum(c.running for c in self.children)
+            latest = now + self.policy.longest_wait_s(len(self.children), alive)
+            for other in others:
+                if other.restart_at is not None:
+                    other.restart_at = min(other.restart_at, latest)
             when = f"in {verdict.pause_s:g} s" if verdict.pause_s else "at once"
             return f"{how}; it is started again {when}"
         if isinstance(verdict, GiveUp):

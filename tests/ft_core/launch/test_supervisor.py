@@ -54,6 +54,18 @@ def test_killed_child_is_started_again_after_a_growing_pause() -> None:
     assert rules.next_due() is None
 
 
+def test_one_that_waits_for_long_is_started_soon_when_few_are_left() -> None:
+    rules = policy(3, max_restarts=None)
+    often, *others = rules.children
+    for now in (100.0, 200.0, 300.0, 400.0):
+        rules.ended(often, -9, now)
+        assert rules.due(now + 30.0) == [often]
+        often.process = object()  # type: ignore[assignment]
+    assert rules.ended(often, -9, 500.0).endswith("it is started again in 8 s")
+    rules.ended(others[0], -9, 501.0)
+    assert rules.due(501.5) == [often, others[0]]
+
+
 def test_no_child_is_started_again_once_one_has_finished() -> None:
     rules = policy(3)
     rules.ended(rules.children[0], 0, 1.0)
