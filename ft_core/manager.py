@@ -610,9 +610,9 @@ class Manager:
         if self._session is not None:
             self._session.control.submit(events.LeaveAfterStep())
 
-    def in_quorum(self) -> bool:
-        """Whether this group is in a quorum now. Never waits."""
-        return self._session is not None and self._session.control.status.stage is Stage.MEMBER
+    def in_quorum(self) -> Participation | None:
+        """This group's part in the quorum that it is in now, as last heard; None: in none. Never waits."""
+        return None if self._session is None else self._session.control.status.standing
 
     def others_finished(self) -> bool:
         """Whether other members have not made the open step: they left with `shutdown(finished=True)`."""

@@ -198,6 +198,11 @@ class ReplicaStatus(NamedTuple):
     deadline: float | None
     origin: tuple[int, int]
 
+    @property
+    def standing(self) -> Participation | None:
+        """The part in the quorum that this rank is in now; None: it is in none."""
+        return self.part if self.stage is Stage.MEMBER else None
+
     def may_enter(self, *, heal: bool) -> bool:
         """Whether a loop that waits at its step's boundary, also to `heal`, may go on (or must look
         again)."""

@@ -520,11 +520,14 @@ class StrategyBase(_Base):
             return False  # the attempt has failed already; the next one tells
         with_peers = self._options.commit == "quorum"
         self._trains_alone = with_peers and self._manager.others_finished()
+        self._show_lead()
+        return True
+
+    def _show_lead(self) -> None:
+        """It may have changed whether this process leads."""
         act_as_leader(self._leader, self.scope)
         if self.scope.group_rank == 0:
             board.slot().leads(self._leader)
-        return True
-
 
     def _refuse_to_train_alone(self) -> None:
         """A batch is computed. Raises RuntimeError if the peers have finished the training.

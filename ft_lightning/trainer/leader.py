@@ -40,13 +40,16 @@ else:
 log = logging.getLogger("ft_lightning")
 
 
-def before_quorum(trainer: Any, scope: Scope, dummy: Any) -> tuple[bool, Loggers | None]:
+def before_quorum(
+    trainer: Any, scope: Scope, dummy: Any, still_leads: Callable[[], bool]
+) -> tuple[bool, Loggers | None]:
     """A fit is being set up. The loop's thread.
 
     Returns whether this group writes already, and the loggers that wait for the first quorum: they
     open their files at their first use as rank zero, under a version number that follows from the
     files that exist. None: they are as they are, since this is the only group, or one of them is of
     a class that has no subclasses. `dummy()`: the experiment of a logger that is not rank zero's.
+    `still_leads()`: of this process, which has been the leader.
     Raises ValueError for what several groups cannot agree on.
     """
     first = scope.index == 0 and scope.group_rank == 0
@@ -59,7 +62,7 @@ def before_quorum(trainer: Any, scope: Scope, dummy: Any) -> tuple[bool, Loggers
     refuse_search(trainer)
     loggers = None
     with contextlib.suppress(TypeError):
-        loggers = Loggers(trainer, dummy)
+        loggers = Loggers(trainer, dummy, still_leads)
     act_as_leader(first and scope.restarts == 0 and loggers is not None, scope)
     return False, loggers
 
@@ -233,6 +236,7 @@ class CheckpointMixin(_Base):
     _saved: Checkpoints | None = None
     _resumption: Resumption | None = None
     _follows: Callable[[], bool]
+    _still_leads: Callable[[], bool]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a fit under way (sockets, threads), which a copy has not."""
@@ -258,6 +262,8 @@ class CheckpointMixin(_Base):
                 again = self._unchanged(checkpoint), filepath, storage_options
                 self._checkpoints.hold(lambda: self.save_checkpoint(*again))
             return
+        if not self._still_leads():
+            return
         if self._manager is not None:
             # In a copy: hooks may have kept the checkpoint that they were given.
             place = {**self._manager.state_dict(), "world_size": self.world_size}
@@ -275,7 +281,7 @@ class CheckpointMixin(_Base):
         if not self.is_global_zero:
             if self._follows():
                 self._checkpoints.hold(lambda: self.remove_checkpoint(filepath))
-        elif self._checkpoints.may_remove(filepath):
+        elif self._still_leads() and self._checkpoints.may_remove(filepath):
             super().remove_checkpoint(filepath)
 
     def _unchanged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

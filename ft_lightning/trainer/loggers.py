@@ -6,6 +6,7 @@
 | follows | it keeps the last of them | the logger's own, which do nothing | the logger's dummy |
 | leads, and the logger is being opened | wait | wait | waits |
 | leads | the logger's own | the logger's own | the logger's own |
+| led, and was stopped meanwhile | as one that follows | as one that follows | as one that follows |
 | has left the others, who go on | nothing | nothing | a dummy |
 
 The first leader opens its loggers as under stock `ddp`: in the loop's thread, where an error ends the
@@ -56,10 +57,14 @@ class Relay:
     Raises TypeError for a logger whose class has no subclasses.
     """
 
-    def __init__(self, logger: Any, dummy: Callable[[], Any]) -> None:
+    def __init__(
+        self, logger: Any, dummy: Callable[[], Any], still_leads: Callable[[], bool]
+    ) -> None:
         release(logger)
         self.logger, self._cls, self._dummy = logger, type(logger), dummy
+        self._still_leads = still_leads
         self.part = Part.WAITS
+        self._written = -1  # so large is a CSV file since this process has written to it
         self._rows: deque[tuple[dict[str, Any], Any]] = deque(maxlen=KEPT_ROWS)
         self._opening: Opening | None = None
         self._last: dict[str, int] | None = None  # while it is opened: of each name that is stored
@@ -89,6 +94,8 @@ class Relay:
         """A method of the logger."""
         if self._is_silent():
             return None
+        if self._writes() and not self._still_leads():
+            self.follow()
         if self.part is Part.FOLLOWS and name == "log_metrics":
             row = _row(*args, **kwargs)
             if row is not None:
@@ -131,7 +138,16 @@ class Relay:
             if not row or not missing:
                 return None
             args, kwargs = (missing, row[1]), {}
-        return getattr(self._cls, name)(self.logger, *args, **kwargs)
+        writes = name == "save" and self.part is not Part.FOLLOWS
+        if not writes or kind_of(self.logger) != "CSVLogger":
+            return getattr(self._cls, name)(self.logger, *args, **kwargs)
+        path = metrics_path(self.logger)
+        if size_of(path) != self._written:  # another leader may have added columns
+            read_columns(self.logger, path)
+        try:
+            return getattr(self._cls, name)(self.logger, *args, **kwargs)
+        finally:
+            self._written = size_of(path)
 
     def _missing(self, metrics: Mapping[str, Any], step: Any) -> dict[str, Any]:
         """What the store has not of a row."""
@@ -215,14 +231,18 @@ def _row(metrics: Any = None, step: Any = None, *rest: Any) -> tuple[dict[str, A
 class Loggers:
     """The loggers of one fit. The loop's thread."""
 
-    def __init__(self, trainer: Any, dummy: Callable[[], Any]) -> None:
-        """Raises TypeError for a logger whose class has no subclasses; then none is changed."""
+    def __init__(
+        self, trainer: Any, dummy: Callable[[], Any], still_leads: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`still_leads()`: of this process, which has been the leader.
+
+        Raises TypeError for a logger whose class has no subclasses; then none is changed."""
         self._trainer = trainer
         self._relays: list[Relay] = []
         self._leads = self._untold = False
         try:
             for logger in trainer.loggers:
-                self._relays.append(Relay(logger, dummy))
+                self._relays.append(Relay(logger, dummy, still_leads))
                 prepare(logger)
         except TypeError:
             self.end()
@@ -307,22 +327,35 @@ def keep_metrics(logger: Any) -> None:
 
     Does nothing for loggers of other kinds, or for one that has begun to write already.
     """
-    if getattr(logger, "_experiment", 0) is not None or not isinstance(
-        directory := getattr(logger, "log_dir", None), str
-    ):
-        return
-    path = os.path.join(directory, "metrics.csv")
-    if not os.path.isfile(path):
+    path = metrics_path(logger)
+    if getattr(logger, "_experiment", 0) is not None or not os.path.isfile(path):
         return
     aside = f"{path}.kept"
     os.replace(path, aside)
     try:
-        writer = logger.experiment
+        _ = logger.experiment
     finally:
         os.replace(aside, path)
-    with open(path, newline="") as file:
-        writer.metrics_keys = list(csv.DictReader(file).fieldnames or ())
+    read_columns(logger, path)
     log.info("%s: appending to what was logged before", path)
+
+
+def metrics_path(logger: Any) -> str:
+    """Of a CSV logger's file; "": it has none."""
+    directory = getattr(logger, "log_dir", None)
+    return os.path.join(directory, "metrics.csv") if isinstance(directory, str) else ""
+
+
+def size_of(path: str) -> int:
+    """In bytes; -1: there is no such file."""
+    return os.path.getsize(path) if os.path.isfile(path) else -1
+
+
+def read_columns(logger: Any, path: str) -> None:
+    """Let a CSV logger write its rows under the columns that its file has, if there is one."""
+    if os.path.isfile(path):
+        with open(path, newline="") as file:
+            logger.experiment.metrics_keys = list(csv.DictReader(file).fieldnames or ())
 
 
 def released(trainer: Any) -> None:

@@ -198,7 +198,9 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._setup_stock_environment()
         if self._trainer.state.fn == "fit":
             dummy = self._from("fabric.loggers.logger")._DummyExperiment
-            writes, self._loggers = leader.before_quorum(self._trainer, self.scope, dummy)
+            writes, self._loggers = leader.before_quorum(
+                self._trainer, self.scope, dummy, self._still_leads
+            )
             self._leader = self._writes = writes
             self._skipped, self._met = SkippedHooks(), False
             self._resumption = Resumption(
@@ -279,6 +281,17 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         manager = self._manager
         trains = self._met and manager is not None and not self._over and self.scope.group_rank == 0
         return trains and self._agrees
+
+    def _still_leads(self) -> bool:
+        """Whether this leader leads, as far as the lighthouse has told by now. One that was stopped for
+        a while, or cut off, has a successor, and must not write into what that writes."""
+        manager = self._manager
+        if self._leader and self._met and manager is not None and not manager.left():
+            part = manager.in_quorum()
+            if part is None or part.rank != 0:
+                self._leader = self._writes = False
+                self._show_lead()
+        return self._leader
 
     @property
     def _agrees(self) -> bool:

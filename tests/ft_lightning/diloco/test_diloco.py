@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import os
+import random
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.ft_lightning import harness
-from tests.ft_lightning.harness import Line, Run
+from tests.ft_lightning.harness import ASKS, Line, Run
+from tests.harness.lighthouses import patient_lighthouse
 
 pytestmark = pytest.mark.process
 
@@ -93,6 +99,44 @@ def test_streaming_killed_in_the_overlap_under_the_launcher(tmp_path: Path) -> N
     together = [line["metrics"] for line in lines[0] if line["participants"] > 1]
     assert all(metrics["outer_bytes"] > 0 for metrics in together)
     assert all(metrics["outer_hidden_s"] > 0 for metrics in together)  # behind inner steps
+
+
+def test_stopped_at_random_moments(tmp_path: Path) -> None:
+    """Each time for longer than the others wait: it goes on where it was, in inner steps of a quorum that
+    is without it, maybe as its leader. Logs and weights are as if it had come back from a death."""
+    options = {"sync_every": 5, "fragments": 2, "fragment_sync_delay": 1, "outer_lr": 0.5}
+    epochs, moment = 8, random.Random(4)
+    stops = [(0, 20), (1, 60), (0, 100)]
+    holds = [f"step:{step + 30}" for _, step in stops]
+    with (
+        patient_lighthouse(1.5) as server,
+        running(
+            tmp_path, server.address(), strategy_options=options, max_epochs=epochs, holds=holds,
+            step_delay_s=0.005,
+        ) as run,
+    ):  # fmt: skip
+        both = run.start(0), run.start(1)
+        for (name, step), hold in zip(stops, holds, strict=True):
+            other = 1 - name
+            run.until_step(name, step)
+            time.sleep(moment.uniform(0.0, 0.05))
+            os.kill(both[name].pid, signal.SIGSTOP)
+            run.until_held(other, hold)
+            assert run.lines(other)[-1]["participants"] == 1
+            asked = run.events(name, *ASKS)
+            os.kill(both[name].pid, signal.SIGCONT)
+            run.until(lambda: run.events(name, *ASKS) > asked, f"group {name} to ask")  # noqa: B023
+            run.go(hold)
+        run.wait(*both)
+    lines, ends = [run.lines(i) for i in (0, 1)], [run.end(i) for i in (0, 1)]
+    assert compare(*lines) >= 10
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert ends[0]["val_losses"] == ends[1]["val_losses"]
+    assert ends[0]["step"] == ends[1]["step"] == epochs * BATCHES
+    for path in tmp_path.glob("csv/lightning_logs/*/metrics.csv"):
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert all(None not in row and row["step"].isdigit() for row in rows)
 
 
 def test_local_sgd_by_name_and_resumed(tmp_path: Path, lighthouse: str) -> None:

@@ -58,7 +58,7 @@ def test_no_two_groups_are_one_rank(leader: int) -> None:
 
 def test_until_the_first_quorum_the_one_that_speaks_has_silent_loggers() -> None:
     logger = Logger()
-    writes, loggers = before_quorum(trainer(logger), scope(0), lambda: "nobody's")
+    writes, loggers = before_quorum(trainer(logger), scope(0), lambda: "nobody's", lambda: True)
     logger.log_metrics({"a": 1})
     assert not writes and loggers is not None
     assert speaks() and not logger.wrote and logger.experiment == "nobody's"
@@ -73,7 +73,7 @@ def test_until_the_first_quorum_the_one_that_speaks_has_silent_loggers() -> None
 @pytest.mark.parametrize("place", [scope(1), scope(0, restarts=1)])
 def test_others_are_silent_until_the_first_quorum(place: Scope) -> None:
     logger = Logger()
-    assert not before_quorum(trainer(logger), place, lambda: None)[0]
+    assert not before_quorum(trainer(logger), place, lambda: None, lambda: True)[0]
     logger.log_metrics({"a": 1})
     assert not speaks() and not logger.wrote
 
@@ -84,13 +84,13 @@ def test_a_logger_that_cannot_be_silenced_silences_its_group() -> None:
             raise TypeError("no subclasses")
 
     loggers = [Logger(), Final()]
-    assert before_quorum(trainer(*loggers), scope(0), lambda: None) == (False, None)
+    assert before_quorum(trainer(*loggers), scope(0), lambda: None, lambda: True) == (False, None)
     assert not speaks() and type(loggers[0]) is Logger
 
 
 def test_the_only_group_writes_at_once() -> None:
     logger = Logger()
-    assert before_quorum(trainer(logger), scope(0, groups=1), None) == (True, None)
+    assert before_quorum(trainer(logger), scope(0, groups=1), None, lambda: True) == (True, None)
     logger.log_metrics({})
     assert speaks() and logger.wrote == [{}]
 

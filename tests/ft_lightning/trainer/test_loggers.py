@@ -37,7 +37,8 @@ class Process:
 
     def __init__(self, *loggers: Any) -> None:
         self.trainer: Any = SimpleNamespace(loggers=list(loggers))
-        self.loggers = Loggers(self.trainer, lambda: None)
+        self.has_successor = False
+        self.loggers = Loggers(self.trainer, lambda: None, self.still_leads)
         self.relays: list[Relay] = self.loggers._relays
 
     def meet(self, leads: bool, *, takes_over: bool = False) -> None:
@@ -50,6 +51,12 @@ class Process:
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics=metrics, step=step)
             logger.save()
+
+    def still_leads(self) -> bool:
+        """As a strategy's: the lighthouse has told by now that another one leads."""
+        if self.has_successor:
+            ROLE.rank = 1
+        return not self.has_successor
 
     def open(self) -> None:
         for relay in self.relays:
@@ -124,6 +131,56 @@ def test_the_next_leader_goes_on_in_the_same_place_and_writes_what_is_missing(
     for process in processes:
         process.loggers.end()
         process.trainer.loggers[0].finalize("success")  # ends TensorBoard's threads
+
+
+@pytest.mark.parametrize("make", [make_csv, make_tensorboard, make_mlflow])
+def test_a_leader_that_was_stopped_meanwhile_writes_nothing_until_it_leads_again(
+    tmp_path: Path, make: Callable[[Path], Logger]
+) -> None:
+    """It goes on between two of its steps, where it has not met its peers yet."""
+    stopped, other = processes = [Process(make(tmp_path)) for _ in range(2)]
+    for process in processes:
+        process.meet(process is stopped)
+        process.log(process is stopped, {"loss": 1.0}, 0)
+    other.loggers.hear(stopped.loggers.news() or [])
+    other.meet(True, takes_over=True)
+    for step in (1, 2):
+        other.log(True, {"loss": 1.0}, step)
+    other.open()
+    stopped.has_successor = True
+    stopped.log(True, {"loss": 2.0}, 1)
+    stopped.log(False, {"loss": 2.0}, 2)
+    stopped.meet(False)
+    other.log(True, {"loss": 1.0}, 3)
+    stopped.has_successor = False
+    stopped.log(False, {"loss": 1.0}, 4)
+    stopped.meet(True, takes_over=True)
+    stopped.open()
+    stopped.log(True, {"loss": 1.0}, 5)
+    assert steps_of(tmp_path, make) == list(range(6))
+    for process in processes:
+        process.loggers.end()
+        process.trainer.loggers[0].finalize("success")  # ends TensorBoard's threads
+
+
+def test_a_file_to_which_two_write_for_a_moment_keeps_its_rows_and_columns(tmp_path: Path) -> None:
+    """A leader that was stopped, and has not heard yet that it has a successor."""
+    stopped, other = (Process(CSVLogger(tmp_path, "csv")) for _ in range(2))
+    stopped.meet(True)
+    stopped.log(True, {"loss": 1.0, "epoch": 0.0}, 0)
+    other.meet(False)
+    other.loggers.hear(stopped.loggers.news() or [])
+    other.meet(True, takes_over=True)
+    other.open()
+    other.log(True, {"loss": 1.0, "accuracy": 0.5}, 1)
+    stopped.log(True, {"loss": 1.0, "rate": 0.1}, 1)
+    other.log(True, {"loss": 1.0, "accuracy": 0.5}, 2)
+    (path,) = tmp_path.glob("csv/*/metrics.csv")
+    assert steps_in_csv(path) == [0, 1, 1, 2]
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["accuracy"] for row in rows] == ["", "0.5", "", "0.5"]
+    assert [row["rate"] for row in rows] == ["", "", "0.1", ""]
 
 
 def test_a_logger_is_opened_beside_the_training_and_calls_wait_in_order(tmp_path: Path) -> None:
