@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ft_core.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 from ft_core.heal.format import Manifest, byte_view
 from ft_core.heal.protocol import Chunk, Extent, HealError
 
@@ -18,8 +19,7 @@ class Lane:
     """Memory for one chunk after another. One thread; a connection has one of its own.
 
     Bytes of tensors on a device pass through pinned host memory and a stream of this lane. A slot is
-    written again only after its copies have ended. This follows the documented semantics of streams and
-    events; it has not run on a GPU yet.
+    written again only after its copies have ended.
     """
 
     def __init__(
@@ -27,10 +27,11 @@ class Lane:
     ) -> None:
         self._host, self._device, self._slot_bytes = host, device, slot_bytes
         self._slots: list[torch.Tensor] = []
-        self._events: list[list[Any]] = [[] for _ in range(_STAGING_SLOTS)]
-        self._streams: dict[torch.device, Any] = {}
+        self._events: list[list[DeviceEvent]] = [[] for _ in range(_STAGING_SLOTS)]
+        self._streams: dict[CopyDevice, DeviceStream] = {}
         self._next = 0
-        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # (on the device, in the slot)
+        # (of the device, on it, in the slot)
+        self._staged: list[tuple[CopyDevice, torch.Tensor, torch.Tensor]] = []
 
     def parts(self, extents: Sequence[Extent]) -> list[torch.Tensor]:
         """Host memory (uint8, 1-D) to receive a chunk into, in order."""
@@ -43,20 +44,17 @@ class Lane:
                 found.append(self._host[extent.segment][extent.offset : stop])
                 continue
             target = self._device[extent.segment][extent.offset : stop]
-            slot = self._slot(target.device)[used : used + extent.nbytes]
+            device = device_of(target)
+            assert device is not None
+            slot = self._slot(device)[used : used + extent.nbytes]
             used += extent.nbytes
-            self._staged.append((target, slot))
+            self._staged.append((device, target, slot))
             found.append(slot)
         return found
 
-    def _slot(self, device: torch.device) -> torch.Tensor:
+    def _slot(self, device: CopyDevice) -> torch.Tensor:
         if not self._slots:
-            # This thread's own device is 0: memory that is pinned there makes a context there.
-            with torch.cuda.device(device):
-                self._slots = [
-                    torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=True)
-                    for _ in range(_STAGING_SLOTS)
-                ]
+            self._slots = [device.pinned(self._slot_bytes) for _ in range(_STAGING_SLOTS)]
         for event in self._events[self._next]:
             event.synchronize()
         self._events[self._next].clear()
@@ -66,22 +64,19 @@ class Lane:
         """Put what was received into `parts` in its place."""
         if not self._staged:
             return
-        for target, slot in self._staged:
-            stream = self._streams.get(target.device)
+        for device, target, slot in self._staged:
+            stream = self._streams.get(device)
             if stream is None:
-                stream = self._streams[target.device] = torch.cuda.Stream(target.device)
-                stream.wait_stream(torch.cuda.default_stream(target.device))
-            with torch.cuda.stream(stream):
-                target.copy_(slot, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(stream)
-            self._events[self._next].append(event)
+                stream = self._streams[device] = device.new_stream()
+                stream.after(device.current().mark())
+            stream.copy(target, slot)
+        self._events[self._next] = [stream.mark() for stream in self._streams.values()]
         self._next = (self._next + 1) % _STAGING_SLOTS
 
     def finish(self) -> None:
         """Wait until everything is in its place."""
         for stream in self._streams.values():
-            stream.synchronize()
+            stream.mark().synchronize()
 
 
 class Receiver:
@@ -128,7 +123,7 @@ class Receiver:
                     f"into= holds a tensor on {tensor.device}; only CPU and CUDA can be healed in "
                     "place, pass into=None and load the result."
                 )
-            segments = self._host if tensor.device.type == "cpu" else self._device
+            segments = self._host if device_of(tensor) is None else self._device
             # Not detach(), which shares the version counter: autograd may have saved this tensor for
             # a backward whose result is discarded anyway, and must not refuse to run it.
             segments[place.segment] = byte_view(tensor.data)

@@ -36,7 +36,7 @@ from ft_core.heal.protocol import (
     HealKey,
     ServerStats,
 )
-from ft_core.heal.snapshot import Arena, Publication, Reading
+from ft_core.heal.snapshot import Arena, Outlet, Publication, Reading
 from ft_core.heal.transport import QUEUED_REPLIES, HealAddress, host_identity, serving_endpoint
 from lighthouse.errors import ProtocolError
 from lighthouse.wire.messages import Peer
@@ -103,13 +103,14 @@ class _Session:
 
     def __init__(self, server: HealServer, reader: Reader, publication: Publication) -> None:
         self._server, self._reader, self._publication = server, reader, publication
+        self._outlet = Outlet()
 
     def begin(self, index: int, missing: tuple[int, ...]) -> Reading | None:
         """See `bulk.BulkSession`."""
         if index >= len(self._reader.chunks):
             return None
         self._server.hear(self._reader, missing)
-        reading = self._publication.read(self._reader.chunks[index])
+        reading = self._publication.read(self._reader.chunks[index], self._outlet)
         if reading is None:
             self._server.hear(self._reader, missing, lost=True)
         return reading
@@ -224,8 +225,9 @@ class HealServer:
         """Serve the state `tree` as version `key` from now on, and the one before no longer.
 
         With `copy`, takes a snapshot: the tree may change as soon as this returns. A snapshot of
-        the same version that is served already stays in use. Without `copy`, large CPU tensors are
-        served from the tree's own memory: call `freeze` before they change. `expected_targets` is
+        the same version that is served already stays in use. Without `copy`, large tensors are
+        served from the tree's own memory, on the host or on a device: call `freeze` before they change. Of
+        tensors on a device it is the order in this thread's stream that counts. `expected_targets` is
         how many readers will come, so that `freeze` also keeps the bytes of late ones. Training
         thread. Raises UnsupportedObjectError or HealError; then nothing is published.
         """
@@ -506,13 +508,14 @@ class HealServer:
         reader.chunks = current.layout.chunks(reader.chunk_bytes)
         reader.session = secrets.token_bytes(SESSION_BYTES)
         reader.publication, reader.key = current, current.key
+        direct = reader.same_host and current.on_host
         reply = wire.ManifestReply(
             step=current.key.step,
             lineage=current.key.lineage,
             layout_digest=current.layout_digest,
             session=reader.session,
-            pid=os.getpid() if reader.same_host else 0,
-            addresses=current.addresses() if reader.same_host else (),
+            pid=os.getpid() if direct else 0,
+            addresses=current.addresses() if direct else (),
         )
         self._send(identity, reply, current.manifest)
 

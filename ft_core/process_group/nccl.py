@@ -1,7 +1,7 @@
 """NCCL: the reconfigurable process group for CUDA tensors.
 
 Written from torch's source and tested on a double of NCCL's semantics on the CPU
-(tests/harness/nccl_double.py). It has not been run on a GPU in this project.
+(tests/harness/nccl_double.py). What has run on a GPU: docs/design.md, "CUDA".
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from ft_core.device_memory import DeviceEvent
 from ft_core.errors import ProcessGroupError, UnderCapture
 from ft_core.process_group.gloo import GlooCommunicator
 from ft_core.process_group.nccl_device import (
     ClassicCudaDevice,
     CudaDevice,
-    DeviceEvent,
     NcclDevice,
 )
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
@@ -40,8 +40,6 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
 
     Tensors in host memory travel over a Gloo group beside it, which has the same members and is revoked
     with it. So does `barrier`, which blocks the host and not a stream.
-
-    It has NOT RUN ON A GPU in this project yet (docs/design.md says what was checked, and how).
 
     Every quorum gets a communicator of its own. The old one is aborted, in a thread: an abort may
     block while a kernel hangs, and `revoke` does not wait for it.

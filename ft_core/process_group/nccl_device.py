@@ -18,22 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from ft_core.device_memory import DeviceEvent
 from ft_core.errors import ProcessGroupError
 from ft_core.process_group.rendezvous import Rendezvous
 
 _CONNECTED_CHECK_S = 0.001
-
-
-class DeviceEvent(Protocol):
-    """A point in a stream's queue. Any thread."""
-
-    def query(self) -> bool:
-        """Whether the device has come past it."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until the device has."""
-        ...
 
 
 class NcclDevice(Protocol):

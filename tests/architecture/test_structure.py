@@ -24,6 +24,7 @@ LAYERS = [
     "ft_core.errors",
     "ft_core.telemetry",
     "ft_core.torch_versions",
+    "ft_core.device_memory",
     "ft_core.replica",
     "ft_core.config",
     "ft_core.launch",

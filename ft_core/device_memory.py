@@ -1,0 +1,154 @@
+"""Copies between a device's memory and the host's, apart from the model's stream.
+
+The one place that knows how CUDA does it; heals and collectives of Gloo copy through it. Tests add a
+device of their own to `finders`, whose streams are queues that may be late.
+
+Streams and events are CUDA's: what is queued in a stream runs in its order, after those events that it was
+told to wait for, and at some time that the host does not know until it waits for an event.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+
+class DeviceEvent(Protocol):
+    """A point in a stream's queue. Any thread."""
+
+    def query(self) -> bool:
+        """Whether the device has come past it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until the device has."""
+        ...
+
+
+class DeviceStream(Protocol):
+    """A queue of work for a device. Any thread; nothing blocks the host."""
+
+    def after(self, event: DeviceEvent) -> None:
+        """What is queued from now on begins when the device has come past `event`."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy between the device and pinned memory, or within the device."""
+        ...
+
+    def mark(self) -> DeviceEvent:
+        """The end of what was queued so far."""
+        ...
+
+    def complete(self, future: Future[Any], value: Any) -> None:
+        """Complete a future of the device: who uses the tensors in `value` by it does so after the end of what
+        was queued."""
+        ...
+
+
+class CopyDevice(Protocol):
+    """A device as copies see it. Any thread."""
+
+    def current(self) -> DeviceStream:
+        """The calling thread's stream: the model's, in its thread."""
+        ...
+
+    def new_stream(self) -> DeviceStream:
+        """Another one, which shares the device with the model's."""
+        ...
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Host memory (uint8) that the device reads and writes by itself."""
+        ...
+
+    def future(self) -> Future[Any]:
+        """One that may hold the device's tensors."""
+        ...
+
+    def capturing(self) -> bool:
+        """Whether the calling thread's stream is being captured into a graph."""
+        ...
+
+
+class _CudaStream:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def after(self, event: Any) -> None:
+        self._stream.wait_event(event)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+        for each in (target, source):
+            if each.is_cuda:  # its memory has no other use before the copy's end, whoever drops it
+                each.record_stream(self._stream)
+
+    def mark(self) -> DeviceEvent:
+        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+        self._stream.record_event(event)
+        return event
+
+    def complete(self, future: Future[Any], value: Any) -> None:
+        with torch.cuda.stream(self._stream):
+            future.set_result(value)
+
+
+class _CudaCopies:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> DeviceStream:
+        return _CudaStream(torch.cuda.current_stream(self._device))
+
+    def new_stream(self) -> DeviceStream:
+        return _CudaStream(torch.cuda.Stream(self._device))
+
+    def pinned(self, nbytes: int) -> Tensor:
+        # A new thread's own device is 0: memory that is pinned there makes a context there.
+        with torch.cuda.device(self._device):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def future(self) -> Future[Any]:
+        return Future(devices=[self._device])
+
+    def capturing(self) -> bool:
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
+
+
+_cuda_copies = functools.cache(_CudaCopies)
+
+
+def _cuda_of(tensor: Tensor) -> CopyDevice | None:
+    return _cuda_copies(tensor.device) if tensor.is_cuda else None
+
+
+finders: list[Callable[[Tensor], CopyDevice | None]] = [_cuda_of]
+"""Each knows the device of a tensor, or does not."""
+
+
+def device_of(tensor: Tensor) -> CopyDevice | None:
+    """The device on which a tensor lies; None: the host, or a device that copies do not know."""
+    for find in finders:
+        found = find(tensor)
+        if found is not None:
+            return found
+    return None
+
+
+def first_device(values: Sequence[Any]) -> CopyDevice | None:
+    """That of the first tensor which lies on one, in (nested) lists of tensors and other things."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            found = first_device(value)
+        else:
+            found = device_of(value) if isinstance(value, Tensor) else None
+        if found is not None:
+            return found
+    return None

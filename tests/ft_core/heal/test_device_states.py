@@ -1,0 +1,145 @@
+"""States on a device, which is a double whose streams are late (tests/harness/copy_double.py)."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from ft_core.heal import HealError, HealKey, HealProgress, HealServer, fetch
+from tests.ft_core.heal.support import KEY, same, soon, state
+from tests.harness.copy_double import CopyDouble
+from tests.harness.waiting import PATIENCE_S, until
+
+MakeServer = Callable[..., HealServer]
+CHUNK = 1 << 20
+
+
+@pytest.fixture
+def device() -> Iterator[CopyDouble]:
+    chance = random.Random(1)
+    with CopyDouble(delay_s=lambda: 0.002 * chance.random()) as double:
+        yield double
+    assert not double.faults
+
+
+def placed(device: CopyDouble, tree: dict[str, Any]) -> dict[str, Any]:
+    """A state of which one tensor is not contiguous, and a small one stays on the host."""
+    tree["across"] = torch.arange(1 << 19, dtype=torch.int64).view(1 << 9, 1 << 10).t()
+    for value in tree.values():
+        if isinstance(value, torch.Tensor):
+            device.place(value)
+    tree["step"] = torch.tensor(3.0)
+    return tree
+
+
+def update(device: CopyDouble, tree: dict[str, Any], value: int) -> None:
+    """The model's stream is to change all that lies on the device."""
+    for each in tree.values():
+        if isinstance(each, torch.Tensor) and device.holds(each):
+            device.model.run(lambda each=each: each.data.fill_(value))  # type: ignore[misc]
+
+
+def filled(tree: dict[str, Any], device: CopyDouble, value: int) -> dict[str, Any]:
+    """What `tree` is after that update."""
+    return {
+        key: torch.full_like(each, value)
+        if isinstance(each, torch.Tensor) and device.holds(each)
+        else each
+        for key, each in tree.items()
+    }
+
+
+@pytest.mark.parametrize("copy", [False, True], ids=["live", "snapshot"])
+def test_what_a_source_serves_comes_after_its_update(
+    make_server: MakeServer, device: CopyDouble, copy: bool
+) -> None:
+    """Its loop goes on at once: the device is not done with the update, and the state is published."""
+    tree, server, hold = placed(device, state(8)), make_server(), threading.Event()
+    expected = filled(tree, device, 7)
+    device.model.run(lambda: hold.wait(PATIENCE_S))
+    update(device, tree, 7)
+    server.publish(KEY, tree, copy=copy)
+    if copy:  # "the tree may change": in the order of the stream
+        update(device, tree, 9)
+    with ThreadPoolExecutor(2) as pool:
+        reads = [
+            pool.submit(fetch, [server.address], KEY, deadline=soon(), chunk_bytes=CHUNK)
+            for _ in range(2)
+        ]
+        until(lambda: server.stats().opened == 2)
+        hold.set()
+        for read in reads:
+            back, stats = read.result()
+            assert same(back, expected)
+            assert stats.corrupted == 0
+
+
+def test_what_was_not_read_is_kept_before_the_loop_trains_on(
+    make_server: MakeServer, device: CopyDouble
+) -> None:
+    """`freeze` waits for nothing. The copies come before the update in the model's stream."""
+    tree, server, hold = placed(device, state(8)), make_server(), threading.Event()
+    expected = filled(tree, device, 7)
+    update(device, tree, 7)
+    server.publish(KEY, tree, copy=False, expected_targets=1)
+    device.model.run(lambda: hold.wait(PATIENCE_S))
+    server.freeze()
+    update(device, tree, 9)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(fetch, [server.address], KEY, deadline=soon(), chunk_bytes=CHUNK)
+        until(lambda: server.stats().opened == 1)
+        hold.set()
+        assert same(reading.result()[0], expected)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_training_on_in_mid_transfer(
+    make_server: MakeServer, device: CopyDouble, keeps: bool
+) -> None:
+    """What is copied while the update runs is void: it is sent again, or gone, and never wrong."""
+    tree, server = placed(device, state(16)), make_server()
+    expected = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in tree.items()}
+    server.publish(KEY, tree, copy=False)
+    trained: list[float] = []
+
+    def train(progress: HealProgress) -> None:
+        if progress.bytes_done and not trained:
+            trained.append(server.freeze() if keeps else 0.0)
+            if not keeps:
+                server.retire("the source trained on")
+            update(device, tree, 9)
+
+    def read() -> tuple[Any, Any]:
+        return fetch([server.address], KEY, deadline=soon(), progress=train, chunk_bytes=1 << 16)
+
+    if keeps:
+        back, stats = read()
+        assert same(back, expected)
+        assert stats.corrupted == 0
+    else:
+        with pytest.raises(HealError, match="the source trained on"):
+            read()
+    assert trained
+    # Its memory is written again when the device is done with it.
+    newer = HealKey(8, "y")
+    server.publish(newer, tree, copy=False)
+    back, _ = fetch([server.address], newer, deadline=soon())
+    assert same(back, filled(tree, device, 9))
+
+
+def test_a_target_receives_into_its_device(make_server: MakeServer, device: CopyDouble) -> None:
+    """Pinned memory of three chunks a connection is used again and again, while copies are late."""
+    tree, mine = placed(device, state(16)), placed(device, state(16, seed=1))
+    server = make_server()
+    server.publish(KEY, tree, copy=False)
+    device.delay_s = lambda: 0.01
+    back, _ = fetch([server.address], KEY, into=mine, deadline=soon(), chunk_bytes=1 << 19)
+    assert device.done == device.queued > 0
+    assert same(back, tree)
+    assert all(back[key] is mine[key] for key in mine if key != "epoch")
