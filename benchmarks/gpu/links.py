@@ -68,7 +68,7 @@ def on_a_side_stream(member: Member, addresses: list[bytes], count: int) -> int:
     """All-reduces of Gloo on a stream that is late: how many results were wrong."""
     group = member.kept.pop("gloo")
     group.configure(1, member.index, addresses, CONNECT_S)
-    tensor, wrong = member.place.full(member.index, 1 << 16, 0.0), 0
+    tensor, wrong = member.place.full(member.index, member.place.elements // 2, 0.0), 0
     for number in range(count):
         with member.place.aside():
             tensor.fill_(number + member.index)

@@ -1,4 +1,4 @@
-"""Gloo: the reconfigurable process group for CPU tensors."""
+"""Gloo: the reconfigurable process group for tensors in host memory. Those of a device are copied there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import Work
 
+from ft_core.device_memory import CopyDevice, first_device
 from ft_core.process_group.gloo_sockets import (
     DeviceSockets,
     orphaned_operations,
@@ -17,6 +19,7 @@ from ft_core.process_group.gloo_sockets import (
 )
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
+from ft_core.process_group.staged import Staging
 from ft_core.torch_versions import native_or_not, native_reconfigure_available
 from lighthouse.own_address import choose_address
 
@@ -25,8 +28,10 @@ _CONNECT_MARGIN_S = 30.0
 
 
 class ProcessGroupGloo(ReconfigurableProcessGroup):
-    """A Gloo group for CPU tensors, whose members can change. Methods, errors and threads: see
-    `ProcessGroup`.
+    """A Gloo group, whose members can change. Methods, errors and threads: see `ProcessGroup`.
+
+    Tensors on CUDA travel through host memory (`staged`): all members of a collective have theirs there,
+    or none has. Its works and futures order CUDA streams, once Gloo is done.
 
     Args:
         timeout: seconds or timedelta; bounds a collective that is not revoked.
@@ -50,6 +55,20 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         self._native = native_or_not(
             native, native_reconfigure_available(), "native reconfiguration"
         )
+        self._staging: dict[CopyDevice, Staging] = {}
+
+    @property
+    def capturing(self) -> bool:
+        return any(device.capturing() for device in self._staging)
+
+    def issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
+        """As `ProcessGroup.issue`. Raises `UnderCapture` for tensors on CUDA while a graph is captured."""
+        device = first_device(args)
+        if device is None:
+            return super().issue(operation, *args, watched=watched, **kwargs)
+        if device not in self._staging:
+            self._staging[device] = Staging(device)
+        return self._staging[device].issue(super().issue, operation, *args, **kwargs)
 
     def getBackendName(self) -> str:
         return "ft-gloo"
