@@ -18,7 +18,7 @@ The all-reduce: every member cuts its values into one shard a member and sends e
 owner (all-to-all). The owner decodes them, adds them up in rank order in fp32, encodes the sum and
 sends it to all (all-gather). Every member, the owner too, decodes the same bytes: whatever the codec
 loses, all end with the same values (S3). A member of n sends 2 (n - 1) / n of the encoded size, as a
-ring all-reduce does of the plain one.
+ring all-reduce does of the plain one. The reduce-scatter is the first half, without the second encoding.
 
 Error feedback (arXiv 1901.09847, algorithm 2: p = g + e, send Q(p), e = p - Q(p)): what encoding
 lost is kept and added the next time; the owner also keeps what its shard of the sum lost.
@@ -185,8 +185,7 @@ def reduce_quantized(
 ) -> None:
     """Sum each bucket over the participants, in place. Blocks; raises what the group raises.
 
-    Non-participants send zeros. All members call it with buckets of the same sizes. What is encoded on a
-    device travels from host memory if the group is Gloo.
+    Non-participants send zeros. All members call it with buckets of the same sizes.
     """
     members, rank = group.size(), group.rank()
     participating = part.rank is not None
@@ -194,7 +193,6 @@ def reduce_quantized(
         for job in jobs:
             _alone(job, participating)
         return
-    on_host = "gloo" in group.getBackendName()
     sent, gathered = [], []
     for job in jobs:
         shard = _shard(codec, job.bucket.numel(), members)
@@ -202,24 +200,56 @@ def reduce_quantized(
             job.bucket.zero_()
         residual = job.residual if participating else None
         data, lost = quantize(codec, job.bucket, residual, members, shard)
-        data = data.cpu() if on_host else data
         received = torch.empty_like(data)
         sent.append((lost, received, data, group.alltoall_base(received, data, [], [])))
     for job, (lost, received, _, work) in zip(jobs, sent, strict=True):
         work.wait()
         shard = _shard(codec, job.bucket.numel(), members)
         own = None if lost is None else lost[rank * shard : (rank + 1) * shard]
-        data = requantize(codec, received.to(job.bucket.device), shard, own).view(-1)
-        data = data.cpu() if on_host else data
+        data = requantize(codec, received, shard, own).view(-1)
         encoded = data.new_empty(members * data.numel())
         gathered.append((lost, encoded, data, group._allgather_base(encoded, data)))
     for job, (lost, encoded, _, work) in zip(jobs, gathered, strict=True):
         work.wait()
         count = job.bucket.numel()
-        rows = encoded.to(job.bucket.device).view(members, -1)
+        rows = encoded.view(members, -1)
         dequantize(codec, rows, _shard(codec, count, members), job.bucket)
         if job.residual is not None:
             job.next_residual = job.residual if lost is None else lost[:count].clone()
+
+
+def reduce_scatter_quantized(
+    group: ProcessGroup, codec: Codec, output: Tensor, values: Tensor, part: Participation
+) -> None:
+    """Sum `values` over the participants, and leave this member's share of it, by rank, in `output`.
+    Blocks; raises what the group raises.
+
+    Non-participants send zeros, and get their share. Each value is encoded once: its error is at most the sum
+    of what each participant's encoding loses. All members call it with tensors of the same sizes.
+
+    Args:
+        output: flat floating tensor.
+        values: flat floating tensor, `group.size()` times as long. It is not changed.
+    """
+    members, share = group.size(), output.numel()
+    if values.numel() != members * share:
+        raise ValueError(
+            f"{values.numel()} values can't be divided into {members} shares of {share}: pad them"
+        )
+    if part.rank is None:
+        values = torch.zeros_like(values)
+    if members == 1:
+        output.copy_(values)
+        return
+    row = codec.padded(share)
+    if row != share:
+        rows = values.new_zeros(members, row)
+        rows[:, :share] = values.view(members, share)
+        values = rows.view(-1)
+    data, _ = quantize(codec, values, None, members, row)
+    received = torch.empty_like(data)
+    group.alltoall_base(received, data, [], []).wait()
+    output.copy_(_sum_in_rank_order(codec.decode(received, row))[:share])
 
 
 def quantize(

@@ -5,7 +5,7 @@ product is fused with a sum, and conversions are made of integers. Only the byte
 differ (its values decode to NaN in both).
 
 Importing this imports Triton, so it is imported when a CUDA tensor is encoded first. Tested in Triton's
-interpreter; it has not run on a GPU yet.
+interpreter.
 """
 
 from __future__ import annotations

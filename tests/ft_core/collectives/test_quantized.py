@@ -13,8 +13,17 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core.collectives.quantized import Reduction, codec_named, reduce_quantized, wire_bytes
+from ft_core.collectives.quantized import (
+    Reduction,
+    codec_named,
+    reduce_quantized,
+    reduce_scatter_quantized,
+    wire_bytes,
+)
 from ft_core.manager import WorldSizeMode
+from ft_core.process_group import ProcessGroupGloo
+from ft_core.replica.status import Participation
+from tests.ft_core.process_group.members import Calls, configure, gloo_groups
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S
 
@@ -226,3 +235,47 @@ def test_error_feedback_sends_later_what_was_lost(name: str) -> None:
     for plain, corrected in found[1:]:
         assert torch.equal(plain, found[0][0])
         assert torch.equal(corrected, found[0][1])
+
+
+LOSSES = {"int8": 1 / 254, "fp8": 1 / 28, "int4": 1 / 14 + 1 / 512}
+"""The largest error of a value, relative to the largest of its block (`ft_core.collectives.quantized`)."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_reduce_scatter_quantized(name: str, dtype: torch.dtype) -> None:
+    """Against Gloo's own, within what each member's encoding may lose; shares that are no whole blocks."""
+    codec, count, silent = codec_named(name), 3, 2
+
+    def part_of(rank: int) -> Participation:
+        return Participation(
+            quorum_id=1, replica_rank=rank, replica_world_size=count,
+            rank=None if rank == silent else rank, participants=count - 1, groups=count,
+        )  # fmt: skip
+
+    def scatter(groups: list[ProcessGroupGloo], rank: int, share: int) -> None:
+        values = values_of(rank, count * share, dtype)
+        kept, output, exact = values.clone(), values.new_empty(share), torch.empty(share)
+        plain = values.float() if rank != silent else torch.zeros(count * share)
+        groups[rank]._reduce_scatter_base(exact, plain).wait()
+        reduce_scatter_quantized(groups[rank], codec, output, values, part_of(rank))
+        assert torch.equal(values, kept)
+        largest = sum(
+            float(values_of(i, count * share, dtype).abs().max()) for i in range(count - 1)
+        )
+        allowed = LOSSES[name] * largest * 1.001
+        if dtype == torch.bfloat16:
+            allowed += float(exact.abs().max() + allowed) / 256
+        assert 0 < float((output.float() - exact).abs().max()) <= allowed
+        with pytest.raises(ValueError, match="pad them"):
+            reduce_scatter_quantized(groups[rank], codec, output, values[1:], part_of(rank))
+
+    with gloo_groups(count) as groups:
+        configure(groups, 1)
+        for share in (1000, 512):
+            Calls(lambda rank, share=share: scatter(groups, rank, share), range(count)).values()
+    with gloo_groups(1) as groups:  # nothing travels, and nothing is lost
+        configure(groups, 1)
+        values, output = values_of(0, 10, dtype), torch.empty(10, dtype=dtype)
+        reduce_scatter_quantized(groups[0], codec, output, values, part_of(0))
+        assert torch.equal(output, values)
