@@ -71,3 +71,15 @@ def test_a_page_of_tests_names_tests_that_exist(folder: str) -> None:
              if name.startswith("test_")}  # fmt: skip
     assert len(named) > 20
     assert named <= defined | set(files)
+
+
+def test_what_has_run_on_a_gpu_has_its_result() -> None:
+    """The last column of the table in docs/design.md: `no`, or a check's row in RESULTS_GPU.md."""
+    section = (ROOT / "docs" / "design.md").read_text("utf-8")
+    section = section.partition("\n## CUDA\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")]
+    said = [row[2].strip() for row in rows if len(row) == 3 and row[2].strip() != "on a GPU"]
+    results = ROOT / "benchmarks" / "RESULTS_GPU.md"
+    known = results.read_text("utf-8") if results.exists() else ""
+    assert len(said) > 10
+    assert not [check for check in said if check != "no" and f"| {check} |" not in known]
