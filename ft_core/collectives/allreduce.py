@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -31,12 +32,9 @@ class AsyncReduce:
     Its end runs in the thread that waits. A future's callbacks would run in a thread of the
     backend, which would compete with the waiting one for the interpreter (0.15 ms a step of two
     replicas, benchmarks/RESULTS.md).
-
-    Attributes:
-        future: of the tensor. Done, and never failed, once `wait` has returned.
     """
 
-    __slots__ = ("_end", "_tensor", "_work", "future")
+    __slots__ = ("_end", "_future", "_over", "_tensor", "_work")
 
     def __init__(
         self,
@@ -44,12 +42,23 @@ class AsyncReduce:
         work: dist.Work,
         end: Callable[[Exception | None], Tensor] | None = None,
     ) -> None:
-        self.future = future_for(tensor)
         self._tensor, self._work, self._end = tensor, work, end
+        self._future: Future[Tensor] | None = None
+        self._over = False
+
+    @property
+    def future(self) -> Future[Tensor]:
+        """Of the tensor. Done, and never failed, once `wait` has returned. Made when it is asked for: that
+        costs as much as the rest. The thread that waits."""
+        if self._future is None:
+            self._future = future_for(self._tensor)
+            if self._over:
+                self._future.set_result(self._tensor)
+        return self._future
 
     def wait(self) -> Tensor:
         """Wait, and return the reduced tensor. Never raises. One thread at a time."""
-        if not self.future.done():
+        if not self._over:
             error = None
             try:
                 self._work.wait()
@@ -57,12 +66,14 @@ class AsyncReduce:
                 error = caught.with_traceback(None)  # which would keep this frame alive
             if self._end is not None:
                 self._end(error)
-            self.future.set_result(self._tensor)
+            self._over = True
+            if self._future is not None:
+                self._future.set_result(self._tensor)
         return self._tensor
 
     def done(self) -> bool:
         """Whether it has ended, well or badly. Any thread."""
-        return self.future.done() or self._work.is_completed()
+        return self._over or self._work.is_completed()
 
 
 def reduce(
@@ -264,8 +275,9 @@ def finish(tensor: Tensor, op: str, participants: int) -> None:
         tensor.div_(participants, rounding_mode="trunc")
 
 
+@functools.cache
 def options_for(op: str) -> Any:
-    """torch's options of an all-reduce for `op`: a mean is a sum of scaled contributions."""
+    """torch's options of an all-reduce for `op`: a mean is a sum of scaled contributions. Not to be changed."""
     options = dist.AllreduceOptions()
     options.reduceOp = _ON_THE_WIRE[op]
     return options

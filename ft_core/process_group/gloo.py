@@ -59,7 +59,7 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
 
     @property
     def capturing(self) -> bool:
-        return any(device.capturing() for device in self._staging)
+        return bool(self._staging) and any(device.capturing() for device in self._staging)
 
     def issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
         """As `ProcessGroup.issue`. Raises `UnderCapture` for tensors on CUDA while a graph is captured."""
