@@ -198,7 +198,7 @@ _warned: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def _warn_of_a_newer_version(runtime: Runtime) -> None:
-    if runtime.process_index == 0 and runtime not in _warned and (text := seams.newer(KNOWN)):
+    if runtime.group_ranks.number == 0 and runtime not in _warned and (text := seams.newer(KNOWN)):
         _warned.add(runtime)
         log.warning("%s", text)
 

@@ -102,6 +102,11 @@ class FaultTolerancePlugin:
         also=ENV_LIGHTHOUSE,
     )
     min_replicas: int = _option(1, "With fewer replica groups no step is committed.")
+    spares: int = _option(
+        0,
+        "So many of the replica groups are hot spares: the data is divided among the others, and a spare "
+        "takes over the share of one that is gone.",
+    )
     timeout_s: float = _option(
         60.0, "The one timeout from which the others are derived, in seconds."
     )
@@ -193,13 +198,23 @@ class FaultTolerancePlugin:
                 f"min_replicas ({self.min_replicas}) must be at most num_replica_groups "
                 f"({groups}), or no step is ever committed"
             )
-        _job_options(vars(self))
+        _job_options(vars(self), expected_replicas=groups, async_quorum=False)
+        self._refuse_one_process(self.group_size)
+
+    def _refuse_one_process(self, group_size: int) -> None:
+        """`group_size`: processes of a replica group; 0: not known. Raises ValueError."""
+        if self.spares and (self.num_replica_groups - self.spares) * group_size == 1:
+            raise ValueError(
+                f"spares={self.spares} of {self.num_replica_groups} replica groups leaves one process that "
+                "trains, and Accelerate averages gradients of several only: start one more, or leave out spares"
+            )
 
     def job(self, place: ReplicaEnv) -> JobOptions:
         """The core's options for the process at `place` in its replica group. Raises ValueError."""
         from ft_core.replica.status import RanksHold
 
         size = place.group_world_size
+        self._refuse_one_process(size)
         if self.group_size not in (0, size):
             raise ValueError(
                 f"group_size is {self.group_size}, but this process was started as one of {size} "
@@ -335,8 +350,11 @@ def read_section(section: Any) -> dict[str, Any]:
             found[SWITCH] = read(bool, value, what)
         else:
             found[argument_name(name)] = values[name] = parse(name, value, what)
+    groups = values.get("num_replica_groups")
+    if groups is None:  # that of the processes; here it is large enough
+        groups = values.get("spares", 0) + values.get("min_replicas", 1)
     try:
-        _job_options(values)
+        _job_options(values, expected_replicas=groups, async_quorum=False)
     except ValueError as error:
         raise ValueError(f"{SECTION}: {error}") from None
     return found

@@ -387,9 +387,12 @@ class Attempts:
             )
 
     def _move_shares(self, shares: Shares, part: Participation) -> None:
-        """A step is committed: each share of the data that has lost its holder gets another one."""
+        """A step is committed: each share of the data that has lost its holder gets another one, unless
+        they rest."""
         assert self._bound is not None and self.last_outcome is not None
         self.last_outcome = replace(self.last_outcome, participants=part.groups)
+        if self._state.shares_rest:
+            return
         self._state.shares = after = shares.after(self._bound)
         for share, (old, new) in enumerate(zip(shares.holders, after.holders, strict=True)):
             if old and old != new:

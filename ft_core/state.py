@@ -86,6 +86,8 @@ class State:
     def __init__(self) -> None:
         self.batches_committed = 0
         self.shares: Shares | None = None
+        self.shares_rest = False
+        """The step under way is no step of the training: if it is committed, shares do not move."""
         self._parts: dict[str, tuple[Load, Save]] = {}
         self._read_in_step: set[str] = set()
         self._preallocated: list[PreallocatedState] = []

@@ -71,7 +71,7 @@ def ask(*, num_processes: int, num_machines: int) -> dict[str, Any]:
     if restarts is not None:
         section[argument_name("max_restarts")] = restarts
     section[argument_name("commit")] = _commit()
-    _ask_more(section)
+    _ask_more(section, most_spares=groups - section[argument_name("min_replicas")])
     return read_section(section)
 
 
@@ -86,10 +86,20 @@ def _commit() -> str:
     return chosen
 
 
-def _ask_more(section: dict[str, Any]) -> None:
+def _ask_more(section: dict[str, Any], *, most_spares: int) -> None:
     if not _yes("Do you want to set the job's name, its token and other options? [yes/NO]: ",
                 False):  # fmt: skip
         return
+    spares = 0
+    if most_spares:
+        spares = _field(
+            "How many of the replica groups should be hot spares, which take over from one that dies? [0]: ",
+            lambda text: _between(parse("spares", text, "it"), 0, most_spares),
+            0,
+            f"Please enter a number from 0 to {most_spares}.",
+        )
+    if spares:
+        section[argument_name("spares")] = spares
     for name, question, default in (
         ("job_id", "What is the job's name on the lighthouse? [default]: ", "default"),
         ("token", "Which shared secret must a process name to fetch a state? [none]: ", ""),

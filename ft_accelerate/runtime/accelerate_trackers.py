@@ -176,7 +176,7 @@ def log_row(
     write()
     if self.log_with and not self.trackers and runtime.leader and self not in _warned:
         _warned.add(self)
-        if runtime.denied:
+        if runtime.leadership.denied:
             log.warning(
                 "nothing is logged to trackers from here on: this process is the main one now, and the "
                 "script has called init_trackers in the main process only. Call it in all processes: "

@@ -80,12 +80,12 @@ def publish(
 
     Returns what `is_main` said.
     """
-    index = ranks.process_index
+    index = ranks.number
     if ranks.shards:
         index -= ranks.place.group_rank
         write = partial(_write_together, ranks, write)
     draft, parts = root / f"{final.name}.{index}", root / f"{final.name}.parts"
-    if index != ranks.process_index:
+    if index != ranks.number:
         write(draft)
         return False
     _remove(root, f"*.{index}")

@@ -52,7 +52,8 @@ def choose(runtime: Runtime, plugin: Any, parallelism: Any) -> None:
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError("fault tolerance can't average what FSDP offloads: leave out cpu_offload")
     ranks = runtime.group_ranks
-    has = ranks.options.num_replica_groups, ranks.place.group_world_size
+    size = ranks.place.group_world_size
+    has = ranks.num_processes // size, size
     if has[1] == 1:
         raise ValueError(
             "FSDP shards a model over the processes of a replica group, and there is one process in "
@@ -70,7 +71,7 @@ def choose(runtime: Runtime, plugin: Any, parallelism: Any) -> None:
             raise ValueError(
                 f"the ParallelismConfig asks for {asked[0]} replicas of {asked[1]} processes, and there "
                 f"are {has[0]} replica groups of {has[1]}: let {REPLICATE}_size be the number of "
-                f"replica groups, and {SHARD}_size their size (group_size)"
+                f"replica groups (without hot spares), and {SHARD}_size their size (group_size)"
             )
     ranks.hold_shards()
 

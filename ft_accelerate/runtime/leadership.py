@@ -29,7 +29,6 @@ class Leadership:
 
     Args:
         position: of this process's script.
-        process_index: its number among all processes.
         group_size: processes of a replica group, of which the first may be the main one.
         speaks: it tells the launcher for its replica group.
         first: it is the main one until a quorum says otherwise.
@@ -40,7 +39,6 @@ class Leadership:
     def __init__(
         self,
         position: ScriptPosition,
-        process_index: int,
         *,
         group_size: int,
         speaks: bool,
@@ -53,7 +51,7 @@ class Leadership:
         """Whether it is in the replica group of that one, as far as it knows."""
         self.denied = 0
         """How often this process was asked whether it is the main one, and was not."""
-        self._position, self._index, self._speaks = position, process_index, speaks
+        self._position, self._speaks = position, speaks
         self._size, self._heals_variables = group_size, heals_variables
         self._led_in, self._warned = NO_QUORUM, False
         self._openings: list[Opening] = []
@@ -88,10 +86,11 @@ class Leadership:
             knows = self._position.missed == 0 or self.group_leads or part.groups == 1
             self._take(part.rank == 0 and knows)
 
-    def decide(self, part: Participation | None, whole: Mapping[int, bool]) -> None:
-        """The headers of this quorum are there; `whole`: what `main_of` asks for."""
+    def decide(self, part: Participation | None, index: int, whole: Mapping[int, bool]) -> None:
+        """The headers of this quorum are there. `index`: of this process; `whole`: what `main_of` asks for."""
         self._led_in = NO_QUORUM if part is None else part.quorum_id
-        self._take(main_of(whole) // self._size == self._index // self._size)
+        contributes = part is not None and part.rank is not None
+        self._take(contributes and main_of(whole) // self._size == index // self._size)
 
     def _take(self, leads: bool) -> None:
         self.group_leads, self.holds = leads, leads and self._speaks

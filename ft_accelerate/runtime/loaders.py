@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import send_to_device
 
+from ft_accelerate.runtime.divided_data import index_sampler, is_stateful, read_as
 from ft_accelerate.runtime.peer_state import generator_of
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import Phase
@@ -58,6 +58,8 @@ class _Pass:
         left_out = _done_in(self._resumed) + _skipped(loader)
         self._iteration = runtime.position.begin(state, left_out)
         self._length = _length(loader)
+        self._index = -1
+        """By which its batches are drawn."""
 
     def batches(self) -> Iterator[Any]:
         """What the script gets."""
@@ -75,6 +77,10 @@ class _Pass:
                         break
                     batch = self._first_batch()
                 else:
+                    if real is not None and self._index != runtime.process_index:
+                        real.close()  # type: ignore[attr-defined]
+                        real = None  # it goes on with the share of another group
+                        position.generator_states[iteration.seq] = iteration.generator_state
                     if real is None:
                         if iteration.begun and iteration.yielded == length:
                             _end(loader)
@@ -95,6 +101,8 @@ class _Pass:
     def _start(self) -> Iterator[Any]:
         """The real batches, from this pass's position on."""
         loader, iteration = self._loader, self._iteration
+        self._index = self._runtime.process_index
+        read_as(loader, self._index, self._runtime.num_processes)
         state = self._runtime.position.generator_states.pop(iteration.seq, None)
         if self._generator is not None and state is not None:
             self._generator.set_state(state)
@@ -106,12 +114,12 @@ class _Pass:
                 broadcast(state)
                 self._generator.set_state(state)
                 iteration.generator_state = state
-        if _is_stateful(loader):
+        if is_stateful(loader):
             return self._start_stateful()
         skip = iteration.yielded - iteration.left_out
         if not skip:
             return self._original(loader)
-        sampler = _index_sampler(loader)
+        sampler = index_sampler(loader)
         if sampler is None:
             return _later(self._original(loader), skip)
         sampler._ft_skip = skip
@@ -155,7 +163,7 @@ class _Pass:
         if loader not in _first_batches:
             before = None if generator is None else generator.get_state()
             batch = next(iter(loader.base_dataloader))
-            if _is_stateful(loader):
+            if is_stateful(loader):
                 loader.base_dataloader.load_state_dict({})  # forget it
             if generator is not None and before is not None:
                 generator.set_state(before)
@@ -183,35 +191,9 @@ def skip_batches(original: Original, sampler: Any) -> Iterator[Any]:
     return islice(original(sampler), sampler.__dict__.pop("_ft_skip", 0), None)
 
 
-def _index_sampler(loader: Any) -> Any | None:
-    """The sampler whose items can be left out without loading data."""
-    from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
-
-    for sampler in (loader.batch_sampler, loader.sampler):
-        while isinstance(sampler, SkipBatchSampler):
-            sampler = sampler.batch_sampler
-        if isinstance(sampler, BatchSamplerShard):
-            return sampler
-    return None
-
-
-def skips_by_index(loader: Any) -> bool:
-    """Whether a pass over this loader can begin in its middle without reading what lies before."""
-    return (
-        isinstance(loader, DataLoaderShard)
-        and not _is_stateful(loader)
-        and _index_sampler(loader) is not None
-    )
-
-
-def _is_stateful(loader: Any) -> bool:
-    """Whether torchdata's StatefulDataLoader reads for it."""
-    return bool(getattr(loader, "use_stateful_dataloader", False))
-
-
 def _take_resumed(loader: Any) -> _LoaderState:
     """The state with which a checkpoint lets this pass begin, which is used once."""
-    if not _is_stateful(loader):
+    if not is_stateful(loader):
         return None
     base = loader.base_dataloader
     resumed: _LoaderState = base.next_iter_state

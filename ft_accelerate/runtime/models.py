@@ -15,6 +15,10 @@ from ft_accelerate.runtime.script_position import Phase, ScriptPosition
 from ft_core.collectives.retry import RetryableReducer
 from ft_core.ddp import RetryableDistributedDataParallel, never_compile
 
+UNUSED_HINT = (
+    "pass kwargs_handlers="
+    "[DistributedDataParallelKwargs(find_unused_parameters=True)] to Accelerator"
+)
 COPIED_BYTES = 4096
 """Remembered outputs of up to this size are copied for each use."""
 

@@ -35,11 +35,12 @@ from ft_accelerate.runtime.checked_collectives import (
     Diverged,
     Kind,
 )
+from ft_accelerate.runtime.divided_data import LATE_SHARE, DividedData
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership
-from ft_accelerate.runtime.models import FaultTolerantModel
+from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel
 from ft_accelerate.runtime.prepared import Prepared, freeze, thaw
 from ft_accelerate.runtime.saved_position import SavedPosition
-from ft_accelerate.runtime.script_position import EARLY, Iteration, Phase, ScriptPosition
+from ft_accelerate.runtime.script_position import EARLY, LATER, Iteration, Phase, ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
 from ft_accelerate.runtime.tracker_runs import TrackerRuns
 from ft_core.collectives.agreement import agree
@@ -59,23 +60,13 @@ log = logging.getLogger("ft_accelerate")
 UNREACHABLE_PAUSE_S = 0.05
 PATIENCE = 0.25
 """Of the timeout: how long a header waits for processes that may be at a gradient step without one."""
-LATER = (
-    "this process came back, and its peers are in a later training of the script (they have prepared "
-    "more models, or called Trainer.train more often): what was trained before can't be trained again "
-    "without them, so it does not join them. Let a script train once, or prepare all models before "
-    "the first training batch"
-)
 EARLY_EXIT_CODE = 1
-UNUSED_HINT = (
-    "pass kwargs_handlers="
-    "[DistributedDataParallelKwargs(find_unused_parameters=True)] to Accelerator"
-)
 
 
 class Runtime:
     """Fault tolerance of one process. The loop's thread, but where said otherwise.
 
-    `process_index` of `num_processes`: this process's number among all processes of all replica groups.
+    `num_processes`: of all replica groups, without those of hot spares.
     """
 
     def __init__(
@@ -83,9 +74,10 @@ class Runtime:
     ) -> None:
         self.options, self._supervision = options, supervision
         self.group_ranks = ranks = GroupRanks(options, place, supervision.restarts)
-        self.num_processes, self.process_index = ranks.num_processes, ranks.process_index
+        self.num_processes = ranks.num_processes
         self.startup = StartupCollectives(ranks)
         self.position = ScriptPosition()
+        self._data = DividedData(ranks, self.position)
         self._catch_up = CatchUp(self.position, measures=place.group_world_size == 1)
         self.reducer = RetryableReducer(
             RetryHooks(
@@ -113,10 +105,9 @@ class Runtime:
         self.prepared = Prepared()
         self.leadership = Leadership(
             self.position,
-            self.process_index,
             group_size=place.group_world_size,
             speaks=place.group_rank == 0,
-            first=self.process_index == 0 and (supervision.restarts == 0 or ranks.is_only_group),
+            first=ranks.number == 0 and (supervision.restarts == 0 or ranks.is_only_group),
             heals_variables=lambda: bool(self.on_live),
         )
         self._there_at = time.monotonic() - age_s()
@@ -128,12 +119,17 @@ class Runtime:
         self._sigterm = Sigterm(self._is_waiting)
         self._sink: JsonlSink | None = None
         if place.event_log:
-            self._sink = JsonlSink(Path(place.event_log), name=str(self.process_index))
+            self._sink = JsonlSink(Path(place.event_log), name=str(ranks.number))
         if supervision.pid:
             die_with(supervision.pid)
         atexit.register(self._at_exit)
 
     # ------------------------------------------------------------------ which processes are there
+
+    @property
+    def process_index(self) -> int:
+        """Its number among the processes that the script knows."""
+        return self.group_ranks.process_index
 
     @property
     def live(self) -> bool:
@@ -144,11 +140,6 @@ class Runtime:
     def leader(self) -> bool:
         """Whether this process is the main one (`Leadership.mine`)."""
         return self.leadership.mine
-
-    @property
-    def denied(self) -> int:
-        """How often this process was asked whether it is the main one, and was not."""
-        return self.leadership.denied
 
     @property
     def local_leader(self) -> bool:
@@ -243,15 +234,18 @@ class Runtime:
             self._go_live_if_there()
             exhausted = iteration.begun and loader.end_of_dataloader
             if not self.live or exhausted or not self.ready or not self.prepared.training:
-                return
+                break
             if position.leaves not in (None, iteration.seq):
-                return  # an evaluation within an epoch, in which a window could not be entered
+                break  # an evaluation within an epoch, in which a window could not be entered
+            self._data.refuse_undivided(loader)
             position.open_window(iteration)
             if self._open:
-                return
+                break
             self._begin("fetch")
             if self.live:
-                return
+                break
+        if self.manager is not None:
+            self._data.follow(iteration, self.manager.step.part)
 
     def _arrived(self) -> None:
         """The script stands where its peers' window began: forget what it did while it fast-forwarded."""
@@ -276,7 +270,7 @@ class Runtime:
             self._catch_up.live()
             for arrived in self.on_live:
                 arrived()
-            states.reseed(torch.initial_seed(), self.process_index, target.events)
+            states.reseed(torch.initial_seed(), self.group_ranks.number, target.events)
             log.info("live at event %s of the script", target.events)
 
     def _tell_back(self) -> None:
@@ -318,6 +312,7 @@ class Runtime:
         self._go_live_if_there()
         if not self.live and self.position.grad_is_done:
             return False
+        self._data.refuse_unknown()
         if self.unfinished is not None:
             raise RuntimeError(
                 "gradients are to be averaged while a fragment of DiLoCo is on its way: use "
@@ -335,6 +330,7 @@ class Runtime:
         self._go_live_if_there()
         if not self.live and self.position.grad_is_done:
             return False
+        self._manager.state.shares_rest = False
         if self._manager.bind() and self._headerless != self._quorum_id:
             self._attempt(Kind.GRADIENTS, CheckedCollectives.check)
         return True
@@ -353,6 +349,7 @@ class Runtime:
     def drift(self, drifts: bool) -> None:
         """Whether the state changes between the steps that are voted on, in each process in its own
         way, as in LocalSGD: peers are served copies then, and nothing is compared."""
+        self._data.refuse_drift(drifts)
         self.serve_copies = drifts
         if self.manager is not None:
             self.manager.compare_states(not drifts)
@@ -429,12 +426,13 @@ class Runtime:
         together = self.group_ranks.shards and kind is not Kind.GRADIENTS
         if manager.errored() is not None and not together:
             return None
+        manager.state.shares_rest = kind is not Kind.GRADIENTS
         patience_s = None
         if manager.bind() and self._quorum_id == self._headerless:
             patience_s = PATIENCE * self.options.timeout_s
         collectives = CheckedCollectives(
             manager,
-            self.process_index,
+            self.group_ranks.index_in(manager.step.part),
             self.num_processes,
             self.prepared.device,
             kind,
@@ -475,10 +473,13 @@ class Runtime:
         if part is not None:  # else the attempt has failed already; its vote tells
             self.contributes = part.rank is not None
             self.leadership.follow(part)
+            if self._data.is_another(part):
+                self._end_early(LATE_SHARE.format(self.options.replica_group_id, part.share))
 
     def _take_main(self, whole: dict[int, bool]) -> None:
         """The headers of this quorum are there."""
-        self.leadership.decide(self._manager.step.part, whole)
+        part = self._manager.step.part
+        self.leadership.decide(part, self.group_ranks.index_in(part), whole)
 
     def _vote(self) -> bool:
         if self._sigterm.noted:
@@ -653,12 +654,16 @@ class Runtime:
         if hasattr(sys, "last_value") or self._sigterm.noted:
             self.close()
         elif self.ends_early():
-            self.close()
-            print(f"ft_accelerate: {EARLY}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            os._exit(EARLY_EXIT_CODE)  # nothing else changes the exit code here
+            self._end_early(EARLY)
         else:
             self.close(finished=not self.position.active)
+
+    def _end_early(self, why: str) -> None:
+        """End this process, so that it is started again."""
+        self.close()
+        print(f"ft_accelerate: {why}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(EARLY_EXIT_CODE)  # nothing else changes the exit code at exit
 
     def ends_early(self) -> bool:
         """Whether the script, which is at its end, has not come to where its peers are."""

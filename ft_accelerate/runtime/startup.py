@@ -36,7 +36,7 @@ from ft_core.launch.rank_group import BROKEN_EXIT_CODE
 from ft_core.launch.sigterm import EXIT_CODE
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
-from ft_core.replica.status import RanksHold
+from ft_core.replica.status import Participation, RanksHold
 from ft_core.shell.group_server import group_store
 from ft_core.shell.intra_group import OPEN_TIMEOUT_S, IntraGroup
 from ft_core.shell.local_lighthouse import DEFAULT_PORT
@@ -57,11 +57,24 @@ class GroupRanks:
     def __init__(self, options: FaultTolerancePlugin, place: ReplicaEnv, restarts: int) -> None:
         self.options, self.place, self.restarts = options, place, restarts
         self._job = options.job(place)
-        self.num_processes = options.num_replica_groups * place.group_world_size
-        self.process_index = options.replica_group_id * place.group_world_size + place.group_rank
+        self.num_processes = self._job.data_shares * place.group_world_size
+        self.number = options.replica_group_id * place.group_world_size + place.group_rank
+        """Among the processes of all groups. A hot spare's is none of a process that the script knows."""
+        self.share = options.replica_group_id % self._job.data_shares
+        """Of the training data: which one this group reads (`ft_accelerate.runtime.divided_data`)."""
         self._in_group = IntraGroup(self._job, life=restarts)
         self.shards = False
         """Whether the processes of a group share one copy of the model; else each has one."""
+
+    @property
+    def process_index(self) -> int:
+        """This process's number as the script knows it: among those that read the data."""
+        return self.share * self.place.group_world_size + self.place.group_rank
+
+    def index_in(self, part: Participation | None) -> int:
+        """`process_index` in a step: a spare may act within it for a group that is gone."""
+        share = self.share if part is None or part.share is None else part.share
+        return share * self.place.group_world_size + self.place.group_rank
 
     @property
     def is_only_group(self) -> bool:
@@ -250,13 +263,13 @@ class StartupCollectives:
 
     def _attempt(self, kind: Kind, attempt: Attempt) -> Any:
         manager, ranks, events = self._connected, self._ranks, self._events
-        if manager.errored() is not None:
+        if manager.errored() is not None or not manager.bind():
             return None
         try:
             return attempt(
                 CheckedCollectives(
                     manager,
-                    ranks.process_index,
+                    ranks.index_in(manager.step.part),
                     ranks.num_processes,
                     _device(),
                     kind,

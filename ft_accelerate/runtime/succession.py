@@ -115,11 +115,11 @@ class OwedHooks:
         """Call each callback's hook, and see which of them ask."""
         self._owed = [owed for owed in self._owed if owed.event != event]
         for callback in list(handler.callbacks):
-            before, denied = dict(_attributes(callback)), runtime.denied
+            before, denied = dict(_attributes(callback)), runtime.leadership.denied
             with _watched(state), _only(handler, callback):
                 control = original(handler, event, args, state, control, **kwargs)
                 asked = _asked[0]
-            if asked or runtime.denied != denied:
+            if asked or runtime.leadership.denied != denied:
                 after = _attributes(callback)
                 changed = {
                     name: (before.get(name, _MISSING), value)

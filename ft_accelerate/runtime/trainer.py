@@ -93,7 +93,7 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if runtime.process_index == 0 and (text := seams.newer(KNOWN)):
+    if runtime.group_ranks.number == 0 and (text := seams.newer(KNOWN)):
         log.warning("%s", text)
     goes_on = resume_from_checkpoint is None
     if resume_from_checkpoint is True:
@@ -205,7 +205,7 @@ def _started_from(
     written = _written_by_job(output_dir, runtime, number) if goes_on else None
     if written is not None:
         given = written
-        if runtime.process_index == 0:
+        if runtime.group_ranks.number == 0:
             log.warning(
                 "no process of this job is left in training: it goes on from %s "
                 "(resume_from_checkpoint=False starts anew)",

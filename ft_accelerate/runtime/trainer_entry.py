@@ -22,7 +22,7 @@ import weakref
 from typing import Any
 
 from ft_accelerate import seams
-from ft_accelerate.runtime.loaders import skips_by_index
+from ft_accelerate.runtime.divided_data import skips_by_index
 from ft_accelerate.runtime.process import while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import Elsewhere, ScriptPosition

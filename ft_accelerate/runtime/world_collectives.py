@@ -122,7 +122,7 @@ def all_reduce(
         here = present(headers)
         nbytes = next(iter(here.values())).nbytes
         mine = tensor if tensor.nbytes == nbytes else _typed(_bytes(tensor), tensor, nbytes)
-        if runtime.process_index not in here:
+        if collectives.process_index not in here:
             mine = mine.clone()
             fill_neutral(mine, "max" if kind is Kind.MAX else "sum")
         total = collectives.reduce(mine, op)

@@ -75,13 +75,24 @@ class Shares:
         contributes = part.rank is not None and name in contribute
         if part.rank is not None and contributes:
             rank = contribute.index(name) * size + part.rank % size
+        share = holders.index(name) if contributes else None
+        soon = holders if contributes else self.after(view).holders
+        held = share is None or self.holders[share] == name
         return replace(
             part,
             participants=len(contribute) * size,
             rank=rank,
             groups=len(contribute),
-            share=holders.index(name) if contributes else None,
+            share=share,
+            reads=soon.index(name) if name in soon else None,
+            heir=not held and self._is_late(name, share, contribute),
         )
+
+    def _is_late(self, name: str, share: int | None, contribute: Sequence[str]) -> bool:
+        """Whether `name` has its share only since this step began, and others had theirs before."""
+        if not any(self.holders):  # the first step of all, where a group reads the share of its number
+            return name != str(share) and len(contribute) > 1
+        return any(each in contribute for each in self.holders)
 
 
 def _filled(left: Holders, able: Sequence[str]) -> Holders:

@@ -141,6 +141,8 @@ class Participation:
         rank: among the participants; None if this member contributes nothing.
         groups: how many replica groups contribute.
         share: of the data, that this group holds (`ft_core.replica.shares`); None: none.
+        reads: the share whose batch it computes now: its own, or the one that it holds next; None: any.
+        heir: it was given its share within this step, since too few hold one; others that hold theirs wait.
     """
 
     quorum_id: int
@@ -150,6 +152,8 @@ class Participation:
     rank: int | None
     groups: int
     share: int | None = None
+    reads: int | None = None
+    heir: bool = False
 
 
 class ReplicaStatus(NamedTuple):

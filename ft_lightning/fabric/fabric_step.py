@@ -201,7 +201,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         self._took_over = where is Where.BATCH and not self._healed
         for place in self.progress.places:
             if place.sampler is not None:
-                place.sampler.rank = self.global_rank
+                place.sampler.rank = self.distributed_sampler_kwargs["rank"]
                 place.moved = place.moved or place.active
         if self._took_over:
             self._go_to_window()

@@ -179,7 +179,7 @@ class FTFabricMixin(FabricSavesMixin):
         self.progress.places.append(place)
         set_epoch = self._from("fabric.utilities.data")._set_sampler_epoch
         place.placeable = is_placeable(loader)
-        place.sampler = sharding_sampler(loader, self.world_size)
+        place.sampler = sharding_sampler(loader, self.distributed_sampler_kwargs["num_replicas"])
         follow(loader, place, boundary=partial(self._before_batch, place), set_epoch=set_epoch)
         return loader
 

@@ -77,14 +77,14 @@ class ShardGroupMixin(StrategyBase):
         return data, tensor
 
     def _data_part(self, *, of_all: bool) -> dict[str, int]:
-        """What a sampler is to divide the data by: over the ranks of all groups, or of this one. Ranks of
+        """What a sampler is to divide the data by: over the ranks of all shares, or of this group. Ranks of
         one tensor-parallel group have the same data."""
         mesh = self.device_mesh["data_parallel"]
         size, rank = mesh.size(), mesh.get_local_rank()
         if of_all:
             return {
-                "num_replicas": self.scope.num_groups * size,
-                "rank": self.scope.index * size + rank,
+                "num_replicas": self._job.data_shares * size,
+                "rank": self.share * size + rank,
             }
         return {"num_replicas": size, "rank": rank}
 

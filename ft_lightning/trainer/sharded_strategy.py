@@ -49,7 +49,6 @@ class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
     """
 
     strategy_name = SHARDED
-    _serves_spares = False
     _shards: RetryableShards | None = None
     _is_as_it_is = False
 

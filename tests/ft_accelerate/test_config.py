@@ -24,6 +24,7 @@ def test_options_go_through_the_environment_and_come_back() -> None:
         replica_group_id=2,
         lighthouse="tcp://10.0.0.1:29510",
         min_replicas=2,
+        spares=0,
         timeout_s=7.5,
         quorum_timeout_s=90,
         max_restarts=1,
@@ -57,6 +58,12 @@ def test_arguments_beat_our_variables_which_beat_the_cores(monkeypatch: pytest.M
     [
         ({"min_replicas": 3, "num_replica_groups": 2}, r"min_replicas \(3\) must be at most"),
         ({"replica_group_id": 2, "num_replica_groups": 2}, "a number from 0 to 1"),
+        (
+            {"min_replicas": 2, "num_replica_groups": 2, "spares": 1},
+            "spares=1 of 2 replica groups leaves 1 that contribute, fewer than min_replicas=2",
+        ),
+        ({"num_replica_groups": 2, "spares": 1, "commit": "group"}, 'spares needs commit="quorum"'),
+        ({"num_replica_groups": 2, "spares": 1, "group_size": 1}, "leaves one process that trains"),
         ({"num_replica_groups": 0}, "num_replica_groups must be at least 1, got 0"),
         ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
         ({"timeout_s": "soon"}, "timeout_s must be a number of seconds, got 'soon'"),
@@ -116,6 +123,21 @@ def test_a_process_finds_its_place_among_all() -> None:
     assert (alone.num_processes, alone.process_index, alone.place.local_rank) == (3, 1, 0)
 
 
+def test_a_hot_spare_reads_a_share_and_has_a_number_of_its_own() -> None:
+    env = rank_environment({}, rank=1, size=2, port=29500)
+    found = [
+        GroupRanks(
+            FaultTolerancePlugin(num_replica_groups=5, replica_group_id=group, spares=2),
+            ReplicaEnv.read(env),
+            restarts=0,
+        )
+        for group in range(5)
+    ]
+    assert {ranks.num_processes for ranks in found} == {6}
+    assert [ranks.number for ranks in found] == [1, 3, 5, 7, 9]
+    assert [ranks.process_index for ranks in found] == [1, 3, 5, 1, 3]
+
+
 @pytest.mark.parametrize(
     ("env", "group_size", "said"),
     [
@@ -144,6 +166,7 @@ def test_the_section_gets_its_prefix_and_types() -> None:
     }
     assert read_section(None) == {}
     assert read_section({"job_id": None}) == {}
+    assert read_section({"spares": "1"}) == {"fault_tolerance_spares": 1}, "of how many is not known here"
 
 
 @pytest.mark.parametrize(

@@ -493,6 +493,7 @@ TAKEN_BY_NAME = {
     "heal_allow_objects",
     "token",
     "job_id",
+    "spares",
 }
 """What users of both frameworks choose under the names of `JobOptions`."""
 SETTLED_BY_THE_LAUNCHER = {
@@ -515,7 +516,7 @@ def test_what_both_frameworks_choose_gets_here_whole() -> None:
     mine = {field.name for field in dataclasses.fields(JobOptions)}
     lightning = {field.name for field in dataclasses.fields(Options)}
     accelerate = set(field_names())
-    assert lightning & mine == TAKEN_BY_NAME | {"max_retries", "spares"}
+    assert lightning & mine == TAKEN_BY_NAME | {"max_retries"}
     assert accelerate & mine == TAKEN_BY_NAME
     alone = {"replica_name", "resume", "validation"}
     assert lightning - mine == SETTLED_BY_THE_LAUNCHER | alone

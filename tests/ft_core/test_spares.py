@@ -134,6 +134,28 @@ def test_a_share_moves_at_once_where_no_step_would_be_committed_without_it() -> 
     assert one.seen == {step: [1.0, 1.0] for step in range(4)}
 
 
+def test_no_share_moves_with_a_step_that_is_none_of_the_training() -> None:
+    """As an operation in a script of Accelerate's."""
+    with lighthouse(all_join=True, expected_replicas=3) as server:
+        zero, one, spare = (Group(server, str(n), shares=2) for n in range(3))
+
+        def dies() -> None:
+            zero.run_to(2)
+            zero.close()
+
+        def goes_on(group: Group) -> None:
+            group.run_to(2)
+            group.manager.state.shares_rest = True
+            group.run_to(5)
+            group.manager.state.shares_rest = False
+            group.run_to(7)
+            group.close()
+
+        replicas(dies, lambda: goes_on(one), lambda: goes_on(spare))
+    strength = [sum(counted) for _, counted in sorted(one.seen.items())]
+    assert strength == [2, 2, 1, 1, 1, 1, 2]
+
+
 def test_what_a_checkpoint_holds_says_who_holds_which_share() -> None:
     mine = manager("tcp://127.0.0.1:1", "3", expected_replicas=4, spares=1)
     saved = mine.state_dict() | {"shares": ["3", "1", "2"]}

@@ -468,12 +468,18 @@ def test_accelerate_config_asks_our_questions_too(tmp_path: Path) -> None:
         ("train fault-tolerantly", "yes\n"),
         ("restarted together)? [1]", "3\n"),
         ("Please enter a number that divides the 4", "2\n"),
-        ("smallest number of replica groups to train with (there are 2)", "2\n"),
+        ("smallest number of replica groups to train with (there are 2)", "1\n"),
         ("lighthouse that runs already", "\n"),
         ("hangs be evicted", "30\n"),
         ("died be restarted", "\n"),
         ("How should a step be committed", MENU[0]),
-        ("other options", "\n"),
+        ("other options", "yes\n"),
+        ("should be hot spares", "2\n"),
+        ("Please enter a number from 0 to 1", "1\n"),
+        ("name on the lighthouse", "\n"),
+        ("shared secret", "\n"),
+        ("wait for a quorum", "\n"),
+        ("arbitrary Python objects", "\n"),
         ("configuration saved", ""),
     ]
     command = [*accelerate("config"), "--config_file", str(path)]
@@ -482,9 +488,10 @@ def test_accelerate_config_asks_our_questions_too(tmp_path: Path) -> None:
     assert config["fault_tolerance_config"] == {
         "use_fault_tolerance": True,
         "fault_tolerance_group_size": 2,
-        "fault_tolerance_min_replicas": 2,
+        "fault_tolerance_min_replicas": 1,
         "fault_tolerance_timeout_s": 30.0,
         "fault_tolerance_commit": "quorum",
+        "fault_tolerance_spares": 1,
     }, said
 
 

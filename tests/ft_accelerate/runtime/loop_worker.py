@@ -116,7 +116,11 @@ class LoopLog(Log):
     """Only what is trained is logged, not what a script runs through of its past."""
 
     def __init__(self, options: dict[str, Any], accelerator: Any) -> None:
-        super().__init__(options["log"], str(accelerator.process_index), options["holds"])
+        from ft_accelerate.runtime import process as processes
+
+        runtime = processes.active()
+        number = accelerator.process_index if runtime is None else runtime.group_ranks.number
+        super().__init__(options["log"], str(number), options["holds"])
         self.options, self.started = options, False
 
     @property
@@ -125,6 +129,15 @@ class LoopLog(Log):
 
         runtime = processes.active()
         return runtime is None or runtime.live
+
+    @property
+    def share(self) -> int | None:
+        """Of the data, that counts in the last step; None: there are no shares, or a spare has none."""
+        from ft_accelerate.runtime import process as processes
+
+        runtime = processes.active()
+        manager = None if runtime is None else runtime.manager
+        return None if manager is None or manager.step.part is None else manager.step.part.share
 
     @property
     def leads_another(self) -> bool:
@@ -274,6 +287,7 @@ def run(options: dict[str, Any]) -> None:
                         batch=[round(float(v) * 64) for v in x[:, 0]],
                         skipped=accelerator.optimizer_step_was_skipped,
                         main=accelerator.is_main_process,
+                        share=log.share,
                     )
                     if options["save"] and global_step % options["save"] == 0:
                         accelerator.save_state(f"{options['log']}/checkpoint_{global_step}")

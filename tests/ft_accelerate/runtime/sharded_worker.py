@@ -85,6 +85,14 @@ def made(options: dict[str, Any]) -> Any:
     )
 
 
+def number_of(accelerator: Any) -> int:
+    """Of this process among all, hot spares too."""
+    from ft_accelerate.runtime import process as processes
+
+    runtime = processes.active()
+    return int(accelerator.process_index if runtime is None else runtime.group_ranks.number)
+
+
 def shards(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.to_local() for name, p in model.state_dict().items()}
 
@@ -101,7 +109,7 @@ def run(options: dict[str, Any]) -> None:
 
     accelerator = made(options)
     index = accelerator.process_index
-    log = Log(options["log"], str(index), options["holds"])
+    log = Log(options["log"], str(number_of(accelerator)), options["holds"])
     log.begin_life()
     set_seed(7)
     generator = torch.Generator().manual_seed(3)
@@ -127,7 +135,7 @@ def run(options: dict[str, Any]) -> None:
         model.train()
         for inputs, labels in data:
             log.at(f"step-{step}")
-            log.die_once(options["dies"].get(str(index)) == step)
+            log.die_once(options["dies"].get(log.name) == step)
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(inputs), labels)
                 accelerator.backward(loss)

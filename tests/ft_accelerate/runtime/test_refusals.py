@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DDPCommunicationHookType, FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader
 
-from ft_accelerate import DiLoCo, FaultToleranceKwargs
+from ft_accelerate import DiLoCo, FaultToleranceKwargs, LocalSGD
 from ft_accelerate.install import check_seams, install, uninstall
 from ft_accelerate.options import ENV_USE
 from ft_accelerate.runtime import process as processes
@@ -126,6 +126,35 @@ def test_options_of_diloco_that_cannot_be(options: dict[str, Any], sentence: str
     model = mine.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=sentence):
         DiLoCo(mine, model, 8, **options)
+
+
+@pytest.mark.parametrize("kind", ["stream", "not prepared", "stateful", "local_sgd"])
+def test_what_a_hot_spare_could_not_take_over_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_FAULT_TOLERANCE_NUM_REPLICA_GROUPS", "3")
+    monkeypatch.setenv("ACCELERATE_FAULT_TOLERANCE_SPARES", "1")
+    if kind == "stateful":
+        pytest.importorskip("torchdata")
+    settings = DataLoaderConfiguration(use_stateful_dataloader=kind == "stateful")
+    mine = accelerator(dataloader_config=settings)
+    assert (mine.num_processes, mine.process_index) == (2, 0)
+    data = DataLoader(Stream() if kind == "stream" else [torch.ones(2)] * 8, batch_size=2)
+    model = torch.nn.Linear(2, 1)
+    model = mine.prepare(model)
+    loader = data if kind == "not prepared" else mine.prepare(data)
+    if kind == "local_sgd":
+        with pytest.raises(ValueError, match="leave out LocalSGD and DiLoCo"):
+            LocalSGD(accelerator=mine, model=model, local_sgd_steps=2).__enter__()
+        return
+    with pytest.raises(ValueError, match="fault_tolerance_spares needs training data"):
+        for batch in loader:
+            mine.backward(model(batch).sum())
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.ones(2)] * 8)
 
 
 def test_groups_of_another_size_than_was_started_are_refused(

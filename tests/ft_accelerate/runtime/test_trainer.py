@@ -80,13 +80,18 @@ def protected(
     kills: str = "",
     min_replicas: int = 2,
     group_size: int = 1,
+    spares: int = 0,
     hold: Path | None = None,
     **more: str,
 ) -> tuple[list[Report], str]:
-    """The same script in two replica groups."""
+    """The same script in two replica groups, and spares."""
     out.mkdir(exist_ok=True)
-    section = {"min_replicas": min_replicas, "timeout_s": 30, "group_size": group_size, "keep_state_s": 0}
-    given = {**CONFIG, "num_processes": 2 * group_size, "fault_tolerance_config": section}
+    processes = (2 + spares) * group_size
+    section = {
+        "min_replicas": min_replicas, "timeout_s": 30, "group_size": group_size, "keep_state_s": 0,
+        "spares": spares,
+    }  # fmt: skip
+    given = {**CONFIG, "num_processes": processes, "fault_tolerance_config": section}
     config = out / "ft.yaml"
     config.write_text(yaml.safe_dump(given))
     command = [
@@ -97,7 +102,7 @@ def protected(
     env["FT_EVENT_LOG"] = str(out / "events")
     said = run(command, env, out)
     assert said.count("was killed by SIGKILL; it is started again") == len(kills.split()), said
-    found = reports(out, 2 * group_size)
+    found = reports(out, processes)
     assert [report["torn"] for report in found] == [[]] * len(found)
     assert not (left := list((out / "checkpoints").glob(".ft_saving/**/*"))), (left, said)
     return found, said
@@ -159,6 +164,19 @@ def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
         same(report, expected)
         steps = [(e.get("step"), e.get("eval_loss")) for e in report["logs"]]
         assert steps == [(e.get("step"), e.get("eval_loss")) for e in expected["logs"]]
+
+
+def test_a_hot_spare_takes_over_the_share_of_one_that_is_killed(
+    oracle: list[Report], tmp_path: Path
+) -> None:
+    """Both shares are needed: the spare computes that of the dead process in the same step. No batch is lost,
+    nor counted twice, then and when the spare is killed in its turn."""
+    kills = "1:0:on_step_begin:9 2:1:on_step_end:12"
+    found, said = protected(TRAINER, tmp_path / "ft", *BEST, kills=kills, spares=1)
+    assert "replica group 2 takes over share 1 of the data within a step that needs it" in said
+    for report in found:
+        same(report, oracle[0])
+        assert report["world"][0] == 2
 
 
 def test_the_others_go_on_and_the_killed_one_catches_up(tmp_path: Path) -> None:

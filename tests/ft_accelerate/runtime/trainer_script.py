@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ft_accelerate.runtime import process as processes
 from ft_core.heal.shardings import local_part
 from tests.harness.script import Log, digest
 from tests.harness.stock import leave_stock
@@ -244,7 +245,9 @@ def report(trainer: Trainer, training_loss: float, torn: set[str], out: Path) ->
         "checkpoints": sorted(p.name for p in (out / "checkpoints").glob("checkpoint-*")),
         "world": [trainer.args.world_size, trainer.args.process_index],
     }
-    Log(out, str(trainer.args.process_index)).end(**found)
+    runtime = processes.active()
+    number = trainer.args.process_index if runtime is None else runtime.group_ranks.number
+    Log(out, str(number)).end(**found)
 
 
 if __name__ == "__main__":

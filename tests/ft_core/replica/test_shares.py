@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ft_core.replica.shares import Shares
-from ft_core.replica.status import CopyIndex, ParticipationRule, View
+from ft_core.replica.status import CopyIndex, Participation, ParticipationRule, View
 from lighthouse.wire.messages import Member, name_of
 
 
@@ -83,6 +83,31 @@ def test_shares_move_at_once_where_no_step_could_be_committed_before() -> None:
     shares, now = Shares(("0", "1", "2"), least=3), view("1", "2", "3")
     assert contributors(shares, now) == {"1": 1, "2": 2, "3": 0}
     assert shares.after(now).holders == ("3", "1", "2")
+
+
+def part_of(name: str, shares: Shares, now: View) -> Participation:
+    behind = any(m.healing for m in now.members if name_of(m.replica_id) == name)
+    plain = ParticipationRule().part(now, f"{name}:x", behind=behind)
+    return shares.part(now, plain, f"{name}:x")
+
+
+def test_what_a_member_reads_is_what_it_holds_next() -> None:
+    """So a loop that can't go back to a batch reads it once, if nothing else happens."""
+    shares, now = Shares(("0", "1", "2")), view("1", "2", "3", "4", "0", healing=("0",))
+    assert [part_of(n, shares, now).reads for n in "12304"] == [1, 2, None, 0, None]
+    assert [part_of(n, shares, view("1", "3", "4")).reads for n in "134"] == [1, 0, 2]
+
+
+def test_an_heir_has_a_share_for_which_others_wait() -> None:
+    shares, now = Shares(("0", "1", "2"), least=3), view("1", "2", "3")
+    assert [part_of(n, shares, now).heir for n in "123"] == [False, False, True]
+    # Nobody waits where no holder is left, and none is needed where enough are.
+    assert not part_of("3", shares, view("3")).heir
+    first = Shares.vacant(3, 3)
+    assert not part_of("0", first, view("0", "1", "2")).heir
+    assert [part_of(n, first, view("0", "1", "3")).heir for n in "013"] == [False, False, True]
+    assert not part_of("3", first, view("3")).heir
+    assert not part_of("3", Shares(("0", "1", "2")), now).heir
 
 
 def test_one_that_heals_holds_no_share_where_too_few_would() -> None:

@@ -76,7 +76,7 @@ def test_a_fabric_loop_validates_itself() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [fabric_lightning.FTDiLoCoStrategy, pytorch.FTFSDPStrategy, pytorch.FTDiLoCoStrategy],
+    [fabric_lightning.FTDiLoCoStrategy, pytorch.FTDiLoCoStrategy],
 )
 def test_hot_spares_are_for_steps_that_all_take_together(strategy: Any) -> None:
     with pytest.raises(ValueError, match='has no hot spares: spares=1 needs "ft_ddp"'):

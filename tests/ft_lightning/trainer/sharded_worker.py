@@ -36,8 +36,9 @@ OPTIONS: dict[str, Any] = {
     "log": "",
     "strategy": "ft_fsdp",
     "cases": ["plain"],
-    "inject": {},  # {"<global step>": rank}: this one of all ranks reports an error once
-    "dies": {},  # {"<global step>": rank}: it is killed in that step's backward, in its first life
+    "inject": {},  # {"<global step>": number}: this one of all processes reports an error once
+    "dies": {},  # {"<global step>": number}: it is killed in that step's backward, in its first life
+    "options": {},  # of the strategy
     "own_start": False,  # each replica group begins with other parameters
     "holds": [],  # "step:<global step>"
 }
@@ -88,13 +89,13 @@ class ShardedModel(LightningModule):
         fully_shard(self.net, mesh=data)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        step, rank = self.trainer.global_step, self.global_rank
+        step, number = self.trainer.global_step, int(self.files.name)
         self.files.at(f"step:{step}")
-        if self.options["inject"].get(str(step)) == rank and step not in self.injected:
+        if self.options["inject"].get(str(step)) == number and step not in self.injected:
             self.injected.add(step)
             self.trainer.strategy.manager.report_error(RuntimeError("injected"))
         loss = self._loss(batch)
-        if self.options["dies"].get(str(step)) == rank:
+        if self.options["dies"].get(str(step)) == number:
             loss.register_hook(lambda _: self.files.die_once(True))
         self.log("train_loss", loss, sync_dist=True)
         self.rows = [round(float(x), 5) for x in self.all_gather(loss.detach()).flatten()]
@@ -132,7 +133,14 @@ class Steps(Callback):
             rows=module.rows,
             samples=[round(float(x)) for x in batch[0][:, 0] * SAMPLES],
             leader=trainer.is_global_zero,
+            share=share_of(trainer.strategy),
         )
+
+
+def share_of(strategy: Any) -> int | None:
+    """Of the data, that counted in the last step."""
+    manager = getattr(strategy, "manager", None)
+    return None if manager is None or not manager.spares else manager.step.part.share
 
 
 def shards_digest(module: nn.Module, optimizers: Any = ()) -> str:
@@ -161,7 +169,7 @@ def fit(case: str, options: dict[str, Any], files: Log, **given: Any) -> Trainer
     trainer = Trainer(
         accelerator="cpu",
         devices=GROUPS * RANKS if stock else 1,
-        strategy=kind(save_distributed_checkpoint=case != "full", **sizes),
+        strategy=kind(save_distributed_checkpoint=case != "full", **sizes, **options["options"]),
         accumulate_grad_batches=2 if case == "accumulate" else 1,
         gradient_clip_val=None if case == "tensor" else 0.5,  # torch has no norm over two meshes
         precision={"half": "bf16-true", "mixed": "bf16-mixed"}.get(case, "32-true"),

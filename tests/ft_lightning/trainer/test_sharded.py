@@ -4,6 +4,7 @@ without faults, and healed shard by shard after them."""
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ WORKER = Path(__file__).parent / "sharded_worker.py"
 BITWISE = ["plain", "half", "mixed", "tensor", "folder", "full"]
 """Half and mixed precision, tensor parallelism inside, and a fit that goes on from a checkpoint: a folder to which
 all ranks write, or one file. Gradients are clipped, and a plateau scheduler follows the validation."""
-STEPS = 6
+STEPS, SAMPLES = 6, 48
 
 
 def sharded(log: Path, lighthouse: str = "", **options: Any) -> Any:
@@ -69,3 +70,25 @@ def test_a_killed_rank_takes_its_group_alone_and_its_shards_heal(
     options = {"own_start": True, "dies": {"2": 3}, "holds": ["step:4"]}
     with sharded(tmp_path, coordinator.address(), **options) as run:
         run.lose_a_rank_and_heal(coordinator, STEPS)
+
+
+def test_a_hot_spare_of_two_ranks_takes_over_within_a_step(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """A rank is killed in a backward, and both shares are needed: both ranks of the spare drop their batch, and
+    compute those of the dead group's share. Each sample counts once."""
+    options = {"options": {"spares": 1, "min_replicas": 2}, "dies": {"2": 1}}
+    with sharded(tmp_path, coordinator.address(), **options) as run:
+        dead, other, spare = (run.start_ranks(index, size=2, groups=3) for index in range(3))
+        run.wait(dead[1], code=-signal.SIGKILL)
+        run.wait(dead[0], code=None)
+        run.wait(*other, *spare)
+    lines = [run.lines(rank) for rank in range(6)]
+    counted = [(line["share"], line["samples"]) for each in lines for line in each]
+    seen = [x for share, samples in counted if share is not None for x in samples]
+    assert sorted(seen) == list(range(SAMPLES))
+    assert [line["share"] for line in lines[4]] == [None, None, 0, 0, 0, 0]
+    for rank in (2, 3):
+        mine, theirs = ([line["digest"] for line in each] for each in (lines[rank], lines[rank + 2]))
+        assert mine == theirs
+        assert len(mine) == STEPS

@@ -1,0 +1,125 @@
+"""Which share of the training data this replica group reads: `fault_tolerance_spares`.
+
+N + k groups have N shares (`ft_core.replica.shares`), and the script knows the processes of N groups. A
+spare reads a share, too, whose batches do not count. It takes over the share of a group that is gone:
+
+| when it is given | what the group does |
+|---|---|
+| with a gradient step that was committed without the dead group | before the first batch of the next window it has that group's `process_index`, and its passes over prepared loaders go on with that group's batches |
+| within a window, since too few hold a share to commit its first gradient step | a raw script can't go back to the window's first batch, whose share it has not read: it ends, and is started again, as one that comes back to that window |
+| the same, and it has read that very share, or no holder is left; between two gradient steps of a window | it goes on with the batch that it has |
+| within an operation | it acts in the place of the dead group, and no share moves |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderShard,
+    IterableDatasetShard,
+    SkipBatchSampler,
+)
+from accelerate.state import AcceleratorState, PartialState
+
+from ft_accelerate.runtime.script_position import Iteration, Phase, Place, ScriptPosition
+from ft_accelerate.runtime.startup import GroupRanks
+from ft_core.replica.status import Participation
+
+LATE_SHARE = (
+    "replica group {} takes over share {} of the data within a step that needs it: it ends, and computes "
+    "that share's batch when it is started again"
+)
+UNDIVIDED = (
+    "fault_tolerance_spares needs training data of which a group can take over another one's share: "
+    "DataLoaders over map-style datasets, prepared by Accelerate, without use_stateful_dataloader; set it "
+    "to 0 for other data"
+)
+
+
+class DividedData:
+    """The share of one process. The loop's thread."""
+
+    def __init__(self, ranks: GroupRanks, position: ScriptPosition) -> None:
+        self._ranks, self._position = ranks, position
+        self._window: Place | None = None  # of which the first batch was asked for
+
+    @property
+    def _several(self) -> bool:
+        options = self._ranks.options
+        return options.spares > 0 and options.num_replica_groups - options.spares > 1
+
+    def follow(self, iteration: Iteration, part: Participation | None) -> None:
+        """A batch is about to be fetched. If it is the first of its window, let it be of the share that
+        this group holds, or will hold with the next step."""
+        window = self._position.window
+        if not self._several or window != (iteration.seq, iteration.yielded):
+            return
+        self._window = window
+        if part is not None and part.reads is not None and part.reads != self._ranks.share:
+            self._ranks.share = part.reads
+            for state in (PartialState, AcceleratorState):
+                state._shared_state["process_index"] = self._ranks.process_index
+
+    def is_another(self, part: Participation) -> bool:
+        """Whether a share was given to this group within a window in which it has read another one, and
+        others wait for that share's batch."""
+        position = self._position
+        if not part.heir or part.share == self._ranks.share:
+            return False
+        within = position.phase is not Phase.FAST_FORWARD and not position.stepped
+        return within and not position.grads and position.window == self._window
+
+    def refuse_undivided(self, loader: Any) -> None:
+        """Raise ValueError for training data of which a spare could not take over a share."""
+        if self._several and not skips_by_index(loader):
+            raise ValueError(UNDIVIDED)
+
+    def refuse_unknown(self) -> None:
+        """Gradients are to be averaged. Raise ValueError if no prepared loader was asked for their batch."""
+        if self._several and self._position.window is None:
+            raise ValueError(UNDIVIDED)
+
+    def refuse_drift(self, drifts: bool) -> None:
+        """Raise ValueError for LocalSGD and DiLoCo."""
+        if drifts and self._ranks.options.spares:
+            raise ValueError(
+                "fault_tolerance_spares serves scripts that average gradients in each step: leave out "
+                "LocalSGD and DiLoCo, or set it to 0"
+            )
+
+
+# ------------------------------------------------------------------ what divides the data of a loader
+
+
+def index_sampler(loader: Any) -> BatchSamplerShard | None:
+    """The sampler whose items can be left out without loading data."""
+    for sampler in (loader.batch_sampler, loader.sampler):
+        while isinstance(sampler, SkipBatchSampler):
+            sampler = sampler.batch_sampler
+        if isinstance(sampler, BatchSamplerShard):
+            return sampler
+    return None
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether torchdata's StatefulDataLoader reads for it."""
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def skips_by_index(loader: Any) -> bool:
+    """Whether a pass over this loader can begin in its middle without reading what lies before."""
+    return (
+        isinstance(loader, DataLoaderShard)
+        and not is_stateful(loader)
+        and index_sampler(loader) is not None
+    )
+
+
+def read_as(loader: Any, index: int, num_processes: int) -> None:
+    """Have the next pass read the part of this process, of so many."""
+    for each in (index_sampler(loader), getattr(loader, "dataset", None)):
+        if isinstance(each, (BatchSamplerShard, IterableDatasetShard)):
+            if each.num_processes == num_processes:
+                each.process_index = index

@@ -1,0 +1,88 @@
+"""Raw Accelerate loops with a hot spare: it takes over the share of one that is killed.
+
+What they train on is compared with a run of as many groups as there are shares, without a fault.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ft_accelerate.harness import Run, compare, running
+from tests.harness.runs import Process
+
+pytestmark = pytest.mark.process
+
+SHARES, GROUPS = 2, 3
+Batch = tuple[int, int]  # share, optimizer step
+
+
+def trained(run: Run) -> dict[Batch, list[int]]:
+    """The batches that count, of all groups. None counts twice."""
+    found: dict[Batch, list[int]] = {}
+    for group in range(GROUPS):
+        for line in (line for line in run.lines(group) if line["share"] is not None):
+            batch = line["share"], line["step"]
+            assert batch not in found
+            found[batch] = line["batch"]
+    return found
+
+
+@pytest.mark.parametrize("min_replicas", [1, SHARES])
+def test_a_spare_takes_over_and_the_one_that_comes_back_is_the_next(
+    tmp_path: Path, lighthouse: str, min_replicas: int
+) -> None:
+    """A process is killed in a forward: its batch of that step is lost, and with the next step the spare has
+    its share. Where all shares are needed none is lost: the spare, which has read another share, ends, and
+    computes the batch when it is started again. The dead process comes back, and takes over in its turn in
+    the next epoch: from the main process, or from the heir, whose share it has read as a spare. An operation
+    in each step moves no share."""
+    needs_all = min_replicas == SHARES
+    options = {"norm": False, "gather_loss": True}
+    env = {
+        "ACCELERATE_FAULT_TOLERANCE_SPARES": "1",
+        "ACCELERATE_FAULT_TOLERANCE_MIN_REPLICAS": str(min_replicas),
+    }
+    with running(tmp_path / "plain", **options) as plain:
+        plain.wait(*plain.start_plain(), code=None)
+    holds = ["step-5", "step-25", "step-30"]
+    with running(tmp_path / "spare", lighthouse, holds=holds, **options) as run:
+
+        def start(group: int, life: int) -> Process:
+            return run.start(group, GROUPS, ACCELERATE_FAULT_TOLERANCE_RESTARTS=str(life), **env)
+
+        def kill(group: int, hold: str) -> None:
+            for each in range(GROUPS):
+                run.until_held(each, hold)
+            lives[group].kill()
+            lives[group].wait()
+            run.go(hold)
+
+        lives = [start(group, 0) for group in range(GROUPS)]
+        kill(1, "step-5")
+        if needs_all:
+            run.wait(lives[2], code=1)
+            lives[2] = start(2, 1)
+        run.until_held(0, "step-25")
+        asked = run.events(1, "waiting", "quorum")
+        lives[1] = start(1, 1)
+        run.until(lambda: run.events(1, "waiting", "quorum") > asked, "group 1 asks for a quorum")
+        run.go("step-25")
+        second = 2 if needs_all else 0
+        kill(second, "step-30")
+        left = 2 - second
+        run.wait(lives[left], lives[1])
+    expected = {(i, line["step"]): line["batch"] for i in range(SHARES) for line in plain.lines(i)}
+    lost = set() if needs_all else {(1, 6), (0, 31)}
+    assert trained(run) == {key: batch for key, batch in expected.items() if key not in lost}
+    ends = [run.end(1), run.end(left)]
+    assert {end["processes"] for end in ends} == {SHARES}
+    assert [end["index"] for end in ends] == ([1, 0] if needs_all else [0, 1])
+    assert [end["main"] for end in ends] == [False, True]
+    assert ends[0]["digest"] == ends[1]["digest"]
+    if needs_all:
+        assert ends[0]["digest"] == plain.end(0)["digest"], "as in a run without a fault"
+    assert compare(run.lines(1), run.lines(left)) > 0
+    assert {line["share"] for line in run.lines(2) if line["step"] <= 5} == {None}
+    assert {line["share"] for line in run.lines(1) if 26 < line["step"] <= 30} == {None}
