@@ -159,7 +159,7 @@ class FTFabricMixin(FabricSavesMixin):
         if scheduler is not None and not any(scheduler is s for s in self._schedulers):
             adopt(scheduler, self._gated)
             self._schedulers.append(scheduler)
-        given = () if scheduler is None else (scheduler,)  # Lightning 2.5.0 has no such argument
+        given = () if scheduler is None else (scheduler,)  # Lightning 2.5 has no such argument
         return super().setup_module_and_optimizers(module, optimizers, *given)
 
     def _gated(self, cls: Any) -> dict[str, Any]:
