@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ft_core.collectives.allreduce import check_devices
+from ft_core.collectives.allreduce import average, check_devices
 from ft_core.manager import Manager
 
 _DIVIDED_AFTER = (torch.float32, torch.bfloat16)
@@ -84,10 +84,10 @@ def _average(manager: Manager, gradient: Tensor, op: ReduceOp.RedOpType) -> None
     step = manager.step
     # Gloo's means are divided sums: with three groups the last bits differ from those of scaled parts.
     divides = op == ReduceOp.AVG and not step.weighted
-    divides = divides and gradient.is_cpu and gradient.dtype in _DIVIDED_AFTER
-    manager.start_allreduce(gradient, ReduceOp.SUM if divides else op).wait()
-    if divides and step.part is not None and step.part.participants > 1:
-        gradient.div_(step.part.participants)
+    if divides and gradient.is_cpu and gradient.dtype in _DIVIDED_AFTER:
+        average(step, gradient)
+    else:
+        manager.start_allreduce(gradient, op).wait()
 
 
 def check_covered(model: nn.Module, sharded: Iterable[nn.Module]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from ft_core.collectives.quantized import DEFAULT_CODEC, Reduction, reduce_quantized
-from ft_core.process_group import ProcessGroup
+from ft_core.process_group import ProcessGroup, ProcessGroupGloo
 from ft_core.process_group.work import CompletedWork, finish_with
 from ft_core.replica.status import Participation
 from ft_core.step import Step
@@ -114,6 +114,25 @@ def start(
     """See `Manager.start_allreduce`. Any thread; raises nothing but ValueError and OutsideStep."""
     op, options = resolve(reduce_op)
     step.expect()
+    return _start(step, tensor, op, options, divided_by=divided_by)
+
+
+def average(step: Step, tensor: Tensor) -> None:
+    """The participants' mean of `tensor`, in place: their sum, divided after it. Waits. Fails the step, and
+    raises nothing but OutsideStep. Any thread."""
+    step.expect()
+    part = step.bind()
+    # Gloo divides by the number of members, in a thread that has just had the sum in its cache.
+    every = part is not None and part.participants == step.group.size()
+    divides = every and isinstance(step.group, ProcessGroupGloo) and not step.queue.busy
+    _start(
+        step, tensor, "sum", _gloos_mean() if divides else options_for("sum"), divided_by=1
+    ).wait()
+    if part is not None and part.participants > 1 and not divides:
+        tensor.div_(part.participants)
+
+
+def _start(step: Step, tensor: Tensor, op: str, options: Any, *, divided_by: int) -> AsyncReduce:
     work: dist.Work | None = None
     end: Callable[[Exception | None], Tensor] | None = None
     try:
@@ -280,6 +299,13 @@ def options_for(op: str) -> Any:
     """torch's options of an all-reduce for `op`: a mean is a sum of scaled contributions. Not to be changed."""
     options = dist.AllreduceOptions()
     options.reduceOp = _ON_THE_WIRE[op]
+    return options
+
+
+@functools.cache
+def _gloos_mean() -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = ReduceOp.AVG
     return options
 
 
