@@ -143,7 +143,7 @@ class FaultTolerancePlugin:
     keep_state_s: float = _option(
         30.0,
         "How often a process of the launcher's takes a copy of the state, in seconds: when all replica groups "
-        "have died they go on from it. Not for groups that share one copy of the model (FSDP). 0: never.",
+        "have died they go on from it. 0: never.",
     )
     keep_state_dir: str = _option(
         "",

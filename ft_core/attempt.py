@@ -102,9 +102,11 @@ class Attempts:
     def be_observed(self, place: tuple[str, ...]) -> None:
         """Tell an observer where the states of this process are, which is about to join. `place`: see
         `Card`."""
-        if self._options.can_be_kept and self._options.group_rank == 0:
-            self._card = Card(self.session.plane.source, place, token=self._options.token)
-            self._slot.tell(self._card.row())
+        options = self._options
+        if options.group_rank < options.parts:
+            source = self.session.plane.source
+            self._card = Card(source, place, token=options.token, parts=options.parts)
+            self._slot.tell(self._card.row(), options.group_rank)
 
     # ------------------------------------------------------------------ the way in
 
@@ -165,7 +167,7 @@ class Attempts:
         status = session.control.submit(events.Begin(heal_in_step=in_step))
         if status.entered:
             self.step.part = self.part(status)
-            if may_show and (session.plane.observed or self._state.shows):
+            if may_show and (session.plane.observed(status.step) or self._state.shows):
                 self._state.show(session, allow_objects=self._options.heal_allow_objects)
         elif not in_step or status.stage is Stage.MEMBER:
             self.enter()
@@ -360,7 +362,7 @@ class Attempts:
                 version = self._state.settle(session)
                 if version is not None and self._card is not None:
                     self._card = replace(self._card, version=version)
-                    self._slot.tell(self._card.row())
+                    self._slot.tell(self._card.row(), self._options.group_rank)
             assert part is not None, "a yes without a quorum"
             self._state.batches_committed += part.participants
             if self._state.shares is not None:

@@ -194,9 +194,9 @@ class JobOptions:
         return self.commit == "group"
 
     @property
-    def can_be_kept(self) -> bool:
-        """Whether the state of rank 0 is all that its replica group needs to go on."""
-        return self.group_world_size == 1 or self.ranks_hold is RanksHold.COPIES
+    def parts(self) -> int:
+        """Into how many parts the state of a replica group is divided: a part a rank, or rank 0 has all."""
+        return self.group_world_size if self.ranks_hold is RanksHold.SHARDS else 1
 
     @property
     def data_shares(self) -> int:

@@ -187,13 +187,10 @@ class State:
         if self.shows and session.plane.quiet:
             self.retire(session)
         busy = self.shows or status.published is not None
-        if busy or not (session.plane.observed and self.whole()):
+        if busy or not (session.plane.observed(status.step) and self.whole()):
             return
         try:
-            tree = self._all()
-            if shardings(tree):
-                raise ValueError("a state with DTensors can't be kept")
-            manifest, tensors = pack(tree, allow_objects)
+            manifest, tensors = pack(self._all(), allow_objects)
             packed = {"manifest": manifest, "tensors": tensors}
             session.plane.publish(status.step, status.lineage, packed, 0)
         except Exception as error:  # the user's code, or what it has put into the state
@@ -226,13 +223,14 @@ class State:
             own: of the state without the keeper.
             agree: `agree(decide)` is what `decide()` returns in the group's rank 0.
         """
-        if self.kept is not None or not (self.whole() and options.can_be_kept and slot().there):
+        if self.kept is not None or not (self.whole() and slot().there):
             return None
+        into = {"shardings": shardings(self.save())} if options.parts > 1 else None
         found: tuple[Version, dict[str, Any]] | None = None
 
         def decide() -> str:
             nonlocal found
-            found = kept_state(options, place, own)
+            found = kept_state(options, place, own, into)
             wanted = found is not None and self.takes_kept(found[1]["user"])
             return json.dumps(asdict(found[0])) if found is not None and wanted else ""
 
@@ -240,7 +238,7 @@ class State:
             return None
         self.kept = Version(**json.loads(said))
         if found is None:  # another rank has decided
-            found = self.kept, fetch_kept(options, self.kept)
+            found = self.kept, fetch_kept(options, self.kept, into)
         self._load(found[1])
         self._count(found[1])
         return self.kept
@@ -376,10 +374,11 @@ def _unchanged(versions: Versions) -> bool:
 
 
 def kept_state(
-    options: JobOptions, place: tuple[str, ...], own: Version
+    options: JobOptions, place: tuple[str, ...], own: Version, into: Any
 ) -> tuple[Version, dict[str, Any]] | None:
-    """(version, the state), if a process that has no more than `own` begins with what the keeper holds;
-    else None. `place`: see `Card`. The training loop's thread, before the process joins."""
+    """(version, this rank's part of the state), if a process that has no more than `own` begins with what the
+    keeper holds; else None. `place`: see `Card`; `into`: how this rank's parts of tensors are sharded. The
+    training loop's thread, before the process joins."""
     if slot().others_train():
         return None
     for _ in range(KEPT_TRIES):
@@ -387,34 +386,35 @@ def kept_state(
         if row is None:
             on_disk = kept_files.read(options.job_id)
         card = Card.of(row) if row is not None else on_disk[0] if on_disk is not None else None
-        if card is None or card.version is None or card.place != place:
+        if card is None or card.version is None or (card.place, card.parts) != (place, options.parts):
             return None
         version = card.version
         if not version.begins_with(own):
             return None
         try:
-            return version, fetch_kept(options, version)
+            return version, fetch_kept(options, version, into)
         except HealError as error:
             log.warning("the kept state of step %s can't be had: %s", version.step, error)
     return None
 
 
-def fetch_kept(options: JobOptions, version: Version) -> dict[str, Any]:
-    """The state of this version, which the keeper holds, or has written. Raises HealError."""
-    row, began = slot().keepers_card(), time.monotonic()
+def fetch_kept(options: JobOptions, version: Version, into: Any) -> dict[str, Any]:
+    """This rank's part of the version, which the keeper holds, or has written. Raises HealError."""
+    part = options.group_rank if options.parts > 1 else 0
+    row, began = slot().keepers_card(part), time.monotonic()
     if row is not None:
         deadline = began + options.timeouts.heal_timeout_s
         key = HealKey(version.step, version.lineage)
         packed, _ = fetch([Card.of(row).address], key, deadline=deadline, options=options)
     else:
         on_disk = kept_files.read(options.job_id)
-        if on_disk is None or on_disk[0].version != version:
+        if on_disk is None or on_disk[0].version != version or part >= len(on_disk[1]):
             raise HealError("the keeper has died")
-        packed = on_disk[1]
+        packed = on_disk[1][part]
     took_s = time.monotonic() - began
     log.info("begins with the state of step %s, which was kept (%.2f s)", version.step, took_s)
     tree: dict[str, Any] = unpack(
-        packed["manifest"], packed["tensors"], allow_objects=options.heal_allow_objects
+        packed["manifest"], packed["tensors"], into=into, allow_objects=options.heal_allow_objects
     )
     return tree
 

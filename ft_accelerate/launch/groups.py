@@ -344,7 +344,6 @@ def _supervise(
     address: str,
     devices: Sequence[str],
 ) -> int:
-    shards = made.place.group_size > 1 and uses("FSDP", env)
     return supervise(
         rank_group.group_command(
             protected(command), made.place.group_size, parent_env=ENV_SUPERVISOR
@@ -358,7 +357,7 @@ def _supervise(
         speaker=SPEAKER,
         on_given_up=tell_lighthouse(address, made.plugin.job_id),
         warm=warm_starts(made.plugin.warm_start, places=[ENV_PREFIX]),
-        keep_state_s=made.plugin.keep_state_s if not shards else 0.0,
+        keep_state_s=made.plugin.keep_state_s,
         keep_state_dir=made.plugin.keep_state_dir,
     )
 

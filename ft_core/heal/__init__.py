@@ -7,6 +7,7 @@ once, in place; `digest` tells whether two states are equal. `pack` and `unpack`
 from ft_core.heal.checksum import digest
 from ft_core.heal.format import pack, unpack
 from ft_core.heal.protocol import (
+    ANY,
     NEXT,
     HealDenied,
     HealError,
@@ -21,6 +22,7 @@ from ft_core.heal.target import fetch
 from ft_core.heal.transport import Interrupt
 
 __all__ = [
+    "ANY",
     "NEXT",
     "HealDenied",
     "HealError",

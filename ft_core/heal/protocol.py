@@ -74,8 +74,10 @@ class HealKey:
         return f"(step {self.step}, lineage {self.lineage or '-'})"
 
 
-NEXT = HealKey(0, "*")
-"""What an observer asks for: the version that the source shows next, whichever it is."""
+ANY = "*"
+NEXT = HealKey(0, ANY)
+"""What an observer asks for: the version that the source shows next, whichever it is. With another step: the
+next one from that step on."""
 
 
 @dataclass(frozen=True, slots=True)

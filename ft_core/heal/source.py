@@ -28,9 +28,9 @@ from ft_core.config import UNNAMED, JobOptions
 from ft_core.heal import protocol as wire
 from ft_core.heal.bulk import BulkServer
 from ft_core.heal.protocol import (
+    ANY,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
-    NEXT,
     SESSION_BYTES,
     Chunk,
     HealKey,
@@ -86,7 +86,7 @@ class Reader:
         if self.publication is not None:
             if self.publication is current:
                 return f"{self.key} is gone: the source trained on" if self.lost else ""
-        elif self.key == NEXT or (current is not None and self.key == current.key):
+        elif self.key.lineage == ANY or (current is not None and self.key == current.key):
             return ""
         elif current is None or current.key.step <= self.key.step:
             # It may still be published, or published again.
@@ -127,7 +127,7 @@ class HealServer:
     """Serves snapshots of this rank's state to ranks that heal.
 
     `publish`, `freeze`, `retire` and `close` belong to one thread, the training thread,
-    and never wait for a reader. `stats`, `address` and `observed` are for any thread.
+    and never wait for a reader. `stats`, `address` and `observed_from` are for any thread.
 
     Args:
         host: the address to bind and to advertise.
@@ -165,8 +165,8 @@ class HealServer:
         self._expected_targets = 0
         self._finished_targets = 0
 
-        self.observed = False
-        """Whether an observer waits for a version, whichever it is. Read only."""
+        self.observed_from: int | None = None
+        """The step from which on an observer waits for a version; None: none waits. Read only."""
         self._arena = Arena()
         self._closed = False
         try:
@@ -359,7 +359,8 @@ class HealServer:
         current = self._publication
         if current is None or reader.publication is not None:
             return False
-        return reader.key in (current.key, NEXT)
+        next_one = reader.key.lineage == ANY and reader.key.step <= current.key.step
+        return next_one or reader.key == current.key
 
     def _notify(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: the thread will wake up anyway
@@ -489,10 +490,11 @@ class HealServer:
                 if self._is_for(reader)
             ]
             begun = {identity for identity, _ in started}
-            self.observed = any(r.key == NEXT and i not in begun for i, r in self._readers.items())
+            waiting = (r.key for i, r in self._readers.items() if i not in begun)
+            self.observed_from = min((key.step for key in waiting if key.lineage == ANY), default=None)
             replies: list[tuple[Peer, wire.Reply]] = []
             for identity, reader in self._readers.items():
-                if self._withheld is not None and reader.key == self._withheld[0]:
+                if self._withheld is not None and _same(reader.key, self._withheld[0]):
                     replies.append((identity, wire.HealRefused(self._withheld[1])))
                 elif reason := reader.gone_reason(current, self._retired, now):
                     replies.append((identity, wire.Gone(reason)))
@@ -545,3 +547,8 @@ class HealServer:
         if payload is None:
             return self._endpoint.send([identity], data) == 1
         return self._endpoint.send_payload(identity, data, payload)
+
+
+def _same(key: HealKey, withheld: HealKey) -> bool:
+    """Whether who asks for `key` is to hear of what is withheld."""
+    return key == withheld or key.lineage == withheld.lineage == ANY

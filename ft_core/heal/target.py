@@ -25,9 +25,9 @@ from ft_core.heal import protocol as wire
 from ft_core.heal.bulk import STREAMS, BulkReport, BulkStream, Inbox, News
 from ft_core.heal.format import Manifest
 from ft_core.heal.protocol import (
+    ANY,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
-    NEXT,
     Chunk,
     HealDenied,
     HealError,
@@ -510,7 +510,7 @@ class _Fetch:
         if not link.socket.getsockopt(zmq.RCVMORE):
             raise ProtocolError("a manifest without its bytes")
         data = link.socket.recv()
-        if self._key == NEXT:
+        if self._key.lineage == ANY:
             self._key = HealKey(reply.step, reply.lineage)
         if (reply.step, reply.lineage) != (self._key.step, self._key.lineage):
             raise ProtocolError("a manifest of another version")

@@ -8,7 +8,7 @@ Behind the slots each rank has room for the stacks that it prints when the super
 of several ranks on one stderr would be mixed.
 
 The last slot is the keeper's (`state_keeper.py`). It and the children tell each other on *cards* which
-states they serve.
+states they serve: a card a rank, where each rank has a part of the state.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from typing import Any
 ENV_BOARD = "FT_SUPERVISOR_BOARD"
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGABRT
 """Has a process print the stacks of all of its threads."""
-_SLOT_BYTES, _RANKS_AT, _RANKS = 4096, 64, 128
+_RANKS_AT, _RANKS = 64, 128
 _ERROR_AT, _ERROR_BYTES = 1280, 768
-_CARD_AT, _CARD_BYTES = 2048, 2048
+_CARDS_AT, _CARD_BYTES = 2048, 2048
+_SLOT_BYTES = _CARDS_AT + _RANKS * _CARD_BYTES
 _CARD = struct.Struct("<II")  # length and checksum of the JSON text that follows
 _STACKS_BYTES = 1 << 20  # of one rank, in a sparse file; faulthandler writes 100 threads at most
 _CHILD_BYTES = _SLOT_BYTES + _RANKS * _STACKS_BYTES
@@ -198,29 +199,40 @@ class Slot:
             return False
         return self._at == min((at for at in living if self._get(at + _OVER_AT)), default=-1)
 
-    def tell(self, card: Mapping[str, Any]) -> bool:
-        """Put this process's card on the board; False: there is no board, or it does not fit."""
+    def tell(self, card: Mapping[str, Any], rank: int = 0) -> bool:
+        """Put the card of a rank of this child on the board; False: there is no board, or it does not fit."""
         text = json.dumps(card).encode()
-        if self._memory is None or _CARD.size + len(text) > _CARD_BYTES:
+        if self._memory is None or _CARD.size + len(text) > _CARD_BYTES or rank >= _RANKS:
             return False
-        at = self._at + _CARD_AT
+        at = self._at + _CARDS_AT + rank * _CARD_BYTES
         self._memory[at + _CARD.size : at + _CARD.size + len(text)] = text
         _CARD.pack_into(self._memory, at, len(text), zlib.crc32(text))
         return True
 
     def cards(self) -> dict[int, dict[str, Any]]:
-        """The cards of the children that are not known to be dead, by their number."""
+        """The cards of the first ranks of children that are not known to be dead, by their number."""
         count = 0 if self._memory is None else len(self._memory) // _SLOT_BYTES - 1
-        found = {
-            child: _card_in(self._memory, child * _SLOT_BYTES)
-            for child in range(count)
-            if not self._get(child * _SLOT_BYTES + _DEAD_AT)
-        }
+        found = {child: self.card(child) for child in range(count)}
         return {child: card for child, card in found.items() if card is not None}
 
-    def keepers_card(self) -> dict[str, Any] | None:
-        """What the keeper has told; None: nothing, or it is just being written."""
-        return _card_in(self._memory, 0 if self._memory is None else len(self._memory) - _SLOT_BYTES)
+    def card(self, child: int, rank: int = 0) -> dict[str, Any] | None:
+        """The card of a rank of a child; None: it has none, is known to be dead, or is just writing."""
+        at = child * _SLOT_BYTES
+        if self._memory is None or self._get(at + _DEAD_AT):
+            return None
+        return _card_in(self._memory, at, rank)
+
+    def step_of(self, child: int) -> int:
+        """The step of a child's last commit; -1: none."""
+        assert self._memory is not None
+        step: int = _PROGRESS.unpack_from(self._memory, child * _SLOT_BYTES + _PROGRESS_AT)[0]
+        return step
+
+    def keepers_card(self, rank: int = 0) -> dict[str, Any] | None:
+        """What the keeper has told of a rank's part; None: nothing, or it is just being written."""
+        if self._memory is None:
+            return None
+        return _card_in(self._memory, len(self._memory) - _SLOT_BYTES, rank)
 
     def others_train(self) -> bool:
         """Whether another process of this supervisor takes part in a quorum, as far as is known."""
@@ -293,12 +305,11 @@ def reported() -> Iterator[None]:
         raise
 
 
-def _card_in(memory: mmap.mmap | None, at: int) -> dict[str, Any] | None:
-    """The card of the slot that begins there."""
-    if memory is None:
-        return None
-    length, checksum = _CARD.unpack_from(memory, at + _CARD_AT)
-    begin = at + _CARD_AT + _CARD.size
+def _card_in(memory: mmap.mmap, at: int, rank: int = 0) -> dict[str, Any] | None:
+    """The card of a rank in the slot that begins there."""
+    at += _CARDS_AT + rank * _CARD_BYTES
+    length, checksum = _CARD.unpack_from(memory, at)
+    begin = at + _CARD.size
     text = memory[begin : begin + length]
     if not length or zlib.crc32(text) != checksum:
         return None

@@ -6,7 +6,7 @@ a version like any state, and a process that starts compares that with its own:
 
 | rule | |
 |---|---|
-| K1 | the keeper takes a version only when its source says that it has committed a step from it, unchanged |
+| K1 | the keeper takes a version only when its source says that it has committed a step from it, unchanged. Of a replica group whose ranks hold shards: when all of its ranks say so of one version |
 | K2 | of one job, room and genesis, a newer version (F6: the last quorum, then the step) replaces an older one, and never the other way round; a version of another genesis replaces any |
 | K3 | a process that starts (of a replica group of several: its rank 0, for all), and whose supervisor has no other process that trains, begins with what the keeper holds, if that is of its job, room and schema, and newer than its own state (its checkpoint). It joins with that position, as it would with a checkpoint's |
 
@@ -51,12 +51,14 @@ class Card:
         version: a member: the newest one that an observer may have fetched, and that did not change
             before its step was committed. The keeper: what it holds. None: none.
         token: which the heal server asks for. The keeper tells none: its readers know it.
+        parts: into how many the state is divided, of which this is that of one rank.
     """
 
     address: str
     place: tuple[str, ...]
     version: Version | None = None
     token: str = ""
+    parts: int = 1
 
     def row(self) -> dict[str, Any]:
         """As plain values."""
@@ -66,7 +68,7 @@ class Card:
     def of(cls, row: Mapping[str, Any]) -> Card:
         """What `row` has made."""
         version = row["version"] and Version(**row["version"])
-        return cls(row["address"], tuple(row["place"]), version, row["token"])
+        return cls(row["address"], tuple(row["place"]), version, row["token"], row["parts"])
 
 
 def takes(kept: Card | None, shown: Card) -> bool:

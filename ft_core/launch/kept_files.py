@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ def environment(folder: str) -> dict[str, str]:
     return {ENV_FOLDER: os.path.abspath(folder)} if folder else {}
 
 
-def write(folder: str, card: Card, packed: Mapping[str, Any]) -> None:
-    """Write what is held (`packed`, as `State.show` has packed it). Raises OSError or RuntimeError if the
+def write(folder: str, card: Card, parts: Sequence[Mapping[str, Any]]) -> None:
+    """Write what is held (each part as `State.show` has packed it). Raises OSError or RuntimeError if the
     disk does not take it; then the file is as it was."""
     import torch  # here, since this module is imported with torch
 
@@ -44,13 +44,19 @@ def write(folder: str, card: Card, packed: Mapping[str, Any]) -> None:
     file = file_of(folder, card.place[0])
     file.parent.mkdir(parents=True, exist_ok=True)
     remove_drafts(file.parent)
-    manifest = torch.frombuffer(bytearray(packed["manifest"]), dtype=torch.uint8)
-    whole = {"card": json.dumps(card.row()), "manifest": manifest, "tensors": packed["tensors"]}
+    held = [
+        {
+            "manifest": torch.frombuffer(bytearray(each["manifest"]), dtype=torch.uint8),
+            "tensors": each["tensors"],
+        }
+        for each in parts
+    ]
+    whole = {"card": json.dumps(card.row()), "parts": held}
     with replace_whole(file) as draft:
         torch.save(whole, draft)
 
 
-def read(job_id: str) -> tuple[Card, dict[str, Any]] | None:
+def read(job_id: str) -> tuple[Card, list[dict[str, Any]]] | None:
     """What was written of a job, if this process's supervisor has named a folder. Its tensors are read
     from the file when they are used."""
     import torch
@@ -61,8 +67,11 @@ def read(job_id: str) -> tuple[Card, dict[str, Any]] | None:
         return None
     try:
         whole = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        packed = {"manifest": whole["manifest"].numpy().tobytes(), "tensors": whole["tensors"]}
-        return Card.of(json.loads(whole["card"])), packed
+        parts = [
+            {"manifest": each["manifest"].numpy().tobytes(), "tensors": each["tensors"]}
+            for each in whole["parts"]
+        ]
+        return Card.of(json.loads(whole["card"])), parts
     except Exception as error:  # of any kind, if it is none of ours
         log.warning("%s can't be read (%s): the job begins without it", file, error)
         return None

@@ -6,6 +6,10 @@ It is an observer: at intervals it asks one member's heal server for the version
 next (`NEXT`). The member serves it as to a healing peer, at the boundary of its step. No quorum changes
 for it, and no message of the protocol is sent. What it holds it serves to processes that start. The rules
 are in `kept.py`; the supervisor's board tells which process is where.
+
+Where the ranks of a replica group share one copy of the model, each shows its part. All are asked at once for
+one step that is still to come: they make their steps together, so each shows that very version, or one of
+them was asked too late, and all are asked again for a later one.
 """
 
 from __future__ import annotations
@@ -15,13 +19,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ft_core.config import JobOptions
-from ft_core.heal import NEXT, HealDenied, HealError, HealKey, HealProgress, HealServer, fetch
+from ft_core.heal import ANY, NEXT, HealDenied, HealError, HealKey, HealProgress, HealServer, fetch
 from ft_core.launch import kept_files
 from ft_core.launch.board import Slot, slot
 from ft_core.launch.keeping import UNWANTED_EXIT_CODE
@@ -36,6 +41,8 @@ PATIENCE_S = 30.0
 SHARE = 0.05
 """Of the time, at most, fetches go on."""
 CONFIRMED_EVERY_S = 0.02
+AHEAD = (1, 2, 4, 8, 16)
+"""How many steps after the one under way ranks are asked for, one try after the other."""
 MEMORY_SHARE = 0.5
 """Of the memory that is free, at most, two copies of the state take."""
 
@@ -70,9 +77,9 @@ class StateKeeper:
         self.patience_s = patience_s
         self._folder = folder
         self._told_of_refusal = self._told_of_disk = False
-        self._server: HealServer | None = None
-        self._held: Any = None
-        self._spare: Any = None  # of the version before: the next one is received into it
+        self._servers: list[HealServer] = []  # of each part
+        self._held: list[Any] = []
+        self._spare: list[Any] = []  # of the version before: the next one is received into it
         self.card: Card | None = None
         """What it holds. Read only."""
 
@@ -101,33 +108,71 @@ class StateKeeper:
 
     def close(self) -> None:
         """Stop serving."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
 
-    def _fetch(self, child: int, source: Card) -> bool:
+    def _fetch(self, child: int, first: Card) -> bool:
+        """All parts of one version of `child`, of which `first` is the card of its first rank."""
+        for ahead in AHEAD if first.parts > 1 else (0,):
+            rows = [self._board.card(child, rank) for rank in range(first.parts)]
+            sources = [Card.of(row) for row in rows if row is not None]
+            if len(sources) < first.parts:
+                return False  # they are on another machine, or just writing
+            step = self._board.step_of(child) + 1 + ahead if first.parts > 1 else NEXT.step
+            deadline = time.monotonic() + max(self.patience_s, 2 * self._every_s)
+            version, nbytes = self._fetch_parts(sources, step, deadline)
+            if version is not None:
+                return self._takes(child, sources, version, nbytes, deadline)
+        return False
+
+    def _fetch_parts(
+        self, sources: list[Card], step: int, deadline: float
+    ) -> tuple[HealKey | None, int]:
+        """The version that all have shown from `step` on, None if it is not the same; and its bytes."""
+        spare = self._spare if len(self._spare) == len(sources) else [None] * len(sources)
+
+        def one(rank: int) -> tuple[Any, HealKey, int]:
+            return self._fetch_part(sources[rank], len(sources), step, deadline, spare[rank])
+
+        with ThreadPoolExecutor(len(sources)) as pool:
+            fetched = list(pool.map(one, range(len(sources))))
+        self._spare = [packed for packed, _, _ in fetched]  # until it counts
+        versions = {version for _, version, _ in fetched}
+        return versions.pop() if len(versions) == 1 else None, sum(size for *_, size in fetched)
+
+    def _fetch_part(
+        self, source: Card, parts: int, step: int, deadline: float, into: Any
+    ) -> tuple[Any, HealKey, int]:
         versions: list[HealKey] = []
 
         def progress(seen: HealProgress) -> None:
             if not versions:
-                self._check_room(seen.bytes_total)
+                self._check_room(parts * seen.bytes_total, into is not None)
                 versions.append(seen.key)
 
-        deadline = time.monotonic() + max(self.patience_s, 2 * self._every_s)
-        options = _options(source.token)
         packed, stats = fetch(
-            [source.address], NEXT, deadline=deadline, into=self._spare, options=options,
-            progress=progress,
+            [source.address], HealKey(step, ANY), deadline=deadline, into=into,
+            options=_options(source.token), progress=progress,
         )  # fmt: skip
-        self._spare = packed  # until it counts
-        card = self._confirmed(child, source, versions[0], deadline)
-        if card is None or not takes(self.card, card):
+        return packed, versions[0], stats.bytes
+
+    def _takes(
+        self, child: int, sources: list[Card], version: HealKey, nbytes: int, deadline: float
+    ) -> bool:
+        """What was fetched is served from now on, if it counts and is newer."""
+        confirmed = [
+            self._confirmed(child, rank, source, version, deadline)
+            for rank, source in enumerate(sources)
+        ]
+        cards = [card for card in confirmed if card is not None]
+        if len(cards) < len(sources) or not takes(self.card, cards[0]):
             return False
         first = self.card is None
-        self._spare, self._held = self._held, packed
-        self._serve(card, source.token, versions[0])
+        self._spare, self._held = self._held, self._spare
+        self._serve(cards, sources[0].token, version)
         if first:
             self._tell(
-                f"all of the state ({stats.bytes / 1e6:.0f} MB) is kept by a process of its own every "
+                f"all of the state ({nbytes / 1e6:.0f} MB) is kept by a process of its own every "
                 f"{self._every_s:g} s: if all replica groups die, they go on from there. "
                 "keep_state_s=0 turns it off"
             )
@@ -145,8 +190,9 @@ class StateKeeper:
                 self._told_of_disk = True
                 self._tell(f"the kept state can't be written to {self._folder}: {error}")
 
-    def _check_room(self, state_bytes: int) -> None:
-        copies = 2 - (self._held is not None) - (self._spare is not None)
+    def _check_room(self, state_bytes: int, has_room: bool) -> None:
+        """`has_room`: there is memory for the version that is fetched."""
+        copies = 2 - bool(self._held) - has_room
         free = self._free_bytes()
         if copies > 0 and copies * state_bytes > MEMORY_SHARE * free:
             raise TooLarge(
@@ -155,15 +201,15 @@ class StateKeeper:
             )
 
     def _confirmed(
-        self, child: int, source: Card, version: HealKey, deadline: float
+        self, child: int, rank: int, source: Card, version: HealKey, deadline: float
     ) -> Card | None:
-        """K1: the member's card, when it says that it has committed a step from `version`; else None.
+        """K1: the rank's card, when it says that it has committed a step from `version`; else None.
 
         Until then the card may show an older version: one that was published for this fetch, and retired
         before the server's thread could begin with it.
         """
         while time.monotonic() < deadline:
-            row = self._board.cards().get(child)
+            row = self._board.card(child, rank)
             if row is not None:  # else it is dead, or just writing
                 card = Card.of(row)
                 shown = card.version
@@ -175,12 +221,16 @@ class StateKeeper:
             time.sleep(CONFIRMED_EVERY_S)
         return None
 
-    def _serve(self, card: Card, token: str, version: HealKey) -> None:
-        if self._server is None:
-            self._server = HealServer(host=HOST, options=_options(token))
-        self._server.publish(version, self._held, copy=False)
-        self.card = replace(card, address=self._server.address, token="")
-        self._board.tell(self.card.row())
+    def _serve(self, cards: list[Card], token: str, version: HealKey) -> None:
+        if len(self._servers) != len(cards):
+            self.close()
+            self._servers = [HealServer(host=HOST, options=_options(token)) for _ in cards]
+        served = list(zip(cards, self._servers, self._held, strict=True))
+        # The first one last: by its card processes decide, and the others fetch the same version.
+        for rank, (card, server, packed) in reversed(list(enumerate(served))):
+            server.publish(version, packed, copy=False)
+            self.card = replace(card, address=server.address, token="")
+            self._board.tell(self.card.row(), rank)
 
 
 def available_bytes() -> int:

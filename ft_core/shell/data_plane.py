@@ -89,10 +89,10 @@ class DataPlane:
         """Where this rank's states are served."""
         return self._server.address
 
-    @property
-    def observed(self) -> bool:
-        """Whether an observer waits for a state. Any thread; costs nothing."""
-        return self._server.observed
+    def observed(self, step: int) -> bool:
+        """Whether an observer waits for a state of this step. Any thread; costs nothing."""
+        since = self._server.observed_from
+        return since is not None and since <= step
 
     # ------------------------------------------------------------------ effects
 

@@ -252,8 +252,8 @@ class StrategyBase(_Base):
                 a process that has imported the libraries (if ``devices=N`` starts the groups).
                 FT_WARM_START=0 switches it off, too.
             keep_state_s: a process of its own takes a copy of the state at this interval, in seconds. When
-                all replica groups have died they go on from it (with ``devices=N`` and ``resume``; not for
-                shards of several processes). Off where two copies exceed half of the free memory, and at 0.
+                all replica groups have died they go on from it (with ``devices=N`` and ``resume``). Off where
+                two copies exceed half of the free memory, and at 0.
             keep_state_dir: where it also writes that, for a job with an id of its own that is started again.
             spares: so many of the replica groups are hot spares, which take part with weight 0: the data
                 is divided among the others, and a spare takes over the share of one that is gone.
@@ -435,9 +435,8 @@ class StrategyBase(_Base):
 
     @property
     def _keep_state_s(self) -> float:
-        copies = self.scope.group_size == 1 or self._ranks_hold == "copies"
-        able = self._votes_each_step and copies
-        return self._options.keep_state_s if able and self._options.resume else 0.0
+        able = self._votes_each_step and self._options.resume
+        return self._options.keep_state_s if able else 0.0
 
     # ------------------------------------------------------------------ the manager
 

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -237,13 +237,13 @@ def test_an_older_version_on_the_card_does_not_end_the_wait_for_the_one_that_was
     board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[Slot] = []
-    seen = Slot.cards
+    seen = Slot.card
 
-    def cards(board: Slot) -> dict[int, dict[str, Any]]:
+    def card_of(board: Slot, child: int, rank: int = 0) -> dict[str, Any] | None:
         looks.append(board)
-        return seen(board)
+        return seen(board, child, rank)
 
-    monkeypatch.setattr(Slot, "cards", cards)
+    monkeypatch.setattr(Slot, "card", card_of)
     with keeper(board) as kept, HealServer(host="127.0.0.1") as member:
         card = Card(member.address, ("job",))
         slot().tell(card.row())
@@ -338,6 +338,92 @@ def test_a_group_of_several_ranks_goes_on_as_one(board: Board) -> None:
         step = kept_step(kept)
         assert replicas(partial(begin, 0), partial(begin, 1)) == [(step, [-float(step)] * 8)] * 2
         replicas(*[member.close for member in after])
+
+
+def test_each_rank_of_a_group_goes_on_from_its_own_shards(board: Board, tmp_path: Path) -> None:
+    """All parts are of one version. It is written to disk, too, from which the next group begins."""
+
+    def group(server: LighthouseServer, store: Any, value: float) -> list[Replica]:
+        return [
+            Replica(
+                server, "a", value=value + 100 * rank, rank=rank, world_size=2, expected_replicas=1,
+                store_addr="127.0.0.1", store_port=store.port,
+            )
+            for rank in (0, 1)
+        ]  # fmt: skip
+
+    with lighthouse() as server, rendezvous(3) as stores:
+        with keeper(board, folder=str(tmp_path)) as kept:
+            over, ends, turn = threading.Event(), threading.Event(), threading.Barrier(2)
+            before = group(server, stores[0], 0.0)
+
+            def train(rank: int) -> int:
+                while not ends.is_set():
+                    before[rank].step()
+                    if turn.wait() == 0 and over.is_set():
+                        ends.set()
+                    turn.wait()
+                return before[rank].manager.current_step()
+
+            def keep() -> None:
+                until(lambda: slot().card(0, 1), "the ranks tell where their shards are")
+                try:
+                    until(kept.renew, "one version of both ranks")
+                finally:
+                    over.set()
+
+            died_at, _, _ = replicas(partial(train, 0), partial(train, 1), keep)
+            replicas(*[member.close for member in before])
+            step = kept_step(kept)
+            assert died_at > step
+
+            def begin(member: Replica) -> tuple[int, list[float]]:
+                member.manager.start_quorum()
+                begun = member.manager.current_step(), member.weights.tolist()
+                member.manager.should_commit()
+                return begun
+
+            expected = [(step, [-float(step) + 100 * rank] * 8) for rank in (0, 1)]
+            after = group(server, stores[1], 7.0)
+            assert replicas(*[partial(begin, member) for member in after]) == expected
+            replicas(*[member.close for member in after])
+        for child in (0, board.keeper):  # all have died, the keeper, too
+            board.clear(child)
+        environment = kept_files.environment(str(tmp_path))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(*next(iter(environment.items())))
+            last = group(server, stores[2], 9.0)
+            assert replicas(*[partial(begin, member) for member in last]) == expected
+            replicas(*[member.close for member in last])
+
+
+def test_a_rank_that_was_asked_too_late_is_asked_for_a_later_version(board: Board) -> None:
+    with keeper(board) as kept, ExitStack() as stack:
+        members = [stack.enter_context(HealServer(host="127.0.0.1")) for _ in range(2)]
+        cards = [Card(member.address, ("job",), parts=2) for member in members]
+        slot().committed(3)
+        assert not kept.renew(), "a rank has told nothing yet"
+        for rank, card in enumerate(cards):
+            slot().tell(card.row(), rank)
+
+        def show(rank: int, step: int, *, asked_for: int, reads: int) -> None:
+            member, version = members[rank], Version(step, f"after {step}", 1, 1)
+            until(lambda: member.observed_from == asked_for, "all are asked for one step")
+            key = HealKey(version.step, version.lineage)
+            member.publish(key, {"manifest": bytes([rank]), "tensors": []})
+            until(lambda: member.stats().finished == reads, f"rank {rank} is read")
+            slot().tell(replace(cards[rank], version=version).row(), rank)
+
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(kept.renew)
+            show(0, 5, asked_for=5, reads=1)
+            slot().committed(7)
+            show(1, 6, asked_for=5, reads=1)
+            for rank in (0, 1):
+                show(rank, 10, asked_for=10, reads=2)
+            assert found.result(PATIENCE_S)
+        assert kept_step(kept) == 10
+        assert slot().keepers_card(1) is not None
 
 
 def test_who_holds_which_share_of_the_data_is_kept_too(board: Board) -> None:

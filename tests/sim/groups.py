@@ -21,10 +21,21 @@ from ft_core.replica.machine import Replica
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Effect, Remember, Send
 from lighthouse.machine.jobs import Lighthouse
-from lighthouse.wire.messages import Expelled, JobKey, Join, Refused, Reply, Request, Vote
+from lighthouse.wire.messages import (
+    Decision,
+    Expelled,
+    JobKey,
+    Join,
+    Quorum,
+    Refused,
+    Reply,
+    Request,
+    Vote,
+)
 from tests.sim.checker import Checker, Position, Violation
 from tests.sim.clock import Clock
-from tests.sim.cluster import START, Cluster
+from tests.sim.cluster import START, Cluster, Start
+from tests.sim.keeper import GroupsKeeper
 from tests.sim.network import Link, Network, NetworkProfile, owner_of
 from tests.sim.plane import Plane
 from tests.sim.process import Habits, Process, shares_of_states
@@ -59,7 +70,6 @@ class World:
     tracing = False
     log = staticmethod(lambda text: None)
     short = staticmethod(Cluster.short)
-    observed = staticmethod(lambda process, shown: None)  # a group of several ranks has no keeper
 
     def __init__(self, groups: Groups, rank: int) -> None:
         self.groups, self.rank = groups, rank
@@ -100,8 +110,13 @@ class World:
             self.ended(process)
             self.groups.rank_ended(process.replica_id, self.rank)
 
+    def observed(self, process: Process, shown: Start) -> None:
+        self.groups.keeper.sees_part(process.replica_id, self.rank, shown)
+
     def ended(self, process: Process) -> None:
         self.running.pop(process.replica_id, None)
+        if not self.groups.running:
+            self.groups.keeper.alone()
         self.checker.ended(process.replica_id)
 
 
@@ -117,9 +132,9 @@ class Group:
         self.ranks = {
             world.rank: Process(
                 world,  # type: ignore[arg-type]
-                slot, JOB, life, Habits(forward_s=groups.rng.uniform(0.04, 0.1)), START,
+                slot, JOB, life, Habits(forward_s=groups.rng.uniform(0.04, 0.1)), start,
             )
-            for world in groups.worlds
+            for world, start in zip(groups.worlds, groups.keeper.parts_of(START), strict=True)
         }  # fmt: skip
 
     def start(self) -> None:
@@ -206,6 +221,8 @@ class Groups:
     kinds: tuple[str, ...] = FAULTS
     faults: int = 6
     faulty_s: float = 6.0
+    keep_every_s: float = 0.0
+    """Interval of the keeper's fetches. All groups are killed now and then; 0: there is none."""
     clock: Clock = field(default_factory=Clock)
     living: dict[str, Group] = field(default_factory=dict)
     lives: list[Group] = field(default_factory=list)
@@ -219,6 +236,7 @@ class Groups:
             slots=self.slots,
             timeouts=Timeouts.derive(self.rng.choice((3.0, 6.0))),
             heal_in_place=self.rng.random() < 0.5,
+            expected_replicas=len(self.slots) if self.keep_every_s else 0,
         )
         network = NetworkProfile(
             heartbeat_timeout_s=self.profile.timeouts.heartbeat_timeout_s, stable_peers=True
@@ -227,7 +245,9 @@ class Groups:
         self.network.to_lighthouse = self._request
         self.network.lighthouse_lost = self._lost
         self.worlds: list[World] = []
+        self.keeper = GroupsKeeper(self, JOB, self.keep_every_s, self.size)
         self.worlds = [World(self, rank) for rank in range(self.size)]
+        self.checkers = self.worlds[0].checkers
         self.lighthouse: Lighthouse | None = None
         self._lives = dict.fromkeys(self.slots, 0)
         self._journal: dict[JobKey, tuple[int, tuple[str, ...]]] = {}
@@ -235,6 +255,11 @@ class Groups:
         self._nonces = itertools.count(1)
 
     # ------------------------------------------------------------------ groups
+
+    @property
+    def running(self) -> dict[tuple[str, int], Process]:
+        """The processes of all ranks."""
+        return {(name, w.rank): p for w in self.worlds for name, p in w.running.items()}
 
     def spawn(self, slot: str) -> None:
         self._lives[slot] += 1
@@ -299,6 +324,10 @@ class Groups:
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
+                message = effect.message
+                quorum = message.next_quorum if isinstance(message, Decision) else message
+                if isinstance(quorum, Quorum):
+                    self.keeper.hears(quorum)
                 for peer in effect.peers:
                     if isinstance(effect.message, Expelled) and effect.message.hung:
                         for world in self.worlds:
@@ -325,6 +354,11 @@ class Groups:
             return
         if not self.living:
             return
+        if kind == "kill all":
+            for replica_id in sorted(self.living):
+                self.excused.add(replica_id)
+                self.kill(self.living[replica_id])
+            return
         group = self.living[self.rng.choice(sorted(self.living))]
         rank = self.rng.randrange(self.size)
         self.excused.add(group.replica_id)
@@ -334,8 +368,7 @@ class Groups:
         elif kind == "kill the leader":
             group.kill(0)
         elif kind == "kill the group":
-            for number in reversed(range(self.size)):
-                group.kill(number)
+            self.kill(group)
         elif kind == "no":
             group.ranks[rank].habits.error_rate = 0.3
         elif kind == "hang a rank":
@@ -344,6 +377,11 @@ class Groups:
         else:
             for number in range(self.size) if kind == "all give up" else (rank,):
                 group.ranks[number].habits.gives_up = True
+
+    def kill(self, group: Group) -> None:
+        """All of its processes."""
+        for number in reversed(range(self.size)):
+            group.kill(number)
 
     def calm(self) -> None:
         self.start_lighthouse()
@@ -362,6 +400,8 @@ class Groups:
         for _ in range(self.faults):
             when = self.rng.uniform(0.2, self.faulty_s)
             self.clock.at(when, self.strike, self.rng.choice(kinds))
+        for _ in range(3 if self.keep_every_s else 0):
+            self.clock.at(self.rng.uniform(1.5, self.faulty_s), self.strike, "kill all")
         self.clock.run_until(self.faulty_s)
         self.calm()
         wanted = max(self._steps(), default=0) + COMMITS_WANTED

@@ -16,6 +16,7 @@ from lighthouse.wire.messages import JobKey, Quorum
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster, Start
+    from tests.sim.groups import Groups
 
 PLACE = ("job", "room", "schema")
 
@@ -23,7 +24,7 @@ PLACE = ("job", "room", "schema")
 class Keeper:
     """`every_s`: the interval of its fetches; 0: there is none."""
 
-    def __init__(self, cluster: Cluster, job: JobKey, every_s: float) -> None:
+    def __init__(self, cluster: Cluster | Groups, job: JobKey, every_s: float) -> None:
         self._cluster, self.job, self._every_s = cluster, job, every_s
         self._card: Card | None = None
         self._state = 0
@@ -33,15 +34,17 @@ class Keeper:
         self.saved = 0
         """How often the job has gone on from what it holds."""
 
-    def sees(self, shown: Start) -> None:
-        """K1 holds for `shown`."""
+    def sees(self, shown: Start) -> bool:
+        """K1 holds for `shown`. Whether it is kept."""
         now = self._cluster.clock.now
         if not self._every_s or now < self._due:
-            return
+            return False
         (step, lineage), state, (genesis, held) = shown
         card = Card("tcp://source/word", PLACE, Version(step, lineage, genesis, held))
-        if takes(self._card, card):
-            self._card, self._state, self._due = card, state, now + self._every_s
+        if not takes(self._card, card):
+            return False
+        self._card, self._state, self._due = card, state, now + self._every_s
+        return True
 
     def start_of(self, own: Start) -> Start:
         """With which state a process begins that has `own` (K3)."""
@@ -78,3 +81,26 @@ class Keeper:
             self._cluster.checkers[self.job].require(
                 not older, f"K: the job goes on from {start}, and the keeper holds {kept}"
             )
+
+
+class GroupsKeeper(Keeper):
+    """Of replica groups of several ranks: a version is kept when all ranks of one group have shown it."""
+
+    def __init__(self, groups: Groups, job: JobKey, every_s: float, size: int) -> None:
+        super().__init__(groups, job, every_s)
+        self._size = size
+        self._shown: dict[tuple[str, tuple[int, str]], dict[int, Start]] = {}
+        self._parts: dict[int, Start] = {}
+
+    def sees_part(self, replica_id: str, rank: int, shown: Start) -> None:
+        """K1 holds for `shown`, which is the part of this rank."""
+        parts = self._shown.setdefault((replica_id, shown[0]), {})
+        parts[rank] = shown
+        if len(parts) == self._size and self.sees(parts[0]):
+            self._parts = parts
+
+    def parts_of(self, own: Start) -> list[Start]:
+        """With which states the ranks of a group begin that has `own`: its rank 0 decides for all."""
+        if self.start_of(own) == own:
+            return [own] * self._size
+        return [self._parts[rank] for rank in range(self._size)]

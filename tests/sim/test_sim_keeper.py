@@ -10,7 +10,8 @@ import pytest
 
 from tests.sim.checker import Violation
 from tests.sim.cluster import Cluster, Start
-from tests.sim.keeper import Keeper
+from tests.sim.groups import Groups
+from tests.sim.keeper import GroupsKeeper, Keeper
 from tests.sim.profile import Fault, Profile
 from tests.sim.run import run
 
@@ -66,3 +67,30 @@ def test_a_keeper_that_takes_what_was_not_committed_is_caught(
     monkeypatch.setattr(Keeper, "sees", too_late)
     with pytest.raises(Violation, match="S3"):
         list(saved(range(12)))
+
+
+def kept_by_ranks(seeds: range) -> int:
+    """How often jobs of groups of two ranks have gone on from what was kept."""
+    found = 0
+    for seed in seeds:
+        groups = Groups(seed, keep_every_s=(0.1, 0.5)[seed % 2])
+        groups.run()
+        found += groups.keeper.saved
+    return found
+
+
+def test_groups_of_several_ranks_go_on_from_parts_of_one_version() -> None:
+    assert kept_by_ranks(range(30)) > 30
+
+
+def test_a_keeper_that_takes_parts_of_two_versions_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whichever(self: GroupsKeeper, replica_id: str, rank: int, shown: Start) -> None:
+        parts = self._shown.setdefault((replica_id, (0, "")), {})
+        parts[rank] = shown
+        if rank == 0 and len(parts) == self._size and self.sees(shown):
+            position, _, origin = shown
+            self._parts = {each: (position, part[1], origin) for each, part in parts.items()}
+
+    monkeypatch.setattr(GroupsKeeper, "sees_part", whichever)
+    with pytest.raises(Violation, match="S3"):
+        kept_by_ranks(range(30))

@@ -643,7 +643,7 @@ def test_a_version_has_its_observer_from_the_moment_in_which_it_is_published(
     monkeypatch.setattr(HealServer, "_start", late)
     with ThreadPoolExecutor(1) as pool:
         observer = pool.submit(fetch, [server.address], NEXT, deadline=soon())
-        until(lambda: server.observed, "the observer")
+        until(lambda: server.observed_from is not None, "the observer")
         assert server.quiet
         server.publish(KEY, state(1))
         quiet = server.quiet
