@@ -158,10 +158,10 @@ class State:
 
     def serve(self, session: Session) -> None:
         """At a step's boundary: serve the state to members that heal from it, large tensors in place
-        (`unchanged`); stop serving where there are none."""
+        (`unchanged`); stop serving what none reads any more."""
         status = session.control.status
         position = status.step, status.lineage
-        if not status.targets and status.published is not None:
+        if status.published is not None and not status.still_read:
             session.control.submit(Published(None))
             self.retire(session)
         if not status.targets or status.published == position:

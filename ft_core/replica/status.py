@@ -207,6 +207,14 @@ class ReplicaStatus(NamedTuple):
         """The part in the quorum that this rank is in now; None: it is in none."""
         return self.part if self.stage is Stage.MEMBER else None
 
+    @property
+    def still_read(self) -> bool:
+        """Whether members may still read what is published: those that heal in this step, or, under
+        per-group commit, in the one before. No member of the quorum is further behind: this one's next
+        vote waits until all have voted on that step."""
+        published = self.published
+        return published is not None and (bool(self.targets) or self.step == published[0] + 1)
+
     def may_enter(self, *, heal: bool) -> bool:
         """Whether a loop that waits at its step's boundary, also to `heal`, may go on (or must look
         again)."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 import torch
 
+from ft_core.heal import HealKey
+from ft_core.shell import data_plane
 from ft_core.state import LARGE_BYTES
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S, until
@@ -17,10 +20,11 @@ LARGE = LARGE_BYTES // 4
 class LargeReplica(Replica):
     """Its tensor is served and received in place."""
 
-    def __init__(self, server: Any, name: str) -> None:
-        super().__init__(server, name, use_async_quorum=True)
+    def __init__(self, server: Any, name: str, **options: Any) -> None:
+        super().__init__(server, name, use_async_quorum=True, **options)
         self.weights = torch.zeros(LARGE)
         self.discards: list[str] = []
+        self.began = 0  # the last step that it has begun
         self.manager.register_step_end(self._ended)
 
     def _ended(self, committed: bool) -> None:
@@ -29,6 +33,7 @@ class LargeReplica(Replica):
 
     def step(self, gradient: float = 1.0) -> bool:
         self.manager.start_quorum()
+        self.began = self.manager.current_step()
         reduced = torch.full((LARGE,), gradient)
         self.manager.allreduce(reduced).wait()
         committed = self.manager.should_commit()
@@ -66,6 +71,39 @@ def test_two_members_that_heal_at_the_same_step() -> None:
         replicas(first, lambda: later(b), lambda: later(c))
         assert [a.discards, b.discards, c.discards] == [[], [], []]
         assert torch.equal(a.weights, b.weights) and torch.equal(a.weights, c.weights)
+
+
+def test_a_group_that_commits_alone_serves_the_state_that_it_has_trained_past(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A heal takes longer than its steps: the transfer begins when it is in the next one."""
+    fetch = data_plane.fetch
+    with lighthouse() as server:
+        first, late = (LargeReplica(server, name, commit="group") for name in ("first", "late"))
+        running, end = threading.Event(), list[int]()
+
+        def fetch_later(sources: Any, key: HealKey, **options: Any) -> Any:
+            until(lambda: first.began > key.step, "the step after the one that is served")
+            return fetch(sources, key, **options)
+
+        monkeypatch.setattr(data_plane, "fetch", fetch_later)
+
+        def train() -> None:
+            first.run_to(3)
+            running.set()
+            while not end or first.manager.current_step() < end[0]:
+                first.step()
+
+        def come_late() -> None:
+            assert running.wait(PATIENCE_S)
+            came = late.step()
+            end.append(late.manager.current_step() + 3)
+            assert came, late.discards
+            late.run_to(end[0])
+
+        replicas(train, come_late)
+        replicas(first.close, late.close)
+        assert torch.equal(late.weights, first.weights)
 
 
 def test_a_member_whose_loop_uses_its_state_takes_none_until_it_allows_it() -> None:

@@ -417,6 +417,7 @@ class ReplicaStage:
         text = f"{machine.stage.value}/{machine.attempt.value} {machine.step}/{machine.lineage}"
         for shown in ("ready", "healing", "may_vote", "state_fetched"):
             text += f" {shown}" * getattr(machine, shown)
+        text += " serves" * machine.status.still_read
         if machine.status.targets:
             text += f" targets={show(machine.status.targets)}"
         if machine.outcome is not None:

@@ -384,7 +384,7 @@ class Process:
                 self._spoil(effect)
                 delay_s = self.habits.heal_s * (0.5 + self.rng.random())
                 self.clock.after(
-                    delay_s, self._event, self._fetch_ends, effect, number, source.snapshot[1], ""
+                    delay_s, self._event, self._arrived, effect, number, source, source.snapshot
                 )
                 return
         if self.clock.now >= give_up:
@@ -403,6 +403,15 @@ class Process:
         if replica.status.overwriting:
             self.state = -self.rng.getrandbits(40)
             self.checker.spoiled(self.replica_id, (replica.step, replica.lineage), self.state)
+
+    def _arrived(
+        self, effect: FetchState, number: int, source: Process, snapshot: tuple[Position, int]
+    ) -> None:
+        """The transfer is over, unless its source has dropped that state meanwhile. (Another one goes on
+        where a source has died.)"""
+        dropped = source.alive and source.snapshot != snapshot
+        state, error = (None, "the source trained on") if dropped else (snapshot[1], "")
+        self._fetch_ends(effect, number, state, error)
 
     def _fetch_ends(self, effect: FetchState, number: int, state: int | None, error: str) -> None:
         if number != self.fetches:
@@ -482,7 +491,7 @@ class Process:
         if replica.targets and replica.published != key:
             self.snapshot = (key, self.state)
             self._tell(Published(key))
-        elif not replica.targets and replica.published is not None:
+        elif replica.published is not None and not replica.status.still_read:
             self._tell(Published(None))
             self.snapshot = None
         self._tell(Entered())

@@ -286,6 +286,17 @@ def test_each_fault_alone_is_survived(kind: str) -> None:
     assert not result.woken
 
 
+def test_a_heal_of_many_short_steps_under_per_group_commit() -> None:
+    """Its sources act on their own votes, and are a step further by then."""
+    faults = tuple(Fault(at_s, "crash", "b") for at_s in (1.0, 2.0))
+    profile = Profile(
+        faults=faults, faulty_s=3.0, forward_s=0.005, group_commit=True, asynchronous=True
+    )
+    result = run("short steps", profile)
+    assert result.heals >= len(faults)
+    assert result.discards <= 4 * len(faults)  # two members lose an attempt when it dies, and one when it is back
+
+
 def test_seeds_cover_every_fault_and_mode() -> None:
     profiles = [profile_of(seed) for seed in range(300)]
     apart = {"give_up", "cut", "suspend", "suspend_lighthouse", "keeper_dies"}
