@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ft_core.launch.board import Board, slot
 from ft_core.manager import Manager
-from ft_core.process_group import ProcessGroupGloo
+from ft_core.process_group import ProcessGroup, ProcessGroupGloo
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from tests.harness.waiting import PATIENCE_S
@@ -81,8 +81,9 @@ def rendezvous(groups: int) -> Iterator[list[Any]]:
     ]
 
 
-def manager(address: str, name: str, **options: Any) -> Manager:
-    """A manager of a replica group of one rank, which is a thread. `options`: the Manager's."""
+def manager(address: str, name: str, pg: ProcessGroup | None = None, **options: Any) -> Manager:
+    """A manager of a replica group of one rank, which is a thread; by default with Gloo. `options`: the
+    Manager's."""
     defaults: dict[str, Any] = {
         "use_async_quorum": False,
         "timeout": timedelta(seconds=20),
@@ -92,7 +93,8 @@ def manager(address: str, name: str, **options: Any) -> Manager:
         "watch_process": False,
     }
     given = {**defaults, **options}
-    return Manager(ProcessGroupGloo(timeout=20), lighthouse_addr=address, replica_id=name, **given)
+    group = pg or ProcessGroupGloo(timeout=20)
+    return Manager(group, lighthouse_addr=address, replica_id=name, **given)
 
 
 class Replica:
