@@ -106,6 +106,9 @@ class GlooCommunicator(Communicator):
         return self._native
 
     def handle(self) -> bytes:
+        with self._lock:
+            if self._sockets is not None:
+                self._sockets.open_door()  # who has the handle may connect
         return self._handle
 
     def connect(self, rendezvous: Rendezvous, timeout_s: float) -> None:
@@ -119,6 +122,9 @@ class GlooCommunicator(Communicator):
                 self._reconfigure(rendezvous, patience_s)
             else:
                 self._build(rendezvous, patience_s)
+            with self._lock:
+                if self._sockets is not None:
+                    self._sockets.close_door()
         finally:
             self._store.rendezvous = self._store.on_publish = None
             self._sequences = []

@@ -23,12 +23,15 @@ part of the blob that Gloo publishes through the store. A descriptor number may 
 between the listing and the `shutdown`; so it is duplicated first, the duplicate's inode is compared
 with the listed one, and only the duplicate is shut.
 
-The listener itself must never be shut: Gloo would abort the process on the failing accept.
+The listener itself must never be shut: Gloo would abort the process on the failing accept. It keeps
+the descriptor of each connection that is no member's (a probe, a scan) for good, and aborts when none are
+left. So outside of a configure the kernel drops all packets to the listener: `close_door`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import logging
 import os
@@ -48,6 +51,8 @@ _REPEATS = 3
 """Repetitions come after 0.2 s or a round trip, then after twice as long each: 1.4 s at least."""
 _TCP_INFO_BYTES, _RETRANSMITS = 8, 2  # struct tcp_info begins: state, ca_state, retransmits
 _NOWHERE = struct.pack("=H14x", socket.AF_UNSPEC)
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))  # "return 0 bytes"
 _libc = ctypes.PyDLL(None)  # PyDLL: calls keep the GIL
 _WORKER_NAME = b"pt_gloo_runloop"
 _EXIT_S = 10.0
@@ -115,6 +120,22 @@ class DeviceSockets:
         for copy in copies:
             os.close(copy)
         return len(copies)
+
+    def close_door(self) -> None:
+        """All members are connected: nobody else can connect to the device. Those that are stay."""
+        program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))
+        self._set_on_listener(_ATTACH_FILTER, program)
+
+    def open_door(self) -> None:
+        """Members may connect."""
+        self._set_on_listener(_DETACH_FILTER, bytes(4))
+
+    def _set_on_listener(self, option: int, value: bytes) -> None:
+        for number, inode in _targets(self._epoll):
+            copy = _copy_if_same(number, inode) if inode == self._listener_inode else -1
+            if copy >= 0:
+                with socket.socket(fileno=copy) as listener, contextlib.suppress(OSError):
+                    listener.setsockopt(socket.SOL_SOCKET, option, value)
 
     def unanswered(self) -> set[str]:
         """Hosts that confirm nothing of what was sent to them, for more than a second.

@@ -45,8 +45,7 @@ _MAGIC = f"ftpg{PROTOCOL_VERSION}"
 FRAME_BYTES_MAX = 1 << 22  # Gloo publishes eight bytes per member, plus its addresses
 _COOKIE_BYTES = 8
 _LENGTH = struct.Struct("!I")
-_BACKLOG = 4096
-_EARLY_CONNECTIONS_MAX = 4096
+_MAX_STRANGERS = 64  # more than members: connections that have not said hello
 _READ_BYTES = 1 << 16
 _HELLO_BYTES_MAX = 1 << 18  # what one that has not said hello may send: a hello and some keys
 _NOTIFY_TIMEOUT_S = 1.0
@@ -182,9 +181,6 @@ class _Connection:
     def closed(self) -> bool:
         return self.socket.fileno() < 0
 
-    def close(self) -> None:
-        self.socket.close()
-
 
 class Listener:
     """The listening socket of one process group, and the connections that came too early.
@@ -196,7 +192,7 @@ class Listener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.cookie = secrets.token_bytes(_COOKIE_BYTES)
         self.early: list[_Connection] = []
-        self.socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self.socket = socket.create_server((host, 0), family=family, backlog=4096)
         self.socket.setblocking(False)
         self.address = Address(host, self.socket.getsockname()[1], self.cookie)
 
@@ -204,7 +200,7 @@ class Listener:
         """Close the socket and the early connections."""
         self.socket.close()
         for connection in self.early:
-            connection.close()
+            connection.socket.close()
         self.early.clear()
 
 
@@ -341,12 +337,8 @@ class Rendezvous:
             self._wake_read.close()
             self._wake_write.close()
             for connection in self._connections.values():
-                connection.close()
-            early = self._listener.early
-            early += self._unidentified
-            for connection in early[_EARLY_CONNECTIONS_MAX:]:
-                connection.close()
-            del early[_EARLY_CONNECTIONS_MAX:]
+                connection.socket.close()
+            self._listener.early += self._unidentified
 
     def must_notify_abort(self) -> bool:
         """Whether some members may not know that this one was here and gave up."""
@@ -375,8 +367,7 @@ class Rendezvous:
     def abort(self, error: ProcessGroupError) -> None:
         """End the rendezvous with `error`; the first one counts."""
         with self._changed:
-            if self._error is None:
-                self._error = error
+            self._error = self._error or error
             self._changed.notify_all()
             self.wake()
 
@@ -501,12 +492,21 @@ class Rendezvous:
         while True:
             try:
                 sock, _ = self._listener.socket.accept()
-            except OSError:  # the backlog is empty, or the other end has closed already
+            except OSError as error:  # the backlog is empty, or the other end has closed already
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._make_room(len(self._peers))
                 return
             give_up_unacknowledged(sock, 2 * self._limit_s)
             connection = _Connection(sock, None)
             self._unidentified.append(connection)
             self._register(connection)
+            self._make_room(_MAX_STRANGERS + len(self._peers))
+
+    def _make_room(self, most: int) -> None:
+        """Of more connections than these without a hello the oldest make way."""
+        strangers = [each for each in self._unidentified if each.hello is None]
+        for each in strangers[: max(0, len(strangers) - most)]:
+            self._drop(each)
 
     def _register(self, connection: _Connection) -> None:
         connection.mask = selectors.EVENT_READ
@@ -641,7 +641,7 @@ class Rendezvous:
     def _drop(self, connection: _Connection) -> None:
         if not connection.closed:
             self._selector.unregister(connection.socket)
-            connection.close()
+            connection.socket.close()
         if connection in self._unidentified:
             self._unidentified.remove(connection)
 

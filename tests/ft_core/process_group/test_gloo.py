@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +41,19 @@ def native(request: pytest.FixtureRequest) -> bool:
 def four(native: bool) -> Iterator[list[ProcessGroupGloo]]:
     with gloo_groups(4, native=native) as groups:
         yield groups
+
+
+def test_strangers_do_not_get_into_a_device_whose_members_are_connected(native: bool) -> None:
+    """Gloo never gives their descriptors back, and aborts the process when none are left."""
+    with gloo_groups(3, native=native) as groups:
+        for quorum_id, chosen in enumerate(([0, 1], [0, 1, 2], [2, 0])):
+            members = [groups[i] for i in chosen]
+            configure(members, quorum_id)
+            for member in members:
+                communicator: Any = member._communicator
+                with pytest.raises(OSError, match="timed out|refused"):
+                    socket.create_connection(communicator._sockets._address, 0.1).close()
+            assert sums(members) == right_sum(len(members))
 
 
 def test_sums_while_members_come_and_go(four: list[ProcessGroupGloo]) -> None:

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -110,6 +110,28 @@ def test_strangers_do_not_disturb_a_rendezvous(listeners: list[Listener]) -> Non
         assert b"no rank -1" in surplus.recv(1000)
         for rendezvous in both:
             rendezvous.finish()
+
+
+def test_strangers_at_a_rendezvous_that_say_nothing_make_way(
+    listeners: list[Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds a descriptor; where none is left, Gloo aborts the process."""
+    monkeypatch.setattr("ft_core.process_group.rendezvous._MAX_STRANGERS", 4)
+    addresses = [listener.address for listener in listeners]
+    with ExitStack() as stack:
+        where = ("127.0.0.1", listeners[1].address.port)
+        silent = [
+            stack.enter_context(closing(socket.create_connection(where))) for _ in range(20)
+        ]
+        both = [Rendezvous(listeners[rank], 1, rank, addresses, b"h") for rank in (0, 1)]
+        other = threading.Thread(target=both[0].gather, args=(time.monotonic() + PATIENCE_S,))
+        other.start()
+        both[1].gather(time.monotonic() + PATIENCE_S)
+        other.join(PATIENCE_S)
+        for rendezvous in both:
+            rendezvous.finish()
+        assert silent[0].recv(1) == b""
+        assert len(listeners[1].early) <= 4 + len(addresses)
 
 
 def test_a_key_reaches_the_other_member(listeners: list[Listener]) -> None:
