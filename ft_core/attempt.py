@@ -219,6 +219,11 @@ class Attempts:
             return part
         return shares.part(view, part, self.session.replica_id)
 
+    def standing(self) -> Participation | None:
+        """The part in the quorum that this rank is in now; None: it is in none."""
+        status = None if self._session is None else self._session.control.status
+        return self.part(status) if status is not None and status.stage is Stage.MEMBER else None
+
     def bind(self) -> None:
         """The first collective of the step: from here on it belongs to this quorum."""
         step = self.step

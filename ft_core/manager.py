@@ -612,7 +612,7 @@ class Manager:
 
     def in_quorum(self) -> Participation | None:
         """This group's part in the quorum that it is in now, as last heard; None: in none. Never waits."""
-        return None if self._session is None else self._session.control.status.standing
+        return self._attempts.standing()
 
     def others_finished(self) -> bool:
         """Whether other members have not made the open step: they left with `shutdown(finished=True)`."""

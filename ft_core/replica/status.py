@@ -203,11 +203,6 @@ class ReplicaStatus(NamedTuple):
     origin: tuple[int, int]
 
     @property
-    def standing(self) -> Participation | None:
-        """The part in the quorum that this rank is in now; None: it is in none."""
-        return self.part if self.stage is Stage.MEMBER else None
-
-    @property
     def still_read(self) -> bool:
         """Whether members may still read what is published: those that heal in this step, or, under
         per-group commit, in the one before. No member of the quorum is further behind: this one's next

@@ -74,6 +74,8 @@ def test_a_spare_takes_over_and_one_that_comes_back_is_the_next_spare() -> None:
             spare_works.wait()
             while not again.seen:
                 again.step()
+            part = again.manager.in_quorum()
+            assert part is not None and part.rank is None, "it leads none: it is a spare"
             is_back.set()
             while not (again.step() and again.held is not None):
                 pass

@@ -73,14 +73,17 @@ class Run(runs.Run):
             assert theirs == {step: mine[step] for step in theirs}
             assert steps in theirs
 
-    def events(self, group: int, *kinds: str) -> int:
-        """How many telemetry events of these kinds replica group `group` has written."""
+    def events(self, group: int, *kinds: str, since: float = 0.0) -> int:
+        """How many telemetry events of these kinds replica group `group` has written. `since`: Unix time."""
         path = self.log / "events"
         if not path.exists():
             return 0
         whole = path.read_text().rpartition("\n")[0]  # the last line may be half written
         told = [json.loads(text) for text in whole.splitlines()]
-        return sum(event["name"] == str(group) and event["kind"] in kinds for event in told)
+        return sum(
+            event["name"] == str(group) and event["kind"] in kinds and event["t"] > since
+            for event in told
+        )
 
     def start_again(self, index: int) -> Process:
         """Another life of replica group `index`, once it waits for those that hold."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lighthouse import LighthouseServer
-from tests.ft_lightning.harness import Line, Run, compare, running
+from tests.ft_lightning.harness import ASKS, Line, Run, compare, running
 from tests.harness.runs import Process
 
 pytestmark = pytest.mark.process
@@ -146,8 +146,14 @@ def test_a_spare_dies_while_it_takes_over(tmp_path: Path) -> None:
         plain.wait(plain.start())
     expected = {(i, x["total"]): x["batch"] for i in range(4) for x in plain.lines(i)}
     options |= {"spares": 1, "min_replicas": 2}
-    with running(tmp_path / "spare", devices=6, strategy_options=options, dies={"4": 0}) as run:
-        run.wait(run.start())
+    faults = {"dies": {"4": 0}, "holds": ["step:7"]}
+    with running(tmp_path / "spare", devices=6, strategy_options=options, **faults) as run:
+        process = run.start()
+        run.until(lambda: len(run.lives(4)) == 2, "the spare to be started again")
+        began = (run.log / "4.started").stat().st_mtime
+        run.until(lambda: run.events(2, *ASKS, since=began) > 0, "the spare to join")
+        run.go("step:7")
+        run.wait(process)
         for group in (0, 2):
             assert f"replica group {group} was killed by SIGKILL" in run.output()
     assert trained(run, groups=3, size=2) == expected
