@@ -257,12 +257,10 @@ class CheckpointMixin(_Base):
         goes on; the fit raises at its end if no save has worked. The user's own call raises at once.
 
         The thread that calls `Trainer.save_checkpoint`, which must be the loop's."""
-        if not self.is_global_zero:
+        if not (self.is_global_zero and self._still_leads()):
             if self._follows():
                 again = self._unchanged(checkpoint), filepath, storage_options
                 self._checkpoints.hold(lambda: self.save_checkpoint(*again))
-            return
-        if not self._still_leads():
             return
         if self._manager is not None:
             # In a copy: hooks may have kept the checkpoint that they were given.
@@ -278,10 +276,10 @@ class CheckpointMixin(_Base):
             self._resumption.saved(filepath)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if not self.is_global_zero:
+        if not (self.is_global_zero and self._still_leads()):
             if self._follows():
                 self._checkpoints.hold(lambda: self.remove_checkpoint(filepath))
-        elif self._still_leads() and self._checkpoints.may_remove(filepath):
+        elif self._checkpoints.may_remove(filepath):
             super().remove_checkpoint(filepath)
 
     def _unchanged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,12 @@ import torch
 
 from ft_core.launch.supervisor import OVER_EXIT_CODE
 from tests.ft_lightning.harness import ASKS, running
+from tests.harness import workers
 from tests.harness.script import digest
 
 pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("fits_worker.py")
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_killed_in_the_second_fit_it_does_not_train_the_first_with_its_peers(
@@ -101,3 +103,41 @@ def test_a_leader_dies_in_its_last_save_and_the_next_one_saves_again(
             f"net.{name}": checkpoint["state_dict"][f"net.{name}"] for name in ("weight", "bias")
         }
         assert digest(state) == done["digest"]
+
+
+EVICTED = """
+import sys
+from pathlib import Path
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import ft_lightning
+
+saved = Path(sys.argv[1])
+
+class Model(BoringModel):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 3:
+            self.trainer.strategy.manager.rejoin("it was evicted", discard_state=False)
+            self.trainer.save_checkpoint(saved)
+            assert not saved.exists(), "it does not lead"
+            self.expected = {name: value.clone() for name, value in self.state_dict().items()}
+
+model = Model()
+Trainer(strategy="ft_ddp", accelerator="cpu", devices=1, max_steps=6, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(model)
+found = torch.load(saved, weights_only=False)
+assert found["global_step"] == 4
+assert all(torch.equal(found["state_dict"][name], model.expected[name]) for name in model.expected)
+"""
+
+
+def test_a_leader_that_was_evicted_for_nothing_saves_when_it_leads_again(tmp_path: Path) -> None:
+    """No other group has taken over: nothing that it was to write is lost."""
+    (tmp_path / "train.py").write_text(EVICTED)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_"))}
+    env |= {"PYTHONPATH": str(ROOT), "FT_JOB_ID": str(tmp_path)}
+    done = workers.run(
+        "lightning", ["train.py", str(tmp_path / "saved.ckpt")], env=env, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
