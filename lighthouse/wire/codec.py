@@ -236,9 +236,6 @@ class MessageCodec:
         self._kinds = kinds
         self._large = large
         self._tags = {kind: tag for tag, kind in kinds.items()}
-        for kind in kinds.values():  # compiled now: a watcher's first message is a death
-            _getter_of(kind)
-            _decoder_of(kind)
 
     def encode(self, message: Any) -> bytes:
         """The frame of one message."""
