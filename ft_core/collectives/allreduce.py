@@ -125,9 +125,7 @@ def average(step: Step, tensor: Tensor) -> None:
     # Gloo divides by the number of members, in a thread that has just had the sum in its cache.
     every = part is not None and part.participants == step.group.size()
     divides = every and isinstance(step.group, ProcessGroupGloo) and not step.queue.busy
-    _start(
-        step, tensor, "sum", _gloos_mean() if divides else options_for("sum"), divided_by=1
-    ).wait()
+    _start(step, tensor, "sum", options_for("sum", divided=divides), divided_by=1).wait()
     if part is not None and part.participants > 1 and not divides:
         tensor.div_(part.participants)
 
@@ -295,17 +293,11 @@ def finish(tensor: Tensor, op: str, participants: int) -> None:
 
 
 @functools.cache
-def options_for(op: str) -> Any:
-    """torch's options of an all-reduce for `op`: a mean is a sum of scaled contributions. Not to be changed."""
+def options_for(op: str, *, divided: bool = False) -> Any:
+    """torch's options of an all-reduce for `op`: a mean is a sum of scaled contributions. `divided`: the
+    backend divides the sum by the number of members. Not to be changed."""
     options = dist.AllreduceOptions()
-    options.reduceOp = _ON_THE_WIRE[op]
-    return options
-
-
-@functools.cache
-def _gloos_mean() -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = ReduceOp.AVG
+    options.reduceOp = ReduceOp.AVG if divided else _ON_THE_WIRE[op]
     return options
 
 

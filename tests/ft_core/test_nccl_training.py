@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ft_core.collectives.agreement import agree, exchange_headers
+from ft_core.collectives.agreement import exchange_headers
 from ft_core.ddp import DistributedDataParallel
 from ft_core.diloco.diloco import DiLoCo
 from ft_core.manager import Manager
@@ -26,7 +26,7 @@ from ft_core.optimizer import Optimizer
 from ft_core.process_group import ProcessGroupNCCL
 from ft_core.sharded import replicate
 from lighthouse import LighthouseServer
-from tests.harness.cluster import lighthouse, replicas
+from tests.harness.cluster import agreed, lighthouse, replicas
 from tests.harness.copy_double import CopyDouble
 from tests.harness.nccl_double import POISON, DoubleDevice, Wires
 
@@ -263,14 +263,7 @@ def test_an_agreement_is_the_same_in_all_members_wherever_links_break() -> None:
                 return said, total.tolist()
 
             for number in range(rounds):
-                agreed = agree(
-                    attempt,
-                    begin=manager.start_quorum,
-                    vote=lambda: manager.should_commit(no_update=True),
-                    is_behind=lambda: False,
-                )
-                assert agreed is not None
-                assert agreed.result == ([[0, number], [1, number]], [1.0, 2.0 * number])
+                assert agreed(manager, attempt) == ([[0, number], [1, number]], [1.0, 2.0 * number])
             manager.shutdown(finished=True)
             return next(attempts) - 1
 

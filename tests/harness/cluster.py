@@ -11,18 +11,21 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ft_core.collectives.agreement import agree
 from ft_core.launch.board import Board, slot
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from tests.harness.waiting import PATIENCE_S
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -44,6 +47,18 @@ def lighthouse(*, all_join: bool = False, **config: Any) -> Iterator[LighthouseS
         yield server
     finally:
         server.shutdown()
+
+
+def agreed(manager: Manager, attempt: Callable[[], T | None]) -> T:
+    """What the members agree on in steps without an update; see `agree`."""
+    found = agree(
+        attempt,
+        begin=manager.start_quorum,
+        vote=lambda: manager.should_commit(no_update=True),
+        is_behind=lambda: False,
+    )
+    assert found is not None
+    return found.result
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from ft_core.collectives.agreement import Agreed, agree, exchange_headers
-from tests.harness.cluster import Replica, lighthouse, replicas
+from tests.harness.cluster import Replica, agreed, lighthouse, replicas
 
 
 def loop_of(votes: str, behind_from: int = 99) -> tuple[list[str], Agreed[int] | None]:
@@ -63,14 +63,7 @@ def test_members_have_the_result_of_the_same_attempt() -> None:
                 header = [7, index, attempts[0]]
                 return exchange_headers(manager.step, header)
 
-            agreed = agree(
-                attempt,
-                begin=manager.start_quorum,
-                vote=lambda: manager.should_commit(no_update=True),
-                is_behind=lambda: False,
-            )
-            assert agreed is not None
-            return agreed.result, attempts[0]
+            return agreed(manager, attempt), attempts[0]
 
         one, other = replicas(lambda: run(0), lambda: run(1))
         assert one == other == ([[7, 0, 2], [7, 1, 2]], 2)
