@@ -25,7 +25,7 @@ from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.machine.job import Note
 from lighthouse.server import LighthouseServer
 from lighthouse.watcher import ProcessWatch, Report
-from lighthouse.wire.messages import JobKey, Join, Quorum, Waiting
+from lighthouse.wire.messages import JobKey, Join, Message, Quorum, Waiting
 
 JOB = JobKey("bench", "death")
 # Missed heartbeats must not be what is measured.
@@ -46,13 +46,13 @@ def victim(address: str, gib: float, watched: bool) -> None:
         assert watch.wait_ready(10.0)
     join = Join(JOB, name, name, 0, "init", (b"",), expected_replicas=1)
     connection.send(join)
-    member = False
-    while not member:
-        for message in connection.receive():
-            member = member or isinstance(message, Quorum)
+    messages: list[Message] = []
+    while not any(isinstance(message, Quorum) for message in messages):
+        for message in messages:
             if isinstance(message, Waiting) and message.offer is not None:
                 connection.send(replace(join, promised=message.offer))
         connection.sockets[0].poll(1000)
+        messages = connection.receive()
     print("ready", flush=True)
     sys.stdin.read()  # also ends if the measuring process is gone
 
