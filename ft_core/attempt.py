@@ -74,12 +74,13 @@ class Attempts:
         self._checks_left = 0 if options.expected_replicas == 1 else FIRST_CHECKS
         self._discards_in_a_row = 0
         self._untaken = False  # a vote was cast, and the loop does not know its outcome
-        self._updates = NOT_COUNTED  # since the last commit
         self.compared = ComparedState(options.compare_steps)
         self._slot = slot() if options.trains else Slot()
+        self._supervised = self._slot.there
         self._bound: View | None = None  # under which the last attempt was bound
         self._may_show = False  # the last vote has committed a step after which the state may travel
-        self._card: Card | None = None  # where this process serves its states, for an observer
+        # Where this process serves its states; None: no observer can know.
+        self._card: Card | None = None
         self._session: Session | None = None
         self.rendezvous = GroupRendezvous(options)
         self.last_outcome: Outcome | None = None
@@ -105,8 +106,8 @@ class Attempts:
         options = self._options
         if options.group_rank < options.parts:
             source = self.session.plane.source
-            self._card = Card(source, place, token=options.token, parts=options.parts)
-            self._slot.tell(self._card.row(), options.group_rank)
+            card = Card(source, place, token=options.token, parts=options.parts)
+            self._card = card if self._slot.tell(card.row(), options.group_rank) else None
 
     # ------------------------------------------------------------------ the way in
 
@@ -143,7 +144,8 @@ class Attempts:
     def begin(self, timeout: timedelta | None, *, takes_state: bool = True) -> None:
         """See `Manager.start_quorum`."""
         session = self.session
-        session.back()
+        if session.hangs:
+            session.back()
         if self._untaken:
             self._settle(timeout)
         elif session.control.status.attempt is not Attempt.CLOSED:
@@ -167,7 +169,7 @@ class Attempts:
         status = session.control.submit(events.Begin(heal_in_step=in_step))
         if status.entered:
             self.step.part = self.part(status)
-            if may_show and (session.plane.observed(status.step) or self._state.shows):
+            if may_show and self._card is not None:
                 self._state.show(session, allow_objects=self._options.heal_allow_objects)
         elif not in_step or status.stage is Stage.MEMBER:
             self.enter()
@@ -201,7 +203,7 @@ class Attempts:
                 )
             if not (heal and status.healing):
                 break
-            self._updates = NOT_COUNTED
+            self._state.updates = NOT_COUNTED
             try:
                 self._state.load(session)
             except BaseException as error:  # some of it is loaded
@@ -314,7 +316,7 @@ class Attempts:
         return events.CastVote(
             True,
             control=control,
-            updates=self._updates if self.compared.equal else NOT_COUNTED,
+            updates=self._state.updates if self.compared.equal else NOT_COUNTED,
             digest=b"" if digest is None else digest.finish(),
             admits=admits,
         )
@@ -358,7 +360,7 @@ class Attempts:
         self.last_outcome, part = outcome, self.step.part
         seconds = time.monotonic() - self._began_at
         if outcome.committed:
-            self._updates = 0
+            self._state.updates = 0
             if status.published is not None:
                 # The optimizer is next. All members have voted, the healed ones too, so that none
                 # reads the state any more, except where a group acts on its own vote.
@@ -374,7 +376,8 @@ class Attempts:
                 self._move_shares(self._state.shares, part)
             self.step.end(True)
             self._discards_in_a_row, step = 0, outcome.step
-            self._slot.committed(step)
+            if self._supervised:
+                self._slot.committed(step)
             report_modules()
             self._telemetry.emit(COMMIT, step=step, participants=part.groups, seconds=seconds)
             return
@@ -438,14 +441,9 @@ class Attempts:
         self.step.part = self.step.bound_at = None
         self._untaken = self.behind = False
         if not isinstance(event, events.Rejoin) or event.discard_state:
-            self._updates = NOT_COUNTED
+            self._state.updates = NOT_COUNTED
         session.control.submit(event)
         self._state.retire(session)
-
-    def updated(self) -> None:
-        """See `Manager.updated`."""
-        if self._updates != NOT_COUNTED:
-            self._updates += 1
 
     def update_failed(self, error: BaseException) -> None:
         """See `Manager.update_failed`."""

@@ -30,17 +30,11 @@ from ft_core.launch.kept import Version
 from ft_core.process_group import ProcessGroup
 from ft_core.replica import events
 from ft_core.replica.shares import Shares
-from ft_core.replica.status import (
-    Attempt,
-    Outcome,
-    Participation,
-    Stage,
-    WorldSizeMode,
-)
+from ft_core.replica.status import Attempt, Outcome, Participation, Stage, WorldSizeMode
 from ft_core.shell.session import Session, schema_digest
 from ft_core.state import State
 from ft_core.telemetry import Telemetry
-from lighthouse.wire.messages import FINISHED, OTHERS_FINISHED
+from lighthouse.wire.messages import FINISHED, NOT_COUNTED, OTHERS_FINISHED
 
 log = logging.getLogger("ft_core")
 T = TypeVar("T")
@@ -525,9 +519,9 @@ class Manager:
         session = self._session
         return session is not None and session.control.status.attempt is Attempt.FAILED
 
-    def collectives_began(self) -> bool:
-        """Whether this step has had a collective: it is bound to its quorum now."""
-        return self.step.bound_at is not None
+    def step_is_untouched(self) -> bool:
+        """Whether a step was begun that is not over and has had no collective yet."""
+        return self.step.underway and self.step.bound_at is None
 
     def replica_rank(self) -> int:
         """Rank among the members of the quorum. Waits for the quorum."""
@@ -595,7 +589,8 @@ class Manager:
         Members count updates since the last committed step. A member that has made fewer than its
         peers (its loop has caught an exception, say) discards its state, and heals.
         """
-        self._attempts.updated()
+        if self.state.updates != NOT_COUNTED:
+            self.state.updates += 1
 
     def update_failed(self, e: BaseException) -> None:
         """The update of a committed step raised `e`, and may be half done: `rejoin` without a state.

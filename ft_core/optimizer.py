@@ -58,8 +58,7 @@ class OptimizerWrapper(TorchOptimizer):
         self.optim = optim
         self.step_was_skipped = False
         """Whether the last `step` left the parameters alone: discarded, or an overflow."""
-        self._open = False
-        self._outcome_before: Any = None
+        self._open = False  # `zero_grad` has begun a step; others may have ended it
         manager.register_schema("optimizer", _describe(optim))
         manager.preallocate_state(optim)
         if grad_scaler is not None:
@@ -75,9 +74,9 @@ class OptimizerWrapper(TorchOptimizer):
         If it is called again before a gradient was averaged, it only clears; after that, it discards
         the step that it interrupts, and begins another.
         """
-        if not self._is_open() or self.manager.collectives_began():
+        if not (self._open and self.manager.step_is_untouched()):
             self.manager.start_quorum()
-            self._open, self._outcome_before = True, self.manager.last_outcome()
+            self._open = True
         self.optim.zero_grad(set_to_none)
 
     def step(  # type: ignore[override]
@@ -106,10 +105,6 @@ class OptimizerWrapper(TorchOptimizer):
         if not self.step_was_skipped:
             self._update()
         return loss
-
-    def _is_open(self) -> bool:
-        """Whether the step that `zero_grad` began is not over (others may have ended it)."""
-        return self._open and self.manager.last_outcome() is self._outcome_before
 
     def _update(self) -> None:
         try:

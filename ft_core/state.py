@@ -47,6 +47,7 @@ from ft_core.replica.events import FetchAgain, Loaded, Overwrite, Published
 from ft_core.replica.shares import Shares
 from ft_core.replica.status import INITIAL
 from ft_core.shell.session import Session
+from lighthouse.wire.messages import NOT_COUNTED
 
 log = logging.getLogger("ft_core")
 
@@ -78,13 +79,14 @@ class State:
     """A manager's named parts of state, each with its load and save function.
 
     `batches_committed`: in all committed steps, one a participant and step; heals with the parts.
+    `updates`: how often the loop has changed it since the last commit.
     `shares`: who holds which share of the data, in a job with spares; heals, too.
 
     Thread: the training loop's, but for `room_to_receive`.
     """
 
     def __init__(self) -> None:
-        self.batches_committed = 0
+        self.batches_committed, self.updates = 0, NOT_COUNTED
         self.shares: Shares | None = None
         self.shares_rest = False
         """The step under way is no step of the training: if it is committed, shares do not move."""

@@ -109,7 +109,7 @@ def exchange_headers(
         return table
 
     result = finish_with(work, end)
-    step.pending.append(result)  # so that a stall is noticed
+    step.pending[result] = None  # so that a stall is noticed
     if patience_s is not None and isinstance(work, BackendWork):
         if not work.ended_within(patience_s):
             late = f"the other members have not come to an exchange within {patience_s:g} s"

@@ -17,7 +17,7 @@ from ft_core.collectives.quantized import DEFAULT_CODEC, Reduction, reduce_quant
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo
 from ft_core.process_group.work import CompletedWork, finish_with
 from ft_core.replica.status import Participation
-from ft_core.step import Step
+from ft_core.step import Step, Waitable
 
 T = TypeVar("T")
 work_of: Callable[[Future[Tensor]], dist.Work] = torch._C._distributed_c10d._create_work_from_future
@@ -34,15 +34,19 @@ class AsyncReduce:
     replicas, benchmarks/RESULTS.md).
     """
 
-    __slots__ = ("_end", "_future", "_over", "_tensor", "_work")
+    __slots__ = ("_end", "_future", "_over", "_pending", "_tensor", "_work")
 
     def __init__(
         self,
         tensor: Tensor,
         work: dist.Work,
         end: Callable[[Exception | None], Tensor] | None = None,
+        pending: dict[Waitable, None] | None = None,
     ) -> None:
         self._tensor, self._work, self._end = tensor, work, end
+        self._pending = pending  # of its step, which waits for it if nothing else has
+        if pending is not None:
+            pending[self] = None
         self._future: Future[Tensor] | None = None
         self._over = False
 
@@ -67,6 +71,8 @@ class AsyncReduce:
             if self._end is not None:
                 self._end(error)
             self._over = True
+            if self._pending is not None:
+                self._pending.pop(self, None)
             if self._future is not None:
                 self._future.set_result(self._tensor)
         return self._tensor
@@ -86,13 +92,13 @@ def reduce(
 ) -> Future[Tensor]:
     """See `Manager.allreduce`. Any thread; raises nothing but ValueError and OutsideStep."""
     op, options = resolve(reduce_op)
-    step.expect()
     if quantize:
         _check_quantizable(tensor, op)
+    part = step.take_part()
+    if part is None:
+        return completed(tensor)
     try:
-        part = _contribute(step, tensor, op, divided_by)
-        if part is None:
-            return completed(tensor)
+        _contribute(step, part, tensor, op, divided_by)
         if quantize or step.queue.busy:
             return _reduce_in_turn(step, tensor, op, part, quantize=quantize)
         work = step.group.allreduce([tensor], options)
@@ -100,7 +106,7 @@ def reduce(
         step.fail(error)
         return completed(tensor)
     result = finish_with(work, _ending(step, tensor, op, part))
-    step.pending.append(result)
+    step.pending[result] = None
     return result
 
 
@@ -113,38 +119,44 @@ def start(
 ) -> AsyncReduce:
     """See `Manager.start_allreduce`. Any thread; raises nothing but ValueError and OutsideStep."""
     op, options = resolve(reduce_op)
-    step.expect()
-    return _start(step, tensor, op, options, divided_by=divided_by)
+    return _start(step, step.take_part(), tensor, op, options, divided_by=divided_by)
 
 
 def average(step: Step, tensor: Tensor) -> None:
     """The participants' mean of `tensor`, in place: their sum, divided after it. Waits. Fails the step, and
     raises nothing but OutsideStep. Any thread."""
-    step.expect()
-    part = step.bind()
+    part = step.take_part()
     # Gloo divides by the number of members, in a thread that has just had the sum in its cache.
     every = part is not None and part.participants == step.group.size()
     divides = every and isinstance(step.group, ProcessGroupGloo) and not step.queue.busy
-    _start(step, tensor, "sum", options_for("sum", divided=divides), divided_by=1).wait()
+    _start(step, part, tensor, "sum", options_for("sum", divided=divides), divided_by=1).wait()
     if part is not None and part.participants > 1 and not divides:
         tensor.div_(part.participants)
 
 
-def _start(step: Step, tensor: Tensor, op: str, options: Any, *, divided_by: int) -> AsyncReduce:
+def _start(
+    step: Step,
+    part: Participation | None,
+    tensor: Tensor,
+    op: str,
+    options: Any,
+    *,
+    divided_by: int,
+) -> AsyncReduce:
+    """`part` None: the step has failed already."""
     work: dist.Work | None = None
     end: Callable[[Exception | None], Tensor] | None = None
     try:
-        part = _contribute(step, tensor, op, divided_by)
-        if part is not None and step.queue.busy:
-            work = work_of(_reduce_in_turn(step, tensor, op, part, quantize=False))
-        elif part is not None:
-            work = step.group.start_allreduce([tensor], options)
-            end = _ending(step, tensor, op, part)
+        if part is not None:
+            _contribute(step, part, tensor, op, divided_by)
+            if step.queue.busy:
+                work = work_of(_reduce_in_turn(step, tensor, op, part, quantize=False))
+            else:
+                work = step.group.start_allreduce([tensor], options)
+                end = _ending(step, tensor, op, part)
     except Exception as error:  # as above
         step.fail(error)
-    started = AsyncReduce(tensor, work or CompletedWork(tensor), end)
-    step.pending.append(started)
-    return started
+    return AsyncReduce(tensor, work or CompletedWork(tensor), end, step.pending)
 
 
 def find_weight(step: Step) -> None:
@@ -177,15 +189,13 @@ def check_devices(tensors: Iterable[Tensor]) -> None:
             )
 
 
-def _contribute(step: Step, tensor: Tensor, op: str, divided_by: int) -> Participation | None:
-    """Make `tensor` this member's contribution. None: the step has failed already."""
-    part = step.bind()
-    if part is None:
-        return None
+def _contribute(
+    step: Step, part: Participation, tensor: Tensor, op: str, divided_by: int
+) -> None:
+    """Make `tensor` this member's contribution."""
     # Integers first: for equal ones the factor is 1.
     scale = step.weight * (divided_by / (1 if step.weighted else part.participants))
     prepare(tensor, op, participating=part.rank is not None, scale=scale)
-    return part
 
 
 def _ending(

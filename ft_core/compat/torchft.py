@@ -39,7 +39,7 @@ from ft_core.diloco.global_state import drifting, without
 from ft_core.diloco.local_sgd import extract_local_tensor
 from ft_core.environment import torchft_settings
 from ft_core.errors import OutsideStep
-from ft_core.process_group.base import completed
+from ft_core.process_group.work import completed
 from lighthouse import LighthouseConfig
 from lighthouse import LighthouseServer as Server
 from lighthouse.config import Timeouts

@@ -43,7 +43,6 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ft_core.errors import ProcessGroupError
-from ft_core.process_group.work import CompletedWork
 
 Tensors = list[torch.Tensor] | torch.Tensor
 
@@ -153,6 +152,9 @@ class ProcessGroup(dist.ProcessGroup):
         """Whether a collective of the group has not ended: on a device, whatever its work and its future
         say. The default does not know. Any thread; quick."""
         return False
+
+    on_device = True
+    """Whether collectives may run on a device: only then `capturing` and `settle` have something to say."""
 
     def settle(self) -> Exception | None:
         """Block until no collective of the bound quorum (`bind`) is under way on its device; returns the
@@ -477,17 +479,3 @@ def _remove_backend(backend_name: str) -> None:
     backends.backend_capability.pop(backend_name, None)
     if hasattr(backends, backend_name.upper()):
         delattr(backends, backend_name.upper())
-
-
-def outputs_of(operation: str, args: tuple[Any, ...]) -> Any:
-    """What the future of a collective holds at its end, given the collective's arguments."""
-    if operation == "barrier":
-        return []
-    if operation in ("_allgather_base", "_reduce_scatter_base", "alltoall_base"):
-        return [args[0]]
-    return args[0]
-
-
-def completed(operation: str, args: tuple[Any, ...]) -> Work:
-    """The work of a collective that did nothing and has ended."""
-    return CompletedWork(outputs_of(operation, args))

@@ -56,19 +56,22 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
             native, native_reconfigure_available(), "native reconfiguration"
         )
         self._staging: dict[CopyDevice, Staging] = {}
+        self.on_device = False  # until a tensor comes from one
 
     @property
     def capturing(self) -> bool:
-        return bool(self._staging) and any(device.capturing() for device in self._staging)
+        return any(device.capturing() for device in self._staging)
 
-    def issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
-        """As `ProcessGroup.issue`. Raises `UnderCapture` for tensors on CUDA while a graph is captured."""
+    def _issue_elsewhere(
+        self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Work | None:
+        """Through host memory, for tensors on CUDA. Raises `UnderCapture` while a graph is captured."""
         device = first_device(args)
         if device is None:
-            return super().issue(operation, *args, watched=watched, **kwargs)
+            return None
         if device not in self._staging:
-            self._staging[device] = Staging(device)
-        return self._staging[device].issue(super().issue, operation, *args, **kwargs)
+            self._staging[device], self.on_device = Staging(device), True
+        return self._staging[device].issue(self._issue_here, operation, *args, **kwargs)
 
     def getBackendName(self) -> str:
         return "ft-gloo"

@@ -86,11 +86,13 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     def capturing(self) -> bool:
         return self._on.capturing()
 
-    def issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
-        """As `ProcessGroup.issue`. Raises `UnderCapture` while a CUDA graph is captured."""
+    def _issue_elsewhere(
+        self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Work | None:
+        """Nowhere. Raises `UnderCapture` while a CUDA graph is captured."""
         if self.capturing:
             raise UnderCapture(operation)
-        return super().issue(operation, *args, watched=watched, **kwargs)
+        return None
 
     def _new_communicator(self, rank: int, world_size: int) -> Communicator:
         address = choose_address(self._hostname, self._interface)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, Work
 
 from ft_core.errors import AddressError, ProcessGroupError
-from ft_core.process_group.base import ProcessGroup, outputs_of
+from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.dialing import connect_limit_s, unreachable
 from ft_core.process_group.rendezvous import Address, Listener, Rendezvous
 from ft_core.process_group.work import (
@@ -172,7 +172,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
             None,
         )  # (quorum, its error)
         # In the order of their issue; each operation on it is atomic.
-        self._in_flight: dict[BackendWork, None] = {}
+        self.in_flight: dict[BackendWork, None] = {}
         self._failed_work: tuple[int, Exception] | None = None  # (quorum, error) of the last one
         self._background: list[threading.Thread] = []
         self._shut_down = False
@@ -257,7 +257,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
             connecting.interrupt()
         if communicator is not None:
             communicator.interrupt()
-            self._abandon(communicator, list(self._in_flight), error)
+            self._abandon(communicator, list(self.in_flight), error)
 
     def unanswered(self) -> set[int]:
         with self._lock:
@@ -274,11 +274,11 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
     @property
     def under_way(self) -> bool:
-        return not all(work.is_completed() for work in list(self._in_flight))
+        return not all(work.is_completed() for work in list(self.in_flight))
 
     def settle(self) -> Exception | None:
         quorum_id = self._quorum_id if self.bound_quorum is None else self.bound_quorum
-        for work in list(self._in_flight):
+        for work in list(self.in_flight):
             if isinstance(work, StreamWork) and work.quorum_id == quorum_id:
                 work.settle()
         failed = self._failed_work
@@ -329,6 +329,18 @@ class ReconfigurableProcessGroup(ProcessGroup):
         return self.issue("allreduce", tensors, opts, watched=not tensors[0].is_cpu)
 
     def issue(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
+        elsewhere = self._issue_elsewhere(operation, args, kwargs)
+        if elsewhere is not None:
+            return elsewhere
+        return self._issue_here(operation, *args, watched=watched, **kwargs)
+
+    def _issue_elsewhere(
+        self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Work | None:
+        """The work of a collective whose tensors take another way; None: they take this group's."""
+        return None
+
+    def _issue_here(self, operation: str, *args: Any, watched: bool = True, **kwargs: Any) -> Work:
         self._drop_ended()
         with self._issue_lock:
             # `configure` takes this lock before it gives the communicator other members, so a
@@ -355,14 +367,13 @@ class ReconfigurableProcessGroup(ProcessGroup):
                 failure = self.collective_failed(operation, quorum_id, cause)
                 failure.__cause__ = cause.with_traceback(None)
                 return FailedWork(failure)
-            outputs = outputs_of(operation, args)
             work: BackendWork
             if end is not None:
-                work = StreamWork(self, native, operation, quorum_id, outputs, end=end, held=args)
+                work = StreamWork(self, native, operation, quorum_id, args, end=end)
             else:
                 kind = PointToPointWork if operation in ("send", "recv") else BackendWork
-                work = kind(self, native, operation, quorum_id, outputs)
-            self._in_flight[work] = None
+                work = kind(self, native, operation, quorum_id, args)
+            self.in_flight[work] = None
         if watched:
             work.watch()
         error = self._error
@@ -373,18 +384,16 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
     # --- for its works
 
-    def work_ended(self, work: BackendWork) -> None:
-        """A work has its result. Any thread."""
-        if isinstance(work, StreamWork) and (error := work.exception()) is not None:
-            # Before it is gone: see `settle`. A kernel of an older quorum may end late.
-            if self._failed_work is None or self._failed_work[0] <= work.quorum_id:
-                self._failed_work = (work.quorum_id, error)
-        self._in_flight.pop(work, None)
+    def stream_failed(self, quorum_id: int, error: Exception) -> None:
+        """A work of a stream has ended with an error. Any thread."""
+        # A kernel of an older quorum may end late.
+        if self._failed_work is None or self._failed_work[0] <= quorum_id:
+            self._failed_work = (quorum_id, error)
 
     def _drop_ended(self) -> None:
         """Let go of works whose end nothing else announces; the oldest end first."""
         try:
-            while (oldest := next(iter(self._in_flight), None)) is not None:
+            while (oldest := next(iter(self.in_flight), None)) is not None:
                 if not isinstance(oldest, StreamWork) or not oldest.is_completed():
                     return
         except RuntimeError:  # another thread has dropped one at this very moment
@@ -543,9 +552,9 @@ class ReconfigurableProcessGroup(ProcessGroup):
         """Whether it can be connected again: no operation of an earlier quorum holds a thread of it."""
         if not communicator.reconnectable:
             return False
-        for work in list(self._in_flight):
+        for work in list(self.in_flight):
             work.ended_within(_ABANDON_CHECK_S)
-        return not communicator.has_orphans and not self._in_flight
+        return not communicator.has_orphans and not self.in_flight
 
     def _stop_builder(self, builder: _Builder) -> None:
         """Interrupt the builder until it has left the backend."""

@@ -28,8 +28,7 @@ from torch.futures import Future
 
 from ft_core.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 from ft_core.errors import ProcessGroupError, UnderCapture
-from ft_core.process_group.base import outputs_of
-from ft_core.process_group.work import copy_of, finish_with
+from ft_core.process_group.work import copy_of, finish_with, outputs_of
 
 PIECE_BYTES = 4 << 20
 """Of an all-reduce: the same on all members."""

@@ -73,6 +73,20 @@ def finish_with(work: TorchWork, end: Callable[[Exception | None], Tensor]) -> F
     return work.get_future().then(done)
 
 
+def outputs_of(operation: str, args: tuple[Any, ...]) -> Any:
+    """What the future of a collective holds at its end, given the collective's arguments."""
+    if operation == "barrier":
+        return []
+    if operation in ("_allgather_base", "_reduce_scatter_base", "alltoall_base"):
+        return [args[0]]
+    return args[0]
+
+
+def completed(operation: str, args: tuple[Any, ...]) -> TorchWork:
+    """The work of a collective that did nothing and has ended."""
+    return CompletedWork(outputs_of(operation, args))
+
+
 class CompletedWork(TorchWork):
     """A collective that has ended well; `value` is what its future holds."""
 
@@ -150,7 +164,10 @@ class WorksOwner(Protocol):
     @property
     def timeout_s(self) -> float: ...
 
-    def work_ended(self, work: Any, /) -> None: ...
+    @property
+    def in_flight(self) -> dict[Any, None]: ...
+
+    def stream_failed(self, quorum_id: int, error: Exception, /) -> None: ...
 
     def collective_failed(
         self, operation: str, quorum_id: int, error: Exception
@@ -200,11 +217,11 @@ class BackendWork(TorchWork):
         work: TorchWork,
         operation: str,
         quorum_id: int,
-        outputs: Any,
+        args: tuple[Any, ...],
     ) -> None:
         super().__init__()
         self.operation = operation
-        self._outputs = outputs
+        self._outputs = outputs_of(operation, args)
         self.quorum_id = quorum_id
         self.issued_at = time.monotonic()
         self.abandoned = False  # a thread of the group sees to its end
@@ -284,11 +301,14 @@ class BackendWork(TorchWork):
         # Drops the references to the backend and to the tensors.
         self._work = self._outputs = None
         self._finished = True
-        self._group.work_ended(self)
+        self._leave_group()
         self._ended.release()
         if self._gate is not None:
             self._open_gate(self._gate)
         self._run_endings()
+
+    def _leave_group(self) -> None:
+        self._group.in_flight.pop(self, None)
 
     def finish_with(self, end: Callable[[Exception | None], Tensor]) -> Future[Tensor]:
         """See the function of this name. It makes one future where `get_future().then` makes three."""
@@ -410,13 +430,12 @@ class StreamWork(BackendWork):
         work: TorchWork,
         operation: str,
         quorum_id: int,
-        outputs: Any,
+        args: tuple[Any, ...],
         *,
         end: DeviceEnd,
-        held: Any,
     ) -> None:
-        super().__init__(group, work, operation, quorum_id, outputs)
-        self._native, self._end, self._held = work, end, held
+        super().__init__(group, work, operation, quorum_id, args)
+        self._native, self._end, self._held = work, end, args
         self._told: Exception | None = None  # the group was broken for it
         self._tell_once = [None]
 
@@ -458,7 +477,12 @@ class StreamWork(BackendWork):
 
     def resolve(self, value: Any, error: Exception | None) -> None:
         super().resolve(value, error)
-        self._held = None
+        self._held = ()
+
+    def _leave_group(self) -> None:
+        if self._error is not None:
+            self._group.stream_failed(self.quorum_id, self._error)  # before it is gone: see `settle`
+        super()._leave_group()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait for the collective. Raises what is known to have gone wrong."""

@@ -15,8 +15,8 @@ from torch.distributed import Work as TorchWork
 from torch.distributed.distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions
 from torch.futures import Future
 
-from ft_core.process_group.base import ProcessGroup, completed, outputs_of
-from ft_core.process_group.work import FailedWork
+from ft_core.process_group.base import ProcessGroup
+from ft_core.process_group.work import FailedWork, completed, outputs_of
 
 
 class ProcessGroupWrapper(ProcessGroup):

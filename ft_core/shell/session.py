@@ -49,6 +49,7 @@ class Session:
     """Owns the ZeroMQ context, the control and plane threads, the heal server and the watcher.
 
     `rendezvous`: where the ranks of this replica group have met.
+    `hangs`: the supervisor was told so, and `back` is due. Read only.
     `into` gives the tree to receive a state in place (heal thread); `waited_s(now)` tells for how
     long the loop has waited for its collectives (control thread).
 
@@ -75,7 +76,7 @@ class Session:
         self.room_id = room_id
         self._options, self._telemetry, self._waited_s = options, telemetry, waited_s
         self.lighthouse = options.lighthouse or _local_lighthouse()
-        self._closed = self._hangs = self._told_of_silence = False
+        self._closed = self.hangs = self._told_of_silence = False
         limits = options.timeouts
         self._reached, host = _reach(self.lighthouse, options.interface, limits.connect_timeout_s)
         self.plane = DataPlane(process_group, options, host=host, telemetry=telemetry, into=into)
@@ -277,14 +278,14 @@ class Session:
 
     def back(self) -> None:
         """The loop, which was evicted since it did not come to its vote, does not hang."""
-        if self._hangs:
-            self._hangs = False
+        if self.hangs:
+            self.hangs = False
             slot().hangs(self._options.group_rank, 0.0)
 
     def _on_remark(self, remark: Remark) -> None:
         text = remark.text
         if remark.hangs and not self._closed:
-            self._hangs = True
+            self.hangs = True
             patience_s = HANG_TIMEOUTS * self._options.timeouts.timeout_s
             slot().hangs(self._options.group_rank, time.monotonic() + patience_s)
         if DECLARE_DEAD in text:  # a person has to do something

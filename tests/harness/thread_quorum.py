@@ -64,7 +64,7 @@ class ThreadManager:
         self._error: Exception | None = None
         self._pinned_at: float | None = None
         self._pending: list[Future[Tensor]] = []
-        self._outcome: object = None
+        self._underway = False
 
     def register_schema(self, key: str, text: str) -> None:
         self.schema[key] = text
@@ -84,8 +84,8 @@ class ThreadManager:
     def is_healing(self) -> bool:
         return self.scheduled_heal is not None
 
-    def collectives_began(self) -> bool:
-        return self._pinned_at is not None
+    def step_is_untouched(self) -> bool:
+        return self._underway and self._pinned_at is None
 
     def _run_vote_checks(self) -> None:
         for check in self.vote_checks:
@@ -98,15 +98,12 @@ class ThreadManager:
 
     def start_quorum(self) -> None:
         self.attempts += 1
-        self._error = self._pinned_at = None
+        self._underway, self._error, self._pinned_at = True, None, None
         self.sizes, self._pending = [], []
 
     def participating_rank(self) -> int | None:
         able = self.quorum.participants
         return able.index(self.rank) if self.rank in able else None
-
-    def last_outcome(self) -> object:
-        return self._outcome
 
     def errored(self) -> Exception | None:
         return self._error
@@ -178,10 +175,9 @@ class ThreadManager:
             ballot.append(self._error is None)
             quorum.voted.notify_all()
             assert quorum.voted.wait_for(lambda: len(ballot) == quorum.size, timeout=PATIENCE_S)
-        self._pinned_at = None
+        self._underway, self._pinned_at = False, None
         committed = all(ballot)
         self.step += committed
-        self._outcome = (self.attempts, committed)
         for hook in self.step_end_hooks:
             hook(committed)
         return committed
