@@ -216,6 +216,7 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
         self.optional: OptionalParameters | None = None
         reducer.add_model(self)
         if self._shared:
+            reducer.has_buffers(self._keep_buffers)
             reducer.is_refilled(self._shared.wire)
             send = weakref.WeakMethod(self._shared.send)
 
@@ -239,23 +240,15 @@ class RetryableDistributedDataParallel(DistributedDataParallel):
         self._retry.before_forward()
         return super().forward(*inputs, **kwargs)
 
-    def end_backward(self) -> None:
-        """Nothing: each bucket has been sent with its last gradient."""
-
-    def end_step(self, committed: bool) -> None:
-        """Nothing: `.grad` is a view of what was reduced."""
-
     def unfinished(self) -> bool:
         """Whether a backward pass has left out parameters, so that some gradients are not averaged."""
         return self._reduction.unsent > 0
 
-    def keep_buffers(self) -> Callable[[], None]:
-        """Remember the buffers as forward left them; what is returned puts them back."""
-        tensors = self._shared.tensors() if self._shares else []
-        kept = [buffer.detach().clone() for buffer in tensors]
+    def _keep_buffers(self) -> Callable[[], None]:
+        kept = [buffer.detach().clone() for buffer in self._shared.tensors()]
 
         def put_back() -> None:
-            for buffer, value in zip(self._shared.tensors() if kept else [], kept, strict=True):
+            for buffer, value in zip(self._shared.tensors(), kept, strict=True):
                 buffer.data.copy_(value)  # `data`: see `ft_core.buffers`
 
         return put_back

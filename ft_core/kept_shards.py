@@ -15,7 +15,7 @@ and can't try again, since FSDP casts and adds up what the hook returns.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -115,7 +115,8 @@ class RetryableShards:
 
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
         reducer.register_compared("sharded", compared)
-        reducer.add_model(self)
+        reducer.add_model(self)  # without buffers: those are each rank's own, and no attempt changes them
+        reducer.copies_gradients(self)
 
     def close(self) -> None:
         """Leave the parameters alone from now on: gradients stay in this group. Idempotent."""
@@ -170,10 +171,6 @@ class RetryableShards:
             bucket.sent, bucket.missing = None, set(bucket.parameters)
         self._next, self._began = 0, False
         self._late.clear()
-
-    def keep_buffers(self) -> Callable[[], None]:
-        """Buffers are each rank's own: no attempt changes them."""
-        return lambda: None
 
     def forget_forward(self) -> None:
         """Nothing: no forward is remembered."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from torch.futures import Future
 from ft_core.collectives.allreduce import AsyncReduce, completed
 from ft_core.process_group.work import CompletedWork
 from ft_core.step import GradientManager, StartedReduce
+
+T = TypeVar("T")
 
 
 def _nothing() -> None:
@@ -93,12 +95,13 @@ class RetryableModel(Protocol):
     def unfinished(self) -> bool:
         """Whether a backward pass has not reached all parameters (yet)."""
 
-    def keep_buffers(self) -> Callable[[], None]:
-        """Remember the buffers (running statistics) as forward left them; what is returned puts
-        them back, after a discard has undone the forward."""
-
     def forget_forward(self) -> None:
         """No backward will follow the forward passes so far."""
+
+
+class CopyingModel(Protocol):
+    """A model whose gradients are copied to buckets, and the means back: those of
+    `ft_core.kept_shards.RetryableShards`. torch's reducer needs none of this: its buckets are `.grad`."""
 
     def end_backward(self) -> None:
         """Backward has ended: start the reductions that wait for gradients which have not come."""
@@ -217,6 +220,8 @@ class RetryableReducer:
         self._schemas: dict[str, str] = {}
         self._state_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
         self._models: list[weakref.ref[RetryableModel]] = []
+        self._copying: list[weakref.ref[CopyingModel]] = []
+        self._buffers: list[weakref.WeakMethod[Callable[[], Callable[[], None]]]] = []
         self._gradients = KeptGradients()
         self._reduced: list[_Reduced | Callable[[], None]] = []
         self._optional: list[OptionalParameters] = []
@@ -247,6 +252,26 @@ class RetryableReducer:
     def add_model(self, model: RetryableModel) -> None:
         """Held weakly."""
         self._models.append(weakref.ref(model))
+
+    def copies_gradients(self, model: CopyingModel) -> None:
+        """Tell `model` when a backward pass, and when a step has ended. Held weakly."""
+        self._copying.append(weakref.ref(model))
+
+    def has_buffers(self, keep: Callable[[], Callable[[], None]]) -> None:
+        """A model has buffers (running statistics): `keep()` remembers them as forward left them, and what
+        it returns puts them back. A method, weakly held."""
+        self._buffers.append(weakref.WeakMethod(keep))
+
+    def keep_buffers(self) -> Callable[[], None]:
+        """Remember the buffers of all models; what is returned puts them back, after a discard has undone
+        the forward."""
+        kept = [keep() for known in self._buffers if (keep := known()) is not None]
+
+        def put_back() -> None:
+            for put in kept:
+                put()
+
+        return put_back
 
     # ------------------------------------------------------------------ what ft_core.ddp calls
 
@@ -350,7 +375,7 @@ class RetryableReducer:
             if self._reducing and self._manager is not None:
                 self._manager.report_error(RuntimeError("a backward pass raised an error"))
                 self._hooks.vote()
-            for model in self._live_models():
+            for model in _living(self._models):
                 model.forget_forward()
         self._failure = None
         if self._reducing is not None or self._gradients:
@@ -474,12 +499,12 @@ class RetryableReducer:
                 raise failure
             if self._reducing:
                 self.check_complete()
-                for model in self._live_models():
-                    model.end_backward()
+                for copying in _living(self._copying):
+                    copying.end_backward()
             committed = self._reducing and self._commit()
             if committed:
-                for model in self._live_models():
-                    model.end_step(True)
+                for copying in _living(self._copying):
+                    copying.end_step(True)
                 for optional in self._optional:
                     optional.remove_unused()
                 self._hooks.committed()
@@ -490,12 +515,11 @@ class RetryableReducer:
 
     def _commit(self) -> bool:
         """Vote until the step is committed; False: the kept gradients are of no use any more."""
-        put_back = [model.keep_buffers() for model in self._live_models()]
+        put_back = self.keep_buffers()
         while not self._hooks.vote():
             if not self._hooks.again():
                 return False
-            for put in put_back:
-                put()
+            put_back()
             self._reduce_again()
         return True
 
@@ -519,19 +543,20 @@ class RetryableReducer:
             one.wait()
 
     def _incomplete(self) -> bool:
-        return any(model.unfinished() for model in self._live_models())
-
-    def _live_models(self) -> list[RetryableModel]:
-        return [model for ref in self._models if (model := ref()) is not None]
+        return any(model.unfinished() for model in _living(self._models))
 
     def _over(self, *, committed: bool = False) -> None:
         """The step is committed, or given up: the kept gradients are not needed any more."""
         self._reduced.clear()
         self._gradients.clear()
         if not committed:  # else the models know
-            for model in self._live_models():
-                model.end_step(False)
+            for copying in _living(self._copying):
+                copying.end_step(False)
         for optional in self._optional:
             optional.counts = optional.reduced = None
         self._optional.clear()
         self._reducing, self._ends_with = None, -1
+
+
+def _living(known: list[weakref.ref[T]]) -> list[T]:
+    return [it for ref in known if (it := ref()) is not None]

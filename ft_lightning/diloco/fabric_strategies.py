@@ -182,7 +182,8 @@ class FabricPeriodicMixin(FTFabricMixin):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Called by `optimizer.step()`: an inner step, once a batch however many optimizers."""
-        self._refuse_to_train_alone()
+        if self._trains_alone:
+            self._refuse_to_train_alone()
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
         result = None if closure is None else closure()
         output = super(FabricStepMixin, self).optimizer_step(optimizer, **kwargs)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ft_core.collectives.agreement import agree, exchange_headers
+from ft_core.collectives.retry import RetryableReducer
 from ft_lightning.fabric.loop_position import Where, Window
 from ft_lightning.shared.launch_env import leave_torchrun
 from ft_lightning.shared.step_collectives import (
@@ -57,7 +58,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     """The part of the strategy that answers questions about ranks, and reduces."""
 
     _window: Window
-    _wrapped: list[Any]
+    _reducer: RetryableReducer | None
     _open = _lost = False
     _ranks = CopyRanks()
     """Of this replica group, for what is to reach all ranks of all groups."""
@@ -204,13 +205,12 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         manager = self._manager
         assert manager is not None
         patience = timedelta(seconds=_PATIENCE * self._options.timeout_s)
-        put_back = [model.keep_buffers() for model in self._wrapped]
+        put_back = None if self._reducer is None else self._reducer.keep_buffers()
         # Between the updates of a batch a group may heal, and in a validation it can't.
         committed = manager.should_commit(patience, no_update=True, admits=self._in_pass())
         self._where, self._open = None, False
-        if not committed:
-            for put in put_back:  # the discard has undone the forward's statistics
-                put()
+        if not committed and put_back is not None:
+            put_back()  # the discard has undone the forward's statistics
         return committed
 
     def _exchange(self, call: Call, tensor: Tensor) -> Tensor | None:

@@ -247,7 +247,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         """The first gradients of a backward pass are there: whether they are to be averaged."""
         if not self._window.gradients():
             return False
-        self._refuse_to_train_alone()
+        if self._trains_alone:
+            self._refuse_to_train_alone()
         self._put_back_on_arrival()
         if not self._open and not self._open_in_batch():
             self._break_off()

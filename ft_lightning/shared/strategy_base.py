@@ -529,14 +529,13 @@ class StrategyBase(_Base):
             board.slot().leads(self._leader)
 
     def _refuse_to_train_alone(self) -> None:
-        """A batch is computed. Raises RuntimeError if the peers have finished the training.
+        """A batch is computed by a process that `_trains_alone`. Raises RuntimeError.
 
         Not sooner: a process that takes part in a quorum without them may be at its end, too."""
-        if self._trains_alone:
-            raise RuntimeError(
-                "this process goes on training, and its peers have finished: its loop or its data is "
-                "longer than theirs. It ends here, so that it does not write over what they have saved"
-            )
+        raise RuntimeError(
+            "this process goes on training, and its peers have finished: its loop or its data is "
+            "longer than theirs. It ends here, so that it does not write over what they have saved"
+        )
 
 
 def act_as_leader(leader: bool, scope: Scope) -> None:

@@ -24,7 +24,7 @@ from ft_lightning.trainer.batches import Batches
 
 
 class DataShare:
-    """The share of one fit, which is `strategy.share`. The loop's thread."""
+    """The share of one fit with spares, which is `strategy.share`. The loop's thread."""
 
     def __init__(self, trainer: Any, manager: Manager, batches: Batches) -> None:
         self._trainer, self._manager, self._batches = trainer, manager, batches
@@ -39,7 +39,7 @@ class DataShare:
     def follow(self) -> None:
         """The first batch of a step is about to be fetched: let it be of this group's share."""
         part = self._manager.step.part
-        if not self._manager.spares or part is None:
+        if part is None:
             return  # the attempt has failed already: the next one tells
         was_spare, self._is_spare = self._is_spare, part.share is None
         if part.share is None:

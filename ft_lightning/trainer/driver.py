@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from ft_core.collectives.agreement import agree
-from ft_core.collectives.retry import RetryableModel, RetryableReducer, RetryHooks
+from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.kept_shards import RetryableShards
@@ -106,7 +106,7 @@ class StepDriver:
         batches: Batches,
         decisions: Decisions,
         *,
-        share: DataShare,
+        share: DataShare | None,
         on_quorum: Callable[[], object],
         hooks: Callable[[str], None],
         leave: Callable[[], None],
@@ -125,7 +125,7 @@ class StepDriver:
         self._manual = not trainer.lightning_module.automatic_optimization
         retry = RetryHooks(begin=self._begin_gradients, vote=self._vote, again=self._try_again)
         self._reducer = RetryableReducer(retry, manager)
-        self._model: RetryableModel | None = None
+        self._sharded = False
         self._thread = threading.get_ident()
         self._starting = 0  # thread that calls `start_quorum`
         self._place: Place | None = None  # where it is called; None: nowhere
@@ -155,14 +155,13 @@ class StepDriver:
 
     def wrap(self, module: nn.Module, **options: Any) -> RetryableDistributedDataParallel:
         """What averages the gradients of `module`."""
-        wrapped = RetryableDistributedDataParallel(self._reducer, module, **options)
-        self._model = wrapped
-        return wrapped
+        return RetryableDistributedDataParallel(self._reducer, module, **options)
 
     def adopt_shards(self, module: nn.Module, data_parallel: int) -> RetryableShards:
         """What averages the gradients of `module`, which is sharded over the ranks of this group.
         `data_parallel`: over how many of them its data is."""
-        self._model = shards = RetryableShards(self._reducer, module, data_parallel=data_parallel)
+        shards = RetryableShards(self._reducer, module, data_parallel=data_parallel)
+        self._sharded = True
         self._at_end.append(shards.close)
         return shards
 
@@ -182,7 +181,7 @@ class StepDriver:
             self._batches.begin(self._trainer)
             if self._batches.has_streams:
                 self._batches.mark(self._trainer)
-        if not self._window:
+        if not self._window and self._share is not None:
             self._share.follow()
         if self._peer is not None:
             state, self._peer = self._peer, None
@@ -232,7 +231,7 @@ class StepDriver:
             raise BatchAbandoned
         if not self._within:
             # A share moves within a step if too few are left to commit it without that one.
-            self._rereads = self._share.changes()
+            self._rereads = self._share is not None and self._share.changes()
             if self._rereads:
                 raise BatchAbandoned
             return
@@ -267,7 +266,8 @@ class StepDriver:
                 "another way; use the versions that ft_lightning was tested with (2.5, 2.6)"
             )
         self.computing = True
-        self._reducer.before_forward()
+        if self._sharded:  # else the wrapper's forward does it
+            self._reducer.before_forward()
         try:
             output = compute(*args)
             if self.open and self._within:  # something was reduced after the last backward
@@ -317,8 +317,7 @@ class StepDriver:
         self._operations.append(attempt)
         attempt()
         while self._ranks.any(self._manager.errored() is not None):
-            assert self._model is not None
-            put_back = self._model.keep_buffers()
+            put_back = self._reducer.keep_buffers()
             self._vote()
             self._try_again()
             put_back()

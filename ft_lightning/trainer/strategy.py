@@ -308,7 +308,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._manager,
             self._batches,
             self._decisions,
-            share=DataShare(trainer, self._manager, self._batches),
+            share=DataShare(trainer, self._manager, self._batches) if self._options.spares else None,
             on_quorum=self._on_quorum,
             hooks=self._call_hooks,
             leave=self._leave,
@@ -386,7 +386,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._driver is not None
         assert self.model is not None
-        self._refuse_to_train_alone()
+        if self._trains_alone:
+            self._refuse_to_train_alone()
         if self.model is not self.lightning_module:
             # Lightning puts the wrapper into eval mode for validation and only what is inside back.
             self.model.training = True
