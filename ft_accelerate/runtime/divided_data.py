@@ -36,25 +36,31 @@ UNDIVIDED = (
     "DataLoaders over map-style datasets, prepared by Accelerate, without use_stateful_dataloader; set it "
     "to 0 for other data"
 )
+DRIFTING = (
+    "fault_tolerance_spares serves scripts that average gradients in each step: leave out LocalSGD and "
+    "DiLoCo, or set it to 0"
+)
 
 
 class DividedData:
-    """The share of one process. The loop's thread."""
+    """The share of one process, in a job with hot spares whose data has several shares. The loop's thread."""
 
     def __init__(self, ranks: GroupRanks, position: ScriptPosition) -> None:
         self._ranks, self._position = ranks, position
         self._window: Place | None = None  # of which the first batch was asked for
 
-    @property
-    def _several(self) -> bool:
-        options = self._ranks.options
-        return options.spares > 0 and options.num_replica_groups - options.spares > 1
+    @classmethod
+    def of(cls, ranks: GroupRanks, position: ScriptPosition) -> DividedData | None:
+        """None: this process's share never changes."""
+        options = ranks.options
+        several = options.spares > 0 and options.num_replica_groups - options.spares > 1
+        return cls(ranks, position) if several else None
 
     def follow(self, iteration: Iteration, part: Participation | None) -> None:
         """A batch is about to be fetched. If it is the first of its window, let it be of the share that
         this group holds, or will hold with the next step."""
         window = self._position.window
-        if not self._several or window != (iteration.seq, iteration.yielded):
+        if window != (iteration.seq, iteration.yielded):
             return
         self._window = window
         if part is not None and part.reads is not None and part.reads != self._ranks.share:
@@ -73,21 +79,13 @@ class DividedData:
 
     def refuse_undivided(self, loader: Any) -> None:
         """Raise ValueError for training data of which a spare could not take over a share."""
-        if self._several and not skips_by_index(loader):
+        if not skips_by_index(loader):
             raise ValueError(UNDIVIDED)
 
     def refuse_unknown(self) -> None:
         """Gradients are to be averaged. Raise ValueError if no prepared loader was asked for their batch."""
-        if self._several and self._position.window is None:
+        if self._position.window is None:
             raise ValueError(UNDIVIDED)
-
-    def refuse_drift(self, drifts: bool) -> None:
-        """Raise ValueError for LocalSGD and DiLoCo."""
-        if drifts and self._ranks.options.spares:
-            raise ValueError(
-                "fault_tolerance_spares serves scripts that average gradients in each step: leave out "
-                "LocalSGD and DiLoCo, or set it to 0"
-            )
 
 
 # ------------------------------------------------------------------ what divides the data of a loader

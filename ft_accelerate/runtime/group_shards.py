@@ -196,7 +196,7 @@ def _answer_from_memory(
 
     def __call__(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         return memory.forward(
-            self, lambda: stock.__call__(self, *inputs, **kwargs), inputs, kwargs,
+            self, lambda _: stock.__call__(self, *inputs, **kwargs), inputs, kwargs,
             counts=GradientState().sync_gradients,
         )  # fmt: skip
 

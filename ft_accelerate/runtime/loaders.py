@@ -77,7 +77,7 @@ class _Pass:
                         break
                     batch = self._first_batch()
                 else:
-                    if real is not None and self._index != runtime.process_index:
+                    if real is not None and self._index != runtime.group_ranks.process_index:
                         real.close()  # type: ignore[attr-defined]
                         real = None  # it goes on with the share of another group
                         position.generator_states[iteration.seq] = iteration.generator_state
@@ -101,7 +101,7 @@ class _Pass:
     def _start(self) -> Iterator[Any]:
         """The real batches, from this pass's position on."""
         loader, iteration = self._loader, self._iteration
-        self._index = self._runtime.process_index
+        self._index = self._runtime.group_ranks.process_index
         read_as(loader, self._index, self._runtime.num_processes)
         state = self._runtime.position.generator_states.pop(iteration.seq, None)
         if self._generator is not None and state is not None:

@@ -43,13 +43,15 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         self._memory = Memory(position)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        compute = super().forward
-        if self._memory.answers:
-            compute = self.module  # its gradients are of no use
+        reduces = super().forward
+
+        def compute(answers: bool) -> Any:
+            # The gradients of the script's past are of no use.
+            return (self.module if answers else reduces)(*inputs, **kwargs)
+
         return self._memory.forward(
-            self.module, lambda: compute(*inputs, **kwargs), inputs, kwargs,
-            counts=self.require_backward_grad_sync,
-        )  # fmt: skip
+            self.module, compute, inputs, kwargs, counts=self.require_backward_grad_sync
+        )
 
 
 class Memory:
@@ -69,30 +71,32 @@ class Memory:
         self._leaf = torch.zeros((), requires_grad=True)
         """A graph of remembered outputs ends here."""
 
-    @property
-    def answers(self) -> bool:
-        """Whether it is used now."""
-        return self._position.remembers
-
     def forward(
-        self, module: nn.Module, compute: Callable[[], Any], inputs: Any, kwargs: Any, *, counts: bool
+        self,
+        module: nn.Module,
+        compute: Callable[[bool], Any],
+        inputs: Any,
+        kwargs: Any,
+        *,
+        counts: bool,
     ) -> Any:
-        """What `compute` returns, or has returned. `counts`: a backward is one that synchronizes."""
-        if self.answers:
+        """What `compute(answers)` returns, or has returned. `answers`: for the script's past, in which its
+        output stands for others. `counts`: a backward is one that synchronizes."""
+        if self._position.remembers:
             return self._remembered_forward(module, compute, inputs, kwargs, counts)
         self._remembered.clear()
         if self._position.phase is not Phase.REPLAY:
-            return compute()
+            return compute(False)
         with _without_trace(module):
-            return compute()
+            return compute(False)
 
     def _remembered_forward(
-        self, module: nn.Module, compute: Callable[[], Any], inputs: Any, kwargs: Any, counts: bool
+        self, module: nn.Module, compute: Callable[[bool], Any], inputs: Any, kwargs: Any, counts: bool
     ) -> Any:
         key = (module.training, _shapes((inputs, kwargs)))
         if not self._all_agree(key in self._remembered):
             with torch.no_grad(), _without_trace(module):
-                self._remembered[key] = compute()
+                self._remembered[key] = compute(True)
         wants_grad = module.training and torch.is_grad_enabled()
         counts = wants_grad and counts
 

@@ -85,8 +85,11 @@ class Prepared:
     @property
     def training(self) -> bool:
         """Whether the script is about to train: a prepared model is in training mode."""
-        models = (ref() for ref in self.models)
-        return any(model is not None and model.training for model in models)
+        for known in self.models:
+            model = known()
+            if model is not None and model.training:
+                return True
+        return False
 
     @property
     def device(self) -> torch.device:

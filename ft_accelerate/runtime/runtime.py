@@ -29,13 +29,8 @@ from torch.utils._pytree import tree_map
 from ft_accelerate.options import FaultTolerancePlugin, Supervision
 from ft_accelerate.runtime import peer_state as states
 from ft_accelerate.runtime.catch_up import CatchUp
-from ft_accelerate.runtime.checked_collectives import (
-    Attempt,
-    CheckedCollectives,
-    Diverged,
-    Kind,
-)
-from ft_accelerate.runtime.divided_data import LATE_SHARE, DividedData
+from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
+from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership
 from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel
 from ft_accelerate.runtime.prepared import Prepared, freeze, thaw
@@ -77,7 +72,7 @@ class Runtime:
         self.num_processes = ranks.num_processes
         self.startup = StartupCollectives(ranks)
         self.position = ScriptPosition()
-        self._data = DividedData(ranks, self.position)
+        self._data = DividedData.of(ranks, self.position)
         self._catch_up = CatchUp(self.position, measures=place.group_world_size == 1)
         self.reducer = RetryableReducer(
             RetryHooks(
@@ -232,19 +227,20 @@ class Runtime:
                     self._join("fetch")
                     continue
             self._go_live_if_there()
-            exhausted = iteration.begun and loader.end_of_dataloader
+            exhausted = loader.end_of_dataloader and iteration.begun
             if not self.live or exhausted or not self.ready or not self.prepared.training:
                 break
             if position.leaves not in (None, iteration.seq):
                 break  # an evaluation within an epoch, in which a window could not be entered
-            self._data.refuse_undivided(loader)
+            if self._data is not None:
+                self._data.refuse_undivided(loader)
             position.open_window(iteration)
             if self._open:
                 break
             self._begin("fetch")
             if self.live:
                 break
-        if self.manager is not None:
+        if self.manager is not None and self._data is not None:
             self._data.follow(iteration, self.manager.step.part)
 
     def _arrived(self) -> None:
@@ -312,7 +308,8 @@ class Runtime:
         self._go_live_if_there()
         if not self.live and self.position.grad_is_done:
             return False
-        self._data.refuse_unknown()
+        if self._data is not None:
+            self._data.refuse_unknown()
         if self.unfinished is not None:
             raise RuntimeError(
                 "gradients are to be averaged while a fragment of DiLoCo is on its way: use "
@@ -342,14 +339,16 @@ class Runtime:
         from gradients; and with several models, as the others may be at another one.
         """
         self.position.graded()
-        alike = self.options.commit == "quorum" and len(self.prepared.models) == 1
-        alike = alike and self.prepared.device.type == "cpu"
-        self._headerless = self._quorum_id if alike else NO_QUORUM
+        if self.options.commit != "quorum" or len(self.prepared.models) != 1:
+            self._headerless = NO_QUORUM
+        elif self._headerless != self._quorum_id and self.prepared.device.type == "cpu":
+            self._headerless = self._quorum_id
 
     def drift(self, drifts: bool) -> None:
         """Whether the state changes between the steps that are voted on, in each process in its own
         way, as in LocalSGD: peers are served copies then, and nothing is compared."""
-        self._data.refuse_drift(drifts)
+        if drifts and self.options.spares:
+            raise ValueError(DRIFTING)
         self.serve_copies = drifts
         if self.manager is not None:
             self.manager.compare_states(not drifts)
@@ -473,7 +472,7 @@ class Runtime:
         if part is not None:  # else the attempt has failed already; its vote tells
             self.contributes = part.rank is not None
             self.leadership.follow(part)
-            if self._data.is_another(part):
+            if self._data is not None and self._data.is_another(part):
                 self._end_early(LATE_SHARE.format(self.options.replica_group_id, part.share))
 
     def _take_main(self, whole: dict[int, bool]) -> None:
