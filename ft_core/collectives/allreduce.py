@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from ft_core.collectives.quantized import DEFAULT_CODEC, Reduction, reduce_quantized
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo
-from ft_core.process_group.work import CompletedWork, finish_with
+from ft_core.process_group.work import EndedWork, finish_with
 from ft_core.replica.status import Participation
 from ft_core.step import Step, Waitable
 
@@ -156,7 +156,7 @@ def _start(
                 end = _ending(step, tensor, op, part)
     except Exception as error:  # as above
         step.fail(error)
-    return AsyncReduce(tensor, work or CompletedWork(tensor), end, step.pending)
+    return AsyncReduce(tensor, work or EndedWork(tensor), end, step.pending)
 
 
 def find_weight(step: Step) -> None:

@@ -35,7 +35,7 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from ft_core.collectives.allreduce import AsyncReduce, completed
-from ft_core.process_group.work import CompletedWork
+from ft_core.process_group.work import EndedWork
 from ft_core.step import GradientManager, StartedReduce
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class RetryHooks:
 
 class RetryableModel(Protocol):
     """A model whose gradients are kept: `ft_core.ddp.RetryableDistributedDataParallel`, or
-    `ft_core.kept_shards.RetryableShards`.
+    `ft_core.sharded.RetryableShards`.
 
     Attributes:
         require_backward_grad_sync: whether the backward pass under way synchronizes.
@@ -101,7 +101,7 @@ class RetryableModel(Protocol):
 
 class CopyingModel(Protocol):
     """A model whose gradients are copied to buckets, and the means back: those of
-    `ft_core.kept_shards.RetryableShards`. torch's reducer needs none of this: its buckets are `.grad`."""
+    `ft_core.sharded.RetryableShards`. torch's reducer needs none of this: its buckets are `.grad`."""
 
     def end_backward(self) -> None:
         """Backward has ended: start the reductions that wait for gradients which have not come."""
@@ -337,7 +337,7 @@ class RetryableReducer:
     def start_allreduce(self, tensor: Tensor, divided_by: int = 1) -> StartedReduce:
         """Reduce a bucket of gradients in place."""
         if not self._reduces():
-            return AsyncReduce(tensor, CompletedWork(tensor))
+            return AsyncReduce(tensor, EndedWork(tensor))
         self._gradients.is_bucket(tensor)
         self._reduced.append(_Reduced(tensor, ReduceOp.AVG, None))
         return self.reduce_bucket(tensor, divided_by)
@@ -351,7 +351,7 @@ class RetryableReducer:
     def reduce_bucket(self, bucket: Tensor, divided_by: int) -> StartedReduce:
         """Start to reduce a bucket in place; `divided_by` tells how much of the division is done."""
         if self._manager is None:
-            return AsyncReduce(bucket, CompletedWork(bucket))
+            return AsyncReduce(bucket, EndedWork(bucket))
         return self._manager.start_allreduce(bucket, divided_by=divided_by)
 
     # ------------------------------------------------------------------ what a model calls

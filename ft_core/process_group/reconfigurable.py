@@ -35,7 +35,7 @@ from ft_core.process_group.rendezvous import Address, Listener, Rendezvous
 from ft_core.process_group.work import (
     BackendWork,
     DeviceEnd,
-    FailedWork,
+    EndedWork,
     PointToPointWork,
     StreamWork,
 )
@@ -346,7 +346,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
             # `configure` takes this lock before it gives the communicator other members, so a
             # collective that saw an open group can't run under the next quorum.
             if not self._open or self.bound_quorum not in (None, self._quorum_id):
-                return FailedWork(self._refusal(operation))
+                return EndedWork(error=self._refusal(operation))
             assert self._communicator is not None
             quorum_id = self._quorum_id
             communicator = self._communicator
@@ -366,7 +366,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
                     raise NotImplementedError(str(cause)) from cause
                 failure = self.collective_failed(operation, quorum_id, cause)
                 failure.__cause__ = cause.with_traceback(None)
-                return FailedWork(failure)
+                return EndedWork(error=failure)
             work: BackendWork
             if end is not None:
                 work = StreamWork(self, native, operation, quorum_id, args, end=end)

@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from ft_core.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 from ft_core.errors import ProcessGroupError, UnderCapture
-from ft_core.process_group.work import copy_of, finish_with, outputs_of
+from ft_core.process_group.work import PlainWork, copy_of, finish_with, outputs_of
 
 PIECE_BYTES = 4 << 20
 """Of an all-reduce: the same on all members."""
@@ -109,18 +109,17 @@ class Staging:
         return work
 
 
-class StagedWork(Work):
+class StagedWork(PlainWork):
     """A collective whose tensors are copied back when it has ended. Any thread."""
 
     def __init__(
         self, device: CopyDevice, up: DeviceStream, operation: str, outputs: Any, pieces: int
     ) -> None:
         super().__init__()
-        self._device, self._up, self._outputs = device, up, outputs
+        self._device, self._up, self._value = device, up, outputs
         self._operation = operation
-        self._lock = threading.Lock()  # guards the fields up to the blank line
+        self._lock = threading.Lock()  # guards `_left` and `_error`
         self._left = pieces
-        self._error: Exception | None = None
 
         self._end: DeviceEvent | None = None
         self._ended = threading.Event()
@@ -152,12 +151,12 @@ class StagedWork(Work):
                 return
         self._end = self._up.mark()
         self._ended.set()
-        self._up.complete(self._gate, self._outputs)
+        self._up.complete(self._gate, self._value)
 
     def _unpack(self, gate: Future[Any]) -> Any:
         if self._error is not None:
             raise copy_of(self._error)
-        return self._outputs
+        return self._value
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """See the module's docstring. Raises the error of the collective, a `ProcessGroupError`. `timeout`
@@ -174,21 +173,5 @@ class StagedWork(Work):
     def get_future(self) -> Future[Any]:
         return self._future
 
-    def result(self) -> Any:
-        self.wait()
-        return self._outputs
-
     def is_completed(self) -> bool:
         return self._ended.is_set()
-
-    def is_success(self) -> bool:
-        return self._ended.is_set() and self._error is None
-
-    def exception(self) -> Any:
-        return self._error
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()

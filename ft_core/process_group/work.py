@@ -84,78 +84,58 @@ def outputs_of(operation: str, args: tuple[Any, ...]) -> Any:
 
 def completed(operation: str, args: tuple[Any, ...]) -> TorchWork:
     """The work of a collective that did nothing and has ended."""
-    return CompletedWork(outputs_of(operation, args))
+    return EndedWork(outputs_of(operation, args))
 
 
-class CompletedWork(TorchWork):
-    """A collective that has ended well; `value` is what its future holds."""
+class PlainWork(TorchWork):
+    """What c10d asks of a collective, answered from its subclass's `wait` and `is_completed`.
 
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self._value = value
-        self._future: Future[Any] | None = None
+    `_value`: what its future holds at its end; `_error`: with which it has failed.
+    """
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def get_future(self) -> Future[Any]:
-        if self._future is None:
-            self._future = Future()
-            self._future.set_result(self._value)
-        return self._future
+    _value: Any = None
+    _error: Exception | None = None
 
     def result(self) -> Any:
+        self.wait()
         return self._value
 
-    def is_completed(self) -> bool:
-        return True
-
     def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> Exception | None:  # type: ignore[override]
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-    def block_current_stream(self) -> None:
-        return None
-
-
-class FailedWork(TorchWork):
-    """A collective that failed before it began: `wait()` and the future raise `error`."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self._error = error
-        self._future: Future[Any] | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        raise copy_of(self._error)
-
-    def get_future(self) -> Future[Any]:
-        if self._future is None:
-            self._future = failed_future(self._error)
-        return self._future
-
-    def result(self) -> Any:
-        raise copy_of(self._error)
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return False
+        return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:  # type: ignore[override]
         return self._error
 
     def synchronize(self) -> None:
-        raise copy_of(self._error)
+        self.wait()
 
     def block_current_stream(self) -> None:
-        raise copy_of(self._error)
+        self.wait()
+
+
+class EndedWork(PlainWork):
+    """A collective that has ended: well, or with an `error`, which `wait()` and the future raise."""
+
+    def __init__(self, value: Any = None, *, error: Exception | None = None) -> None:
+        super().__init__()
+        self._value, self._error = value, error
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._error is not None:
+            raise copy_of(self._error)
+        return True
+
+    def get_future(self) -> Future[Any]:
+        if self._future is None and self._error is not None:
+            self._future = failed_future(self._error)
+        elif self._future is None:
+            self._future = Future()
+            self._future.set_result(self._value)
+        return self._future
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class WorksOwner(Protocol):
@@ -194,7 +174,7 @@ class DeviceEnd(Protocol):
         ...
 
 
-class BackendWork(TorchWork):
+class BackendWork(PlainWork):
     """A collective in flight in a backend, bound to the quorum under which it was issued.
 
     It ends when the backend's work ends, or when the group abandons it (`resolve`): Gloo can lose
@@ -227,8 +207,6 @@ class BackendWork(TorchWork):
         self.abandoned = False  # a thread of the group sees to its end
         self._group = group
         self._work: TorchWork | None = work
-        self._value: Any = None
-        self._error: Exception | None = None
         self._finished = False
         self._ended = threading.Lock()  # held until the end; a lock is the cheapest thing to await
         self._ended.acquire()
@@ -392,21 +370,11 @@ class BackendWork(TorchWork):
             raise copy_of(self._error)
         return self._value
 
-    def result(self) -> Any:
-        self.wait()
-        return self._value
-
     def is_completed(self) -> bool:
         work = self._work
         if self._watch_once and work is not None and work.is_completed():
             self.watch()  # ends the work in this thread
         return self._finished
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> Any:
-        return self._error
 
     def synchronize(self) -> None:
         return None

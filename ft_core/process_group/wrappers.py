@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import AllreduceCoalescedOptions, Allred
 from torch.futures import Future
 
 from ft_core.process_group.base import ProcessGroup
-from ft_core.process_group.work import FailedWork, completed, outputs_of
+from ft_core.process_group.work import EndedWork, completed, outputs_of
 
 
 class ProcessGroupWrapper(ProcessGroup):
@@ -410,7 +410,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         if fault.kind == "raise":
             raise fault.error
         if fault.kind == "fail":
-            return FailedWork(fault.error)
+            return EndedWork(error=fault.error)
         if fault.kind == "delay":
             time.sleep(fault.delay_s)
         work = super().issue(operation, *args, **kwargs)

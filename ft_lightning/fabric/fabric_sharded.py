@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ft_core.collectives.retry import RetryableReducer
 from ft_core.heal import digest
-from ft_core.kept_shards import RetryableShards
+from ft_core.sharded import RetryableShards
 from ft_lightning.fabric.fabric_strategy import FTFabricMixin
 from ft_lightning.shared.registration import SHARDED
 from ft_lightning.shared.shard_groups import ShardGroupMixin

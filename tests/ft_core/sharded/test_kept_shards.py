@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ft_core import kept_shards
+from ft_core import sharded
 from ft_core.collectives.retry import RetryableReducer
-from ft_core.kept_shards import RetryableShards
+from ft_core.sharded import RetryableShards
 from ft_core.step import StartedReduce
 from tests.ft_core.collectives.test_retry import (
     DATA,
@@ -47,10 +47,10 @@ def sharing(
     return member, RetryableShards(member.reducer, model)
 
 
-@pytest.fixture(params=[kept_shards.BUCKET_BYTES, 1000])
+@pytest.fixture(params=[sharded.BUCKET_BYTES, 1000])
 def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for all, or several."""
-    monkeypatch.setattr(kept_shards, "BUCKET_BYTES", request.param)
+    monkeypatch.setattr(sharded, "BUCKET_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("buckets")
