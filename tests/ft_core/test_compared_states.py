@@ -240,9 +240,7 @@ class Counting(Replica):
     skip_at = -1
 
     def step(self, gradient: float = 1.0) -> bool:
-        self.manager.start_quorum()
-        reduced = torch.full((8,), gradient)
-        self.manager.allreduce(reduced).wait()
+        reduced = self.begin(gradient)
         committed = self.manager.should_commit()
         if committed and self.manager.current_step() != self.skip_at:
             self.weights -= reduced

@@ -31,9 +31,7 @@ def pair(server: Any, **kw: Any) -> list[Replica]:
 
 def vote_in_vain(replica: Replica) -> torch.Tensor:
     """One step whose vote is not answered in time; the mean gradient, which was not applied."""
-    replica.manager.start_quorum()
-    reduced = torch.ones(8)
-    replica.manager.allreduce(reduced).wait()
+    reduced = replica.begin()
     with pytest.raises(StepInDoubt):
         replica.manager.should_commit(timeout=SHORT)
     return reduced
@@ -75,9 +73,7 @@ def test_the_next_should_commit_takes_the_outcome(answered: bool) -> None:
             a.close()
 
         def slow() -> None:
-            b.manager.start_quorum()
-            reduced = torch.ones(8)
-            b.manager.allreduce(reduced).wait()
+            reduced = b.begin()
             gave_up.wait()
             assert b.manager.should_commit()
             decided.set()
@@ -105,9 +101,7 @@ def test_a_loop_that_goes_on_without_the_update_heals(answered: bool) -> None:
             a.close()
 
         def slow() -> None:
-            b.manager.start_quorum()
-            reduced = torch.ones(8)
-            b.manager.allreduce(reduced).wait()
+            reduced = b.begin()
             gave_up.wait()
             assert b.manager.should_commit()
             b.weights -= reduced
@@ -133,9 +127,7 @@ def test_a_vote_waits_as_long_as_the_lighthouse_is_there() -> None:
 
         def late() -> None:
             b.run_to(2)
-            b.manager.start_quorum()
-            reduced = torch.ones(8)
-            b.manager.allreduce(reduced).wait()
+            reduced = b.begin()
             until(lambda: voted(a), "the other's vote")
             time.sleep(connect_s + 0.5)
             assert b.manager.should_commit()
@@ -157,9 +149,7 @@ def test_no_member_has_applied_the_step() -> None:
 
         def careless(replica: Replica) -> None:
             replica.run_to(2)
-            replica.manager.start_quorum()
-            reduced = torch.ones(8)
-            replica.manager.allreduce(reduced).wait()
+            replica.begin()
             a_ready.wait()
             b_ready.wait()  # the lighthouse has stopped
             with pytest.raises(StepInDoubt):
@@ -228,9 +218,7 @@ def test_an_exception_out_of_a_signal_handler_while_the_vote_waits() -> None:
         interrupted = threading.Event()
 
         def other() -> None:
-            b.manager.start_quorum()
-            reduced = torch.ones(8)
-            b.manager.allreduce(reduced).wait()
+            reduced = b.begin()
             until(lambda: voted(a), "the vote of r0")
             signal.pthread_kill(here, signal.SIGUSR1)
             interrupted.wait()
@@ -361,10 +349,7 @@ def test_checkpoints_without_a_lineage_are_compared(values: tuple[float, float])
             heals.extend(
                 [replica.manager.replica_id] * (replica.manager.participating_rank() is None)
             )
-            reduced = torch.ones(8)
-            replica.manager.allreduce(reduced).wait()
-            if replica.manager.should_commit():
-                replica.weights -= reduced
+            replica.end(replica.reduce())
             replica.run_to(8)
             replica.close()
 

@@ -67,10 +67,7 @@ class Loop:
             self.update(reduced)
 
     def begin(self) -> torch.Tensor:
-        self.replica.manager.start_quorum()
-        reduced = torch.full((8,), self._rng.random())
-        self.replica.manager.allreduce(reduced).wait()
-        return reduced
+        return self.replica.begin(self._rng.random())
 
     def update(self, reduced: torch.Tensor) -> None:
         self.replica.weights -= reduced

@@ -34,12 +34,7 @@ class LargeReplica(Replica):
     def step(self, gradient: float = 1.0) -> bool:
         self.manager.start_quorum()
         self.began = self.manager.current_step()
-        reduced = torch.full((LARGE,), gradient)
-        self.manager.allreduce(reduced).wait()
-        committed = self.manager.should_commit()
-        if committed:
-            self.weights -= reduced
-        return committed
+        return self.end(self.reduce(gradient))
 
 
 def waiting(server: Any, *names: str) -> bool:

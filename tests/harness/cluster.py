@@ -128,9 +128,21 @@ class Replica:
 
     def step(self, gradient: float = 1.0) -> bool:
         """One step: the weights lose the mean gradient. Whether it was committed."""
+        return self.end(self.begin(gradient))
+
+    def begin(self, gradient: float = 1.0) -> torch.Tensor:
+        """Begin a step; the mean gradient."""
         self.manager.start_quorum()
-        reduced = torch.full((8,), gradient)
+        return self.reduce(gradient)
+
+    def reduce(self, gradient: float = 1.0) -> torch.Tensor:
+        """In an open step: the mean gradient."""
+        reduced = torch.full_like(self.weights, gradient)
         self.manager.allreduce(reduced).wait()
+        return reduced
+
+    def end(self, reduced: torch.Tensor) -> bool:
+        """Vote, and apply the mean gradient if the step was committed; whether it was."""
         committed = self.manager.should_commit()
         if committed:
             self.weights -= reduced

@@ -23,10 +23,20 @@ def killed_one(job: Job) -> list[Worker]:
     survivors = job.start_all(3)
     victim = survivors.pop()
     victim.send_signal(signal.SIGKILL)
-    for survivor in survivors:
-        survivor.mark()
-        survivor.await_commits(2)
+    all_commit(survivors, 2)
     return survivors
+
+
+def heal_begins(job: Job, source: Worker, moment: str) -> Worker:
+    """The third group is back, and heals ("heal_start"), or `source` is held in its snapshot ("publish")."""
+    if moment == "publish":
+        source.hold("publish")
+    target = job.start("2")
+    if moment == "publish":
+        source.await_at("publish")
+    else:
+        target.await_event("heal_start")
+    return target
 
 
 @pytest.mark.parametrize("moment", ["heal_start", "load"])
@@ -50,13 +60,7 @@ def test_target_is_killed(job: Job, moment: str) -> None:
 def test_source_is_killed(job: Job, moment: str) -> None:
     """One of two sources, while it serves and while it takes its snapshot."""
     source, other = killed_one(job)
-    if moment == "publish":
-        source.hold("publish")
-    target = job.start("2")
-    if moment == "publish":
-        source.await_at("publish")
-    else:
-        target.await_event("heal_start")
+    target = heal_begins(job, source, moment)
     source.send_signal(signal.SIGKILL)
     target.await_commits(3)
     all_commit([other])
@@ -109,13 +113,7 @@ def test_target_is_stopped_for_a_while(job: Job, moment: str) -> None:
 @pytest.mark.parametrize("moment", ["heal_start", "publish"])
 def test_source_is_stopped_for_a_while(job: Job, moment: str) -> None:
     source, other = killed_one(job)
-    if moment == "publish":
-        source.hold("publish")
-    target = job.start("2")
-    if moment == "publish":
-        source.await_at("publish")
-    else:
-        target.await_event("heal_start")
+    target = heal_begins(job, source, moment)
     with frozen(source):
         target.await_commits(3)
         all_commit([other])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.process.conftest import HEARTBEAT_TIMEOUT_S, JobFactory
-from tests.process.driver import LighthouseProcess, Worker, align
+from tests.process.driver import LighthouseProcess, Worker, align, all_commit
 
 StartLighthouse = Callable[[int], LighthouseProcess]
 PHASES = ("begin", "forward", "allreduce", "vote")
@@ -48,9 +48,7 @@ def test_one_member_is_in_a_phase(
     starts = [worker.count() for worker in workers]
     restart(lighthouse, lighthouse_process)
     workers[1].go()
-    for worker in workers:
-        worker.mark()
-        worker.await_commits(5)
+    all_commit(workers, 5)
     check_nothing_lost(workers, starts)
     job.finish()
 
@@ -75,9 +73,7 @@ def test_all_members_are_in_a_phase(
     for worker in workers:
         worker.go()  # they vote, and no lighthouse is there to hear it
     lighthouse_process(lighthouse.port)
-    for worker in workers:
-        worker.mark()
-        worker.await_commits(5)
+    all_commit(workers, 5)
     check_nothing_lost(workers, starts)
     job.finish()
 
@@ -91,9 +87,7 @@ def test_again_and_again_at_no_chosen_moment(
     starts = [worker.count() for worker in workers]
     for _ in range(4):
         lighthouse = restart(lighthouse, lighthouse_process)
-        for worker in workers:
-            worker.mark()
-            worker.await_commits(3)
+        all_commit(workers)
     check_nothing_lost(workers, starts)
     job.finish()
 
@@ -106,16 +100,12 @@ def test_lighthouse_dies_while_a_group_heals(
     job = make_job(lighthouse.address, ballast_bytes=64 << 20)
     *survivors, victim = job.start_all(3)
     victim.send_signal(signal.SIGKILL)
-    for survivor in survivors:
-        survivor.mark()
-        survivor.await_commits(2)
+    all_commit(survivors, 2)
     target = job.start("2", holds=["load"])
     target.await_at("load")
     restart(lighthouse, lighthouse_process)
     target.go()
-    for worker in (*survivors, target):
-        worker.mark()
-        worker.await_commits(3)
+    all_commit([*survivors, target])
     job.finish()
 
 
@@ -152,9 +142,7 @@ def test_lighthouse_is_stopped_for_a_while(
     workers[0].go()
     time.sleep(2 * HEARTBEAT_TIMEOUT_S)  # the fault itself: long enough to be taken for dead
     os.kill(lighthouse.serving, signal.SIGCONT)
-    for worker in workers:
-        worker.mark()
-        worker.await_commits(5)
+    all_commit(workers, 5)
     job.finish()
 
 

@@ -14,7 +14,7 @@ import pytest
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 from tests.process.conftest import ENDLESS_S, JobFactory
-from tests.process.driver import Job, Worker, align, await_voted, frozen
+from tests.process.driver import Job, Worker, align, all_commit, await_voted, frozen
 
 PHASES = ("begin", "forward", "allreduce", "reducing", "vote", "voting")
 FINISHED = ("vote", "voting")  # all collectives of the step are done
@@ -114,9 +114,7 @@ def test_sigterm_is_a_leave_that_costs_nothing(
     leaver.send_signal(signal.SIGTERM)
     held.go()
     assert leaver.await_end() == ""
-    for survivor in survivors:
-        survivor.mark()
-        survivor.await_commits(3)
+    all_commit(survivors)
     for survivor, start in zip(survivors, starts, strict=True):
         assert survivor.discards_since(start) == []
     job.finish()
@@ -150,9 +148,7 @@ def test_killed_again_and_again(job: Job) -> None:
         victim = job.start("2")
         victim.await_event("heal_done")
         victim.await_commits(3)
-    for survivor in survivors:
-        survivor.mark()
-        survivor.await_commits(3)
+    all_commit(survivors)
     job.finish()
 
 
