@@ -115,6 +115,9 @@ class FabricPeriodicMixin(FTFabricMixin):
             self._count()
             if self.algorithm.local_step:
                 self.algorithm.sync()
+            elif not self._is_alone:
+                self.algorithm.meet()
+            self._on_quorum()
             self._exit(None)
 
     def leave(self) -> None:
@@ -168,8 +171,11 @@ class FabricPeriodicMixin(FTFabricMixin):
             elif self._stepped:
                 before = self._manager.last_outcome()
                 self._count()
-                if self._manager.last_outcome() is not before:
+                outcome = self._manager.last_outcome()
+                if outcome is not before:
                     self._on_quorum()
+                    if outcome is not None and outcome.committed:
+                        self._held.round_ended()
         finally:
             self._starting = False
 

@@ -38,6 +38,7 @@ from ft_lightning.trainer import healing
 from ft_lightning.trainer.batches import BATCHES, PARTS, Batches, epochs_done
 from ft_lightning.trainer.leader import refuse_search
 from ft_lightning.trainer.resumed_epoch import Origin
+from ft_lightning.trainer.saves import copied
 from ft_lightning.trainer.strategy import FTDDPMixin
 
 log = logging.getLogger("ft_lightning")
@@ -148,13 +149,17 @@ class InnerDriver:
         """The last batch is done: agree on the inner steps since the last outer step. Returns
         whether that was committed.
 
-        Afterwards the module holds the global parameters.
+        Afterwards the module holds the global parameters, and the leader is known: if it has died in its
+        last save, another one is.
         """
         committed = True
         self._place = _Place.BATCH_END
         try:
             if self.algorithm.local_step:
                 committed = self.algorithm.sync()
+            elif self._trainer.world_size > 1:
+                self.algorithm.meet()
+            self._on_quorum()
             self._leave(None)
         finally:
             self._place = None
@@ -329,6 +334,8 @@ class PeriodicMixin(FTDDPMixin):
     def _batch_end(self) -> None:
         assert self._driver is not None
         if self._driver.batch_end():
+            if self._driver.last_committed:
+                self._checkpoints.round_ended()
             self._log_outer_step()
 
     def _log_outer_step(self) -> None:
@@ -390,12 +397,16 @@ class PeriodicMixin(FTDDPMixin):
         healing = self._driver is not None and self._driver.restoring
         super().load_model_state_dict(checkpoint, strict=strict and not healing)
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        if self.is_global_zero and self.algorithm is not None:
-            checkpoint[STATE_KEY] = self.algorithm.state_dict()["outer_optimizer"]
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+    def _place(self) -> dict[str, Any]:
+        place = super()._place()
+        if self.algorithm is not None:
+            place[STATE_KEY] = self.algorithm.state_dict()["outer_optimizer"]
+        return place
+
+    def _unchanged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A copy: inner steps follow before it is known whether the leader has saved."""
+        kept: dict[str, Any] = copied(checkpoint)
+        return kept
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)

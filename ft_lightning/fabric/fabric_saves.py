@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 from ft_core.environment import SHARED_JOB
 from ft_core.launch.supervisor import say
 from ft_lightning.fabric.fabric_step import FabricStepMixin
+from ft_lightning.shared.strategy_base import NoLongerLeads
+from ft_lightning.trainer.saves import HeldSaves, copied, write_whole
 from lighthouse.files import machine_file, replace_whole
 
 log = logging.getLogger("ft_lightning")
@@ -29,7 +32,10 @@ class FabricSavesMixin(FabricStepMixin):
 
     _loaded = ""
     """The file that this process has loaded last."""
-    _began = False
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._held = HeldSaves()
 
     def save_checkpoint(
         self,
@@ -41,20 +47,43 @@ class FabricSavesMixin(FabricStepMixin):
         """Called by `fabric.save`, on all: the leader writes. If it dies before all know that it has
         written, the next leader writes. Raises what the storage raises."""
         while True:
-            writes = self._save(path, state, storage_options=storage_options, filter=filter)
-            if self.is_global_zero:
-                self._remember(path)
+            wrote = self._save(path, state, storage_options=storage_options, filter=filter)
             if not self._meets():
+                if not wrote and self._follows():
+                    kept = copied(self._convert_stateful_objects_in_state(state, filter or {}))
+                    self._held.hold(partial(self._write, path, kept, storage_options))
                 return
-            wrote = torch.tensor([float(writes)], device=self.root_device)
-            written = self._round("save", wrote, "sum")
+            wrote_here = torch.tensor([float(wrote)], device=self.root_device)
+            written = self._round("save", wrote_here, "sum")
             if written is None or float(written) > 0:
                 return
 
-    def _save(self, path: Any, state: dict[str, Any], **options: Any) -> bool:
+    def _save(self, path: Any, state: dict[str, Any], *, storage_options: Any, filter: Any) -> bool:
         """Save once; whether this process has written, or its group has."""
-        super().save_checkpoint(path, state, **options)
-        return self.is_global_zero
+        checkpoint = self._convert_stateful_objects_in_state(state, filter or {})
+        return self._write(path, checkpoint, storage_options)
+
+    def _write(self, path: Any, checkpoint: dict[str, Any], storage_options: Any) -> bool:
+        """Write if this process leads; whether it has written."""
+        if not self._still_leads():
+            return False
+        io = self.checkpoint_io
+        plain = isinstance(io, self._from("fabric.plugins.io").TorchCheckpointIO)
+        try:
+            write_whole(
+                io, checkpoint, path, storage_options, plain=plain, still_leads=self._still_leads
+            )
+        except NoLongerLeads:
+            return False
+        self._remember(path)
+        return True
+
+    def _follows(self) -> bool:
+        """Whether this process can save in the leader's place, when it leads: where they do not meet."""
+        manager = self._manager
+        trains = self._met and manager is not None and not manager.left()
+        behind = self._window.local or self._lost
+        return trains and not behind and self.scope.group_size == 1
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Called by `fabric.load`, on all."""
@@ -64,12 +93,20 @@ class FabricSavesMixin(FabricStepMixin):
 
     def _on_quorum(self) -> bool:
         known = super()._on_quorum()
-        if known and not self._began:
-            self._began = True
+        if known and self._group_leads:
+            self._held.make_up()
+        if known and not self._met:
+            self._met = True
             goes_on = self._goes_on() if self.scope.restarts else ""
             for sentence in filter(None, (goes_on, self.progress.unknown) if self._leader else ()):
                 say("ft_lightning", sentence)
         return known
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, **kwargs)
+        if self._votes_each_step and self.last_step_committed:
+            self._held.settled()
+        return output
 
     def _goes_on(self) -> str:
         """This process was started again, and found none to heal from: from where the job goes on."""

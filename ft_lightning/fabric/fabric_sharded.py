@@ -20,6 +20,7 @@ from ft_core.sharded import RetryableShards
 from ft_lightning.fabric.fabric_strategy import FTFabricMixin
 from ft_lightning.shared.registration import SHARDED
 from ft_lightning.shared.shard_groups import ShardGroupMixin
+from ft_lightning.shared.strategy_base import NoLongerLeads
 
 
 def shard_whole(model: nn.Module, mesh: Any) -> nn.Module:
@@ -104,21 +105,24 @@ class FTFabricFSDPMixin(ShardGroupMixin, FTFabricMixin):
     def _save(self, path: Any, state: dict[str, Any], **options: Any) -> bool:
         """The ranks of the leading group write together. If one of them dies meanwhile, the next leading
         group does."""
-        leads = self._group_leads
-        if leads:
-            if options["storage_options"] is not None:
-                raise TypeError(
-                    "ft_fsdp takes no storage_options: it does not use the CheckpointIO"
-                )
-            stock = self._from("fabric.strategies.model_parallel")
-            whole = not self._save_distributed_checkpoint
-            kept = {"filter": options["filter"], "rank": self.scope.group_rank}
+        if options["storage_options"] is not None:
+            raise TypeError("ft_fsdp takes no storage_options: it does not use the CheckpointIO")
+        if not self._in_group.from_rank_0(self._still_leads):
+            return False
+        stock = self._from("fabric.strategies.model_parallel")
+        whole = not self._save_distributed_checkpoint
+        kept = {"filter": options["filter"], "rank": self.scope.group_rank}
 
-            def write(draft: Path) -> None:
-                stock._save_checkpoint(path=draft, state=state, full_state_dict=whole, **kept)
+        def write(draft: Path) -> None:
+            stock._save_checkpoint(path=draft, state=state, full_state_dict=whole, **kept)
 
+        try:
             self.write_as_group(Path(path), write)
-        return leads
+        except NoLongerLeads:
+            return False
+        if self.is_global_zero:
+            self._remember(path)
+        return True
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Called by `fabric.load`, on all. Of a folder, stock leaves plain values in the place of objects

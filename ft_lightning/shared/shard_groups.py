@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ft_core.shell.group_server import group_store
 from ft_lightning.shared.launch_env import LaunchEnv
 from ft_lightning.shared.step_collectives import ShardRanks
-from ft_lightning.shared.strategy_base import StrategyBase
+from ft_lightning.shared.strategy_base import NoLongerLeads, StrategyBase
 
 FEWEST_GROUPS = 2
 """One can go on when another dies, and the shards are as small as that allows."""
@@ -132,7 +132,8 @@ class ShardGroupMixin(StrategyBase):
 
     def write_as_group(self, path: Path, write: Callable[[Path], None]) -> None:
         """Have all ranks of this group `write` a file or folder, which is there as a whole, or not at all.
-        Called on all of them. Raises what any of them raises."""
+        Called on all of them. Raises what any of them raises; on all of them NoLongerLeads, if another group
+        has become the leading one meanwhile."""
         path = Path(self._in_group.broadcast(str(path)))
         first, draft = self.scope.group_rank == 0, path.with_name(path.name + DRAFT)
         if first:
@@ -140,10 +141,16 @@ class ShardGroupMixin(StrategyBase):
             draft.parent.mkdir(parents=True, exist_ok=True)
         self._in_group.barrier()
         write(draft)
-        if first:
-            make_way(path)
-            draft.rename(path)
-        self._in_group.barrier()
+
+        def name() -> bool:
+            leads = self._still_leads()
+            make_way(path if leads else draft)
+            if leads:
+                draft.rename(path)
+            return leads
+
+        if not self._in_group.from_rank_0(name):
+            raise NoLongerLeads
 
 
 def make_way(path: Any) -> None:

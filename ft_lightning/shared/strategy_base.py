@@ -189,6 +189,8 @@ class StrategyBase(_Base):
     _leader = False
     _group_leads = False
     """Whether this is a rank of the replica group that is the first to take part."""
+    _met = False
+    """Whether this process has been in a quorum of the training under way."""
     _trains_alone = False
     """The peers have finished the training, and this process is in a quorum without them."""
     _over = False
@@ -522,6 +524,17 @@ class StrategyBase(_Base):
         self._show_lead()
         return True
 
+    def _still_leads(self) -> bool:
+        """Whether this leader leads, as far as the lighthouse has told by now. One that was stopped for
+        a while, or cut off, has a successor, and must not write into what that writes."""
+        manager = self._manager
+        if self._group_leads and self._met and manager is not None and not manager.left():
+            part = manager.in_quorum()
+            if part is None or part.rank != 0:
+                self._leader = self._group_leads = False
+                self._show_lead()
+        return self.is_global_zero
+
     def _show_lead(self) -> None:
         """It may have changed whether this process leads."""
         act_as_leader(self._leader, self.scope)
@@ -536,6 +549,10 @@ class StrategyBase(_Base):
             "this process goes on training, and its peers have finished: its loop or its data is "
             "longer than theirs. It ends here, so that it does not write over what they have saved"
         )
+
+
+class NoLongerLeads(Exception):
+    """The leader had a successor before it had written a checkpoint."""
 
 
 def act_as_leader(leader: bool, scope: Scope) -> None:

@@ -24,13 +24,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ft_core.manager import Manager
-from ft_lightning.shared.strategy_base import act_as_leader
+from ft_lightning.shared.strategy_base import NoLongerLeads, act_as_leader
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.batches import Batches
 from ft_lightning.trainer.loggers import Loggers, keep_metrics, released
 from ft_lightning.trainer.resumption import Resumption
-from ft_lightning.trainer.storage import local_path
-from lighthouse.files import remove_drafts, replace_whole
+from ft_lightning.trainer.saves import HeldSaves, write_whole
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -137,49 +136,52 @@ _LIVE = (
 """Attributes of the strategy that belong to a fit under way."""
 
 
-class Checkpoints:
+class Checkpoints(HeldSaves):
     """The checkpoint files of one strategy. Thread: the one that saves."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.failed = 0
         """Saves in a row that failed."""
         self.error: Exception | None = None
         """Of the last save, if none has worked in this fit."""
         self._worked = False
-        self._held: list[Callable[[], object]] = []
-        self._makes_up = False
         self.loaded: dict[str, Any] = {}
         """The manager's part of the checkpoint that was loaded last."""
 
     def save(
-        self, io: Any, checkpoint: dict[str, Any], path: Any, options: Any, *, plain: bool
+        self,
+        io: Any,
+        checkpoint: dict[str, Any],
+        path: Any,
+        options: Any,
+        *,
+        plain: bool,
+        still_leads: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Write through Lightning's `CheckpointIO`; whether it worked. Raises what it raises where no
-        callback saves, but the user's own call of `save_checkpoint`.
+        callback saves, but the user's own call of `save_checkpoint`; and NoLongerLeads.
 
-        `plain`: it writes one file, and now. On a disk of this machine that file is written whole:
-        a process that dies meanwhile leaves no half file under the right name.
+        The others: see `write_whole`.
         """
-        local = local_path(path) if plain else None
         try:
-            with contextlib.nullcontext(path) if local is None else replace_whole(local) as target:
-                io.save_checkpoint(checkpoint, target, storage_options=options)
+            write_whole(io, checkpoint, path, options, plain=plain, still_leads=still_leads)
+        except NoLongerLeads:
+            raise
         except Exception as error:  # a storage's own errors are of any kind
-            if not self._makes_up and not _in_callback():
+            if not self.makes_up and not _in_callback():
                 raise
             self.failed += 1
             self.error = None if self._worked else error
             log.warning("checkpoint %s could not be saved (%s): training goes on", path, error)
             return False
         self.failed, self.error, self._worked = 0, None, True
-        if local is not None:
-            remove_drafts(os.path.dirname(os.path.abspath(local)))
         return True
 
     def begin(self) -> None:
         """A fit begins."""
         self.failed, self.error, self._worked = 0, None, False
-        self._held.clear()
+        self.settled()
 
     def end(self) -> None:
         """The fit has ended. Raises RuntimeError if saves have failed, and none has worked."""
@@ -187,23 +189,6 @@ class Checkpoints:
             raise RuntimeError(
                 f"the fit has ended, and none of its checkpoints could be saved: {self.error}"
             ) from self.error
-
-    def hold(self, call: Callable[[], object]) -> None:
-        """The leader saves or removes a file now. `call()` does it here, should the leader die in it."""
-        self._held.append(call)
-
-    def settled(self) -> None:
-        """The leader has voted since, or this process is about to change the state: it has saved."""
-        self._held.clear()
-
-    def make_up(self) -> None:
-        """This process has become the leader: it does again what the dead one may not have done."""
-        held, self._held, self._makes_up = self._held, [], True
-        try:
-            for call in held:
-                call()
-        finally:
-            self._makes_up = False
 
     def may_remove(self, path: Any) -> bool:
         """Whether a file that a newer one was to replace may go."""
@@ -235,6 +220,7 @@ class CheckpointMixin(_Base):
     _batches: Batches | None
     _saved: Checkpoints | None = None
     _resumption: Resumption | None = None
+    scope: Scope
     _follows: Callable[[], bool]
     _still_leads: Callable[[], bool]
 
@@ -257,29 +243,67 @@ class CheckpointMixin(_Base):
         goes on; the fit raises at its end if no save has worked. The user's own call raises at once.
 
         The thread that calls `Trainer.save_checkpoint`, which must be the loop's."""
-        if not (self.is_global_zero and self._still_leads()):
-            if self._follows():
-                again = self._unchanged(checkpoint), filepath, storage_options
-                self._checkpoints.hold(lambda: self.save_checkpoint(*again))
+        writes = self._writes_checkpoint()
+        if not writes and not self._follows():
             return
-        if self._manager is not None:
-            # In a copy: hooks may have kept the checkpoint that they were given.
-            place = {**self._manager.state_dict(), "world_size": self.world_size}
-            module = self.lightning_module
-            if self._batches is not None and module is not None:
-                place["data"] = self._batches.read_so_far(module.trainer)
-            checkpoint = {**checkpoint, KEY: place}
+        # In a copy: hooks may have kept the checkpoint that they were given.
+        checkpoint = {**checkpoint, **self._place()}
+        if writes:
+            self._write(checkpoint, filepath, storage_options)
+        else:
+            self._hold(checkpoint, filepath, storage_options)
+
+    @property
+    def _saves_here(self) -> bool:
+        """Whether this rank takes part when its replica group saves."""
+        return self.scope.group_rank == 0
+
+    def _writes_checkpoint(self) -> bool:
+        """Whether this process takes part in writing a checkpoint now."""
+        return self._still_leads()
+
+    def _place(self) -> dict[str, Any]:
+        """What a checkpoint has besides Lightning's: where the job is."""
+        if self._manager is None:
+            return {}
+        place = {**self._manager.state_dict(), "world_size": self.world_size}
+        module = self.lightning_module
+        if self._batches is not None and module is not None:
+            place["data"] = self._batches.read_so_far(module.trainer)
+        return {KEY: place}
+
+    def _hold(self, checkpoint: dict[str, Any], *where: Any) -> None:
+        kept = self._unchanged(checkpoint)
+        self._checkpoints.hold(lambda: self._write(kept, *where))
+
+    def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """This process leads, and saves."""
+        io, plain = self._checkpoint_writer()
+        try:
+            whole = self._checkpoints.save(
+                io, checkpoint, filepath, storage_options, plain=plain, still_leads=self._still_leads
+            )
+        except NoLongerLeads:  # its successor saves, or it does when it leads again
+            self._hold(checkpoint, filepath, storage_options)
+            return
+        saved = self._resumption.saved if self._resumption is not None else None
+        if whole and saved is not None and self.is_global_zero and "optimizer_states" in checkpoint:
+            saved(filepath)
+
+    def _checkpoint_writer(self) -> tuple[Any, bool]:
+        """(a `CheckpointIO`, whether it writes one file, and now)."""
         io = self.checkpoint_io
-        plain = isinstance(io, self._from("plugins.io").TorchCheckpointIO)
-        whole = self._checkpoints.save(io, checkpoint, filepath, storage_options, plain=plain)
-        if whole and self._resumption is not None and "optimizer_states" in checkpoint:
-            self._resumption.saved(filepath)
+        return io, isinstance(io, self._from("plugins.io").TorchCheckpointIO)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if not (self.is_global_zero and self._still_leads()):
+        if not self._still_leads():
             if self._follows():
-                self._checkpoints.hold(lambda: self.remove_checkpoint(filepath))
-        elif self._checkpoints.may_remove(filepath):
+                self._checkpoints.hold(lambda: self._remove(filepath))
+        else:
+            self._remove(filepath)
+
+    def _remove(self, filepath: Any) -> None:
+        if self.is_global_zero and self._checkpoints.may_remove(filepath):
             super().remove_checkpoint(filepath)
 
     def _unchanged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

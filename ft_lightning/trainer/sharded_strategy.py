@@ -30,7 +30,6 @@ from ft_core.sharded import RetryableShards
 from ft_lightning.shared.registration import SHARDED
 from ft_lightning.shared.shard_groups import ShardGroupMixin, make_way
 from ft_lightning.trainer import healing
-from ft_lightning.trainer.leader import KEY
 from ft_lightning.trainer.storage import local_path
 from ft_lightning.trainer.strategy import FTDDPMixin
 
@@ -160,26 +159,31 @@ class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
         """Called on all. The ranks of the leading group write a folder together; with
         ``save_distributed_checkpoint=False`` its rank 0 writes one file. See `CheckpointMixin`.
 
-        If a rank of the leading group dies meanwhile, there is no such folder."""
+        If a rank of the leading group dies meanwhile, the next leading group writes it."""
         if storage_options is not None:
             raise TypeError("ft_fsdp takes no storage_options: it does not use the CheckpointIO")
+        super().save_checkpoint(checkpoint, filepath)
+
+    @property
+    def _saves_here(self) -> bool:
+        return self._save_distributed_checkpoint or super()._saves_here
+
+    def _writes_checkpoint(self) -> bool:
         if not self._save_distributed_checkpoint:
-            if self.is_global_zero and Path(filepath).is_dir():
-                make_way(filepath)
-            super().save_checkpoint(checkpoint, filepath)
-            return
-        if not self._group_leads:
-            return
-        if self._manager is not None:
-            place = {**self._manager.state_dict(), "world_size": self.world_size}
-            checkpoint = {**checkpoint, KEY: place}
-        weights_only = "optimizer_states" not in checkpoint
-        stock = self._from("fabric.strategies.model_parallel")
-        whole = self._checkpoints.save(
-            _Folder(self, stock), checkpoint, filepath, None, plain=False
-        )
-        if whole and self._resumption is not None and self.is_global_zero and not weights_only:
-            self._resumption.saved(filepath)
+            return super()._writes_checkpoint()
+        with self.where_ranks_meet():
+            leads: bool = self._in_group.from_rank_0(self._still_leads)
+        return leads
+
+    def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        if not self._save_distributed_checkpoint and Path(filepath).is_dir():
+            make_way(filepath)
+        super()._write(checkpoint, filepath, storage_options)
+
+    def _checkpoint_writer(self) -> tuple[Any, bool]:
+        if not self._save_distributed_checkpoint:
+            return super()._checkpoint_writer()
+        return _Folder(self, self._from("fabric.strategies.model_parallel")), False
 
 
 class _Folder:

@@ -90,7 +90,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
     """Of this replica group, for what is to reach all ranks of all groups."""
     _sigterm: Sigterm | None = None
     _prepare_lock: int | None = None
-    _writes = _met = _shows_bar = _prepared = False
+    _writes = _shows_bar = _prepared = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -277,21 +277,9 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     def _follows(self) -> bool:
         """Whether another process writes, whose files this one could write as well: it is at the same
-        place, with the same state."""
-        manager = self._manager
-        trains = self._met and manager is not None and not self._over and self.scope.group_rank == 0
-        return trains and self._agrees
-
-    def _still_leads(self) -> bool:
-        """Whether this leader leads, as far as the lighthouse has told by now. One that was stopped for
-        a while, or cut off, has a successor, and must not write into what that writes."""
-        manager = self._manager
-        if self._leader and self._met and manager is not None and not manager.left():
-            part = manager.in_quorum()
-            if part is None or part.rank != 0:
-                self._leader = self._writes = False
-                self._show_lead()
-        return self._leader
+        place of the training."""
+        trains = self._met and self._manager is not None and not self._over
+        return trains and self._saves_here
 
     @property
     def _agrees(self) -> bool:
@@ -411,9 +399,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         """Called by Lightning (or by the user's `optimizer.step`). Members count their updates: one
         that has caught an exception in place of an update differs from its peers at the next vote."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._checkpoints.settled()
-        if self._votes_each_step and self._manager is not None:
-            self._manager.updated()
+        if self._votes_each_step:
+            self._checkpoints.settled()
+            if self._manager is not None:
+                self._manager.updated()
         return output
 
     def _tell_loss(self, loss: torch.Tensor) -> None:
@@ -445,7 +434,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
                 self._skipped.run(self._trainer)
             if self._met:
                 self._resumption.took_over()
-                self._checkpoints.make_up()
+        if self._group_leads:
+            self._checkpoints.make_up()
         # The only group of a job leads before its first quorum.
         kept = self._manager is not None and self._manager.state.kept is not None
         if self._leader and not self._met and (sentence := self._resumption.begin(kept=kept)):

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lighthouse import LighthouseServer
+from lighthouse.wire.messages import Expelled
 from tests.harness.lighthouses import patient_lighthouse
 from tests.harness.script import fail_once
 from tests.harness.waiting import PATIENCE_S, until
@@ -489,6 +490,60 @@ def test_the_next_leader_saves_what_a_dead_one_has_not(two: Groups, tmp_path: Pa
     assert isinstance(results[dead], LookupError)
     assert results[1 - dead] == 1 - dead
     assert path.exists()
+
+
+def evict(manager: Any) -> None:
+    """As the lighthouse does with one whose loop makes no progress."""
+    control = manager._session.control
+    job, quorum_id = control._replica._template.job, control.status.view.quorum_id
+    control.submit(Expelled(job, quorum_id, "evicted", hung=True))
+
+
+@pytest.mark.parametrize("kind", ["quorum", "group", "diloco"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_who_is_evicted_before_its_save_or_in_it_does_not_write_unless_it_leads_again(
+    server: LighthouseServer, tmp_path: Path, kind: str, count: int
+) -> None:
+    groups, wrote, evicted = Groups(server.address(), count), list[tuple[str, bool]](), set[str]()
+    groups.options |= {"sync_every": 2} if kind == "diloco" else {"commit": kind}
+    groups.strategy = "FTDiLoCoStrategy" if kind == "diloco" else groups.strategy
+
+    def body(fabric: Any, index: int) -> Any:
+        strategy, storage = fabric.strategy, fabric.strategy.checkpoint_io
+        save = storage.save_checkpoint
+
+        def written(checkpoint: Any, path: Path, **kwargs: Any) -> None:
+            save(checkpoint, path, **kwargs)
+            name = "within" if "within" in path.name else "before"
+            if name == "within" and name not in evicted:
+                evicted.add(name)
+                evict(strategy.manager)
+            part = strategy.manager.in_quorum()
+            wrote.append((name, part is not None and part.rank == 0))
+
+        storage.save_checkpoint = written
+        model, optimizer = linear(fabric)
+        samples = torch.arange(12.0 * count).reshape(-1, 1)
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(samples), 1))
+        values: dict[str, float] = {}
+        for _ in strategy.epochs(1):
+            for number, (batch,) in enumerate(loader):
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if name := {3: "within", 7: "before"}.get(number, ""):
+                    if name == "before" and fabric.is_global_zero:
+                        evict(strategy.manager)
+                    values[name] = model.weight.item()
+                    fabric.save(tmp_path / name, {"model": model})
+        return values
+
+    results = groups.run(body)
+    for name in ("within", "before"):
+        saved = torch.load(tmp_path / name)["model"]["weight"].item()
+        assert saved in [values[name] for values in results]
+        assert [leads for each, leads in wrote if each == name].count(True) == 1
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("loads", ["all", "model", "nothing"])

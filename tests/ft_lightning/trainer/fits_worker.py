@@ -78,11 +78,12 @@ def main(options: dict[str, Any]) -> None:
     for number in range(1, options["fits"] + 1):
         seed_everything(number, verbose=False)
         model = Model(number, files)
-        strategy = ft_lightning.FTDDPStrategy(**options["strategy"])
+        periodic = "sync_every" in options["strategy"]
+        make = ft_lightning.FTDiLoCoStrategy if periodic else ft_lightning.FTDDPStrategy
         trainer = Trainer(
             accelerator="cpu",
             devices=options["devices"],
-            strategy=strategy,
+            strategy=make(**options["strategy"]),
             max_epochs=options["epochs"],
             plugins=[HoldingIO(files)],
             default_root_dir=options["log"],

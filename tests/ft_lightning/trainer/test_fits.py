@@ -78,11 +78,15 @@ def test_a_fit_that_is_over_is_passed_over_with_its_results(
     assert {line["fit"] for line in run.lines(1, "trained") if line["pid"] == back.pid} == {2}
 
 
+@pytest.mark.parametrize("every", [0, 4])
 def test_a_leader_dies_in_its_last_save_and_the_next_one_saves_again(
-    tmp_path: Path, lighthouse: str
+    tmp_path: Path, lighthouse: str, every: int
 ) -> None:
-    """No step follows. The older file goes, and the file that the dead one was writing, too."""
+    """No step follows. The older file goes, and the file that the dead one was writing, too. `every`: so many
+    steps of DiLoCo are an outer step."""
     options: dict[str, Any] = {"fits": 1, "epochs": 2}
+    if every:
+        options["strategy"] = {"timeout_s": 20, "sync_every": every}
     with running(tmp_path, lighthouse, worker=WORKER, holds=["save:8"], **options) as run:
         first, second = run.start(0), run.start(1)
         run.until(lambda: any(run._is_held(name, "save:8") for name in (0, 1)), "the last save")
@@ -111,33 +115,78 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins import TorchCheckpointIO
 import ft_lightning
+from lighthouse.wire.messages import Expelled
 
-saved = Path(sys.argv[1])
+class Files(TorchCheckpointIO):
+    def __init__(self, model):
+        self.model = model
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self.model.wrote(path)
 
 class Model(BoringModel):
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if batch_idx == 3:
-            self.trainer.strategy.manager.rejoin("it was evicted", discard_state=False)
-            self.trainer.save_checkpoint(saved)
-            assert not saved.exists(), "it does not lead"
-            self.expected = {name: value.clone() for name, value in self.state_dict().items()}
+    def __init__(self, before, within):
+        super().__init__()
+        self.before, self.within = before, within
+        self.evict_within = True
 
-model = Model()
-Trainer(strategy="ft_ddp", accelerator="cpu", devices=1, max_steps=6, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False).fit(model)
-found = torch.load(saved, weights_only=False)
-assert found["global_step"] == 4
-assert all(torch.equal(found["state_dict"][name], model.expected[name]) for name in model.expected)
+    def evict(self):
+        control = self.trainer.strategy.manager._session.control
+        view = control.status.view
+        control.submit(Expelled(control._replica._template.job, view.quorum_id, "evicted", hung=True))
+
+    def wrote(self, path):
+        if self.evict_within and ".within" in str(path):
+            self.evict_within = False
+            self.evict()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.trainer.save_checkpoint(self.within)
+            assert not self.within.exists(), "it does not lead any more"
+            self.expected = self.values()
+        if batch_idx == 3:
+            assert self.within.exists(), "an outer step has followed"
+            self.evict()
+            self.trainer.save_checkpoint(self.before)
+            assert not self.before.exists(), "it does not lead"
+            self.expected += self.values()
+
+    def values(self):
+        state = self.trainer.strategy.lightning_module_state_dict()
+        return [{name: value.clone() for name, value in state.items()}]
+
+kinds = {
+    "ft_ddp": "ft_ddp",
+    "group": ft_lightning.FTDDPStrategy(commit="group"),
+    "ft_diloco": ft_lightning.FTDiLoCoStrategy(sync_every=3),
+    "ft_local_sgd": ft_lightning.FTLocalSGDStrategy(sync_every=3),
+}
+for name, strategy in kinds.items():
+    files = [Path(sys.argv[1]) / f"{name}.{when}" for when in ("within", "before")]
+    model = Model(files[1], files[0])
+    Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=6, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            plugins=[Files(model)]).fit(model)
+    for path, steps, expected in zip(files, (2, 4), model.expected, strict=True):
+        found = torch.load(path, weights_only=False)
+        assert found["global_step"] == steps, name
+        assert found["ft_lightning"]["step"] == (steps if "_" not in name or name == "ft_ddp" else steps // 3)
+        assert all(torch.equal(found["state_dict"][key], expected[key]) for key in expected), name
+    assert len(list(Path(sys.argv[1]).glob(f"*{name}.*"))) == 2, "no draft is left"
 """
 
 
 def test_a_leader_that_was_evicted_for_nothing_saves_when_it_leads_again(tmp_path: Path) -> None:
-    """No other group has taken over: nothing that it was to write is lost."""
+    """Before it saves, or while it does; under each strategy of one process a group. No other group has
+    taken over: nothing that it was to write is lost."""
     (tmp_path / "train.py").write_text(EVICTED)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("FT_", "TORCHFT_"))}
     env |= {"PYTHONPATH": str(ROOT), "FT_JOB_ID": str(tmp_path)}
     done = workers.run(
-        "lightning", ["train.py", str(tmp_path / "saved.ckpt")], env=env, cwd=tmp_path
+        "lightning", ["train.py", str(tmp_path)], env=env, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,94 @@
+"""Checkpoints that the leader writes: whole, by one process, and not lost with it. For Trainer and Fabric.
+
+| the leader | the file |
+|---|---|
+| dies while it writes, or before | the next leader writes it: it has held what it would have written |
+| is stopped meanwhile, and has a successor | that writes it; the file of the stopped one does not get its name |
+| is evicted, and leads again | it writes it then |
+
+A process holds a save until it knows that the leader has made it: until the leader has voted for a later
+step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ft_lightning.shared.strategy_base import NoLongerLeads
+from ft_lightning.trainer.storage import local_path
+from lighthouse.files import remove_drafts, replace_whole
+
+
+class HeldSaves:
+    """What this process saves or removes if the leader has not. The thread that saves."""
+
+    def __init__(self) -> None:
+        self._held: list[Callable[[], object]] = []
+        self._older = 0
+        """So many of those were held already when `round_ended` was called last."""
+        self.makes_up = False
+        """Whether it does that now."""
+
+    def hold(self, call: Callable[[], object]) -> None:
+        """The leader saves or removes a file now. `call()` does it here, should the leader die in it."""
+        self._held.append(call)
+
+    def settled(self) -> None:
+        """The leader has voted since, or this process is about to change the state: it has saved."""
+        self._held.clear()
+        self._older = 0
+
+    def round_ended(self) -> None:
+        """An outer step was committed. What was held before the one before it is settled: the leader may have
+        contributed to this one before it saved, and a new leader makes up after it."""
+        del self._held[: self._older]
+        self._older = len(self._held)
+
+    def make_up(self) -> None:
+        """This process has become the leader: it does again what the dead one may not have done."""
+        held, self._held, self._older, self.makes_up = self._held, [], 0, True
+        try:
+            for call in held:
+                call()
+        finally:
+            self.makes_up = False
+
+
+def write_whole(
+    io: Any,
+    checkpoint: dict[str, Any],
+    path: Any,
+    options: Any,
+    *,
+    plain: bool,
+    still_leads: Callable[[], bool] = lambda: True,
+) -> None:
+    """Write through a `CheckpointIO` of Lightning's. Raises what that raises, and NoLongerLeads.
+
+    `plain`: it writes one file, and now. On a disk of this machine that file is written whole:
+    a process that dies meanwhile leaves no half file under the right name; and one that was stopped
+    meanwhile replaces no file of its successor, as far as `still_leads()` tells.
+    """
+    local = local_path(path) if plain else None
+    with contextlib.nullcontext(path) if local is None else replace_whole(local) as target:
+        io.save_checkpoint(checkpoint, target, storage_options=options)
+        if local is not None and not still_leads():
+            raise NoLongerLeads
+    if local is not None:
+        remove_drafts(os.path.dirname(os.path.abspath(local)))
+
+
+def copied(checkpoint: Any) -> Any:
+    """A copy that later steps do not change. In CPU memory, as what is written."""
+
+    def to_host(leaf: Any) -> Any:
+        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+    return copy.deepcopy(tree_map(to_host, checkpoint))
