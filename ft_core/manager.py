@@ -593,10 +593,8 @@ class Manager:
             self.state.updates += 1
 
     def update_failed(self, e: BaseException) -> None:
-        """The update of a committed step raised `e`, and may be half done: `rejoin` without a state.
-
-        A member that is alone in its quorum keeps its state.
-        """
+        """The update of a committed step raised `e`, and may be half done: `rejoin` without a state. A
+        member that is alone in its quorum keeps its state."""
         self._attempts.update_failed(e)
 
     def leave_after_step(self) -> None:
@@ -609,13 +607,16 @@ class Manager:
         """This group's part in the quorum that it is in now, as last heard; None: in none. Never waits."""
         return self._attempts.standing()
 
+    def evicted(self) -> bool:
+        """Whether the lighthouse has told that this group is out of its quorum (see `Session`)."""
+        return self._session is not None and self._session.evicted()
+
     def others_finished(self) -> bool:
         """Whether other members have not made the open step: they left with `shutdown(finished=True)`."""
         view = None if self._session is None else self._session.control.status.view
         part = self.step.part
-        if view is None or part is None or part.quorum_id != view.quorum_id:
-            return False
-        return view.reason.endswith(OTHERS_FINISHED)
+        known = view if part and view and view.quorum_id == part.quorum_id else None
+        return known is not None and known.reason.endswith(OTHERS_FINISHED)
 
     def left(self) -> bool:
         """Whether this group has left its quorum for good."""

@@ -6,9 +6,11 @@ thread of its own, since it may take seconds.
 | this process | `log` | `get_tracker` |
 |---|---|---|
 | has been the main one from the beginning | the trackers' own | theirs |
-| is not the main one | the row is kept | a stand-in, which does nothing |
+| is not the main one, or was evicted while it was stopped | the row is kept | a stand-in, which does nothing |
 | is it now, and its trackers are being opened | waits | waits for them |
 | ... are open | the trackers' own | theirs |
+
+One that becomes the main one again goes on with its own trackers, as if it opened them.
 
 What the dead process had not stored is logged again from the rows that were kept: those with a step,
 of a script that calls `log` in all processes, as Accelerate's own examples do.
@@ -20,6 +22,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,59 +38,80 @@ log = logging.getLogger("ft_accelerate")
 
 KEPT_ROWS = 1000
 """In each process: far more than any tracker holds back."""
+Row = tuple[dict[str, Any], int]
+Rows = list[Row]
 
 
 class NextTrackers:
-    """The trackers of one Accelerator. The loop's thread; `_start` runs in a thread of its own."""
+    """The trackers of one Accelerator. The loop's thread; `_catch_up` runs in a thread of its own.
+
+    `begun`: this is the main process, and has opened them.
+    """
 
     def __init__(
         self, runtime: Runtime, accelerator: Any, init: Callable[..., None],
-        project: str, config: Any = None, init_kwargs: Any = None,
+        project: str, config: Any = None, init_kwargs: Any = None, *, begun: bool = False,
     ) -> None:  # fmt: skip
         self._runtime, self._init, self._project = runtime, init, project
         self._config, self._init_kwargs = config, init_kwargs
         self._accelerator: weakref.ref[Any] = weakref.ref(accelerator)
-        self._rows: deque[tuple[dict[str, Any], int]] = deque(maxlen=KEPT_ROWS)
+        self._rows: deque[Row] = deque(maxlen=KEPT_ROWS)
         self._opening: Opening | None = None
-        stored_runs.prepare(str(getattr(each, "name", each)) for each in accelerator.log_with)
+        self._begun = begun
+        self._behind = not begun
+        """Whether another process may have written since this one has."""
+        if not begun:
+            stored_runs.prepare(map(_name_of, accelerator.log_with))
 
     def log(self, write: Callable[[], None], values: Any, step: int | None) -> None:
         """The script logs a row, which `write` does."""
-        if not self._runtime.leader:
-            if self._opening is None and self._runtime.live and step is not None:
+        if not self._leads():
+            self._behind = True
+            if self._runtime.live and step is not None:
                 self._rows.append((dict(values), step))
-        elif not self._open().call(write):
+            return
+        opening = self._open()
+        if opening is None or not opening.call(write):
             go_on_here(self._runtime)
             write()
 
     def await_open(self) -> bool:
         """Open the trackers if this is the main process, and wait for them. False: it is not."""
-        if not self._runtime.leader:
+        if not self._leads():
             return False
-        self._open().wait()
+        opening = self._open()
+        if opening is not None:
+            opening.wait()
         go_on_here(self._runtime)
         return True
 
-    def _open(self) -> Opening:
-        if self._opening is None:
-            self._opening = self._runtime.leadership.open(self._start, self._fail)
+    def _leads(self) -> bool:
+        return self._runtime.leadership.still(self._runtime.manager)
+
+    def _open(self) -> Opening | None:
+        if self._behind and (self._opening is None or self._opening.over):
+            self._behind, rows = False, list(self._rows)
+            self._rows.clear()
+            catch_up = partial(self._catch_up, rows)
+            self._opening = self._runtime.leadership.open(catch_up, self._fail)
         return self._opening
 
-    def _start(self) -> None:
+    def _catch_up(self, rows: Rows) -> None:
         accelerator: Any = self._accelerator()
-        self._init(accelerator, self._project, None, self._init_kwargs)
-        for tracker in accelerator.trackers:
-            if self._config is not None and not _has_config(tracker):
-                tracker.store_init_configuration(self._config)
+        if not self._begun:
+            self._begun = True
+            self._init(accelerator, self._project, None, self._init_kwargs)
+            for tracker in accelerator.trackers:
+                if self._config is not None and not _has_config(tracker):
+                    tracker.store_init_configuration(self._config)
         for tracker in accelerator.trackers:
             known = _stored_by(tracker)
             if known is not None:
-                self._write_again(tracker, known)
-        self._rows.clear()
+                self._write_again(tracker, known, rows)
 
-    def _write_again(self, tracker: Any, known: dict[str, int]) -> None:
+    def _write_again(self, tracker: Any, known: dict[str, int], rows: Rows) -> None:
         """Log what the tracker lacks. `known`: last step of each name that is stored."""
-        for values, step in self._rows:
+        for values, step in rows:
             missing = {
                 name: value
                 for name, value in values.items()
@@ -105,6 +129,11 @@ class NextTrackers:
             "init_trackers failed (%s: %s)",
             type(error).__name__, error,
         )  # fmt: skip
+
+
+def _name_of(tracker: Any) -> str:
+    """Of one of Accelerate's `LoggerType`, whose own name is in capitals, or of a tracker."""
+    return str(getattr(tracker, "value", None) or tracker.name)
 
 
 def _has_config(tracker: Any) -> bool:
@@ -146,19 +175,19 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 # ------------------------------------------------------------------ what stands in Accelerator
 
 _next: weakref.WeakKeyDictionary[Any, NextTrackers] = weakref.WeakKeyDictionary()
-"""Of Accelerators whose process was not the main one when the script called `init_trackers`."""
+"""Of Accelerators for which the script has called `init_trackers` in this process."""
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @while_active
 def init_trackers(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    if self.is_main_process:
-        _next.pop(self, None)
+    _next.pop(self, None)
+    main = bool(self.is_main_process)
+    if main:
         original(self, *args, **kwargs)
-    else:
-        given = dict(zip(("project_name", "config", "init_kwargs"), args, strict=False)) | kwargs
-        project = given.pop("project_name")
-        _next[self] = NextTrackers(runtime, self, original, project, **given)
+    given = dict(zip(("project_name", "config", "init_kwargs"), args, strict=False)) | kwargs
+    project = given.pop("project_name")
+    _next[self] = NextTrackers(runtime, self, original, project, **given, begun=main)
 
 
 @while_active

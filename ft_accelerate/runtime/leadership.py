@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from ft_accelerate.runtime.script_position import Phase, ScriptPosition
 from ft_core.launch.board import slot
 from ft_core.launch.opening import Opening
+from ft_core.manager import Manager
 from ft_core.replica.status import Participation
 
 log = logging.getLogger("ft_accelerate")
@@ -65,6 +66,15 @@ class Leadership:
         leads = self.holds and self._position.phase is Phase.LIVE
         self.denied += not leads
         return leads
+
+    def still(self, manager: Manager | None) -> bool:
+        """As `mine`, as far as the lighthouse has told by now: one that was stopped for a while, or cut off,
+        has a successor, and must not write into what that writes."""
+        if self.mine and manager is not None and manager.last_outcome() is not None:
+            part = manager.in_quorum()
+            if manager.evicted() or (part is not None and part.rank is None):
+                self.holds = False
+        return self.mine
 
     def open(self, opens: Callable[[], None], failed: Callable[[Exception], None]) -> Opening:
         """Open something that only the main process has, beside the training. Its thread acts for the

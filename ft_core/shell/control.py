@@ -54,6 +54,10 @@ log = logging.getLogger("ft_core")
 Condition = Callable[[ReplicaStatus], bool]
 FOREVER_S = 3600.0
 GOODBYE_LINGER_S = 1.0
+LATE_S = 0.2
+"""A thread that wakes so much later than it had planned was stopped, or the machine is very busy."""
+READ_S = 0.3
+"""Until it has read what had come by then."""
 SPIN_S = 0.0005
 """How long the loop's thread looks for an answer before it sleeps."""
 
@@ -134,6 +138,7 @@ class Control:
             for fd in (self._wake_fd, *self._link_fds):
                 epoll.register(fd, select.EPOLLIN)
         self._planned = 0.0  # when the control thread wakes by itself
+        self._resumed_at = 0.0  # when it last did so late: this process had been stopped
         self._prompt = True  # the last answer to a vote came soon: worth spinning for the next
         self._closing = self._closed = False
         self.away_since: float | None = time.monotonic()
@@ -189,6 +194,11 @@ class Control:
     def await_connected(self, deadline: float) -> bool:
         """Wait until the link is up; whether it is."""
         return self.wait(lambda _: self.away_since is None, deadline)
+
+    def reads_until(self) -> float:
+        """Until then (`time.monotonic()`) what came while this process was stopped may be unread. Any thread."""
+        now = time.monotonic()
+        return READ_S + (now if now > self._planned + LATE_S else self._resumed_at)
 
     def vote(self, vote: CastVote, deadline: float) -> ReplicaStatus:
         """`submit`, then wait for the outcome, with the socket driven by the calling thread.
@@ -377,6 +387,8 @@ class Control:
                         FOREVER_S if timeout_s is None else timeout_s
                     )
                 self._sleep(self._epoll, timeout_s)
+                if (now := time.monotonic()) > self._planned + LATE_S:
+                    self._resumed_at = now
             with self._io:
                 self._send_outbox()
                 self._link.close(linger_s=GOODBYE_LINGER_S)

@@ -204,6 +204,18 @@ class Session:
                     f"the lighthouse at {self.lighthouse} has been away for {limit_s:g} s"
                 )
 
+    def evicted(self) -> bool:
+        """Whether the lighthouse has told that this rank is out of its quorum. If this process was
+        stopped just now: once its threads have had time to read that. Any thread."""
+
+        def out(status: ReplicaStatus) -> bool:
+            return status.stage in (Stage.OUT, Stage.JOINING)
+
+        deadline = self.control.reads_until()
+        if deadline > time.monotonic():
+            self.control.wait(out, deadline)
+        return out(self.control.status)
+
     def _on_tick(
         self, status: ReplicaStatus, now: float
     ) -> tuple[list[ReplicaEvent], float | None]:

@@ -529,7 +529,7 @@ class StrategyBase(_Base):
         a while, or cut off, has a successor, and must not write into what that writes."""
         manager = self._manager
         if self._group_leads and self._met and manager is not None and not manager.left():
-            part = manager.in_quorum()
+            part = None if manager.evicted() else manager.in_quorum()
             if part is None or part.rank != 0:
                 self._leader = self._group_leads = False
                 self._show_lead()

@@ -18,12 +18,14 @@ pytest.importorskip("transformers")
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 from transformers import ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
 from ft_accelerate.runtime.accelerate_trackers import NextTrackers, StandIn
 from ft_accelerate.runtime.succession import INTEGRATIONS, OwedHooks
 from ft_accelerate.runtime.tracker_runs import TrackerRuns
+from ft_core.launch import stored_runs
 from ft_core.launch.opening import Opening
 from tests.harness.trackers import in_mlflow, in_tensorboard, make_mlflow
 from tests.harness.waiting import PATIENCE_S
@@ -42,7 +44,10 @@ class Role:
 
     def __init__(self) -> None:
         self.leads, self.denied, self.live, self.runs = False, 0, True, TrackerRuns()
-        self.leadership = self
+        self.leadership, self.manager = self, None
+
+    def still(self, manager: Any) -> bool:
+        return self.leads
 
     @property
     def leader(self) -> bool:
@@ -235,12 +240,18 @@ class Script:
     """A raw script in one process, which is not the main one when it begins."""
 
     def __init__(
-        self, accelerator: Accelerator, given: dict[str, Any] | None = None, **config: Any
+        self,
+        accelerator: Accelerator,
+        given: dict[str, Any] | None = None,
+        begun: bool = False,
+        **config: Any,
     ) -> None:
         self.role, self.accelerator = Role(), accelerator
         role: Any = self.role
         start = Accelerator.init_trackers
-        self.next = NextTrackers(role, accelerator, start, "job", config or None, given)
+        self.next = NextTrackers(
+            role, accelerator, start, "job", config or None, given, begun=begun
+        )
 
     def log(self, steps: range) -> None:
         for step in steps:
@@ -266,6 +277,35 @@ def test_a_raw_loop_goes_on_while_its_trackers_are_opened(
     # What a tracker that can't be asked had stored is not known: nothing is written again.
     assert rows.rows == ([] if broken else [{"rate": 1}, 3, 4, 5, 6, 7])
     assert ("nothing is logged to trackers from here on" in caplog.text) == broken
+
+
+def test_a_main_process_that_was_stopped_writes_no_row_until_it_is_it_again() -> None:
+    """Its successor writes them."""
+    rows = Rows()
+    rows.may_open.set()
+    accelerator = Accelerator(cpu=True, log_with=rows)
+    script = Script(accelerator, begun=True)
+    accelerator.init_trackers("job")
+    script.role.leads = True
+    script.log(range(2))
+    script.role.leads = False
+    script.log(range(2, 4))
+    assert script.next.await_open() is False
+    script.role.leads = True
+    script.log(range(4, 6))
+    assert script.next.await_open()
+    script.log(range(6, 7))
+    assert rows.rows == [0, 1, 4, 5, 6]
+
+
+def test_what_a_next_main_process_opens_is_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to be looked up as WANDB, and imported beside the training, which waited."""
+    names: list[str] = []
+    monkeypatch.setattr(stored_runs, "prepare", names.extend)
+    accelerator = Accelerator(cpu=True)
+    accelerator.log_with = [LoggerType.WANDB, Rows()]
+    Script(accelerator)
+    assert names == ["wandb", "rows"]
 
 
 def test_get_tracker_gives_what_becomes_the_tracker() -> None:

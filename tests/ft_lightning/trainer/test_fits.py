@@ -137,6 +137,7 @@ class Model(BoringModel):
         control = self.trainer.strategy.manager._session.control
         view = control.status.view
         control.submit(Expelled(control._replica._template.job, view.quorum_id, "evicted", hung=True))
+        assert self.trainer.strategy.manager.evicted()
 
     def wrote(self, path):
         if self.evict_within and ".within" in str(path):
