@@ -226,12 +226,14 @@ class Runtime:
                 if self._aside:
                     self._join("fetch")
                     continue
-            self._go_live_if_there()
-            exhausted = loader.end_of_dataloader and iteration.begun
-            if not self.live or exhausted or not self.ready or not self.prepared.training:
-                break
+            exhausted = iteration.begun and loader.end_of_dataloader
+            if exhausted or not self.ready or not self.prepared.training:
+                break  # nor have the peers begun anything here, so this is not where they are
             if position.leaves not in (None, iteration.seq):
                 break  # an evaluation within an epoch, in which a window could not be entered
+            self._go_live_if_there()
+            if not self.live:
+                break
             if self._data is not None:
                 self._data.refuse_undivided(loader)
             position.open_window(iteration)

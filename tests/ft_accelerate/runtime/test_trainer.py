@@ -138,10 +138,12 @@ def test_killed_in_turn_in_training_evaluation_and_at_an_epochs_end(
 ) -> None:
     """The main one, too, again and again, and in writing the best checkpoint, which the next one writes
     then. Every process heals into the middle of Trainer's own loop. Progress bar and tracker, which a
-    process sets up in `on_train_begin` only if it is the main one, go on in the next main process."""
+    process sets up in `on_train_begin` only if it is the main one, go on in the next main process. What is
+    decided by an evaluation (what is the best, whether to stop) is decided once, also in one that has
+    missed it."""
     kills = (
-        "1:0:on_step_end:7 0:0:on_prediction_step:2 1:1:on_epoch_end:2 0:1:on_substep_end:19 "
-        "1:2:writing:1"
+        "1:0:on_step_end:7 0:0:on_prediction_step:2 1:1:on_evaluate:1 1:2:on_epoch_end:1 "
+        "0:1:on_substep_end:19 1:3:writing:1"
     )
     out, trackers = tmp_path / "ft", installed_trackers()
     out.mkdir()
