@@ -482,7 +482,7 @@ class StepDriver:
         if self._place is Place.BOUNDARY and "visit" not in state:
             self._restore(state)
         elif "visit" not in state:
-            self._peer = state
+            self._peer = healing.set_aside(self._trainer, state)
         else:
             self._visit = state["visit"]
         if self._place is None:

@@ -93,6 +93,16 @@ def places(trainer: Any) -> dict[str, Any]:
     }
 
 
+def set_aside(trainer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """A dumped state that is restored later. What was received in the model's own buffers is copied:
+    the batch under way, which will be abandoned, has yet to put those back to where it began."""
+    checkpoint = state["checkpoint"]
+    model = dict(checkpoint["state_dict"])
+    buffers = {name for name, _ in trainer.lightning_module.named_buffers()}
+    model |= {name: model[name].clone() for name in buffers & model.keys()}
+    return {**state, "checkpoint": {**checkpoint, "state_dict": model}}
+
+
 def restore(trainer: Any, state: dict[str, Any]) -> int:
     """Put a dumped state in place; the loop's thread. Counters are those of the boundary then.
 

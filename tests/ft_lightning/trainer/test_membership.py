@@ -79,8 +79,9 @@ def test_one_that_hangs_in_a_batch_abandons_it_and_heals(
     tmp_path: Path, strict_coordinator: LighthouseServer, gan: bool
 ) -> None:
     """It is evicted, and finds at the end of a backward that its peers are far ahead: nothing of
-    its batch is applied, and it goes on at their place. Its peers' code runs once a batch."""
-    options = {"max_epochs": 4, "gan": gan, "holds": ["step:12", "step:30"]}
+    its batch is applied, and it goes on at their place. Its peers' code runs once a batch. A weight
+    average, of buffers, too, comes along."""
+    options = {"max_epochs": 4, "gan": gan, "logs": not gan, "holds": ["step:12", "step:30"]}
     with running(tmp_path, strict_coordinator.address(), **options) as run:
         zero, one = run.start(0), run.start(1)
         for rank in (0, 1):
