@@ -188,12 +188,12 @@ class Roster:
 
     def too_late(self) -> list[Child]:
         """Children that run in vain: others have trained to the end before these joined, so that
-        these would start from scratch, alone."""
+        these would start from scratch, alone. Not those that have found their training over."""
         if not any(c.exit_code == 0 and not c.running and c.joined for c in self.children):
             return []
         for child in self.children:
             child.restart_at = None
-        return [c for c in self.children if c.running and not c.joined]
+        return [c for c in self.children if c.running and not (c.joined or c.over)]
 
     def due(self, now: float) -> list[Child]:
         """Children to restart now; marks them as restarted."""

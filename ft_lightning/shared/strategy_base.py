@@ -339,7 +339,11 @@ class StrategyBase(_Base):
             if self._leader:
                 act_as_leader(True, self.scope)
                 board.slot().leads(True)
+                self._on_takeover()
         return self._leader
+
+    def _on_takeover(self) -> None:
+        """The training is over, the process that wrote is dead, and this one writes from now on."""
 
     @property
     def node_rank(self) -> int:

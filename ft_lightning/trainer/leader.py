@@ -6,6 +6,7 @@
 | until the first quorum of a fit | none: the leader is not known | group 0, if it was not restarted |
 | in a quorum | the first participant (`FTDDPMixin._on_quorum`) | the same |
 | after a fit without a quorum | group 0: no other has done more | the same |
+| after a fit that is passed over | the same; under a supervisor of all groups the first that is left, if none writes | the same |
 
 What the leader before has written stays, and the next one goes on with it (`loggers.py`).
 
@@ -55,8 +56,8 @@ def before_quorum(
     released(trainer)
     if scope.num_groups == 1:
         act_as_leader(first, scope)
-        for logger in trainer.loggers if first and scope.restarts else ():
-            keep_metrics(logger)
+        if first and scope.restarts:
+            keep_logs(trainer)
         return first, None
     refuse_search(trainer)
     loggers = None
@@ -66,16 +67,25 @@ def before_quorum(
     return False, loggers
 
 
-def without_quorum(trainer: Any, scope: Scope) -> bool:
+def without_quorum(trainer: Any, scope: Scope, *, on_board: bool = False) -> bool:
     """Whether this group writes after a fit that took no step, or failed before its first quorum.
 
     The peers of a restarted group may have newer files than the state with which it failed.
+    `on_board`: the supervisor's board says who writes (`StrategyBase.is_global_zero`).
     """
     released(trainer)
     risky = scope.num_groups > 1 and scope.restarts > 0 and trainer.interrupted
-    leads = scope.index == 0 and scope.group_rank == 0 and not risky
+    leads = scope.index == 0 and scope.group_rank == 0 and not risky and not on_board
     act_as_leader(leads, scope)
+    if leads:
+        keep_logs(trainer)
     return leads
+
+
+def keep_logs(trainer: Any) -> None:
+    """This process writes from now on: what others have logged stays."""
+    for logger in trainer.loggers:
+        keep_metrics(logger)
 
 
 def searching(trainer: Any) -> bool:
@@ -104,8 +114,8 @@ def begin(trainer: Any, log_hyperparams: Any, *, takes_over: bool) -> None:
     `log_hyperparams(trainer)`: Lightning's own. `takes_over`: another group wrote before. The
     loop's thread.
     """
-    for logger in () if takes_over else trainer.loggers:
-        keep_metrics(logger)
+    if not takes_over:
+        keep_logs(trainer)
     if getattr(trainer, "enable_autolog_hparams", True):  # 2.5 has no such switch
         log_hyperparams(trainer)
     for callback in trainer.callbacks:

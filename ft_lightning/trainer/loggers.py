@@ -23,6 +23,7 @@ from __future__ import annotations
 import csv
 import logging
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -332,6 +333,8 @@ def keep_metrics(logger: Any) -> None:
         return
     aside = f"{path}.kept"
     os.replace(path, aside)
+    # For good, since another thread may change the filters meanwhile. It would be wrong in all cases.
+    warnings.filterwarnings("ignore", "Experiment logs directory .* Previous log files")
     try:
         _ = logger.experiment
     finally:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ft_core.launch import board
 from ft_core.launch.import_hook import newer_than_tested
 from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import say
@@ -267,6 +268,23 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         """Stock set-up of a run that is no fit, without DDP's: each process has the whole model."""
         super(self._stock_class, self).setup(trainer)
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by Lightning."""
+        self._see_who_leads()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by Lightning."""
+        self._see_who_leads()
+        return super().test_step(*args, **kwargs)
+
+    def _see_who_leads(self) -> None:
+        """After the training loggers ask nobody, and the process that writes may have died."""
+        _ = self.is_global_zero
+
+    def _on_takeover(self) -> None:
+        leader.keep_logs(self._trainer)
+
     def _adopt_model(self) -> None:
         """The model is set up: have its gradients averaged, if that is not done by its wrapper."""
 
@@ -481,11 +499,14 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
             self._loggers.end()
         trainer = getattr(self.lightning_module, "_trainer", None)  # None: the launcher has failed
         if trainer is not None and trainer.state.fn == "fit" and not self._met:
-            if self._resumption is not None and self._resumption.passes_over:
+            passes = self._resumption is not None and self._resumption.passes_over
+            if self._resumption is not None and passes:
                 sentence = self._resumption.passed_over()
                 if self.scope.group_rank == 0:
                     say("ft_lightning", sentence)
-            self._leader = leader.without_quorum(self._trainer, self.scope)
+                self._training_is_over(True)
+            on_board = passes and board.slot().whole
+            self._leader = leader.without_quorum(trainer, self.scope, on_board=on_board)
         if self._resumption is not None:
             self._resumption.release()
         # Unwrapped here: DDP's own teardown would recommend options that are refused.

@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {
     "devices": 1,
     "strategy": {"timeout_s": 20},
     "ckpt_path": None,
+    "validates": False,  # after each fit
     "holds": [],  # places to wait at: "step:<fit>:<global step>", "save:<global step>", "after:<fit>"
 }
 
@@ -98,6 +99,8 @@ def main(options: dict[str, Any]) -> None:
             best=trainer.checkpoint_callback.best_model_path,
         )
         files.at(f"after:{number}")
+        if options["validates"]:
+            trainer.validate(model, data(-number), verbose=False)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,25 @@ def test_a_leader_dies_in_its_last_save_and_the_next_one_saves_again(
         assert digest(state) == done["digest"]
 
 
+def test_the_leader_dies_after_the_fit_and_what_it_logged_stays(tmp_path: Path) -> None:
+    """Under a supervisor, before a validation that follows the fit: its next life passes over the fit. One
+    of the two that are left logs the validation, behind the rows of the fit."""
+    options: dict[str, Any] = {"fits": 1, "devices": 2, "validates": True}
+    with running(tmp_path, worker=WORKER, holds=["after:1"], **options) as run:
+        supervisor = run.start()
+        for name in (0, 1):
+            run.until_held(name, "after:1")
+        (rows,) = [path.read_text() for path in tmp_path.glob("lightning_logs/*/metrics.csv")]
+        assert len(rows.splitlines()) == 3  # a header, and each epoch's validation
+        os.kill(run.lines(0, "fits")[0]["pid"], signal.SIGKILL)
+        run.until(lambda: len(run.lines(0, "fits")) == 2, "the fit to be passed over")
+        run.go("after:1")
+        run.wait(supervisor)
+        assert "will be deleted" not in run.output()
+    (after,) = [path.read_text() for path in tmp_path.glob("lightning_logs/*/metrics.csv")]
+    assert after.startswith(rows) and len(after.splitlines()) == 4
+
+
 EVICTED = """
 import sys
 from pathlib import Path
