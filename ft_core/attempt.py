@@ -21,6 +21,7 @@ from ft_core.config import JobOptions
 from ft_core.errors import GroupLeft, QuorumUnavailable, StepInDoubt, TooManyDiscards
 from ft_core.heal.compared import ComparedState, Digest
 from ft_core.heal.objects import naming_option
+from ft_core.launch import kept_files
 from ft_core.launch.board import Slot, slot
 from ft_core.launch.kept import Card, Version
 from ft_core.launch.warm.learn import report as report_modules
@@ -108,6 +109,12 @@ class Attempts:
             source = self.session.plane.source
             card = Card(source, place, token=options.token, parts=options.parts)
             self._card = card if self._slot.tell(card.row(), options.group_rank) else None
+        self.session.plane.when_diverged = self._disown_kept
+
+    def _disown_kept(self) -> None:
+        """K4. Any thread."""
+        self._slot.forget_kept(self._options.parts)
+        kept_files.forget(self._options.job_id)
 
     # ------------------------------------------------------------------ the way in
 

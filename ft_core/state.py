@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,7 +172,8 @@ class State:
         self.shows, self._shown = False, None  # members come first
         try:
             tree = self._all()
-            session.plane.publish(*position, tree, len(status.targets))
+            holds = partial(_holds, session, position)
+            session.plane.publish(*position, tree, len(status.targets), holds)
         except Exception as error:  # the user's code, or what it has put into the state
             self._withhold(session, position, error)
         else:
@@ -194,7 +196,8 @@ class State:
         try:
             manifest, tensors = pack(self._all(), allow_objects)
             packed = {"manifest": manifest, "tensors": tensors}
-            session.plane.publish(status.step, status.lineage, packed, 0)
+            holds = partial(_holds, session, (status.step, status.lineage))
+            session.plane.publish(status.step, status.lineage, packed, 0, holds)
         except Exception as error:  # the user's code, or what it has put into the state
             session.plane.withhold(NEXT.step, NEXT.lineage, repr(error))
         else:
@@ -299,6 +302,7 @@ class State:
     def load(self, session: Session) -> None:
         """Put the fetched state in place. Where the loop has changed it during the step, it is
         fetched again."""
+        self.retire(session)  # it has been withdrawn; what is remembered of it goes, too
         received, self._received = self._received, []
         if not _unchanged(received):
             log.warning(CHANGED_WHILE_RECEIVED)
@@ -348,6 +352,12 @@ class State:
             for optimizer_state in self._preallocated:
                 stack.enter_context(optimizer_state.shown())
             return {key: save() for key, save in self.parts() if key not in without}
+
+
+def _holds(session: Session, position: tuple[int, str]) -> bool:
+    """Whether the own state is at `position`, and is the quorum's, as far as is known now."""
+    status = session.control.status
+    return (status.step, status.lineage) == position and not status.healing
 
 
 def _if_large(leaf: Any) -> Tensor | None:

@@ -116,7 +116,7 @@ class Publication:
     ) -> None:
         self.key = key
         self.lock = threading.Lock()
-        self.closed = False  # no longer served; set with `lock` held
+        self.closed = False  # no longer served
         self.manifest, tensors = pack(tree, allow_objects)
         if len(self.manifest) > MAX_MANIFEST_BYTES:
             raise HealError(
@@ -215,6 +215,10 @@ class Publication:
         for buffer in sorted(buffers, key=lambda b: b.nbytes)[-1:]:
             self._arena.give(buffer)
 
+    def disown(self) -> None:
+        """No byte of it counts from here on. Any thread; never waits. `close` frees its memory."""
+        self.closed = True
+
     @property
     def on_host(self) -> bool:
         """Whether all of it lies in host memory, and no device writes to that."""
@@ -251,6 +255,8 @@ class Publication:
             held = [(extent.segment, self._segments[extent.segment]) for extent in extents]
             devices = [self._on.get(extent.segment) for extent in extents]
             total, ready = self._sums.get(chunk), self._ready
+        if self.closed:
+            return None
         segments = tuple((index, data) for index, data in held if data is not None)
         if len(segments) < len(extents):
             return None
@@ -269,7 +275,8 @@ class Publication:
         `freeze` comes before any change of live memory, `close` before any other use of a buffer.
         """
         with self.lock:
-            if any(self._segments[index] is not data for index, data in reading.segments):
+            intact = all(self._segments[index] is data for index, data in reading.segments)
+            if self.closed or not intact:
                 return False
             self._sums[reading.chunk] = total
         return True

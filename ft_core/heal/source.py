@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +127,7 @@ class HealServer:
     """Serves snapshots of this rank's state to ranks that heal.
 
     `publish`, `freeze`, `retire` and `close` belong to one thread, the training thread,
-    and never wait for a reader. `stats`, `address` and `observed_from` are for any thread.
+    and never wait for a reader. `disown`, `stats`, `address` and `observed_from` are for any thread.
 
     Args:
         host: the address to bind and to advertise.
@@ -157,6 +157,7 @@ class HealServer:
         self._identity = host_identity() if same_host else b""
         self._lock = threading.Lock()  # guards the fields up to the blank line
         self._publication: Publication | None = None
+        self._disowned: list[Publication] = []  # the training thread frees them
         self._retired: OrderedDict[HealKey, str] = OrderedDict()
         self._withheld: tuple[HealKey, str] | None = None
         self._readers: dict[Peer, Reader] = {}
@@ -220,7 +221,13 @@ class HealServer:
             )
 
     def publish(
-        self, key: HealKey, tree: Any, *, copy: bool = True, expected_targets: int = 0
+        self,
+        key: HealKey,
+        tree: Any,
+        *,
+        copy: bool = True,
+        expected_targets: int = 0,
+        holds: Callable[[], bool] = lambda: True,
     ) -> None:
         """Serve the state `tree` as version `key` from now on, and the one before no longer.
 
@@ -228,8 +235,10 @@ class HealServer:
         the same version that is served already stays in use. Without `copy`, large tensors are
         served from the tree's own memory, on the host or on a device: call `freeze` before they change. Of
         tensors on a device it is the order in this thread's stream that counts. `expected_targets` is
-        how many readers will come, so that `freeze` also keeps the bytes of late ones. Training
-        thread. Raises UnsupportedObjectError or HealError; then nothing is published.
+        how many readers will come, so that `freeze` also keeps the bytes of late ones. `holds`: whether
+        the tree is still that version; nothing is published if it is not. It turns false before
+        `disown` is called, so that neither can miss the other. Training thread. Raises
+        UnsupportedObjectError or HealError; then nothing is published.
         """
         self._check_open()
         start = time.perf_counter()
@@ -244,11 +253,25 @@ class HealServer:
             key, tree, self._arena, copy=copy, allow_objects=self._options.heal_allow_objects
         )
         with self._lock:
+            if not holds():
+                self._disowned.append(publication)
+                return
             self._publication, self._withheld = publication, None
             self._retired.pop(key, None)
             self._expected_targets = expected_targets
             self._finished_targets = 0
             self._count(published=1, snapshot_seconds=time.perf_counter() - start)
+        self._notify()
+
+    def disown(self, reason: str) -> None:
+        """What is published is not to be had any more: tell its readers `reason`. What they have half
+        read does not count. Any thread; never waits."""
+        with self._lock:
+            publication = self._take(reason)
+            if publication is None:
+                return
+            publication.disown()
+            self._disowned.append(publication)
         self._notify()
 
     def withhold(self, key: HealKey, reason: str) -> None:
@@ -292,15 +315,23 @@ class HealServer:
     def retire(self, reason: str = "the source retired it") -> None:
         """Stop serving the published version and tell its readers `reason`. Training thread."""
         with self._lock:
-            publication, self._publication = self._publication, None
-            if publication is None:
-                return
+            publication = self._take(reason)
+            over, self._disowned = self._disowned, []
+        for each in (*over, publication):
+            if each is not None:
+                each.close()
+        if publication is not None:
+            self._notify()
+
+    def _take(self, reason: str) -> Publication | None:
+        """What is published, which is not from here on; `_lock` is held."""
+        publication, self._publication = self._publication, None
+        if publication is not None:
             self._away.clear()
             self._retired[publication.key] = reason
             while len(self._retired) > _MAX_RETIRED:
                 self._retired.popitem(last=False)
-        publication.close()
-        self._notify()
+        return publication
 
     def close(self) -> None:
         """End the thread, close the socket, free the memory. Idempotent. Training thread."""

@@ -38,7 +38,7 @@ _CARD = struct.Struct("<II")  # length and checksum of the JSON text that follow
 _STACKS_BYTES = 1 << 20  # of one rank, in a sparse file; faulthandler writes 100 threads at most
 _CHILD_BYTES = _SLOT_BYTES + _RANKS * _STACKS_BYTES
 _FLAG, _PROGRESS, _HUNG = struct.Struct("<q"), struct.Struct("<qq"), struct.Struct("<d")
-_JOINED_AT, _PROGRESS_AT, _LEADS_AT, _OVER_AT, _DEAD_AT = 0, 8, 24, 32, 40
+_JOINED_AT, _PROGRESS_AT, _LEADS_AT, _OVER_AT, _DEAD_AT, _DISOWNED_AT = 0, 8, 24, 32, 40, 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +233,24 @@ class Slot:
         if self._memory is None:
             return None
         return _card_in(self._memory, len(self._memory) - _SLOT_BYTES, rank)
+
+    def forget_kept(self, parts: int) -> None:
+        """K4: no process begins with what the keeper holds, until it has told of another version. Any
+        process; `disowned` has changed before what it holds is gone."""
+        if self._memory is None:
+            return
+        at = len(self._memory) - _SLOT_BYTES
+        _FLAG.pack_into(self._memory, at + _DISOWNED_AT, self.disowned + 1)
+        for rank in range(parts):
+            _CARD.pack_into(self._memory, at + _CARDS_AT + rank * _CARD_BYTES, 0, 0)
+
+    @property
+    def disowned(self) -> int:
+        """Changes with each `forget_kept`."""
+        if self._memory is None:
+            return 0
+        count: int = _FLAG.unpack_from(self._memory, len(self._memory) - _SLOT_BYTES + _DISOWNED_AT)[0]
+        return count
 
     def others_train(self) -> bool:
         """Whether another process of this supervisor takes part in a quorum, as far as is known."""

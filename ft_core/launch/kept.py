@@ -9,6 +9,7 @@ a version like any state, and a process that starts compares that with its own:
 | K1 | the keeper takes a version only when its source says that it has committed a step from it, unchanged. Of a replica group whose ranks hold shards: when all of its ranks say so of one version |
 | K2 | of one job, room and genesis, a newer version (F6: the last quorum, then the step) replaces an older one, and never the other way round; a version of another genesis replaces any |
 | K3 | a process that starts (of a replica group of several: its rank 0, for all), and whose supervisor has no other process that trains, begins with what the keeper holds, if that is of its job, room and schema, and newer than its own state (its checkpoint). It joins with that position, as it would with a checkpoint's |
+| K4 | a member that learns that its state is not its peers' takes back what it has shown, and what the keeper holds, in memory and on disk: it may be that state. The keeper's next version counts again |
 
 All else follows from the rules for checkpoints (docs/protocol.md): a member that lives holds the head of
 the job, or a newer state, and wins; of several positions the newest one wins.

@@ -113,6 +113,7 @@ class StateKeeper:
 
     def _fetch(self, child: int, first: Card) -> bool:
         """All parts of one version of `child`, of which `first` is the card of its first rank."""
+        disowned = self._board.disowned
         for ahead in AHEAD if first.parts > 1 else (0,):
             rows = [self._board.card(child, rank) for rank in range(first.parts)]
             sources = [Card.of(row) for row in rows if row is not None]
@@ -121,8 +122,13 @@ class StateKeeper:
             step = self._board.step_of(child) + 1 + ahead if first.parts > 1 else NEXT.step
             deadline = time.monotonic() + max(self.patience_s, 2 * self._every_s)
             version, nbytes = self._fetch_parts(sources, step, deadline)
-            if version is not None:
-                return self._takes(child, sources, version, nbytes, deadline)
+            if version is None:
+                continue
+            took = self._takes(child, sources, version, nbytes, deadline)
+            if took and self._board.disowned != disowned:  # K4: perhaps before this was told of
+                self._board.forget_kept(len(sources))
+                kept_files.forget(first.place[0], self._folder)
+            return took
         return False
 
     def _fetch_parts(

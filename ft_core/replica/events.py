@@ -168,7 +168,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The state at `position` (step, lineage) is served to healing peers; None: nothing is."""
+    """The state at `position` (step, lineage) is served to healing peers; None: nothing is. Status'
+    `published` says whether it may be: a state that is not the own one any more is not."""
 
     position: tuple[int, str] | None
 
@@ -221,6 +222,15 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Effect: serve no state any more, at once, whatever the loop is doing. `diverged`: its peers have found
+    that the own state is another one, so what it has shown before is not to be kept either."""
+
+    reason: str
+    diverged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class FetchState:
     """Effect: fetch the state (step, lineage) from `sources`, and stop an earlier fetch that may
     still be under way; then report `Fetched` with this very effect."""
@@ -238,7 +248,7 @@ class Remark:
     hangs: bool = False
 
 
-Effect = Transmit | Configure | TryToReach | Abort | FetchState | Remark
+Effect = Transmit | Configure | TryToReach | Abort | Withdraw | FetchState | Remark
 ReplicaEvent = (
     Begin | Entered | Bind | Fail | CastVote | StopWaiting | Unapplied | LeaveAfterStep | Depart
     | Rejoin

@@ -22,9 +22,6 @@ The ranks of a replica group run one loop: they must make the same attempts, eac
 quorum and with the same end, or one would reduce a batch while another repeats it. A rank says with
 its joins and votes how many attempts it has *spent* (bound, failed or ended). The leader tells all of
 them the largest number with each quorum, and an attempt that one rank has spent fails on the others.
-
-A shell (`ft_core.shell.control`) submits events under one lock, carries out the effects, and shows
-the status to the training loop. The machine knows no clock, socket or thread.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from dataclasses import replace
 from typing import get_args
 
 from ft_core.replica import events
-from ft_core.replica.events import Abort, Effect, Remark, Transmit
+from ft_core.replica.events import Abort, Effect, Remark, Transmit, Withdraw
 from ft_core.replica.status import (
     Attempt,
     Outcome,
@@ -42,9 +39,10 @@ from ft_core.replica.status import (
     ReplicaStatus,
     Stage,
     View,
+    phase_of,
 )
 from lighthouse.wire import messages
-from lighthouse.wire.messages import GAVE_UP, NO_QUORUM, PHASE_HEALING, TORN
+from lighthouse.wire.messages import GAVE_UP, NO_QUORUM, NONE_IS_RIGHT, PHASE_HEALING, TORN
 
 
 class Replica:
@@ -68,24 +66,20 @@ class Replica:
     ) -> None:
         self._template = template
         self.promised = template.promised  # the term that this rank obeys, until a higher one
-        self._resend_s = resend_s
-        self._revoke_grace_s = revoke_grace_s
+        self._resend_s, self._revoke_grace_s = resend_s, revoke_grace_s
         self._rule = rule or ParticipationRule()
         self._relations: Relations | None = None
         self.replica_id = template.replica_id
-        self.stage = Stage.OUT
-        self.attempt = Attempt.CLOSED
+        self.stage, self.attempt = Stage.OUT, Attempt.CLOSED
         self.step, self.lineage = template.step, template.lineage
         self.origin = template.genesis, template.held
         self.view: View | None = None
         self.healed = True  # own state is the quorum's
         self.outcome: Outcome | None = None
-        self.reason = "not joined yet"
-        self.failure = ""
-        self.published: tuple[int, str] | None = None
+        self.reason, self.failure = "not joined yet", ""
+        self.published: tuple[int, str] | None = None  # implies `healed`
         self.leaving = False  # the next vote says that it is the last one
-        self._configured = NO_QUORUM
-        self._revoked = False
+        self._configured, self._revoked = NO_QUORUM, False
         self._knows = True  # what has become of its own votes in the last quorum
         self._vote: messages.Vote | None = None
         self._before = (template.step, template.lineage)  # position before the last vote
@@ -97,10 +91,9 @@ class Replica:
         self._begun = 0  # attempts, all in all
         self._spent_in_group = 0  # of them, by this rank or another one of its group
         self._left = 0  # how often
-        self._heal_in_step = False
+        self._heal_in_step = self._overwriting = False
         self._fetching: events.FetchState | None = None
         self._fetched: tuple[int, str] | None = None
-        self._overwriting = False
         self._connected = True
         self._resend_at: float | None = None
         self._grace_at: float | None = None
@@ -112,21 +105,24 @@ class Replica:
         name = _HANDLERS.get(type(event))
         if name is None:
             return []
-        if self._unattended and type(event) in _ANSWERS:
-            self._unread = self._unread or event  # later ones come again: this rank repeats itself
-            return []
-        effects: list[Effect] = getattr(self, name)(event, now)
+        unread = self._unattended and type(event) in _ANSWERS
+        handler = self._leave_unread if unread else getattr(self, name)
+        effects: list[Effect] = handler(event, now)
         self.status = self._seen()
         return effects
+
+    def _leave_unread(self, event: events.ReplicaEvent, now: float) -> list[Effect]:
+        self._unread = self._unread or event  # later ones come again: this rank repeats itself
+        if isinstance(event, messages.Expelled) and event.differs and self._concerns(event):
+            return self._serve_nothing(event.reason, True)
+        return []
 
     # ------------------------------------------------------------------ the training loop
 
     def _on_begin(self, event: events.Begin, now: float) -> list[Effect]:
         assert self.attempt in (Attempt.CLOSED, Attempt.OPEN), f"begin while {self.attempt.value}"
         if self.attempt is Attempt.CLOSED:
-            self.attempt = Attempt.OPEN
-            self.outcome = None
-            self.failure = ""
+            self.attempt, self.outcome, self.failure = Attempt.OPEN, None, ""
             self._begun += 1
             self._pardoned = False
             self._fail_if_spent()
@@ -226,17 +222,23 @@ class Replica:
         return self._rejoin(event.reason, self._before)
 
     def _rejoin(
-        self, reason: str, position: tuple[int, str] | None, leaves: str = GAVE_UP
+        self, reason: str, position: tuple[int, str] | None, leaves: str = GAVE_UP, diverged: bool = False
     ) -> list[Effect]:
         if self.stage in (Stage.LEFT, Stage.REFUSED):
             return []
         self._knows = self._knows and position is not None and self.attempt is not Attempt.VOTED
-        effects: list[Effect] = [Abort(self.view.quorum_id, reason)] if self.view else []
+        effects = self._serve_nothing(reason, diverged)
+        effects += [Abort(self.view.quorum_id, reason)] if self.view else []
         effects += self._leave(f"{leaves}{reason}"[:500])
         self.step, self.lineage = position or (0, f"{TORN}{self.replica_id}")
         self.stage, self.healed, self._revoked = Stage.OUT, False, True
-        self._vote = self._unanswered = self._fetching = self._fetched = self.published = None
+        self._vote = self._unanswered = self._fetching = self._fetched = None
         return effects
+
+    def _serve_nothing(self, reason: str, diverged: bool = False) -> list[Effect]:
+        """The own state is none that others may have, or will not be soon."""
+        self.published = None
+        return [Withdraw(reason, diverged)]
 
     # ------------------------------------------------------------------ process group and state
 
@@ -255,8 +257,7 @@ class Replica:
 
     def _on_tried(self, event: events.Tried, now: float) -> list[Effect]:
         job, own_id = self._template.job, self.replica_id
-        report = messages.ReachReport(job, own_id, event.missed, event.reached, event.silence)
-        return [Transmit(report)]
+        return [Transmit(messages.ReachReport(job, own_id, event.missed, event.reached, event.silence))]
 
     def _on_fetched(self, event: events.Fetched, now: float) -> list[Effect]:
         fetch = event.fetch
@@ -301,7 +302,8 @@ class Replica:
         return []
 
     def _on_published(self, event: events.Published, now: float) -> list[Effect]:
-        self.published = event.position
+        held = self.healed and event.position == (self.step, self.lineage)
+        self.published = event.position if held else None
         return []
 
     # ------------------------------------------------------------------ the lighthouse
@@ -333,10 +335,12 @@ class Replica:
         self._resend_at = self._grace_at = None
         if self.attempt in (Attempt.OPEN, Attempt.BOUND):
             self.attempt, self.failure = Attempt.FAILED, message.reason
+        hopeless = NONE_IS_RIGHT in message.reason
+        effects = self._serve_nothing(message.reason, True) if hopeless else []
         if self.view is None or self._revoked:
-            return []
+            return effects
         self._revoked = True
-        return [Abort(self.view.quorum_id, message.reason)]
+        return [*effects, Abort(self.view.quorum_id, message.reason)]
 
     def _on_waiting(self, message: messages.Waiting, now: float) -> list[Effect]:
         """The lighthouse knows this rank; from here on heartbeats keep its place."""
@@ -386,8 +390,7 @@ class Replica:
             return self._on_quorum(message.next_quorum, now)
         if not message.waiting:
             return []
-        self.stage = Stage.WAITING
-        self.reason = "waiting for the next quorum"
+        self.stage, self.reason = Stage.WAITING, "waiting for the next quorum"
         if self.attempt is Attempt.BOUND:  # per-group commit: one step ahead of the decision
             self.attempt, self.failure = Attempt.FAILED, "the quorum ended during the step"
             return [Abort(message.quorum_id, self.failure)]
@@ -429,6 +432,7 @@ class Replica:
         held = (self.step, self.lineage) == (message.step, message.lineage)
         self.healed = held and not (in_group and mine.healing)
         self.origin = self.view.origin if held else self.origin
+        effects += [] if self.healed else self._serve_nothing("this member must heal")
         self._fail_if_bound(message)
         self._spent_in_group = max(self._spent_in_group, message.attempt)
         self._fail_if_spent()
@@ -485,21 +489,19 @@ class Replica:
         self._revoked = True
         effects: list[Effect] = [Abort(view.quorum_id, reason)]
         if self.attempt is Attempt.BOUND:
-            # Its collectives may all be done; then the loop's vote comes soon.
-            self._grace_at = now + self._revoke_grace_s
+            self._grace_at = now + self._revoke_grace_s  # its collectives may all be done
             return effects
         return effects + self._vote_no(reason, now, phase=self._phase())
 
     def _on_expelled(self, message: messages.Expelled, now: float) -> list[Effect]:
         view = self.view
-        if view is not None and message.quorum_id not in (view.quorum_id, NO_QUORUM):
+        if not self._concerns(message):
             return []
         if message.differs and not self.lineage.startswith(TORN):
             return self._discard_state(message.reason, now)
         if self.stage not in (Stage.WAITING, Stage.MEMBER):
             return []  # joining: the answer to something older
-        self.reason = message.reason
-        in_doubt = self.attempt is Attempt.VOTED
+        in_doubt, self.reason = self.attempt is Attempt.VOTED, message.reason
         hangs = message.hung and not in_doubt and (not self._loop_waits or self._pardoned)
         self._pardoned = self._pardoned or message.hung
         effects: list[Effect] = [Remark(f"expelled: {message.reason}", hangs)]
@@ -515,11 +517,13 @@ class Replica:
             effects += self._join(now)
         return effects
 
+    def _concerns(self, message: messages.Expelled) -> bool:
+        return self.view is None or message.quorum_id in (self.view.quorum_id, NO_QUORUM)
+
     def _discard_state(self, reason: str, now: float) -> list[Effect]:
-        """The own state is not the peers', although its version is, or a rank of this group has
-        discarded its own."""
+        """The own state is not the peers', or a rank of this group has discarded its own."""
         attempt, waits = self.attempt, self._loop_waits
-        effects = self._rejoin(reason, None)
+        effects = self._rejoin(reason, None, diverged=GAVE_UP not in reason)
         if attempt is Attempt.OPEN and waits:  # for a state to begin with: it may be another one
             self.attempt, self.outcome, self._loop_waits = Attempt.OPEN, None, True
             effects += self._join(now)
@@ -594,12 +598,7 @@ class Replica:
         return self._begun - (self.attempt is Attempt.OPEN)
 
     def _phase(self) -> str:
-        if self.attempt is Attempt.BOUND or self.attempt is Attempt.VOTED:
-            return messages.PHASE_REDUCING
-        if self.healing:
-            return PHASE_HEALING
-        computing = self.attempt is Attempt.OPEN and not self._loop_waits
-        return messages.PHASE_OPEN if computing else messages.PHASE_IDLE
+        return phase_of(self.attempt, healing=self.healing, waits=self._loop_waits)
 
     # ------------------------------------------------------------------ pieces
 
@@ -694,6 +693,7 @@ class Replica:
         assert self.attempt is not Attempt.VOTED or (self._vote is not None and self._vote.ok)
         assert self.attempt is not Attempt.BOUND or self.stage is Stage.MEMBER
         assert (self.outcome is None) or self.attempt is Attempt.CLOSED
+        assert self.published is None or self.healed, "serves a state that is not the quorum's"
 
 
 _HANDLERS = events.handlers(Replica)

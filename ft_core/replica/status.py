@@ -16,6 +16,10 @@ from lighthouse.wire.messages import (
     EACH,
     ON_LAST,
     OWN,
+    PHASE_HEALING,
+    PHASE_IDLE,
+    PHASE_OPEN,
+    PHASE_REDUCING,
     Basis,
     InDoubt,
     Join,
@@ -48,6 +52,15 @@ class Attempt(Enum):
     BOUND = "bound"
     FAILED = "failed"
     VOTED = "voted"
+
+
+def phase_of(attempt: Attempt, *, healing: bool, waits: bool) -> str:
+    """What a rank says that it was doing when it votes no. `waits`: its loop is at its step's boundary."""
+    if attempt is Attempt.BOUND or attempt is Attempt.VOTED:
+        return PHASE_REDUCING
+    if healing:
+        return PHASE_HEALING
+    return PHASE_OPEN if attempt is Attempt.OPEN and not waits else PHASE_IDLE
 
 
 @dataclass(frozen=True, slots=True)

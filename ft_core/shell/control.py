@@ -43,6 +43,7 @@ from ft_core.replica.events import (
     StopWaiting,
     Transmit,
     TryToReach,
+    Withdraw,
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import ReplicaStatus, Stage
@@ -88,6 +89,8 @@ class Plane(Protocol):
     def try_to_reach(self, effect: TryToReach) -> None: ...
 
     def abort(self, effect: Abort) -> None: ...
+
+    def withdraw(self, effect: Withdraw) -> None: ...
 
 
 class Control:
@@ -369,6 +372,8 @@ class Control:
                 self._outbox.append(effect.message)
             elif isinstance(effect, Abort):
                 self._plane.abort(effect)
+            elif isinstance(effect, Withdraw):
+                self._plane.withdraw(effect)
             elif isinstance(effect, TryToReach):
                 self._plane.try_to_reach(effect)
             elif isinstance(effect, Remark):

@@ -25,6 +25,7 @@ from ft_core.replica.events import (
     FetchState,
     Tried,
     TryToReach,
+    Withdraw,
 )
 from ft_core.replica.status import RanksHold
 from ft_core.telemetry import HEAL_DONE, HEAL_START, QUORUM, REVOKED, SERVE, Telemetry
@@ -50,7 +51,7 @@ addresses = MessageCodec(1, {"rank": RankAddress})
 
 
 class DataPlane:
-    """Carries out Configure, TryToReach, FetchState and Abort. See `control.Plane` for threads.
+    """Carries out Configure, TryToReach, FetchState, Withdraw and Abort. See `control.Plane` for threads.
 
     `report` is called with an event when the work is over. `into` gives the tree to receive in
     place (or None); the fetched tree waits in `take_state` for the training loop.
@@ -74,6 +75,8 @@ class DataPlane:
         self._state: tuple[HealKey, Any] | None = None
         self.heal_stats: HealStats | None = None
         self.report: Callable[[Configured | Fetched | Tried], object] = lambda event: None
+        self.when_diverged: Callable[[], object] = lambda: None
+        """Called when this member's state has turned out to be another one than its peers'. Any thread."""
         self._heal: tuple[threading.Thread, Interrupt] | None = None  # the newest one
         self._reach_lock = threading.Lock()
         self._reaching: list[threading.Thread] = []  # guarded by `_reach_lock`
@@ -209,6 +212,12 @@ class DataPlane:
             time.sleep(0)  # the plane thread is microseconds away from entering configure
         self.process_group.revoke(ProcessGroupError(effect.reason), quorum_id=effect.quorum_id)
 
+    def withdraw(self, effect: Withdraw) -> None:
+        """Any thread; does not block."""
+        self._server.disown(self._options.as_written(effect.reason))
+        if effect.diverged:
+            self.when_diverged()
+
     def interrupt(self) -> None:
         """Any thread: end a configure, a heal and all collectives, for good.
 
@@ -297,15 +306,17 @@ class DataPlane:
         self._state = None
         return tree
 
-    def publish(self, step: int, lineage: str, tree: Any, targets: int) -> None:
+    def publish(
+        self, step: int, lineage: str, tree: Any, targets: int, holds: Callable[[], bool]
+    ) -> None:
         """Serve `tree` as the state (step, lineage) to `targets` members; returns at once.
 
         Large tensors are served as they are: the step that follows must not change them before
-        `freeze` was called. Small ones are copied.
+        `freeze` was called. Small ones are copied. `holds`: whether this rank still holds that state.
         """
         start = time.perf_counter()
         key = HealKey(step, lineage)
-        self._server.publish(key, tree, copy=False, expected_targets=targets)
+        self._server.publish(key, tree, copy=False, expected_targets=targets, holds=holds)
         self._telemetry.emit(SERVE, step=step, seconds=time.perf_counter() - start)
 
     def withhold(self, step: int, lineage: str, reason: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from lighthouse.wire.messages import NOT_COUNTED, Vote
+from lighthouse.wire.messages import NONE_IS_RIGHT, NOT_COUNTED, Vote
 
 T = TypeVar("T")
 
@@ -62,8 +62,8 @@ def compare(votes: Mapping[str, Vote], unproven: Set[str], names: Mapping[str, s
     if digests and held is None:
         told = ", ".join(f"{names[r]}: {digest.hex()}" for r, digest in sorted(digests.items()))
         return Comparison(
-            hopeless=f"the members hold different parameters at step {step}, and no state is held by "
-            f"more than half of them ({told[:1_000]}): start again from a checkpoint"
+            hopeless=f"the members hold different parameters at step {step}, and {NONE_IS_RIGHT} of "
+            f"them ({told[:1_000]}): start again from a checkpoint"
         )
     why = f"its parameters at step {step} are not those of its peers"
     different |= {r: why for r, digest in digests.items() if digest != held}

@@ -575,6 +575,10 @@ class ReachQuery:
     members: tuple[Member, ...]
 
 
+NONE_IS_RIGHT = "no state is held by more than half"
+"""In the reason of a `Refused` after which nobody's state is to be trusted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refused:
     """Joining will not help; `reason` is a sentence for a person."""

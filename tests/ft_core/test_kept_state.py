@@ -459,3 +459,57 @@ def test_who_holds_which_share_of_the_data_is_kept_too(board: Board) -> None:
         step = kept_step(kept)
         assert replicas(*[partial(share, each) for each in after]) == [(step, None), (step, 0)]
         replicas(*[each.close for each in after])
+
+
+def test_a_member_whose_state_differs_takes_back_what_is_kept(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be that very state. Also where the keeper has just taken it, and tells of it later."""
+    monkeypatch.setenv(kept_files.ENV_FOLDER, str(tmp_path))
+    file, end = kept_files.file_of(str(tmp_path), "default"), list[int]()
+    with lighthouse(all_join=True) as server, keeper(board, folder=str(tmp_path)) as kept:
+        options: dict[str, Any] = {"expected_replicas": 3, "compare_steps": 4}
+        with board_of(1) as elsewhere, as_child(elsewhere, 0):
+            a, c = (Replica(server, name, **options) for name in "ac")
+        b = Replica(server, "b", **options)
+        for each in (a, b, c):
+            each.manager.register_compared("weights", partial(list, [each.weights]))
+
+        def held() -> tuple[bool, bool]:
+            return slot().keepers_card() is not None, file.exists()
+
+        def differ() -> None:
+            b.run_to(3)
+            assert renewed(kept, b)
+            assert held() == (True, True)
+            b.weights[3] += 1.0
+            while b.step():
+                pass
+            assert "its parameters at step" in str(b.manager.last_outcome())
+            assert held() == (False, False)
+            assert renewed(kept, b)
+            assert held() == (True, True), "of the state that it has healed to"
+            serve = StateKeeper._serve
+
+            def serve_late(*args: Any) -> None:
+                slot().forget_kept(1)
+                serve(*args)
+
+            monkeypatch.setattr(StateKeeper, "_serve", serve_late)
+            assert renewed(kept, b)
+            assert held() == (False, False)
+
+        def first() -> None:
+            try:
+                differ()
+            finally:
+                end.append(b.manager.current_step() + 3)
+            b.run_to(end[0])
+
+        def train(member: Replica) -> None:
+            while not end or member.manager.current_step() < end[0]:
+                member.step()
+
+        replicas(partial(train, a), partial(train, c), first)
+        replicas(*(each.close for each in (a, b, c)))
+        assert torch.equal(a.weights, b.weights) and torch.equal(b.weights, c.weights)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from ft_core.heal import HealKey
+from ft_core.config import UNNAMED
+from ft_core.heal import HealError, HealKey, HealProgress, HealStats, fetch
 from ft_core.shell import data_plane
-from ft_core.state import LARGE_BYTES
+from ft_core.state import CHANGED_WHILE_SERVED, LARGE_BYTES
 from tests.harness.cluster import Replica, lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S, until
 
@@ -66,6 +70,60 @@ def test_two_members_that_heal_at_the_same_step() -> None:
         replicas(first, lambda: later(b), lambda: later(c))
         assert [a.discards, b.discards, c.discards] == [[], [], []]
         assert torch.equal(a.weights, b.weights) and torch.equal(a.weights, c.weights)
+
+
+def test_a_member_whose_state_differs_serves_it_no_more() -> None:
+    """It is told so with the vote of a step in which a newcomer heals from it, while it is read."""
+    with lighthouse(all_join=True) as server:
+        a, b, c = members = [LargeReplica(server, name, expected_replicas=3) for name in "abc"]
+        late = LargeReplica(server, "late", expected_replicas=3)
+        for each in (*members, late):
+            each.manager.register_compared("weights", partial(list, [each.weights]))
+        running, reads, told = threading.Event(), threading.Event(), threading.Event()
+
+        def hold(_: HealProgress) -> None:
+            reads.set()
+            assert told.wait(PATIENCE_S)
+
+        def read(key: HealKey) -> HealStats:
+            source, deadline = b.manager._session.plane.source, time.monotonic() + PATIENCE_S  # type: ignore[union-attr]
+            return fetch([source], key, deadline=deadline, options=UNNAMED, progress=hold)[1]
+
+        def train(member: LargeReplica) -> None:
+            member.run_to(3)
+            running.set()
+            until(lambda: waiting(server, "late"), "the newcomer")
+            member.step()
+            if member is b:
+                b.weights[7] += 1.0
+                serve_and_be_told()
+            finish(member)
+
+        def serve_and_be_told() -> None:
+            b.manager.start_quorum()
+            position = b.manager._session.control.status.published  # type: ignore[union-attr]
+            assert position is not None
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(read, HealKey(*position))
+                assert reads.wait(PATIENCE_S)
+                b.manager.allreduce(torch.ones(LARGE)).wait()
+                assert not b.manager.should_commit()
+                told.set()
+                with pytest.raises(HealError, match="its parameters at step 4 are not those"):
+                    found.result(PATIENCE_S)
+
+        def finish(member: LargeReplica) -> None:
+            member.run_to(8)
+            member.close()
+
+        def come_late() -> None:
+            assert running.wait(PATIENCE_S)
+            finish(late)
+
+        replicas(*(partial(train, each) for each in members), come_late)
+        for each in (b, c, late):
+            assert torch.equal(each.weights, a.weights)
+            assert CHANGED_WHILE_SERVED not in str(each.discards)
 
 
 def test_a_group_that_commits_alone_serves_the_state_that_it_has_trained_past(

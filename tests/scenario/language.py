@@ -460,7 +460,7 @@ class ReplicaStage:
 
     def _expelled(self, words: Words) -> Expelled:
         hung, differs = words.flag("hung"), words.flag("differs")
-        return Expelled(JOB, id_from(words.plain[0]), "evicted", hung, differs)
+        return Expelled(JOB, id_from(words.plain[0]), words.given.get("reason", "evicted"), hung, differs)
 
     def _waiting(self, words: Words) -> Waiting:
         if "offer" in words.given:
@@ -468,7 +468,7 @@ class ReplicaStage:
         return Waiting(JOB, "not enough")
 
     def _refused(self, words: Words) -> Refused:
-        return Refused(JOB, "wrong model")
+        return Refused(JOB, words.given.get("reason", "wrong model"))
 
 
 class GroupStage(ReplicaStage):

@@ -42,6 +42,7 @@ from ft_core.replica.events import (
     Tried,
     TryToReach,
     Unapplied,
+    Withdraw,
 )
 from ft_core.replica.machine import Replica
 from ft_core.replica.shares import Shares
@@ -311,6 +312,8 @@ class Process:
                     self._configuring = 0
                 self.plane.leave(self.replica_id, quorum_id)
                 self._break_own(quorum_id)
+            elif isinstance(effect, Withdraw):
+                self.snapshot = None
             elif isinstance(effect, TryToReach):
                 members = tuple(m.replica_id for m in effect.members)
                 missed = self.plane.missed(self.replica_id, members)
