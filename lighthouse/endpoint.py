@@ -10,7 +10,8 @@ whose queue is full, and one whose identity another connection has taken over. S
 - A peer's queue has no limit, and no connection takes over another's identity. What limits a peer
   is what it may cost: one that sends more is disconnected (`_spend`), and so is one that does not
   read its answers.
-- A connection that says nothing makes way when descriptors run short.
+- A connection that says nothing makes way when descriptors run short. Where a process does more than
+  serve, it does so before: a training has other uses for its descriptors.
 - ZeroMQ never reads a connection that has chosen a routing id which another one has, and keeps what
   it sends until the socket is closed. One that sends much and is not heard is disconnected
   (`_look_at_strangers`). A routing id that is guessed right, of 2**32, makes ZeroMQ abort: whatever
@@ -110,7 +111,7 @@ class Endpoint:
         limits: sockets.ServerLimits = sockets.LIMITS,
     ) -> None:
         self._service, self._admits = service.encode(), admits
-        self._ends_slow = limits.ends_slow
+        self._ends_slow, self._most_strangers = limits.ends_slow, limits.strangers
         self._authenticator = sockets.open_authenticator(context)
         try:
             self._router, self._monitor = sockets.open_router(context, address, timeouts, limits)
@@ -176,6 +177,8 @@ class Endpoint:
                 self._routes.accepted(value)
                 if self._routes.connections > self._most:
                     self._make_room()
+                elif self._routes.strange > self._most_strangers:
+                    self._end_strangers()
             elif event == sockets.DISCONNECTED:
                 self._routes.closed(value, time.monotonic())
             elif event == sockets.ACCEPT_FAILED:
@@ -189,6 +192,18 @@ class Endpoint:
             self._routes.connections,
             self._most,
         )
+        self._end_oldest()
+
+    def _end_strangers(self) -> None:
+        """Too many connections have said nothing."""
+        self.complaints.say(
+            "more than %d connections to %s say nothing: the oldest are ended",
+            self._most_strangers,
+            self.address,
+        )
+        self._end_oldest()
+
+    def _end_oldest(self) -> None:
         strangers = self._routes.strangers()
         for fd in strangers[: max(1, len(strangers) // 4)]:
             self._hang_up(fd)

@@ -38,9 +38,9 @@ class Routes:
         return len(self._open)
 
     @property
-    def strange(self) -> bool:
-        """Whether there are connections that have said nothing yet."""
-        return len(self._open) > len(self._peers_of)
+    def strange(self) -> int:
+        """How many connections have said nothing yet."""
+        return len(self._open) - len(self._peers_of)
 
     def strangers(self) -> list[int]:
         """Descriptors of connections that have said nothing yet, the oldest one first."""

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any, Self
@@ -46,11 +47,14 @@ class ServerLimits:
         request_bytes: a larger frame ends its connection.
         queued: answers that one peer may leave unread; 0: any number.
         ends_slow: a peer that leaves more is disconnected. False: they are dropped.
+        strangers: connections that may say nothing at a time; the oldest of more are ended. For a server
+            that is not all of its process.
     """
 
     request_bytes: int = codec.MAX_REQUEST_BYTES
     queued: int = 64  # a healthy peer has one answer on its way
     ends_slow: bool = True
+    strangers: int = sys.maxsize
 
 
 LIMITS = ServerLimits()

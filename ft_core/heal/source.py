@@ -189,7 +189,9 @@ class HealServer:
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         word = secrets.token_hex(8)
         try:
-            self._endpoint, where = serving_endpoint(self._context, host, port, word)
+            self._endpoint, where = serving_endpoint(
+                self._context, host, port, word, self._max_clients
+            )
             try:
                 self._bulk = BulkServer(host, word, self._find)
             except OSError as error:

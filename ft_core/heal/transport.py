@@ -17,7 +17,7 @@ import ipaddress
 import os
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ _UNCONFIRMED_MS = 3_000
 _RECONNECT_MS = 100
 
 
+MOST_STRANGERS = 64
 _SERVICE = "heal"
 _TIMEOUTS = Timeouts.derive(
     heartbeat_s=_HEARTBEAT_MS / 1000, heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_MS / 1000
@@ -73,9 +74,10 @@ class HealAddress:
 
 
 def serving_endpoint(
-    context: zmq.Context[Any], host: str, port: int, word: str
+    context: zmq.Context[Any], host: str, port: int, word: str, readers: int
 ) -> tuple[Endpoint, str]:
     """(a bound endpoint that admits those that present `word`, tcp://host:port). Port 0: a free one.
+    `readers`: so many may come at once.
 
     Raises ValueError if it cannot be bound.
     """
@@ -86,7 +88,7 @@ def serving_endpoint(
             _TIMEOUTS,
             service=_SERVICE,
             admits=lambda presented: hmac.compare_digest(presented, word),
-            limits=_LIMITS,
+            limits=replace(_LIMITS, strangers=MOST_STRANGERS + readers),
         )
     except OSError as error:
         raise ValueError(

@@ -72,6 +72,7 @@ class Leader:
         return self.identity.rpartition(".")[2]
 
 
+MOST_STRANGERS = 64
 _SERVICE = "replica group"
 
 
@@ -112,7 +113,8 @@ class GroupServer:
             _in_group(timeouts),
             service=_SERVICE,
             admits=self._admits,
-            limits=ServerLimits(queued=0),  # ranks read, or are gone after `IN_GROUP_SILENCE_S`
+            # Ranks read, or are gone after `IN_GROUP_SILENCE_S`.
+            limits=ServerLimits(queued=0, strangers=MOST_STRANGERS + group_world_size),
         )
         self.leader = Leader(self._endpoint.address, replica_id, identity.decode())
         self._upstream = Connection(

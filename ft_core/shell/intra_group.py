@@ -15,8 +15,10 @@ import contextlib
 import dataclasses
 import hmac
 import itertools
+import logging
 import pickle
 import secrets
+import selectors
 import socket
 import struct
 import time
@@ -31,9 +33,13 @@ from ft_core.heal.objects import naming_option
 from ft_core.shell.group_server import group_store
 from lighthouse.own_address import advertised_host, bracketed
 
+log = logging.getLogger("ft_core")
+
 OPEN_TIMEOUT_S = 7 * 86_400.0
 """The first call waits for ranks that start late; the launcher ends a group that lost a rank."""
-_HANDSHAKE_TIMEOUT_S = 10.0
+_MOST_STRANGERS = 64
+"""Connections that have not said which rank they are, beside one for each rank. The oldest of more makes way."""
+_OUT_OF_DESCRIPTORS_S = 0.1
 _HEADER = struct.Struct("!Q")
 _COOKIE_BYTES = 32
 _KEY = "ft_core/intra_group"
@@ -238,19 +244,10 @@ class IntraGroup:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family) as server:
             self._store.set(key, pickle.dumps((host, server.getsockname()[1], cookie)))
-            while len(arrived) < self._size - 1:
-                peer, _ = server.accept()
-                peer.settimeout(_HANDSHAKE_TIMEOUT_S)
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                try:
-                    known = hmac.compare_digest(_read(peer, _COOKIE_BYTES), cookie)
-                    (rank,) = _HEADER.unpack(_read(peer, _HEADER.size))
-                except (OSError, EOFError):
-                    known = False
-                if known:
+            with contextlib.closing(Door(server, cookie, self._size)) as door:
+                while len(arrived) < self._size - 1:
+                    rank, peer = door.next()
                     arrived[rank] = peer
-                else:
-                    peer.close()  # not a rank of this group
         self._peers = [arrived[rank] for rank in sorted(arrived)]
 
     @property
@@ -260,6 +257,81 @@ class IntraGroup:
         if addr == "127.0.0.1":
             return addr
         return advertised_host(f"tcp://{bracketed(addr)}:{port}", self._options.interface)
+
+
+class Door:
+    """Lets in those that present the cookie. Who is silent, slow or a stranger keeps none of them waiting:
+    all that have connected are heard at once, and the oldest of too many makes way."""
+
+    def __init__(self, server: socket.socket, cookie: bytes, ranks: int) -> None:
+        self._server, self._cookie, self._ranks = server, cookie, ranks
+        server.setblocking(False)
+        self._said: dict[socket.socket, bytes] = {}  # the oldest first
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._complained = False
+
+    def next(self) -> tuple[int, socket.socket]:
+        """The next rank, and its connection."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._server:
+                    self._accept()
+                elif key.fileobj in self._said and (found := self._hear(key.fileobj)):
+                    return found
+
+    def close(self) -> None:
+        """Send those away that wait."""
+        for stranger in list(self._said):
+            self._send_away(stranger)
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._server.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # most likely no descriptors are left
+            if not self._complained:
+                self._complained = True
+                log.warning("a rank of this group may have to wait at its door: %s", error)
+            if self._said:
+                self._send_away(next(iter(self._said)))
+            else:
+                time.sleep(_OUT_OF_DESCRIPTORS_S)
+            return
+        peer.setblocking(False)
+        if len(self._said) >= _MOST_STRANGERS + self._ranks:
+            self._send_away(next(iter(self._said)))
+        self._said[peer] = b""
+        self._selector.register(peer, selectors.EVENT_READ)
+
+    def _hear(self, peer: socket.socket) -> tuple[int, socket.socket] | None:
+        whole = _COOKIE_BYTES + _HEADER.size
+        try:
+            part = peer.recv(whole - len(self._said[peer]))
+        except BlockingIOError:
+            return None
+        except OSError:
+            part = b""
+        said = self._said[peer] = self._said[peer] + part
+        known = hmac.compare_digest(said[:_COOKIE_BYTES], self._cookie[: len(said)])
+        if not part or not known:
+            self._send_away(peer)
+            return None
+        if len(said) < whole:
+            return None
+        self._selector.unregister(peer)
+        del self._said[peer]
+        peer.setblocking(True)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        (rank,) = _HEADER.unpack(said[_COOKIE_BYTES:])
+        return rank, peer
+
+    def _send_away(self, stranger: socket.socket) -> None:
+        self._selector.unregister(stranger)
+        del self._said[stranger]
+        stranger.close()
 
 
 _meetings: defaultdict[tuple[str, int, int], itertools.count[int]] = defaultdict(itertools.count)

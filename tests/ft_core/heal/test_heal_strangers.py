@@ -11,9 +11,10 @@ import zmq
 
 from ft_core.heal import HealError, HealServer, fetch
 from ft_core.heal import protocol as wire
-from ft_core.heal.transport import HealAddress, listens, reading_socket
+from ft_core.heal.transport import MOST_STRANGERS, HealAddress, listens, reading_socket
 from lighthouse.config import split_address
 from tests.ft_core.heal.support import KEY, same, soon, state
+from tests.harness.strangers import crowd
 from tests.harness.waiting import until
 
 MakeServer = Callable[..., HealServer]
@@ -27,6 +28,19 @@ def test_bytes_that_are_not_zeromq(make_server: MakeServer) -> None:
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(junk)
     assert fetch([server.address], KEY, deadline=soon())[0] == {"epoch": 1}
+
+
+def test_connections_that_say_nothing_make_way(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each takes a descriptor of the training's process."""
+    server = make_server(max_clients=1)
+    server.publish(KEY, {"epoch": 1})
+    with crowd(HealAddress.parse(server.address).where, MOST_STRANGERS + 40) as ended:
+        until(lambda: ended() >= 39)
+        assert fetch([server.address], KEY, deadline=soon())[0] == {"epoch": 1}
+    [line] = [each for each in caplog.messages if "say nothing" in each]
+    assert f"more than {MOST_STRANGERS + 1} connections" in line
 
 
 def test_a_place_is_free_again_when_its_reader_hangs_up(make_server: MakeServer) -> None:

@@ -585,7 +585,7 @@ class TestGarbage:
         }[kind]
         good = make_server()
         context = zmq.Context()
-        liar, where = serving_endpoint(context, "127.0.0.1", 0, "word")
+        liar, where = serving_endpoint(context, "127.0.0.1", 0, "word", 1)
         addresses = [str(HealAddress(where, 1, "word")), good.address]
 
         def lie() -> None:

@@ -12,11 +12,12 @@ import pytest
 import zmq
 
 from ft_core.replica.group_leader import peer_of
-from ft_core.shell.group_server import GroupLink, GroupServer, Leader
+from ft_core.shell.group_server import MOST_STRANGERS, GroupLink, GroupServer, Leader
 from lighthouse.config import LighthouseConfig, split_address
 from lighthouse.server import LighthouseServer
 from lighthouse.wire.messages import JobKey, Join, Leave, Quorum, Waiting
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.strangers import crowd
+from tests.harness.waiting import PATIENCE_S, until
 from tests.lighthouse.support import FAST
 from tests.lighthouse.test_strangers import STRAY
 
@@ -80,6 +81,19 @@ def test_strangers_do_not_end_the_group(
             link.send(_join(rank))
         quorums = _await_quorums(links)
     assert quorums[0] == quorums[1]
+    for link in links:
+        link.close()
+
+
+def test_connections_that_say_nothing_make_way_for_ranks(
+    group: GroupServer, context: zmq.Context[Any]
+) -> None:
+    with crowd(group.leader.address, MOST_STRANGERS + 40) as ended:
+        until(lambda: ended() >= 38)
+        links = [GroupLink(group.leader, rank, FAST, context) for rank in range(2)]
+        for rank, link in enumerate(links):
+            link.send(_join(rank))
+        assert len(_await_quorums(links)) == 2
     for link in links:
         link.close()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import torch
 from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import free_port
-from ft_core.shell.intra_group import IntraGroup
+from ft_core.shell.intra_group import Door, IntraGroup
 
 
 @contextmanager
@@ -106,16 +109,16 @@ def test_ranks_begin_with_the_state_of_the_first() -> None:
         groups[1].local_only()(groups[1].barrier)()  # waits for no rank
 
 
-def test_a_stranger_at_the_door_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 takes only connections that know the token from the group's own store."""
+def test_strangers_at_the_door_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 takes only connections that know the token from the group's own store, and waits for none of
+    those that say nothing."""
     make = socket.create_server
     strangers: list[socket.socket] = []
 
     def server(*args: Any, **kwargs: Any) -> socket.socket:
         made = make(*args, **kwargs)
-        stranger = socket.create_connection(made.getsockname())
-        stranger.sendall(b"x" * 40)
-        strangers.append(stranger)
+        strangers.extend(socket.create_connection(made.getsockname()) for _ in range(100))
+        strangers[-1].sendall(b"x" * 40)
         return made
 
     monkeypatch.setattr("ft_core.shell.intra_group.socket.create_server", server)
@@ -123,5 +126,33 @@ def test_a_stranger_at_the_door_is_sent_away(monkeypatch: pytest.MonkeyPatch) ->
         assert (
             together(lambda: zero.broadcast("mine"), lambda: one.broadcast("his")) == ["mine"] * 2
         )
-        with strangers[0] as stranger:
-            assert stranger.recv(1) == b""
+        for stranger in strangers:
+            with stranger:
+                assert stranger.recv(1) == b""
+
+
+def test_a_rank_gets_in_where_strangers_take_all_descriptors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cookie, limits = b"c" * 32, resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        door = stack.enter_context(closing(Door(server, cookie, 2)))
+        come = partial(socket.create_connection, server.getsockname())
+        silent = [stack.enter_context(come()) for _ in range(30)]
+        silent[0].sendall(cookie[:20])
+        rank = stack.enter_context(come())
+        rank.sendall(cookie + (1).to_bytes(8, "big"))
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 5, limits[1]))
+        try:
+            number, connection = door.next()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        stack.callback(connection.close)
+        assert number == 1
+        assert connection.getpeername() == rank.getsockname()
+        assert silent[0].recv(1) == b""
+    [line] = caplog.messages
+    assert "Too many open files" in line
