@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +20,9 @@ from lighthouse.config import LighthouseConfig, Timeouts
 from tests.harness import networks
 from tests.harness.cluster import Replica, replicas
 from tests.harness.waiting import PATIENCE_S
+
+LARGE = 1 << 14
+"""Numbers, in more than one packet."""
 
 
 def test_members_train_and_heal_in_networks_that_have_ipv6_only() -> None:
@@ -91,6 +96,52 @@ def test_a_member_that_starts_before_its_host_has_a_route_waits_for_it(
             replica = Replica(server, "a")
             replica.run_to(1)
             replica.close()
+
+
+def test_a_network_that_loses_large_packets_only_is_a_pair_that_can_not_connect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A tunnel on the way has a smaller MTU, and its errors are filtered: quorums, connections and heartbeats
+    pass, gradients don't. The others go on, and the member is back when the network is mended."""
+    if not networks.available():
+        pytest.skip("network namespaces need root and `ip`")
+    caplog.set_level(logging.INFO)
+    config = LighthouseConfig(
+        timeouts=Timeouts.derive(20.0, join_timeout_s=PATIENCE_S), expected_replicas=3
+    )
+    with networks.networks(3) as made:
+        with made.inside(3) as host:
+            server = LighthouseServer(f"tcp://{host}:0", config=config)
+        ready, end = threading.Barrier(3, timeout=PATIENCE_S), list[int]()
+
+        def step(member: Replica) -> int:
+            """How many have contributed; 0: it was discarded."""
+            member.manager.start_quorum()
+            member.manager.allreduce(torch.ones(LARGE)).wait()
+            return member.manager.should_commit() and member.manager.num_participants()
+
+        def train(index: int) -> None:
+            with made.inside(index):
+                member = Replica(server, "abc"[index])
+                member.run_to(3)
+                if ready.wait() == 0:
+                    made.swallow_large(0)
+                ready.wait()
+                while index == 1 and step(member) != 2:
+                    pass
+                if index == 1:
+                    made.swallow_large(0, 1_500)
+                    while step(member) != 3:
+                        pass
+                    end.append(member.manager.current_step() + 3)
+                while not end or member.manager.current_step() < end[0]:
+                    step(member)
+                member.close()
+
+        with server:
+            replicas(*(partial(train, index) for index in range(3)))
+    assert any("does not confirm what is sent to it" in line for line in caplog.messages)
+    assert any("can't connect to each other" in line for line in caplog.messages)
 
 
 def test_ranks_of_one_group_find_each_other_where_there_is_ipv6_only() -> None:

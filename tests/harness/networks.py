@@ -92,6 +92,14 @@ class Networks:
         bits = 128 if self._ipv6 else 32
         _ip("-n", self.name(source), "route", what, "blackhole", f"{self.host(target)}/{bits}")
 
+    def swallow_large(self, index: int, most: int = 576) -> None:
+        """From now on packets of more than `most` bytes from and to a host are lost, and nobody is told: it and
+        the others still take the network for one of 1,500 bytes."""
+        hub, port = self.name(self.count), f"port{index}"
+        _ip("-n", hub, "link", "set", port, "mtu", str(most))
+        for name in (hub, *map(self.name, range(self.count))):  # or large packets travel as one, uncut
+            _ip("-n", name, "link", "set", "eth0", "gso_max_segs", "1")
+
     def remove(self) -> None:
         for index in range(self.count + 1):
             subprocess.run(
