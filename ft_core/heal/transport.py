@@ -17,6 +17,7 @@ import ipaddress
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -134,6 +135,7 @@ def reading_socket(
 
 _LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
+_ROWS_BYTES = 512
 
 
 class _IoVec(ctypes.Structure):
@@ -192,13 +194,24 @@ def listens(pid: int, address: str) -> bool:
         ip = ipaddress.ip_address(host.partition("%")[0]).packed
         words = [ip[i : i + 4][::-1] for i in range(0, len(ip), 4)]  # as the kernel prints them
         local = b"".join(words).hex().upper() + f":{port:04X}"
-        table = Path("/proc/net/tcp6" if len(ip) == 16 else "/proc/net/tcp").read_text()
-        rows = [line.split() for line in table.splitlines()[1:]]
-        wanted = {f"socket:[{row[9]}]" for row in rows if row[1] == local and row[3] == _LISTEN}
+        table = Path("/proc/net/tcp6" if len(ip) == 16 else "/proc/net/tcp")
+        wanted = {f"socket:[{row[9]}]" for row in _listening(table) if row[1] == local}
         held = Path(f"/proc/{pid}/fd")
         return bool(wanted) and any(os.readlink(each) in wanted for each in held.iterdir())
     except (OSError, ValueError, IndexError):
         return False
+
+
+def _listening(table: Path) -> Iterator[list[str]]:
+    """Rows of the sockets that listen, which the kernel lists first. Read in small pieces, since it searches
+    all of its buckets for the others: 2 to 30 ms, while the source's peers wait."""
+    with table.open("rb", buffering=_ROWS_BYTES) as lines:
+        next(lines)
+        for line in lines:
+            row = line.decode().split()
+            if row[3] != _LISTEN:
+                return
+            yield row
 
 
 # ---------------------------------------------------------------- ending a heal
