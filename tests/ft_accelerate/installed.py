@@ -1,13 +1,16 @@
-"""The package as pip installs it, for child processes of a test: its entry points are found."""
+"""The package as pip installs it, for child processes of a test: its entry points are found, or what they do is done."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ft_core.environment import ENV_WARM
+from tests.harness.script import options_of
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -41,3 +44,21 @@ def accelerate(command: str) -> list[str]:
     """The console script `accelerate`, by its entry point."""
     code = "import sys; from accelerate.commands.accelerate_cli import main; sys.exit(main())"
     return [sys.executable, "-c", code, command]
+
+
+def is_fault_tolerant() -> bool:
+    """Whether the launcher has asked for fault tolerance. Else a worker script runs plain Accelerate."""
+    return os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true"
+
+
+def run_script(options: Mapping[str, Any], run: Callable[[dict[str, Any]], object]) -> None:
+    """A worker script with these default options: `run(given)`. It need not import ours."""
+    given = options_of(options)
+    if is_fault_tolerant():
+        from ft_accelerate.install import install  # what the installed package does by itself
+
+        install()
+    run(given)
+    if not is_fault_tolerant():
+        sys.stdout.flush()
+        os._exit(0)  # torch's own Gloo group now and then aborts or hangs at exit, when all is done

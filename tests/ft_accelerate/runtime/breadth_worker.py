@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
 from typing import Any
 
@@ -20,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.ft_accelerate.installed import run_script
 from tests.ft_accelerate.runtime.loop_worker import LoopLog
-from tests.harness.script import digest, options_of
+from tests.harness.script import digest
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -117,6 +117,8 @@ def make(options: dict[str, Any]) -> Any:
 
 def run(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
+    logging.getLogger("accelerate").setLevel(logging.WARNING)
     from accelerate.utils import set_seed
 
     accelerator = make(options)
@@ -186,16 +188,4 @@ def run(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = options_of(OPTIONS)
-    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
-        from ft_accelerate.install import (
-            install,  # what the installed package does by itself
-        )
-
-        install()
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
-    logging.getLogger("accelerate").setLevel(logging.WARNING)
-    run(given)
-    if given["dynamo"] and os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
-        sys.stdout.flush()
-        os._exit(0)  # plain torch, too, may hang where an interpreter with compiled modules ends
+    run_script(OPTIONS, run)

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.harness.script import Log, options_of
+from tests.ft_accelerate.installed import run_script
+from tests.harness.script import Log
 from tests.harness.waiting import until
 
 VICTIM = 2
@@ -191,8 +192,4 @@ def run(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = options_of(OPTIONS)
-    from ft_accelerate.install import install
-
-    install()
-    run(given)
+    run_script(OPTIONS, run)

@@ -8,7 +8,6 @@ The loop itself has no line that knows of fault tolerance. Each optimizer step a
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.harness.script import Log, digest, fail_once, options_of
+from tests.ft_accelerate.installed import is_fault_tolerant, run_script
+from tests.harness.script import Log, digest, fail_once
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -206,6 +206,10 @@ def run(options: dict[str, Any]) -> None:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, set_seed
 
+    if is_fault_tolerant():
+        from ft_accelerate.runtime import catch_up
+
+        catch_up.STAY_S = options["stay_s"]
     accelerator = Accelerator(
         gradient_accumulation_steps=options["accumulate"],
         mixed_precision=options["precision"],
@@ -316,15 +320,4 @@ def run(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = options_of(OPTIONS)
-    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
-        from ft_accelerate.install import (
-            install,  # what the installed package does by itself
-        )
-        from ft_accelerate.runtime import catch_up
-
-        catch_up.STAY_S = given["stay_s"]
-        install()
-    run(given)
-    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
-        os._exit(0)  # torch's own Gloo group now and then aborts or hangs at exit, when all is done
+    run_script(OPTIONS, run)

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.ft_accelerate.installed import run_script
 from tests.ft_accelerate.runtime.loop_worker import LoopLog
-from tests.harness.script import digest, options_of
+from tests.harness.script import digest
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -85,9 +86,4 @@ def run(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = options_of(OPTIONS)
-    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
-        from ft_accelerate.install import install  # what the installed package does by itself
-
-        install()
-    run(given)
+    run_script(OPTIONS, run)

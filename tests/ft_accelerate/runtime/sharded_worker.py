@@ -8,14 +8,14 @@ its processes have some. The loop itself has no line that knows of fault toleran
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.harness.script import Log, digest, options_of
+from tests.ft_accelerate.installed import is_fault_tolerant, run_script
+from tests.harness.script import Log, digest
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -62,7 +62,7 @@ def made(options: dict[str, Any]) -> Any:
     from accelerate import Accelerator, ParallelismConfig, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
+    if not is_fault_tolerant():
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     plugins: dict[str, Any] = {}
     if options["by_code"]:
@@ -182,11 +182,4 @@ def run(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = options_of(OPTIONS)
-    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
-        from ft_accelerate.install import install  # what the installed package does by itself
-
-        install()
-    run(given)
-    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") != "true":
-        os._exit(0)  # torch's own Gloo group now and then aborts or hangs at exit, when all is done
+    run_script(OPTIONS, run)

@@ -9,15 +9,15 @@ each process draws weights of its own.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.ft_accelerate.installed import run_script
 from tests.ft_accelerate.runtime.loop_worker import LoopLog
-from tests.harness.script import digest, options_of
+from tests.harness.script import digest
 
 OPTIONS: dict[str, Any] = {
     "log": "",
@@ -97,9 +97,4 @@ def run(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = options_of(OPTIONS)
-    if os.environ.get("ACCELERATE_USE_FAULT_TOLERANCE") == "true":
-        from ft_accelerate.install import install  # what the installed package does by itself
-
-        install()
-    run(given)
+    run_script(OPTIONS, run)
