@@ -9,6 +9,8 @@ the next save of its replica group.
 Processes that share one model (FSDP) write it together, so a folder there is a replica group's, which waits
 for all of its processes.
 
+A main process that was stopped while it wrote replaces nothing that its successor has written since.
+
 A checkpoint that is written over an older one, or into a folder in use, replaces it file by file,
 each of them whole.
 """
@@ -78,7 +80,7 @@ def publish(
         write: writes this process's part into the empty folder that it is given; returns where.
         is_main: whether this process names the checkpoint; called when all is written.
 
-    Returns what `is_main` said.
+    Returns whether this process has named it.
     """
     index = ranks.number
     if ranks.shards:
@@ -93,6 +95,8 @@ def publish(
     try:
         written = write(draft)
         main = is_main()
+        if main and _was_replaced(written, final, began_ns):
+            return False  # this process was stopped meanwhile, and has a successor
         if main:
             _publish(written, final)
             _bring(parts, final)
@@ -104,6 +108,16 @@ def publish(
         with contextlib.suppress(OSError):
             root.rmdir()  # fails while another process uses it
     return main
+
+
+def _was_replaced(written: Path, final: Path, began_ns: int) -> bool:
+    """Whether another main process has written this checkpoint, or one of its name, since."""
+    for path in written.iterdir():
+        if not OWN.match(path.name):
+            with contextlib.suppress(OSError):
+                if (final / path.name).stat().st_mtime_ns > began_ns:
+                    return True
+    return False
 
 
 def _write_together(ranks: GroupRanks, write: Callable[[Path], Path], draft: Path) -> Path:

@@ -418,7 +418,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         that has caught an exception in place of an update differs from its peers at the next vote."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._votes_each_step:
-            self._checkpoints.settled()
+            if self._saved is not None:
+                self._saved.settled()
             if self._manager is not None:
                 self._manager.updated()
         return output

@@ -13,6 +13,7 @@ from ft_accelerate.options import FaultTolerancePlugin
 from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
 from ft_accelerate.runtime.startup import GroupRanks
 from ft_core.environment import ReplicaEnv
+from tests.harness.waiting import until
 
 
 def ranks(index: int) -> GroupRanks:
@@ -38,6 +39,36 @@ def test_one_that_is_ahead_has_saved_the_next_state_already(tmp_path: Path) -> N
     for state in ("first", "second"):
         texts = {path.read_text() for path in (tmp_path / state).iterdir()}
         assert texts == {f"{state}.0", f"{state}.1"}
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_main_process_that_was_stopped_in_a_save_replaces_nothing_of_its_successors(
+    tmp_path: Path, stopped: bool
+) -> None:
+    """A folder that each save is written to: an older state used to replace the newer one."""
+    root, last = tmp_path / FOLDER, tmp_path / "last"
+
+    def write(step: int, draft: Path) -> Path:
+        (draft / "model").write_text(str(step))
+        return draft
+
+    def write_and_stop(draft: Path) -> Path:
+        began_ns, clock = draft.stat().st_mtime_ns, tmp_path / "clock"
+
+        def has_ticked() -> bool:
+            clock.write_text("")
+            return clock.stat().st_mtime_ns > began_ns
+
+        until(has_ticked, "the file system's clock")
+        written = write(10, draft)
+        if stopped:
+            publish(last, root, ranks(1), partial(write, 15), lambda: True)
+        return written
+
+    assert publish(last, root, ranks(0), partial(write, 5), lambda: True)
+    assert publish(last, root, ranks(0), write_and_stop, lambda: True) is not stopped
+    assert (last / "model").read_text() == ("15" if stopped else "10")
     assert not root.exists()
 
 
