@@ -2,8 +2,8 @@
 
 What survivors wait when the leader dies, which writes to a tracker: Lightning's Trainer ("lightning"),
 transformers' ("transformers") or a raw loop ("accelerate") in three replica groups, steps of 50 ms, the
-leader killed twice in mid-run. The next leader opens its trackers beside the training. "longest" is the longest time between two commits within 15 s
-of a death, less the median of all, over both survivors (the second time: over one); "lost" is the sum
+leader killed twice in mid-run. The next leader opens its trackers beside the training. "longest" is the longest step
+within 15 s of a death, less the median of all, over both survivors (the second time: over one); "lost" is the sum
 over these seconds. Each run also checks that the tracker holds each step once, in one run. Limit: 200 ms.
 
 Needs the trackers: docs/lightning_tests.md says how to install them.
@@ -34,7 +34,9 @@ from tests.harness.trackers import in_csv, in_mlflow, in_tensorboard, in_wandb, 
 ROOT = Path(__file__).resolve().parents[1]
 TRACKERS = ("csv", "tensorboard", "wandb", "mlflow")
 PAUSE_S, LOOK_S, LIMIT_S = 0.05, 15.0, 300.0
-STEPS, DEATHS = 900, (100, 450)  # the commits at which groups 0 and 1 are killed
+STEPS, DEATHS = 900, (100, 450)  # the steps at which groups 0 and 1 are killed
+COMMITS = {"lightning": 1, "accelerate": 1, "transformers": 3}
+"""A step: Trainer agrees on what it logs."""
 
 
 def with_lightning(tracker: str, folder: str) -> None:
@@ -141,8 +143,14 @@ def catches_up() -> bool:
     return not process.current().live
 
 
+def steps_of(loop: str, folder: Path, group: int) -> list[tuple[float, int]]:
+    """(Unix time, number) of each step that a group has told of: of its last commit."""
+    told = ((at, *divmod(number, COMMITS[loop])) for at, number in commits(folder, group))
+    return [(at, step) for at, step, rest in told if not rest]
+
+
 def commits(folder: Path, group: int) -> list[tuple[float, int]]:
-    """(Unix time, step) of each commit that a group has told."""
+    """(Unix time, number) of each commit that a group has told."""
     path = folder / f"events-{group}"
     whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
     told = [json.loads(line) for line in whole.splitlines()]
@@ -181,7 +189,7 @@ def one_run(loop: str, tracker: str, folder: Path) -> dict[str, Any]:
         try:
             deadline = time.monotonic() + LIMIT_S
             for victim, step in enumerate(DEATHS):
-                while not any(at >= step for _, at in commits(folder, victim)):
+                while not any(at >= step for _, at in steps_of(loop, folder, victim)):
                     if time.monotonic() > deadline or processes[victim].poll() is not None:
                         raise RuntimeError((folder / f"output-{victim}").read_text()[-2000:])
                     time.sleep(0.05)
@@ -193,8 +201,10 @@ def one_run(loop: str, tracker: str, folder: Path) -> dict[str, Any]:
             for process in processes:
                 process.kill()
                 process.wait()
+    if round(commits(folder, 2)[-1][1] / STEPS) != COMMITS[loop]:
+        raise RuntimeError("a step of this loop has another number of commits: change COMMITS")
     waits = [
-        after_death(commits(folder, group), moment)
+        after_death(steps_of(loop, folder, group), moment)
         for victim, moment in enumerate(killed_at)
         for group in range(victim + 1, 3)
     ]
