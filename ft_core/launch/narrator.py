@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ft_core.launch.supervisor import age_s, say
-from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, KEPT, QUORUM, REVOKED, Event
+from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, KEPT, QUORUM, REVOKED, VISIT, Event
 from lighthouse.wire.messages import FINISHED, name_of
 
 TOLD_DISCARDS = (3, 10, 30, 100, 300, 1000)
@@ -65,6 +65,8 @@ class Narrator:
             self._there_at = time.monotonic()
         elif event.kind == HEAL_DONE:
             self._healed = True
+        elif event.kind == VISIT:
+            self._healed = False
         elif event.kind == KEPT:
             self._kept = event.data["step"]
         elif event.kind == REVOKED:

@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp
 from ft_core.heal.format import byte_view
 from ft_core.manager import Manager
 from ft_core.shell.intra_group import IntraGroup
+from ft_core.telemetry import VISIT
 
 _OPS: dict[str, Any] = {
     "mean": ReduceOp.AVG,
@@ -215,6 +216,7 @@ def end_step_as_stranger(manager: Manager) -> None:
     """Vote at the end of a step to which this member has contributed nothing, and whose state is none
     that its loop could go on from: peers are not to compare it with theirs. Raises as `should_commit`."""
     manager.compare_states(False)
+    manager.telemetry.emit(VISIT)
     try:
         manager.should_commit(no_update=True)
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ft_core.launch.narrator import Narrator
-from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, QUORUM, REVOKED, Event
+from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, QUORUM, REVOKED, VISIT, Event
 
 
 class Told:
@@ -67,6 +67,11 @@ def test_one_that_has_healed_says_so(capsys: pytest.CaptureFixture[str]) -> None
     (line,) = told.commit()
     assert line.startswith("ft_lightning: group 0 is back at step 1,204 after ")
     assert told.commit() == []
+    for _ in range(3):  # let in at an agreement, where no state can be given
+        told(HEAL_DONE, step=9, bytes=1, seconds=0.1, sources=())
+        assert told(VISIT) == told.commit() == []
+    told(HEAL_DONE, step=9, bytes=1, seconds=0.1, sources=())
+    assert len(told.commit()) == 1
     told = Told(capsys, returns=False)  # where the framework's integration knows better when it is
     told(HEAL_DONE, step=9, bytes=1, seconds=0.1, sources=())
     assert told.commit() == []
