@@ -82,7 +82,7 @@ def restore(accelerators: Accelerators, state: dict[str, Any], *, models: bool) 
     """Put a dumped state in place; it stays usable for another call.
 
     An accelerator that is not in the state keeps what it has: the peers' one is gone. `models` False:
-    not models and optimizers, which a graph under way may refer to. Raises RuntimeError if the script
+    not parameters and moments, which a graph under way may refer to. Raises RuntimeError if the script
     has prepared other things than its peers' scripts.
     """
     for number, accelerator in accelerators.items():
@@ -108,6 +108,10 @@ def _restore_one(accelerator: Any, state: dict[str, Any], *, models: bool) -> No
             _copy_into(_unwrapped(model), values)
         for optimizer, values in zip(accelerator._optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer.optimizer, values)
+    else:
+        for optimizer, values in zip(accelerator._optimizers, state["optimizers"], strict=True):
+            if values is not None:
+                _load_rates(optimizer.optimizer, values)
     for scheduler, values in zip(accelerator._schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(copy.deepcopy(values))
     if accelerator.scaler is not None and state["scaler"] is not None:
@@ -122,6 +126,12 @@ def _restore_one(accelerator: Any, state: dict[str, Any], *, models: bool) -> No
     for loader, values in zip(_stateful(accelerator), state["loaders"], strict=False):
         # What `save_state` writes; the position itself is in `ScriptPosition`.
         loader.dl_state_dict = values
+
+
+def _load_rates(optimizer: Any, values: dict[str, Any]) -> None:
+    """The hyperparameters: a scheduler that is not prepared sets them in a replay, too."""
+    for mine, theirs in zip(optimizer.param_groups, values["param_groups"], strict=True):
+        mine.update(copy.deepcopy({k: v for k, v in theirs.items() if k != "params"}))
 
 
 def load_optimizer(optimizer: Any, values: dict[str, Any]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import nn
 
-from ft_accelerate.runtime.peer_state import load_optimizer, moments
+from ft_accelerate.runtime.peer_state import dump, load_optimizer, moments, restore
 
 
 def test_moments_keep_their_type_and_have_one_order() -> None:
@@ -29,3 +32,30 @@ def test_moments_keep_their_type_and_have_one_order() -> None:
     for one, other in zip(theirs, mine, strict=True):
         assert one.dtype == other.dtype == torch.float32
         assert torch.equal(one, other)
+
+
+def test_rates_that_a_replay_has_set_are_the_peers_again() -> None:
+    """A scheduler that is registered, and not prepared, steps in a replay. Parameters stay: a graph may
+    refer to them."""
+
+    def made() -> Any:
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return SimpleNamespace(
+            _models=[net], _optimizers=[SimpleNamespace(optimizer=optimizer)], _schedulers=[],
+            _custom_objects=[plateau], _dataloaders=[], scaler=None,
+            project_configuration=SimpleNamespace(iteration=0),
+        )  # fmt: skip
+
+    peer, mine = made(), made()
+    for each in (peer, mine):
+        each._custom_objects[0].step(1.0)
+    state = dump({0: peer}, None)
+    before = [p.clone() for p in mine._models[0].parameters()]
+    mine._custom_objects[0].step(2.0)
+    assert mine._optimizers[0].optimizer.param_groups[0]["lr"] == 0.05
+    restore({0: mine}, state, models=False)
+    assert mine._optimizers[0].optimizer.param_groups[0]["lr"] == 0.1
+    assert mine._custom_objects[0].num_bad_epochs == 0
+    assert all(torch.equal(p, q) for p, q in zip(mine._models[0].parameters(), before, strict=True))
