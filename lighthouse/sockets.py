@@ -23,6 +23,7 @@ BACKLOG = 4_096
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 500
 HANDSHAKE_MS = 5_000
+FIRST_REPEAT_MS = 1_000
 
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
 HANDSHAKE_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -118,7 +119,7 @@ def open_dealer(
     dealer.setsockopt(zmq.MAXMSGSIZE, codec.MAX_FRAME_BYTES)
     dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-    dealer.setsockopt(zmq.CONNECT_TIMEOUT, HANDSHAKE_MS)
+    dealer.setsockopt(zmq.CONNECT_TIMEOUT, _connect_ms(timeouts))
     _set_common(dealer, endpoint, timeouts)
     monitor = _open_monitor(dealer, context, HANDSHAKE_SUCCEEDED | DISCONNECTED)
     try:
@@ -127,6 +128,13 @@ def open_dealer(
         close(dealer, monitor)
         raise
     return dealer, monitor
+
+
+def _connect_ms(timeouts: Timeouts) -> int:
+    """How long the kernels may take to make a connection, before it is begun anew: longer than a link may be
+    silent, and else less than the second after which a kernel repeats a packet that is lost. It would repeat
+    that after 1 s, 2 s and 4 s, and links that lose packets lose several in a row."""
+    return min(max(FIRST_REPEAT_MS - 100, round(1500 * timeouts.heartbeat_timeout_s)), HANDSHAKE_MS)
 
 
 def read_monitor(monitor: zmq.Socket[bytes]) -> tuple[int, int] | None:
