@@ -179,14 +179,13 @@ class Attempts:
             if may_show and self._card is not None:
                 self._state.show(session, allow_objects=self._options.heal_allow_objects)
         elif not in_step or status.stage is Stage.MEMBER:
-            self.enter(reduce=False)
+            self.enter()
 
-    def enter(self, *, reduce: bool = True, before_vote: bool = False) -> None:
-        """Wait until this attempt may go on (or has failed); serve and heal at its boundary.
+    def enter(self, *, before_vote: bool = False) -> None:
+        """Wait until this attempt may reduce (or has failed); serve and heal at its boundary.
 
-        `reduce`: until its collectives may start. A loop that only begins to compute need not wait
-        for its process group, which is made meanwhile. `before_vote`: with an asynchronous quorum the
-        state is loaded here. Raises as `Manager.start_quorum`, and what a user's load function raises.
+        `before_vote`: with an asynchronous quorum the state is loaded here. Raises as
+        `Manager.start_quorum`, and what a user's load function raises.
         """
         session = self.session
         heal = before_vote or not self._options.async_quorum
@@ -194,7 +193,7 @@ class Attempts:
         deadline = None if wait_s is None else time.monotonic() + wait_s
         takes = not self._state.is_used
         while True:
-            may = session.wait_for(lambda now: now.may_enter(heal=heal and takes, reduce=reduce), deadline)
+            may = session.wait_for(lambda status: status.may_enter(heal=heal and takes), deadline)
             session.check_refused()
             status = control.status
             if status.attempt is Attempt.FAILED:
@@ -202,7 +201,7 @@ class Attempts:
             if heal and not takes and status.healing:
                 self.behind = True
                 return
-            if not status.may_enter(heal=heal, reduce=reduce):
+            if not status.may_enter(heal=heal):
                 if may:  # the quorum is another one since
                     continue
                 raise QuorumUnavailable(

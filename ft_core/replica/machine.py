@@ -1,24 +1,27 @@
 """The replica's state machine: what one rank of a replica group does next. PURE.
 
-Theory (docs/protocol.md). A rank is *out*, *joining* (a `Join` was sent), *waiting* (the lighthouse knows
-it, no quorum yet), a *member* of a quorum, *refused* or *left*. A member works on one step at a time. The
-training loop opens an *attempt* at the step with `Begin`, *binds* it to the quorum with its first
-collective, when the process group has been made, and ends it with `CastVote`:
+Theory (docs/protocol.md). A rank is *out*, *joining* (a `Join` was sent), *waiting* (the
+lighthouse knows it, no quorum yet), a *member* of a quorum, *refused* or *left*. As a member it works on one
+step at a time. The training loop opens an *attempt* at the step with `Begin`, *binds* it to the
+quorum with its first collective, and ends it with `CastVote`:
 
     closed --Begin--> open --Bind--> bound --CastVote--> voted --decision--> closed
                        |              |
                        +--- quorum ---+-- quorum revoked: its collectives fail --> failed
                             changes: nothing was reduced, so the attempt just goes on
 
-A failed attempt has sent the lighthouse a no; `CastVote` is then answered with a discard at once. A voted
-attempt whose answer is lost is *in doubt*: the rank joins again, says so, and hears the outcome.
+A failed attempt has sent the lighthouse a no; the loop learns it from `CastVote`, which is then
+answered with a discard at once. A voted attempt whose answer is lost is *in doubt*: the rank joins
+again, says so, and is told commit or discard (`Quorum.settle`).
 
-The loop *takes* an outcome, or the position does not move: a commit without its update would leave other
-weights at an equal position. What the lighthouse says is not read while no loop waits for it.
+An outcome is *taken* by the loop, or the position does not move: a commit without its update would
+leave this rank with other weights than its peers at an equal position. While the loop does not wait
+for the answer to its vote, what the lighthouse says is not read, as if the network was slow.
 
-The ranks of a replica group make the same attempts, each under the same quorum and with the same end, or
-one would reduce a batch while another repeats it. A rank's joins and votes tell how many attempts it has
-*spent* (bound, failed or ended); an attempt that one rank has spent fails on the others.
+The ranks of a replica group run one loop: they must make the same attempts, each under the same
+quorum and with the same end, or one would reduce a batch while another repeats it. A rank says with
+its joins and votes how many attempts it has *spent* (bound, failed or ended). The leader tells all of
+them the largest number with each quorum, and an attempt that one rank has spent fails on the others.
 """
 
 from __future__ import annotations
@@ -126,7 +129,7 @@ class Replica:
         self._heal_in_step = event.heal_in_step
         # In the steady state there is nothing to wait for, to serve or to heal.
         serving = bool(self.targets or self.published)
-        self._loop_waits = serving or not self.in_quorum or not self.healed
+        self._loop_waits = serving or not self.ready or not self.healed
         return self._join(now) if self.stage is Stage.OUT else []
 
     def _fail_if_spent(self) -> None:
@@ -438,6 +441,7 @@ class Replica:
         rank = self.view.rank_of(self.replica_id)
         effects.append(events.Configure(message.quorum_id, members, rank))
         if not self.healed and not mine.healing:
+            # The lighthouse takes this state for another one: a no says which it is.
             return effects + self._vote_no("its state is another one", now, phase=PHASE_HEALING)
         if in_group and self._spent > message.attempt:  # the other ranks must hear of it
             effects += self._vote_no("lost its step before", now, phase=self._phase())
@@ -547,12 +551,8 @@ class Replica:
     @property
     def ready(self) -> bool:
         """Collectives of this attempt may start."""
-        return self.in_quorum and self.view is not None and self._configured == self.view.quorum_id
-
-    @property
-    def in_quorum(self) -> bool:
-        """An attempt may begin: its quorum is there. Its process group may still be made."""
-        return self.stage is Stage.MEMBER and not self._revoked
+        view, member = self.view, self.stage is Stage.MEMBER and not self._revoked
+        return member and view is not None and self._configured == view.quorum_id
 
     @property
     def may_vote(self) -> bool:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from lighthouse.wire.messages import (
     EACH,
-    NO_QUORUM,
     ON_LAST,
     OWN,
     PHASE_HEALING,
@@ -224,13 +223,12 @@ class ReplicaStatus(NamedTuple):
         published = self.published
         return published is not None and (bool(self.targets) or self.step == published[0] + 1)
 
-    def may_enter(self, *, heal: bool, reduce: bool) -> bool:
+    def may_enter(self, *, heal: bool) -> bool:
         """Whether a loop that waits at its step's boundary, also to `heal`, may go on (or must look
-        again). `reduce`: it waits for its process group, too."""
+        again)."""
         if self.attempt is Attempt.FAILED or self.stage in (Stage.REFUSED, Stage.LEFT):
             return True
-        in_quorum = self.stage is Stage.MEMBER and self.wants_group != NO_QUORUM
-        if not (self.ready if reduce else in_quorum):
+        if not self.ready:
             return False
         return not (heal and self.healing) or self.state_fetched
 

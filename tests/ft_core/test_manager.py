@@ -144,32 +144,6 @@ def test_joiner_heals_and_contributes_nothing_in_its_first_step():
         assert a.manager.current_step() == b.manager.current_step()
 
 
-def test_a_step_begins_while_its_process_group_is_made():
-    """Its first collective waits for the group."""
-    began = threading.Event()
-
-    class MadeLate(ProcessGroupGloo):
-        def configure(self, *given):
-            assert began.wait(PATIENCE_S)
-            super().configure(*given)
-
-    with lighthouse() as server:
-        a = Replica(server, "r0", expected_replicas=2, pg=MadeLate(timeout=20))
-        b = Replica(server, "r1", expected_replicas=2)
-
-        def script(replica, index):
-            replica.manager.start_quorum()
-            if index == 0:
-                began.set()
-            reduced = torch.full((8,), float(index))
-            replica.manager.allreduce(reduced).wait()
-            committed = replica.manager.should_commit()
-            replica.close()
-            return committed, reduced.tolist()
-
-        assert both(a, b, script) == [(True, [0.5] * 8)] * 2
-
-
 def test_a_state_that_changes_while_it_is_served_is_not_committed():
     """Large tensors are served live: a write to one before the vote would tear the heal."""
     big = [torch.full((600_000,), float(i)) for i in range(2)]

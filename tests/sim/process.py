@@ -465,21 +465,21 @@ class Process:
     def _over(self) -> bool:
         return self.replica.stage in (Stage.REFUSED, Stage.LEFT)
 
-    def _may_enter(self, heal: bool, reduce: bool) -> bool:
+    def _may_enter(self, heal: bool) -> bool:
         replica = self.replica
         if replica.attempt is Attempt.FAILED or self._over():
             return True
         if replica.attempt is Attempt.BOUND:
             return not (heal and replica.healing) or replica.state_fetched
-        if not (replica.ready if reduce else replica.in_quorum):
+        if not replica.ready:
             return False
         return not (heal and replica.healing) or replica.state_fetched
 
-    def _enter(self, heal: bool, *, reduce: bool = True) -> Generator[Wait, None, None]:
+    def _enter(self, heal: bool) -> Generator[Wait, None, None]:
         """Wait until the attempt may go on; heal and serve at its boundary."""
         replica = self.replica
         while True:
-            yield lambda: self._may_enter(heal, reduce)
+            yield lambda: self._may_enter(heal)
             if replica.attempt is Attempt.FAILED or self._over():
                 return
             if not (heal and replica.healing):
@@ -536,7 +536,7 @@ class Process:
         shown = self._shown() if self._showable else None
         self._showable = False
         if not in_step or replica.stage is Stage.MEMBER:
-            yield from self._enter(heal=not in_step, reduce=False)
+            yield from self._enter(heal=not in_step)
         if self._over():
             return
         computed_on = self.state
