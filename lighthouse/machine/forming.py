@@ -158,6 +158,8 @@ class Forming:
         self.pairs.reported(report.replica_id, report.missed, report.reached, now)
         if unheard:
             self.pairs.silent(unheard, now)
+        if live is None:
+            self.pairs.hurry(now)
         self._explain_left_out(now)
         others = {end for pair in unheard if report.replica_id in pair for end in pair}
         names = map(name_of, sorted(others - {report.replica_id}))
@@ -299,6 +301,8 @@ class Forming:
             pause = f"the last {self._fruitless} quorums of these members ended before any work"
             return rules.Verdict(None, f"{pause}: pausing before the next", self._paused_until)
         if self.left_out and choice is None:
+            self.pairs.hurry(now)
+            self._explain_left_out(now)
             reason = "; ".join((verdict.reason, *self.left_out.values()))
             verdict = replace(verdict, reason=reason)
         return verdict

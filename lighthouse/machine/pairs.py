@@ -25,6 +25,8 @@ D3  A bad pair rests for 1 s, then both ends are asked to connect to each other.
     commits together the pair's failures are forgotten. A pair that is silent can connect, so
     that only a quorum can try it, and a failure costs seconds: its first rest is 4 s, and all such
     pairs rest for as long as the one that has failed most often, so that one quorum tries all.
+    Where no quorum can be formed without such a pair, there is no commit that a rest would spare:
+    each is over after 1 s.
 D4  A quorum that ends before any member has started a collective, for the second time in a row and
     with the same members, is formed again after a pause: 50 ms, 100 ms .. 5 s (`forming.py`). So no
     fault, known or not, makes quorums follow each other in a hot loop.
@@ -245,6 +247,12 @@ class Pairs:
         until = max((known.until for known in resting), default=now)
         for known in resting:
             known.until = until
+
+    def hurry(self, now: float) -> None:
+        """D3: no quorum can be formed without a bad pair, so no rest spares a commit."""
+        for known in self._pairs.values():
+            if not (known.good or known.asked) and known.until > now + FIRST_REST_S:
+                known.until, self._changed = now + FIRST_REST_S, True
 
     def committed(self, members: Collection[str]) -> None:
         """`members` have made a commit together, so all of them can connect."""
