@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ft_core.collectives.agreement import agree
 from ft_core.diloco.fragments import Fragment, describe
 from ft_core.diloco.global_state import drop_bad_state, refuse_drifting
 from ft_core.diloco.outer_step import OuterReduce, OuterStep, squared_norm
@@ -160,21 +159,6 @@ class OuterLoop:
         finally:
             self._syncs = False
         return committed and not self._manager.left()
-
-    def meet(self) -> None:
-        """Wait until all members have come here, between two windows: a step that changes nothing. With
-        per-group commit it waits for nobody. All members must call it at the same place."""
-        manager = self._manager
-        agree(
-            lambda: None,
-            begin=lambda: self._open or self._open_slot(),
-            vote=self._vote_to_meet,
-            is_behind=lambda: manager.left() or manager.is_healing(),
-        )
-
-    def _vote_to_meet(self) -> bool:
-        self._open = False
-        return self._manager.should_commit(no_update=True)
 
     def add_samples(self, samples: int) -> None:
         """Count samples of the inner step under way, with weighted="samples"; before its step."""

@@ -115,8 +115,6 @@ class FabricPeriodicMixin(FTFabricMixin):
             self._count()
             if self.algorithm.local_step:
                 self.algorithm.sync()
-            elif not self._is_alone:
-                self.algorithm.meet()
             self._on_quorum()
             self._exit(None)
 

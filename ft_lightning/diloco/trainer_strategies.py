@@ -149,16 +149,13 @@ class InnerDriver:
         """The last batch is done: agree on the inner steps since the last outer step. Returns
         whether that was committed.
 
-        Afterwards the module holds the global parameters, and the leader is known: if it has died in its
-        last save, another one is.
+        Afterwards the module holds the global parameters.
         """
         committed = True
         self._place = _Place.BATCH_END
         try:
             if self.algorithm.local_step:
                 committed = self.algorithm.sync()
-            elif self._trainer.world_size > 1:
-                self.algorithm.meet()
             self._on_quorum()
             self._leave(None)
         finally:
