@@ -15,7 +15,7 @@ up to 5 ms. Summing smaller pieces, while they are in the processor's cache, too
 A target opens `STREAMS` connections to a source: while one end of one is busy with a sum, the others move bytes.
 
 A stranger is turned away: it has to present the word and a session within `HELLO_S`, and the oldest of
-more than `MAX_STRANGERS` makes way. So does the oldest of more than `STREAMS` connections of one session.
+more than `MOST_STRANGERS` makes way. So does the oldest of more than `STREAMS` connections of one session.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from typing import Protocol
 from ft_core.heal.checksum import WireSum
 from ft_core.heal.protocol import MAX_RANGES, SESSION_BYTES, VERSION, Chunk
 from ft_core.heal.receive import Lane, Receiver
+from lighthouse.config import MOST_STRANGERS
 from lighthouse.own_address import resolve
 
 _log = logging.getLogger(__name__)
 
 STREAMS = 4
-MAX_STRANGERS = 64
 HELLO_S = 5.0
 CONNECT_S = 2.0
 """How long a target waits for a connection, and then for its admission."""
@@ -181,7 +181,7 @@ class BulkServer:
                 if self._closed:
                     connection.close()
                     return
-                self._make_room(MAX_STRANGERS - 1)
+                self._make_room(MOST_STRANGERS - 1)
                 self._strangers[connection] = None
                 self._threads.add(thread)
                 try:

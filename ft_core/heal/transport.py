@@ -26,7 +26,7 @@ from typing import Any
 import zmq
 
 from ft_core.heal import protocol as wire
-from lighthouse.config import Timeouts, split_address
+from lighthouse.config import MOST_STRANGERS, Timeouts, split_address
 from lighthouse.endpoint import Endpoint
 from lighthouse.own_address import bracketed
 from lighthouse.sockets import ServerLimits
@@ -40,7 +40,6 @@ _UNCONFIRMED_MS = 3_000
 _RECONNECT_MS = 100
 
 
-MOST_STRANGERS = 64
 _SERVICE = "heal"
 _TIMEOUTS = Timeouts.derive(
     heartbeat_s=_HEARTBEAT_MS / 1000, heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_MS / 1000

@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from ft_core.errors import ProcessGroupError
 from ft_core.process_group.dialing import Dial, Dialer, give_up_unacknowledged
+from lighthouse.config import MOST_STRANGERS
 from lighthouse.errors import ProtocolError
 from lighthouse.wire.codec import MessageCodec
 
@@ -45,7 +46,6 @@ _MAGIC = f"ftpg{PROTOCOL_VERSION}"
 FRAME_BYTES_MAX = 1 << 22  # Gloo publishes eight bytes per member, plus its addresses
 _COOKIE_BYTES = 8
 _LENGTH = struct.Struct("!I")
-_MAX_STRANGERS = 64  # more than members: connections that have not said hello
 _READ_BYTES = 1 << 16
 _HELLO_BYTES_MAX = 1 << 18  # what one that has not said hello may send: a hello and some keys
 _NOTIFY_TIMEOUT_S = 1.0
@@ -500,7 +500,7 @@ class Rendezvous:
             connection = _Connection(sock, None)
             self._unidentified.append(connection)
             self._register(connection)
-            self._make_room(_MAX_STRANGERS + len(self._peers))
+            self._make_room(MOST_STRANGERS + len(self._peers))
 
     def _make_room(self, most: int) -> None:
         """Of more connections than these without a hello the oldest make way."""

@@ -36,7 +36,7 @@ from ft_core.replica.group_leader import (
 )
 from ft_core.replica.status import INITIAL, RanksHold
 from lighthouse.client import Connection, new_identity
-from lighthouse.config import Timeouts
+from lighthouse.config import MOST_STRANGERS, Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError
 from lighthouse.own_address import bracketed
@@ -72,7 +72,6 @@ class Leader:
         return self.identity.rpartition(".")[2]
 
 
-MOST_STRANGERS = 64
 _SERVICE = "replica group"
 
 

@@ -31,14 +31,13 @@ from ft_core.errors import GroupBroken
 from ft_core.heal import HealKey, HealServer, fetch
 from ft_core.heal.objects import naming_option
 from ft_core.shell.group_server import group_store
+from lighthouse.config import MOST_STRANGERS
 from lighthouse.own_address import advertised_host, bracketed
 
 log = logging.getLogger("ft_core")
 
 OPEN_TIMEOUT_S = 7 * 86_400.0
 """The first call waits for ranks that start late; the launcher ends a group that lost a rank."""
-_MOST_STRANGERS = 64
-"""Connections that have not said which rank they are, beside one for each rank. The oldest of more makes way."""
 _OUT_OF_DESCRIPTORS_S = 0.1
 _HEADER = struct.Struct("!Q")
 _COOKIE_BYTES = 32
@@ -301,7 +300,7 @@ class Door:
                 time.sleep(_OUT_OF_DESCRIPTORS_S)
             return
         peer.setblocking(False)
-        if len(self._said) >= _MOST_STRANGERS + self._ranks:
+        if len(self._said) >= MOST_STRANGERS + self._ranks:
             self._send_away(next(iter(self._said)))
         self._said[peer] = b""
         self._selector.register(peer, selectors.EVENT_READ)

@@ -22,6 +22,7 @@ from ft_lightning.trainer.batches import (
     settle_counters,
 )
 from ft_lightning.trainer.loggers import adopt_log_places, log_places
+from ft_lightning.trainer.saves import with_copied_buffers
 
 log = logging.getLogger("ft_lightning")
 
@@ -96,11 +97,7 @@ def places(trainer: Any) -> dict[str, Any]:
 def set_aside(trainer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A dumped state that is restored later. What was received in the model's own buffers is copied:
     the batch under way, which will be abandoned, has yet to put those back to where it began."""
-    checkpoint = state["checkpoint"]
-    model = dict(checkpoint["state_dict"])
-    buffers = {name for name, _ in trainer.lightning_module.named_buffers()}
-    model |= {name: model[name].clone() for name in buffers & model.keys()}
-    return {**state, "checkpoint": {**checkpoint, "state_dict": model}}
+    return {**state, "checkpoint": with_copied_buffers(state["checkpoint"], trainer.lightning_module)}
 
 
 def restore(trainer: Any, state: dict[str, Any]) -> int:

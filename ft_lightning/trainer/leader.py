@@ -22,6 +22,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ft_core.manager import Manager
@@ -30,7 +31,7 @@ from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.batches import Batches
 from ft_lightning.trainer.loggers import Loggers, keep_metrics, released
 from ft_lightning.trainer.resumption import Resumption
-from ft_lightning.trainer.saves import HeldSaves, write_whole
+from ft_lightning.trainer.saves import HeldSaves, with_copied_buffers, write_whole
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -159,23 +160,11 @@ class Checkpoints(HeldSaves):
         self.loaded: dict[str, Any] = {}
         """The manager's part of the checkpoint that was loaded last."""
 
-    def save(
-        self,
-        io: Any,
-        checkpoint: dict[str, Any],
-        path: Any,
-        options: Any,
-        *,
-        plain: bool,
-        still_leads: Callable[[], bool] = lambda: True,
-    ) -> bool:
-        """Write through Lightning's `CheckpointIO`; whether it worked. Raises what it raises where no
-        callback saves, but the user's own call of `save_checkpoint`; and NoLongerLeads.
-
-        The others: see `write_whole`.
-        """
+    def save(self, path: Any, write: Callable[[], None]) -> bool:
+        """Have `write()` write `path` (see `write_whole`); whether it worked. Raises what it raises where no
+        callback saves, but the user's own call of `save_checkpoint`; and NoLongerLeads."""
         try:
-            write_whole(io, checkpoint, path, options, plain=plain, still_leads=still_leads)
+            write()
         except NoLongerLeads:
             raise
         except Exception as error:  # a storage's own errors are of any kind
@@ -289,10 +278,10 @@ class CheckpointMixin(_Base):
     def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """This process leads, and saves."""
         io, plain = self._checkpoint_writer()
+        given = io, checkpoint, filepath, storage_options
+        write = partial(write_whole, *given, plain=plain, still_leads=self._still_leads)
         try:
-            whole = self._checkpoints.save(
-                io, checkpoint, filepath, storage_options, plain=plain, still_leads=self._still_leads
-            )
+            whole = self._checkpoints.save(filepath, write)
         except NoLongerLeads:  # its successor saves, or it does when it leads again
             self._hold(checkpoint, filepath, storage_options)
             return
@@ -317,13 +306,9 @@ class CheckpointMixin(_Base):
             super().remove_checkpoint(filepath)
 
     def _unchanged(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """As it is until the next update. A forward pass before that changes buffers, as those of
-        batch normalization; the other tensors stay, so that nothing large is copied."""
+        """As it is until the next update."""
         module = self.lightning_module
-        buffers = {name for name, _ in module.named_buffers()} if module is not None else set()
-        model = dict(checkpoint["state_dict"])
-        model |= {name: model[name].clone() for name in buffers & model.keys()}
-        return {**checkpoint, "state_dict": model}
+        return checkpoint if module is None else with_copied_buffers(checkpoint, module)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)

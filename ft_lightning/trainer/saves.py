@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ft_lightning.shared.strategy_base import NoLongerLeads
@@ -68,7 +68,7 @@ def write_whole(
     options: Any,
     *,
     plain: bool,
-    still_leads: Callable[[], bool] = lambda: True,
+    still_leads: Callable[[], bool],
 ) -> None:
     """Write through a `CheckpointIO` of Lightning's. Raises what that raises, and NoLongerLeads.
 
@@ -83,6 +83,15 @@ def write_whole(
             raise NoLongerLeads
     if local is not None:
         remove_drafts(os.path.dirname(os.path.abspath(local)))
+
+
+def with_copied_buffers(checkpoint: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The checkpoint, with copies of the buffers of `module`, which a forward pass changes. Its other
+    tensors stay, so that nothing large is copied."""
+    model = dict(checkpoint["state_dict"])
+    buffers = {name for name, _ in module.named_buffers()}
+    model |= {name: model[name].clone() for name in buffers & model.keys()}
+    return {**checkpoint, "state_dict": model}
 
 
 def copied(checkpoint: Any) -> Any:

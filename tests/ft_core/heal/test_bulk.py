@@ -23,6 +23,7 @@ from ft_core.heal.checksum import WireSum
 from ft_core.heal.format import Manifest
 from ft_core.heal.receive import Receiver
 from ft_core.heal.transport import HealAddress, reading_socket
+from lighthouse.config import MOST_STRANGERS
 from tests.ft_core.heal.support import KEY, same, soon, state
 from tests.harness.waiting import PATIENCE_S, until
 
@@ -152,7 +153,7 @@ def test_a_stranger_is_turned_away(
 def test_strangers_that_say_nothing_make_way(server: HealServer) -> None:
     with Reader(server) as reader:
         first = reader.connect(b"")
-        for _ in range(bulk.MAX_STRANGERS):
+        for _ in range(MOST_STRANGERS):
             reader.connect(b"")
         assert exactly(first, 1) == b""
         reader.admitted()

@@ -11,8 +11,8 @@ import zmq
 
 from ft_core.heal import HealError, HealServer, fetch
 from ft_core.heal import protocol as wire
-from ft_core.heal.transport import MOST_STRANGERS, HealAddress, listens, reading_socket
-from lighthouse.config import split_address
+from ft_core.heal.transport import HealAddress, listens, reading_socket
+from lighthouse.config import MOST_STRANGERS, split_address
 from tests.ft_core.heal.support import KEY, same, soon, state
 from tests.harness.strangers import crowd
 from tests.harness.waiting import until

@@ -116,7 +116,7 @@ def test_strangers_at_a_rendezvous_that_say_nothing_make_way(
     listeners: list[Listener], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each holds a descriptor; where none is left, Gloo aborts the process."""
-    monkeypatch.setattr("ft_core.process_group.rendezvous._MAX_STRANGERS", 4)
+    monkeypatch.setattr("ft_core.process_group.rendezvous.MOST_STRANGERS", 4)
     addresses = [listener.address for listener in listeners]
     with ExitStack() as stack:
         where = ("127.0.0.1", listeners[1].address.port)

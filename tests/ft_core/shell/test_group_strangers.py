@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from ft_core.replica.group_leader import peer_of
-from ft_core.shell.group_server import MOST_STRANGERS, GroupLink, GroupServer, Leader
-from lighthouse.config import LighthouseConfig, split_address
+from ft_core.shell.group_server import GroupLink, GroupServer, Leader
+from lighthouse.config import MOST_STRANGERS, LighthouseConfig, split_address
 from lighthouse.server import LighthouseServer
 from lighthouse.wire.messages import JobKey, Join, Leave, Quorum, Waiting
 from tests.harness.strangers import crowd

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from ft_lightning.shared.strategy_base import act_as_leader
 from ft_lightning.shared.topology import Role, Scope
 from ft_lightning.trainer.leader import Checkpoints, before_quorum, without_quorum
+from ft_lightning.trainer.saves import write_whole
 
 
 class Logger:
@@ -124,11 +127,15 @@ class FullDisk:
             raise OSError(f"no space left for {path}")
 
 
+def writing(disk: FullDisk, name: str) -> Callable[[], None]:
+    return partial(write_whole, disk, {}, name, None, plain=False, still_leads=lambda: True)
+
+
 class Checkpoint:
     """A callback that saves: Lightning's base class has this name."""
 
     def saves(self, checkpoints: Checkpoints, disk: FullDisk, *names: str) -> list[bool]:
-        return [checkpoints.save(disk, {}, name, None, plain=False) for name in names]
+        return [checkpoints.save(name, writing(disk, name)) for name in names]
 
 
 def test_a_fit_of_which_no_checkpoint_was_saved_raises_at_its_end() -> None:
@@ -147,4 +154,4 @@ def test_a_fit_of_which_no_checkpoint_was_saved_raises_at_its_end() -> None:
 
 def test_the_users_own_save_raises() -> None:
     with pytest.raises(OSError, match="no space left for a"):
-        Checkpoints().save(FullDisk("a"), {}, "a", None, plain=False)
+        Checkpoints().save("a", writing(FullDisk("a"), "a"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from ft_lightning.trainer.batches import Batches
 from ft_lightning.trainer.leader import Checkpoints
 from ft_lightning.trainer.resumed_epoch import Origin, batches_left, samples_of_a_batch
 from ft_lightning.trainer.resumption import FOLDER, Resumption
+from ft_lightning.trainer.saves import write_whole
 from ft_lightning.trainer.strategy import FTDDPMixin
 from tests.ft_lightning.harness import Run, running
 from tests.harness.runs import Process
@@ -213,7 +215,9 @@ def test_a_folder_that_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert not first.begin()
     first._trainer.global_step = 5
     for name in ("a", "b"):
-        assert saved.save(io, {"step": 5}, f"{root}/{name}.ckpt", None, plain=True)
+        given = io, {"step": 5}, f"{root}/{name}.ckpt", None
+        write = partial(write_whole, *given, plain=True, still_leads=lambda: True)
+        assert saved.save(f"{root}/{name}.ckpt", write)
         first.saved(f"{root}/{name}.ckpt")
     here = {path.name for path in tmp_path.iterdir()}
     assert here == {"root"}
