@@ -587,22 +587,19 @@ class JobState:
             self._effects += self._announcer.answer(decision, answered, yes, None)
             self._new_term(now)
             return
-        self._form(now)
-        self._effects += self._announcer.answer(decision, answered, yes, self._live)
-        if self._live is not None:
+        formed = self._form(now)
+        self._effects += self._announcer.answer(decision, answered, yes, formed)
+        if formed is not None:
             newcomers = (m for r, m in self._members.by_id.items() if r not in live.living)
-            self._effects += self._announcer.announce(self._live, newcomers)
+            self._effects += self._announcer.announce(formed, newcomers)
         else:
             for member in answered:
                 member.last_reason = ""  # its next heartbeat is answered with the reason
 
     # ------------------------------------------------------------------ forming
 
-    def _form(self, now: float) -> bool:
-        """Form the next quorum if the rules allow it; else say why not.
-
-        True: it was formed, and the caller announces it.
-        """
+    def _form(self, now: float) -> Ballot | None:
+        """Form the next quorum if the rules allow it, which the caller announces; else say why not."""
         assert self._live is None
         if self._formed + 1 >= 1 << TERM_BITS:
             self._new_term(now)
@@ -616,18 +613,17 @@ class JobState:
         self._wake_at = verdict.wake_at
         if verdict.hopeless:
             self._refuse_all(verdict.reason)
-            return False
+            return None
         if verdict.choice is None:
             self._effects += self._announcer.explain(verdict.reason, self._members, now)
             self._wake_at = self._announcer.due(verdict.wake_at)
-            return False
-        self._start(verdict.choice, verdict.reason, now)
-        return True
+            return None
+        return self._start(verdict.choice, verdict.reason, now)
 
     def _form_and_announce(self, now: float) -> None:
-        if self._form(now):
-            assert self._live is not None
-            self._effects += self._announcer.announce(self._live, self._members.by_id.values())
+        formed = self._form(now)
+        if formed is not None:
+            self._effects += self._announcer.announce(formed, self._members.by_id.values())
 
     def _refuse_all(self, reason: str) -> None:
         """The members that wait can never form a quorum."""
@@ -635,7 +631,7 @@ class JobState:
             self._send(member.peer, Refused(self.key, reason))
             self._members.take(member.replica_id)
 
-    def _start(self, choice: rules.Choice, reason: str, now: float) -> None:
+    def _start(self, choice: rules.Choice, reason: str, now: float) -> Ballot:
         """The quorum of `choice` is live."""
         self._formed += 1
         quorum_id = (self.term.epoch << TERM_BITS) + self._formed
@@ -670,6 +666,7 @@ class JobState:
         text += "".join(f"; {sentence}" for sentence in self._forming.left_out.values())
         self._effects.append(Note(self.key, text, quorum=True))
         self._effects.append(Remember(self.key, quorum_id, choice.members, self.term.nonce))
+        return live
 
     # ------------------------------------------------------------------ inspection
 

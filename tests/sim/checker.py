@@ -313,10 +313,11 @@ class Checker:
             if self.group_commit:
                 continue
             birth = self._goes_back(self.births[older[0]], before) or self.births[newer[0]]
-            holders, reachable = self._descendants(older[1]) & self.living(), birth.reachable
-            if self.lighthouses > 1:  # being out of reach is no excuse; at step 0 none is needed
-                reachable = frozenset() if before[0] == 0 else holders
-            ignored = holders & reachable
+            ignored = self._descendants(older[1]) & self.living()
+            if self.lighthouses == 1:
+                ignored &= birth.reachable
+            elif before[0] == 0:  # being out of reach is no excuse; at step 0 none is needed
+                ignored.clear()
             self.require(not ignored,
                          f"S2: {before} has children of quorums {older[0]} and {newer[0]}, "
                          f"though {sorted(ignored)} held the former")  # fmt: skip
