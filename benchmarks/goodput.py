@@ -7,9 +7,9 @@ longest time between two commits. Each case kills a replica group that runs, tak
 SIGKILL every so many seconds. Ours are started again by the supervisor, from a template, as under
 Lightning and Accelerate; torchft's (if installed) by this script, at once. Both run in turn.
 
-The ideal is the pace of the job's own calm steps: all groups take part, and the last kill is more than
-2 s ago. (Not that of the first steps: beside them the template imports.) Where a job has hardly any, its
-steps before the first kill. A step is forward and backward of a fixed time, an all-reduce of 340 kB, the
+The ideal is the mean pace of the job's own calm steps: all groups take part, and the last kill is more
+than 2 s ago. (Not that of the first steps: beside them the template imports.) Where a job has hardly any,
+its steps before the first kill. A step is forward and backward of a fixed time, an all-reduce of 340 kB, the
 vote, and an update; one sample a group and step.
 
 `--kills N`: what each of N kills costs the survivors instead: the longer of the first two intervals
@@ -165,13 +165,14 @@ class Watched:
                 raise TimeoutError(f"the groups did not come together within {START_LIMIT_S:g} s")
 
     def pace_s(self, killed: list[float]) -> float:
-        """Seconds that a step of the whole job takes when nothing happens. `killed`: when groups were."""
+        """Seconds that a step of the whole job takes when nothing happens, on average: so many steps make the
+        time that they take. `killed`: when groups were."""
         times = self.full_steps()
         before = times[: bisect.bisect_right(times, killed[0])] if killed else times
         calm = [b - a for a, b in itertools.pairwise(times) if not _near(a, b, killed)]
         if len(calm) < BASELINE_STEPS:
             calm = [b - a for a, b in itertools.pairwise(before)]
-        return statistics.median(calm)
+        return statistics.fmean(calm)
 
     def await_victim(self) -> int:
         """The group that has trained longest, when it may be killed."""

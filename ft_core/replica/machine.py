@@ -345,11 +345,11 @@ class Replica:
     def _on_waiting(self, message: messages.Waiting, now: float) -> list[Effect]:
         """The lighthouse knows this rank; from here on heartbeats keep its place."""
         if (offer := message.offer) is not None:
-            follows = offer == self.promised or offer.outranks(self.promised)
-            if not follows or self.stage not in (Stage.JOINING, Stage.WAITING):
+            if self.stage not in (Stage.JOINING, Stage.WAITING):
                 return []
-            self.promised = offer  # no other lighthouse is heard until one offers a higher term
-            return self._join(now)
+            if offer.outranks(self.promised):
+                self.promised = offer  # no other lighthouse is heard until one offers a higher term
+            return self._join(now)  # also to one that it can't follow, which must hear of the promise
         if self.stage is Stage.JOINING:
             self.stage = Stage.WAITING
             self._resend_at = now + self._resend_s
@@ -379,7 +379,10 @@ class Replica:
         if vote is not None and vote.leaving:
             self.stage = Stage.LEFT
         self._resend_at = now + self._resend_s
-        return self._after_decision(message, now)
+        effects = self._after_decision(message, now)
+        if self._revoked:  # it is still the same quorum: that the next step is lost was said before
+            effects += self._vote_no("quorum revoked", now, phase=self._phase())
+        return effects
 
     def _after_decision(self, message: messages.Decision, now: float) -> list[Effect]:
         """The next quorum: the same, the one that came along, or none yet."""
@@ -479,8 +482,7 @@ class Replica:
             return []
         if self._revoked:
             return self._repeat(now)
-        effects: list[Effect] = [Remark(f"step {message.step}: {message.reason}")]
-        return effects + self._lost_group(message.reason, now)
+        return [Remark(f"step {message.step}: {message.reason}"), *self._lost_group(message.reason, now)]
 
     def _lost_group(self, reason: str, now: float) -> list[Effect]:
         """The quorum's collectives are over: vote with what is there."""
@@ -639,11 +641,9 @@ class Replica:
             reason[:500], phase, stalled, self.leaving and self.attempt is Attempt.FAILED,
             attempt=self._spent,
         )  # fmt: skip
-        effects: list[Effect] = []
-        if not self._revoked:
-            self._revoked = True
-            effects.append(Abort(view.quorum_id, reason))
-        return effects + self._send_vote(now)
+        aborts = [] if self._revoked else [Abort(view.quorum_id, reason)]
+        self._revoked = True
+        return [*aborts, *self._send_vote(now)]
 
     def _repeat(self, now: float) -> list[Effect]:
         """Send again what is unanswered; else say where this rank believes it is."""

@@ -390,12 +390,13 @@ class Forming:
             if (c.position == head or known is None or c.replica_id in known)
             and self._patience.allows(c.name, now)
         )
-        if len(kept) == len(all_members) or len(kept) < self._min_replicas:
-            return all_members
-        goes_on = any(c.position == head for c in kept) and self.suffice({c.replica_id for c in kept})
-        if self._numbered and not goes_on:
+        if len(kept) == len(all_members):
             return all_members
         best = rules.newest(all_members, head)
+        able = {c.replica_id for c in kept if c.can_heal or c.position == best}
+        goes_on = any(c.position == head for c in kept) and self.suffice(able)
+        if len(able) < self._min_replicas or (self._numbered and not goes_on):
+            return all_members
         if not any(c.position == best for c in kept):
             return all_members  # the only holders of the newest state are never left out
         return kept

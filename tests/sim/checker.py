@@ -27,6 +27,8 @@ What is excused rests on a sentence of that page, each time:
   known to be dead is not waited for, although it may be started again at another lighthouse, from another checkpoint";
 - a no in a quorum that the lighthouse does not know (`_unanimous`), or an answer that it has lost with its memory (`_told`):
   F5 of "A step in doubt";
+- a lighthouse without that memory tells a member to drop a step that a later quorum rests on, and to heal (`discarded`):
+  "else: discard";
 - "Per-group commit" promises neither S2 nor S6.
 """
 
@@ -265,12 +267,13 @@ class Checker:
         self.commit_times.setdefault(replica_id, []).append(now)
 
     def discarded(
-        self, replica_id: str, quorum_id: int, step: int, ok: bool, position: Position
+        self, replica_id: str, quorum_id: int, step: int, ok: bool, position: Position, heals: bool
     ) -> None:
-        """A process was told that its step is dropped (`ok`: it had voted yes)."""
+        """A process was told that its step is dropped (`ok`: it had voted yes), and maybe to heal."""
         self.discards += 1
         self.require(self.at[replica_id] == position, f"S6: {replica_id} moved by a discard")
-        if ok:
+        forgotten = ok and self.life() != self.ballots[(quorum_id, step)][1]
+        if ok and not (heals and forgotten):
             self._told(replica_id, quorum_id, step, committed=False)
 
     def healed(self, replica_id: str, position: Position, state: int) -> None:
@@ -332,11 +335,13 @@ class Checker:
     def _unanimous(self, quorum_id: int, step: int) -> None:
         """S6: no step is committed against a member's no, unless that had been removed. A lighthouse that
         does not know the quorum counts no vote in it, also if the no has come to itself; it commits
-        what may have been committed while a member of the quorum or of its bases is away (F5)."""
+        what may have been committed while a member of the quorum or of its bases is away, or has given
+        up its state (F5)."""
         if self.group_commit or self.lighthouses > 1:
             return
         birth = self.births[quorum_id]
-        some_away = not birth.rests_on.union(birth.members) <= set(self.newest.members)
+        torn = {r for r, (_, lineage) in self.at.items() if lineage.startswith(TORN)}
+        some_away = not birth.rests_on.union(birth.members) <= set(self.newest.members) - torn
         if self.life() != birth.life and some_away:
             self.settled.add((quorum_id, step))  # those that were away hear of it later
         forgotten = (quorum_id, step) in self.settled
@@ -362,7 +367,7 @@ class Checker:
             return
         voted_at, life = self.ballots[(quorum_id, step)]
         # A lighthouse that lost its memory meanwhile settles by the members that it can reach.
-        excused = self.cut_since(voted_at) if self.life() != life else frozenset()
+        excused = self.cut_since(voted_at) | self.unreachable() if self.life() != life else frozenset()
         living = self.living() - excused
         yes = sorted(r for r, c in told.items() if c and r in living)
         no = sorted(r for r, c in told.items() if not c and r in living)

@@ -58,10 +58,10 @@ class RankChecker(Checker):
     group_yes: Set[tuple[str, int, int]] = frozenset()
 
     def discarded(
-        self, replica_id: str, quorum_id: int, step: int, ok: bool, position: Position
+        self, replica_id: str, quorum_id: int, step: int, ok: bool, position: Position, heals: bool
     ) -> None:
         ok = ok and (replica_id, quorum_id, step) in self.group_yes
-        super().discarded(replica_id, quorum_id, step, ok, position)
+        super().discarded(replica_id, quorum_id, step, ok, position, heals)
 
 
 class World:

@@ -66,8 +66,10 @@ class Keeper:
         self._alone = self._card is not None
 
     def hears(self, quorum: Quorum) -> None:
-        """A lighthouse has formed `quorum`."""
-        if not self._alone:
+        """A lighthouse has formed `quorum`. One of the dead, whose silence it has not noticed yet, says
+        nothing of where the job goes on."""
+        checker = self._cluster.checkers[self.job]
+        if not self._alone or checker.living().isdisjoint(checker.newest.members):
             return
         self._alone = False
         assert self._card is not None
@@ -78,7 +80,7 @@ class Keeper:
         profile = self._cluster.profile
         if profile.expected_replicas and profile.lighthouses == 1 and not profile.own_rules:
             older = quorum.genesis != kept.genesis or kept.newer_than(start)
-            self._cluster.checkers[self.job].require(
+            checker.require(
                 not older, f"K: the job goes on from {start}, and the keeper holds {kept}"
             )
 

@@ -181,7 +181,7 @@ def quick(mutant: Mutant) -> dict[str, Callable[[], Net]]:
     """For a mutant of which it is known what one net says."""
     if mutant.by != "seeds":
         return {mutant.by: NETS[mutant.by]}
-    return {"seeds": lambda: seeds(mutant.first, 400, compares=False)}
+    return {"seeds": lambda: seeds(mutant.first, mutant.first + 400, compares=False)}
 
 
 class Endless(Exception):

@@ -648,7 +648,9 @@ class Process:
         self.attempts[-1] = (self.attempts[-1][0], outcome.committed)
         if not outcome.committed:
             heard = ok and not self.left  # one that leaves does not wait for the answer
-            self.checker.discarded(self.replica_id, quorum_id, step_before, heard, position)
+            self.checker.discarded(
+                self.replica_id, quorum_id, step_before, heard, position, replica.healing
+            )
             return
         if position[1].startswith(TORN):
             return  # the state was given up, by another rank of the group, before the loop went on

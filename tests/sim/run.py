@@ -16,6 +16,8 @@ from tests.sim.profile import Fault, Profile, profile_of
 
 COMMITS_WANTED = 3
 """Commits that each member of the core must make once faults have stopped."""
+ARRIVES_S = 0.1
+"""What is under way between the lighthouse and a process has come by then: both know the same quorum."""
 TIMES_WOKEN = 2
 """One that hangs can't be declared dead while it is here. It is evicted after it has been in a quorum."""
 
@@ -71,7 +73,10 @@ def _run(cluster: Cluster, profile: Profile) -> Result:
     cluster.log(f"faults stop; core {sorted(wanted)}")
     done = _live(cluster, core, wanted, began + profile.recovery_s)
     woken = 0
-    while not done and woken < TIMES_WOKEN and _wake_lost_jobs(cluster):
+    while not done and woken < TIMES_WOKEN:
+        clock.run_until(clock.now + ARRIVES_S)
+        if not _wake_lost_jobs(cluster):
+            break
         woken += 1
         done = _live(cluster, core, wanted, clock.now + profile.recovery_s)
     if not done:
