@@ -34,7 +34,7 @@ import torch  # noqa: E402
 from benchmarks.gpu import links, memory, training  # noqa: E402
 from benchmarks.gpu.links import Answered  # noqa: E402
 from benchmarks.gpu.place import Gpu, Place  # noqa: E402
-from ft_core.torch_versions import OLDEST  # noqa: E402
+from ft_core.process_group.torch_versions import OLDEST  # noqa: E402
 
 LIMIT_S = 530.0
 """For all checks together."""

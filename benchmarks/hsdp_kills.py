@@ -280,7 +280,7 @@ def main() -> None:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "ft_core.manager",
-         "ft_core.sharded", "ft_core.optimizer", "torch.optim.adamw", "torch._dynamo"]
+         "ft_core.collectives.sharded", "ft_core.optimizer", "torch.optim.adamw", "torch._dynamo"]
     )  # fmt: skip
     turns = itertools.cycle(
         (number, phase) for phase in range(len(PHASES)) for number in range(options.groups * RANKS)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ft_core.collectives.sharded import replicate
     from ft_core.data import DistributedSampler
     from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
     from ft_core.diloco.diloco import DiLoCo
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
         ProcessGroupNCCL,
     )
     from ft_core.replica.status import WorldSizeMode
-    from ft_core.sharded import replicate
 
 __version__ = "0.1.0"
 
@@ -65,7 +65,7 @@ _HOMES = {
     "StepInDoubt": "ft_core.errors",
     "TooManyDiscards": "ft_core.errors",
     "WorldSizeMode": "ft_core.replica.status",
-    "replicate": "ft_core.sharded",
+    "replicate": "ft_core.collectives.sharded",
 }
 
 __all__ = [

@@ -21,8 +21,8 @@ from benchmarks.gpu.links import Answered
 from benchmarks.gpu.place import Member, Place, Shape
 from benchmarks.gpu.trace import hidden, idle_us, recorded
 from ft_core import DiLoCo, DistributedDataParallel, Manager, Optimizer
+from ft_core.collectives.sharded import replicate
 from ft_core.process_group import ProcessGroup
-from ft_core.sharded import replicate
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts
 

@@ -33,7 +33,7 @@ from ft_accelerate.runtime.process import active, while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks
-from ft_core.sharded import RetryableShards
+from ft_core.collectives.sharded import RetryableShards
 
 SHARD, REPLICATE = "dp_shard", "dp_replicate"
 REFUSED = ("tp_size", "cp_size", "sp_size")

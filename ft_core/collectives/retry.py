@@ -82,7 +82,7 @@ class RetryHooks:
 
 class RetryableModel(Protocol):
     """A model whose gradients are kept: `ft_core.ddp.RetryableDistributedDataParallel`, or
-    `ft_core.sharded.RetryableShards`.
+    `ft_core.collectives.sharded.RetryableShards`.
 
     Attributes:
         require_backward_grad_sync: whether the backward pass under way synchronizes.
@@ -101,7 +101,7 @@ class RetryableModel(Protocol):
 
 class CopyingModel(Protocol):
     """A model whose gradients are copied to buckets, and the means back: those of
-    `ft_core.sharded.RetryableShards`. torch's reducer needs none of this: its buckets are `.grad`."""
+    `ft_core.collectives.sharded.RetryableShards`. torch's reducer needs none of this: its buckets are `.grad`."""
 
     def end_backward(self) -> None:
         """Backward has ended: start the reductions that wait for gradients which have not come."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ft_core.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 from ft_core.heal.format import Manifest, byte_view
 from ft_core.heal.protocol import Chunk, Extent, HealError
+from ft_core.process_group.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 
 _STAGING_SLOTS = 3
 

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ft_core.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 from ft_core.heal.format import Manifest, byte_view, pack
 from ft_core.heal.protocol import MAX_MANIFEST_BYTES, Chunk, HealError, HealKey, align
+from ft_core.process_group.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 
 _UNIT_BYTES = 2 << 20  # of a buffer's size
 

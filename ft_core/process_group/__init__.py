@@ -14,6 +14,7 @@ from ft_core.errors import ProcessGroupError
 from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.gloo import ProcessGroupGloo
 from ft_core.process_group.nccl import ProcessGroupNCCL
+from ft_core.process_group.torch_versions import native_reconfigure_available
 from ft_core.process_group.wrappers import (
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
@@ -21,7 +22,6 @@ from ft_core.process_group.wrappers import (
     ProcessGroupDummy,
     ProcessGroupWrapper,
 )
-from ft_core.torch_versions import native_reconfigure_available
 from lighthouse.own_address import choose_address, outgoing_address
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Work
 
-from ft_core.device_memory import CopyDevice, first_device
+from ft_core.process_group.device_memory import CopyDevice, first_device
 from ft_core.process_group.gloo_sockets import (
     DeviceSockets,
     orphaned_operations,
@@ -20,7 +20,7 @@ from ft_core.process_group.gloo_sockets import (
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
 from ft_core.process_group.staged import Staging
-from ft_core.torch_versions import native_or_not, native_reconfigure_available
+from ft_core.process_group.torch_versions import native_or_not, native_reconfigure_available
 from lighthouse.own_address import choose_address
 
 _log = logging.getLogger(__name__)

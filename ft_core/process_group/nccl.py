@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from ft_core.device_memory import DeviceEvent
 from ft_core.errors import ProcessGroupError, UnderCapture
+from ft_core.process_group.device_memory import DeviceEvent
 from ft_core.process_group.gloo import GlooCommunicator
 from ft_core.process_group.nccl_device import (
     ClassicCudaDevice,
@@ -27,7 +27,7 @@ from ft_core.process_group.nccl_device import (
 )
 from ft_core.process_group.reconfigurable import Communicator, ReconfigurableProcessGroup
 from ft_core.process_group.rendezvous import Rendezvous, RendezvousStore
-from ft_core.torch_versions import native_or_not, nccl2_available
+from ft_core.process_group.torch_versions import native_or_not, nccl2_available
 from lighthouse.own_address import choose_address
 
 _log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from ft_core.device_memory import DeviceEvent
 from ft_core.errors import ProcessGroupError
+from ft_core.process_group.device_memory import DeviceEvent
 from ft_core.process_group.rendezvous import Rendezvous
 
 _CONNECTED_CHECK_S = 0.001

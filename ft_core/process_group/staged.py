@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.futures import Future
 
-from ft_core.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 from ft_core.errors import ProcessGroupError, UnderCapture
+from ft_core.process_group.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 from ft_core.process_group.work import PlainWork, copy_of, finish_with, outputs_of
 
 PIECE_BYTES = 4 << 20

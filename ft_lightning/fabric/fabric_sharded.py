@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ft_core.collectives.retry import RetryableReducer
+from ft_core.collectives.sharded import RetryableShards
 from ft_core.heal import digest
-from ft_core.sharded import RetryableShards
 from ft_lightning.fabric.fabric_strategy import FTFabricMixin
 from ft_lightning.shared.registration import SHARDED
 from ft_lightning.shared.shard_groups import ShardGroupMixin

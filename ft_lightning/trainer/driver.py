@@ -42,11 +42,11 @@ from torch.distributed import ReduceOp
 
 from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
+from ft_core.collectives.sharded import RetryableShards
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.errors import GroupLeft, QuorumUnavailable
 from ft_core.manager import Manager
 from ft_core.replica.status import Participation
-from ft_core.sharded import RetryableShards
 from ft_lightning.shared.step_collectives import (
     CopyRanks,
     end_step_as_stranger,

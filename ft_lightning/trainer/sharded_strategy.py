@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
+from ft_core.collectives.sharded import RetryableShards
 from ft_core.heal import digest
-from ft_core.sharded import RetryableShards
 from ft_lightning.shared.registration import SHARDED
 from ft_lightning.shared.shard_groups import ShardGroupMixin, make_way
 from ft_lightning.trainer import healing

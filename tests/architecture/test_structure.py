@@ -23,8 +23,6 @@ LAYERS = [
     "ft_core.environment",
     "ft_core.errors",
     "ft_core.telemetry",
-    "ft_core.torch_versions",
-    "ft_core.device_memory",
     "ft_core.replica",
     "ft_core.config",
     "ft_core.launch",
@@ -134,6 +132,12 @@ def test_no_module_name_twice() -> None:
         if module.path.stem not in ("__init__", "__main__", "errors", "config"):
             places[module.path.stem].append(module.name)
     assert not _held("modules", {name for name, where in places.items() if len(where) > 1})
+
+
+def test_the_top_of_the_core_stays_small() -> None:
+    """What a training loop calls, and what all folders need; the rest is in a folder."""
+    top = [m.name for m in modules("ft_core") if not m.is_package and m.name.count(".") == 1]
+    assert len(top) <= 11, top
 
 
 def test_a_short_file_has_a_reason() -> None:

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ft_core.collectives.agreement import exchange_headers
+from ft_core.collectives.sharded import replicate
 from ft_core.ddp import DistributedDataParallel
 from ft_core.diloco.diloco import DiLoCo
 from ft_core.manager import Manager
 from ft_core.optimizer import Optimizer
 from ft_core.process_group import ProcessGroupNCCL
-from ft_core.sharded import replicate
 from lighthouse import LighthouseServer
 from tests.harness.cluster import agreed, lighthouse, replicas
 from tests.harness.copy_double import CopyDouble

@@ -13,7 +13,7 @@ from torch import nn
 
 from ft_core.ddp import DistributedDataParallel, refuse_arguments
 from ft_core.process_group import ProcessGroupGloo, native_reconfigure_available
-from ft_core.torch_versions import OLDEST, native_or_not
+from ft_core.process_group.torch_versions import OLDEST, native_or_not
 from tests.harness.thread_quorum import ThreadQuorum
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,6 @@
 """A device for copies on the CPU: a `CopyDevice` whose streams are queues that may be late.
 
-Its memory is that of the tensors which `place` is given. It holds what `ft_core.device_memory` says:
+Its memory is that of the tensors which `place` is given. It holds what `ft_core.process_group.device_memory` says:
 
 - Nothing that is queued is done before its turn comes in its stream, each copy `delay_s()` late.
 - Pinned memory that a copy is to fill is garbage (`POISON`) from the moment in which it is queued: a read that
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ft_core import device_memory
+from ft_core.process_group import device_memory
 from tests.harness.waiting import PATIENCE_S
 
 POISON = 0x5A

@@ -49,7 +49,7 @@ FRAMEWORKS = {
         "ft_core.manager",
         "ft_core.ddp",
         "ft_core.diloco.diloco",
-        "ft_core.sharded",
+        "ft_core.collectives.sharded",
         "torch.distributed.tensor.parallel",
         "torchmetrics",
         "sklearn.datasets",

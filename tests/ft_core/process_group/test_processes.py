@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ft_core.process_group import ProcessGroupError, ProcessGroupGloo
-from ft_core.torch_versions import native_reconfigure_available
+from ft_core.process_group.torch_versions import native_reconfigure_available
 from tests.ft_core.process_group.members import (
     KIND_NAMES,
     Calls,

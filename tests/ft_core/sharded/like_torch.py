@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ft_core import Manager, Optimizer, ProcessGroupGloo
-from ft_core.sharded import replicate
+from ft_core.collectives.sharded import replicate
 from tests.ft_core.sharded.model import Transformer
 
 STEPS = 4

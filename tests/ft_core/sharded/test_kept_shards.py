@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ft_core import sharded
+from ft_core.collectives import sharded
 from ft_core.collectives.retry import RetryableReducer
-from ft_core.sharded import RetryableShards
+from ft_core.collectives.sharded import RetryableShards
 from ft_core.step import StartedReduce
 from tests.ft_core.collectives.test_retry import (
     DATA,

@@ -39,19 +39,16 @@ from torch.distributed.tensor import DTensor
 from ft_core.collectives.allreduce import average, check_devices
 from ft_core.collectives.retry import OptionalParameters, RetryableReducer
 from ft_core.heal.shardings import local_part
-from ft_core.manager import Manager
-from ft_core.step import StartedReduce
+from ft_core.step import ShardManager, StartedReduce, new_part
 
 _DIVIDED_AFTER = (torch.float32, torch.bfloat16)
 """No sum of a few gradients overflows in these."""
 BUCKET_BYTES = 25 * 1024 * 1024
 """As torch's DDP has it: one collective for each small tensor would cost more than its transfer."""
 
-_numbers: weakref.WeakKeyDictionary[Manager, int] = weakref.WeakKeyDictionary()
-
 
 def replicate(
-    model: nn.Module, manager: Manager, *, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
+    model: nn.Module, manager: ShardManager, *, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
 ) -> nn.Module:
     """Average the gradients of a `fully_shard`ed model over the replica groups; returns `model`.
 
@@ -63,7 +60,7 @@ def replicate(
     Args:
         model: holds one or several modules to which `fully_shard` was applied, and no other
             parameters that are trained. A group's device mesh may have any dimensions.
-        manager: of this rank, with `ranks_hold="shards"`.
+        manager: the `Manager` of this rank, with `ranks_hold="shards"`.
         reduce_op: AVG; or SUM, for a loss that is divided by a constant for all groups together. FSDP's
             own divisor (`set_gradient_divide_factor`) concerns the ranks of a group.
 
@@ -83,9 +80,7 @@ def replicate(
 
     for module in sharded:
         module.set_all_reduce_hook(hook)
-    number = _numbers.get(manager, 0)
-    _numbers[manager] = number + 1
-    key = "sharded" if number == 0 else f"sharded.{number}"
+    key = new_part(manager, "sharded")
     manager.register_schema(key, describe_shards(model))
     me = weakref.ref(model)
 
@@ -97,7 +92,7 @@ def replicate(
     return model
 
 
-def _average(manager: Manager, gradient: Tensor, op: ReduceOp.RedOpType) -> None:
+def _average(manager: ShardManager, gradient: Tensor, op: ReduceOp.RedOpType) -> None:
     """Reduce one gradient in place, on the current stream. Fails the step, and raises nothing."""
     step = manager.step
     # Gloo's means are divided sums: with three groups the last bits differ from those of scaled parts.
