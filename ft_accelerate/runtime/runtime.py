@@ -43,8 +43,9 @@ from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.environment import SHARED_JOB, ReplicaEnv
 from ft_core.errors import GroupBroken, QuorumUnavailable
 from ft_core.launch.board import slot
-from ft_core.launch.sigterm import Sigterm
-from ft_core.launch.supervisor import OVER_EXIT_CODE, age_s, die_with, say
+from ft_core.launch.ending import Sigterm
+from ft_core.launch.restarts import OVER_EXIT_CODE
+from ft_core.launch.supervisor import age_s, die_with, say
 from ft_core.manager import Manager
 from ft_core.telemetry import JsonlSink
 from lighthouse.errors import TrainingOver

@@ -31,9 +31,9 @@ from ft_core.environment import ReplicaEnv
 from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.heal import digest
 from ft_core.launch.board import slot
+from ft_core.launch.ending import SIGTERM_EXIT_CODE
 from ft_core.launch.narrator import Narrator
-from ft_core.launch.rank_group import BROKEN_EXIT_CODE
-from ft_core.launch.sigterm import EXIT_CODE
+from ft_core.launch.restarts import BROKEN_EXIT_CODE
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_core.replica.status import Participation, RanksHold
@@ -201,7 +201,7 @@ def ended_with_its_group() -> Iterator[None]:
 
     The launcher starts the group again. Nothing that the script would do on its way out could work:
     its files belong to the main process, and its peers are gone. If the other was told to end by
-    SIGTERM, this one ends in the same way (`ft_core.launch.sigterm`).
+    SIGTERM, this one ends in the same way (`ft_core.launch.ending`).
     """
     try:
         yield
@@ -212,7 +212,7 @@ def ended_with_its_group() -> Iterator[None]:
 def end_with_group(error: GroupBroken) -> NoReturn:
     """What `ended_with_its_group` does, for an `except` on the way of each step."""
     if isinstance(error, GroupLeft):
-        raise SystemExit(EXIT_CODE) from error
+        raise SystemExit(SIGTERM_EXIT_CODE) from error
     print(f"ft_accelerate: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(BROKEN_EXIT_CODE)

@@ -21,15 +21,13 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from ft_core.launch.board import DUMP_SIGNAL, inherited
-from ft_core.launch.sigterm import EXIT_CODE
+from ft_core.launch.ending import SIGTERM_EXIT_CODE
+from ft_core.launch.restarts import BROKEN_EXIT_CODE
 from ft_core.launch.supervisor import die_with, take
 from ft_core.launch.warm.replacement import spawn
 
 STOP_TIMEOUT_S = 20.0
 """Less than the supervisor's, after which it kills this process and so the ranks."""
-
-BROKEN_EXIT_CODE = 75
-"""Exit code of a rank whose replica group has lost another rank (EX_TEMPFAIL: try again)."""
 
 
 def group_command(command: Sequence[str], size: int, *, parent_env: str) -> list[str]:
@@ -117,7 +115,7 @@ def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> i
         code = take(ended)
         if code and not failure:
             failure = code
-            if code == EXIT_CODE:
+            if code == SIGTERM_EXIT_CODE:
                 kill_later()
             else:
                 send_all(signal.SIGKILL)

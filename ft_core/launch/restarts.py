@@ -21,6 +21,10 @@ EXTERNAL_SIGNALS = frozenset({1, 2, 3, 9, 14, 15})
 """HUP, INT, QUIT, KILL, ALRM, TERM: sent by another process, so that they say nothing of the script."""
 AWAY_EXIT_CODE = 69
 """Of a process for which no lighthouse answers."""
+BROKEN_EXIT_CODE = 75
+"""Of a rank whose replica group has lost another rank (EX_TEMPFAIL: try again)."""
+OVER_EXIT_CODE = 79
+"""Of a process that comes back after the training has ended: nothing is left to do."""
 REMEMBERED = 256
 """Deaths of a group."""
 

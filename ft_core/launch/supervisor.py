@@ -30,7 +30,15 @@ from typing import Any, TypeVar
 from ft_core.launch import kept_files
 from ft_core.launch.board import DUMP_SIGNAL, Board
 from ft_core.launch.keeping import Keeping
-from ft_core.launch.restarts import REMEMBERED, Again, Death, GiveUp, History, RestartPolicy
+from ft_core.launch.restarts import (
+    OVER_EXIT_CODE,
+    REMEMBERED,
+    Again,
+    Death,
+    GiveUp,
+    History,
+    RestartPolicy,
+)
 from ft_core.launch.warm.starter import WarmStarter
 
 STOP_TIMEOUT_S = 30.0
@@ -39,8 +47,6 @@ DUMP_S = 1.0
 SIGNAL_LOOK_S = 1.0
 """No wait lasts longer, as in `lighthouse.keeper`, which is not imported here: this is imported with torch."""
 TELL_AGAIN_S, TELL_TIMEOUT_S = 0.5, 5.0
-OVER_EXIT_CODE = 79
-"""Exit code of a process that comes back after the training has ended: nothing is left to do."""
 _PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.errors import GroupLeft
-from ft_core.launch.sigterm import Sigterm
+from ft_core.launch.ending import Sigterm
 from ft_core.replica.status import Participation
 from ft_lightning.fabric.fabric_agreements import FabricAgreementsMixin
 from ft_lightning.fabric.loop_position import LoaderPlace, Progress, Where, Window

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from ft_core.launch import board
+from ft_core.launch.ending import Sigterm
 from ft_core.launch.import_hook import newer_than_tested
-from ft_core.launch.sigterm import Sigterm
 from ft_core.launch.supervisor import say
 from ft_lightning.shared.registration import DESCRIPTION, NAME
 from ft_lightning.shared.step_collectives import CopyRanks, operation, refuse_gradients

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_core.launch.supervisor import OVER_EXIT_CODE
+from ft_core.launch.restarts import OVER_EXIT_CODE
 from tests.ft_accelerate.harness import compare, running
 
 pytestmark = pytest.mark.process

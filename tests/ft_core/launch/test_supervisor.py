@@ -18,9 +18,9 @@ import pytest
 import zmq
 
 from ft_core.launch.board import Board
-from ft_core.launch.rank_group import BROKEN_EXIT_CODE, group_command
-from ft_core.launch.restarts import RestartPolicy
-from ft_core.launch.supervisor import DUMP_S, OVER_EXIT_CODE, Child, Roster, take
+from ft_core.launch.rank_group import group_command
+from ft_core.launch.restarts import BROKEN_EXIT_CODE, OVER_EXIT_CODE, RestartPolicy
+from ft_core.launch.supervisor import DUMP_S, Child, Roster, take
 from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.server import LighthouseServer
 from tests.harness.waiting import PATIENCE_S, gone, until

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from ft_core.launch.restarts import AWAY_EXIT_CODE
-from ft_core.launch.supervisor import OVER_EXIT_CODE
+from ft_core.launch.restarts import AWAY_EXIT_CODE, OVER_EXIT_CODE
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import Run, compare, running
 from tests.harness import workers

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import ft_lightning
-from ft_core.launch.rank_group import BROKEN_EXIT_CODE, free_port
+from ft_core.launch.rank_group import free_port
+from ft_core.launch.restarts import BROKEN_EXIT_CODE
 from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import Line, Run, compare, running
 from tests.harness.waiting import gone, until

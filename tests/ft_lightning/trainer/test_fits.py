@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.launch.supervisor import OVER_EXIT_CODE
+from ft_core.launch.restarts import OVER_EXIT_CODE
 from tests.ft_lightning.harness import ASKS, running
 from tests.harness import workers
 from tests.harness.script import digest
