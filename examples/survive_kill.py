@@ -28,8 +28,7 @@ from typing import Any
 from live_view import View, names_in, summary_table
 from run_record import faults_of, summarize
 
-from ft_core.launch.run_record import Life, Run
-from ft_core.launch.timeline import draw
+from ft_core.launch.run_record import Life, Run, draw
 from ft_core.launch.warm.starter import warm_starts
 from lighthouse import LighthouseConfig, LighthouseServer
 from lighthouse.config import Timeouts

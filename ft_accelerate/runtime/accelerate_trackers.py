@@ -31,8 +31,8 @@ from accelerate.tracking import GeneralTracker
 from ft_accelerate.runtime.process import while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.succession import go_on_here
-from ft_core.launch import stored_runs
-from ft_core.launch.opening import Opening
+from ft_core.launch import trackers
+from ft_core.launch.trackers import Opening
 
 log = logging.getLogger("ft_accelerate")
 
@@ -61,7 +61,7 @@ class NextTrackers:
         self._behind = not begun
         """Whether another process may have written since this one has."""
         if not begun:
-            stored_runs.prepare(map(_name_of, accelerator.log_with))
+            trackers.prepare(map(_name_of, accelerator.log_with))
 
     def log(self, write: Callable[[], None], values: Any, step: int | None) -> None:
         """The script logs a row, which `write` does."""
@@ -144,13 +144,13 @@ def _has_config(tracker: Any) -> bool:
 def _stored_by(tracker: Any) -> dict[str, int] | None:
     """The last step of each name that a tracker has stored; None: it can't be asked."""
     if tracker.name == "tensorboard":
-        return stored_runs.tensorboard_steps(tracker.logging_dir)
+        return trackers.tensorboard_steps(tracker.logging_dir)
     if tracker.name == "wandb":
-        return stored_runs.wandb_steps(tracker.run, "_step")
+        return trackers.wandb_steps(tracker.run, "_step")
     if tracker.name == "mlflow":
         import mlflow
 
-        return stored_runs.mlflow_steps(mlflow.MlflowClient(), tracker.active_run.info.run_id)
+        return trackers.mlflow_steps(mlflow.MlflowClient(), tracker.active_run.info.run_id)
     return None
 
 

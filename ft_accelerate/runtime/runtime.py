@@ -31,13 +31,12 @@ from ft_accelerate.runtime import peer_state as states
 from ft_accelerate.runtime.catch_up import CatchUp
 from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
 from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
-from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership
+from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, TrackerRuns
 from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel
 from ft_accelerate.runtime.prepared import Prepared, freeze, thaw
 from ft_accelerate.runtime.saved_position import SavedPosition
 from ft_accelerate.runtime.script_position import EARLY, LATER, Iteration, Phase, ScriptPosition
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
-from ft_accelerate.runtime.tracker_runs import TrackerRuns
 from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
 from ft_core.environment import SHARED_JOB, ReplicaEnv

@@ -13,7 +13,7 @@ trackers do it in a thread of its own, where the events that come meanwhile wait
 again, from Trainer's history, what the tracker lacks. Callbacks of others run in the loop's thread.
 
 Accelerate's own trackers are in `accelerate_trackers`. Those that name their runs (wandb, MLflow)
-continue that of the main process before (`tracker_runs`). A tracker that cannot be set up here is left
+continue that of the main process before (`leadership.TrackerRuns`). A tracker that cannot be set up here is left
 out, and the log says so: it must not end a training that has survived the loss of a machine.
 """
 
@@ -35,9 +35,9 @@ from ft_accelerate import seams
 from ft_accelerate.runtime.process import while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.seams import Seam
-from ft_core.launch import stored_runs
+from ft_core.launch import trackers
 from ft_core.launch.import_hook import when_imported
-from ft_core.launch.opening import Opening
+from ft_core.launch.trackers import Opening
 
 log = logging.getLogger("ft_accelerate")
 
@@ -127,7 +127,7 @@ class OwedHooks:
                     if before.get(name, _MISSING) is not value
                 }
                 self._owed.append(_Owed(event, callback, changed))
-                stored_runs.prepare([_tracker_of(callback)])
+                trackers.prepare([_tracker_of(callback)])
         return control
 
     def _pay(
@@ -260,11 +260,11 @@ def _stored_by(callback: Any) -> dict[str, int] | None:
         import mlflow
 
         run = mlflow.active_run()
-        return run and stored_runs.mlflow_steps(mlflow.MlflowClient(), run.info.run_id)
+        return run and trackers.mlflow_steps(mlflow.MlflowClient(), run.info.run_id)
     if tracker == "tensorboard" and callback.tb_writer is not None:
-        found = stored_runs.tensorboard_steps(callback.tb_writer.log_dir)
+        found = trackers.tensorboard_steps(callback.tb_writer.log_dir)
     elif tracker == "wandb" and callback._wandb.run is not None:
-        found = stored_runs.wandb_steps(callback._wandb.run, "train/global_step")
+        found = trackers.wandb_steps(callback._wandb.run, "train/global_step")
     if found is None:
         return None
     from transformers.integrations.integration_utils import rewrite_logs

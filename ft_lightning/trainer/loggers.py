@@ -12,7 +12,7 @@
 The first leader opens its loggers as under stock `ddp`: in the loop's thread, where an error ends the
 fit. When leadership moves, all others would wait for that. So the next leader opens them in a thread
 of its own, and its calls wait in order. It first asks the store how far the dead leader had come
-(`tracker_stores`), and writes what is missing from the rows that it has kept.
+(`_last_steps`), and writes what is missing from the rows that it has kept.
 
 All write to one place: a version of a directory, or a run that is continued. Which one that is the
 leader says with the commit of a step, once in each quorum; and it is part of the state that heals.
@@ -20,9 +20,11 @@ leader says with the commit of a step, once in each quorum; and it is part of th
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 import os
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +32,9 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from ft_core.launch.opening import Opening
+from ft_core.launch import trackers
+from ft_core.launch.trackers import Opening
 from ft_lightning.trainer.batches import adopt, adopted, release
-from ft_lightning.trainer.tracker_stores import kind_of, last_steps, prepare, stored_name
 
 log = logging.getLogger("ft_lightning")
 
@@ -140,7 +142,7 @@ class Relay:
                 return None
             args, kwargs = (missing, row[1]), {}
         writes = name == "save" and self.part is not Part.FOLLOWS
-        if not writes or kind_of(self.logger) != "CSVLogger":
+        if not writes or _kind_of(self.logger) != "CSVLogger":
             return getattr(self._cls, name)(self.logger, *args, **kwargs)
         path = metrics_path(self.logger)
         if size_of(path) != self._written:  # another leader may have added columns
@@ -154,9 +156,9 @@ class Relay:
         """What the store has not of a row."""
         assert self._last is not None
         known = self._last
-        names = {name: stored_name(self.logger, name) for name in metrics}
+        names = {name: _stored_name(self.logger, name) for name in metrics}
         new = [n for n in metrics if (step or 0) > known.get(names[n], -1)]
-        if kind_of(self.logger) == "CSVLogger" and any(name != "epoch" for name in new):
+        if _kind_of(self.logger) == "CSVLogger" and any(name != "epoch" for name in new):
             return dict(metrics)  # a row is one line
         return {name: metrics[name] for name in new}
 
@@ -164,7 +166,7 @@ class Relay:
 
     def follow(self) -> None:
         """Another process writes."""
-        if self._writes() and kind_of(self.logger) in ("CSVLogger", "TensorBoardLogger"):
+        if self._writes() and _kind_of(self.logger) in ("CSVLogger", "TensorBoardLogger"):
             # Others write to its files: they are opened anew if this process leads again.
             close = getattr(getattr(self.logger, "_experiment", None), "close", None)
             if close is not None:
@@ -187,7 +189,7 @@ class Relay:
         keep_metrics(self.logger)
         if hasattr(self._cls, "experiment"):
             _ = self.logger.experiment
-        self._last = last_steps(self.logger)
+        self._last = _last_steps(self.logger)
         while self._rows and self._last is not None:
             self._call("log_metrics", self._rows.popleft(), {})
         self._rows.clear()
@@ -211,7 +213,7 @@ class Relay:
         if writes and hasattr(self._cls, "save"):
             self._call("save", (), {})
         experiment = getattr(self.logger, "_experiment", None)
-        if writes and kind_of(self.logger) == "WandbLogger" and experiment:
+        if writes and _kind_of(self.logger) == "WandbLogger" and experiment:
             experiment.finish()
         self.part = Part.LEFT
 
@@ -244,7 +246,7 @@ class Loggers:
         try:
             for logger in trainer.loggers:
                 self._relays.append(Relay(logger, dummy, still_leads))
-                prepare(logger)
+                trackers.prepare([_TRACKERS.get(_kind_of(logger), "")])
         except TypeError:
             self.end()
             raise
@@ -366,3 +368,50 @@ def released(trainer: Any) -> None:
     for logger in trainer.loggers:
         if adopted(logger):
             release(logger)
+
+
+_TRACKERS = {
+    "TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "MLFlowLogger": "mlflow",
+}  # fmt: skip
+
+
+def _kind_of(logger: Any) -> str:
+    """The class of Lightning's that this logger is one of; "": another one, of which nothing is known."""
+    known = ("CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger")
+    return next((cls.__name__ for cls in type(logger).__mro__ if cls.__name__ in known), "")
+
+
+def _last_steps(logger: Any) -> dict[str, int] | None:
+    """The last step of each metric in the store of an open logger; None: it can't be asked. Any thread.
+
+    A logger writes in the order of steps, and may hold rows back in memory. So what is missing of a
+    metric is what follows its last step in the store.
+    """
+    kind = _kind_of(logger)
+    if kind == "CSVLogger":
+        return _in_csv(os.path.join(logger.log_dir, "metrics.csv"))
+    if kind == "TensorBoardLogger":
+        return trackers.tensorboard_steps(logger.log_dir)
+    if kind == "WandbLogger":
+        return trackers.wandb_steps(logger.experiment, "trainer/global_step")
+    if kind == "MLFlowLogger":
+        return trackers.mlflow_steps(logger.experiment, logger.run_id)
+    return None
+
+
+def _stored_name(logger: Any, name: str) -> str:
+    """The name under which the store has this metric."""
+    prefix = getattr(logger, "_prefix", "")
+    if prefix:
+        name = f"{prefix}{logger.LOGGER_JOIN_CHAR}{name}"
+    return re.sub("[^a-zA-Z0-9_/. -]+", "", name) if _kind_of(logger) == "MLFlowLogger" else name
+
+
+def _in_csv(path: str) -> dict[str, int]:
+    last: dict[str, int] = {}
+    with contextlib.suppress(FileNotFoundError), open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                if value:
+                    last[name] = int(row["step"])
+    return last

@@ -212,7 +212,7 @@ class TimelineMixin(_Base):
             self._sink = None
 
     def _draw(self, folder: Path) -> None:
-        from ft_core.launch.timeline import draw
+        from ft_core.launch.run_record import draw
 
         try:
             draw(read_run(folder), folder / self._filename)

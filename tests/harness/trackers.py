@@ -31,7 +31,7 @@ def in_tensorboard(folder: Path, metric: str) -> list[int]:
 
 def in_wandb(folder: Path, metric: str, step: str = "trainer/global_step") -> list[int]:
     """`folder` has the processes' files: of one run, and each row has a number of its own."""
-    from ft_core.launch.stored_runs import rows_of
+    from ft_core.launch.trackers import rows_of
 
     paths = sorted(folder.glob("wandb/*-run-*/run-*.wandb"))
     assert len({path.name for path in paths}) == 1, paths

@@ -23,10 +23,10 @@ from transformers import ProgressCallback, TrainerCallback, TrainerState, Traini
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl
 
 from ft_accelerate.runtime.accelerate_trackers import NextTrackers, StandIn
+from ft_accelerate.runtime.leadership import TrackerRuns
 from ft_accelerate.runtime.succession import INTEGRATIONS, OwedHooks
-from ft_accelerate.runtime.tracker_runs import TrackerRuns
-from ft_core.launch import stored_runs
-from ft_core.launch.opening import Opening
+from ft_core.launch import trackers
+from ft_core.launch.trackers import Opening
 from tests.harness.trackers import in_mlflow, in_tensorboard, make_mlflow
 from tests.harness.waiting import PATIENCE_S
 
@@ -301,7 +301,7 @@ def test_a_main_process_that_was_stopped_writes_no_row_until_it_is_it_again() ->
 def test_what_a_next_main_process_opens_is_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to be looked up as WANDB, and imported beside the training, which waited."""
     names: list[str] = []
-    monkeypatch.setattr(stored_runs, "prepare", names.extend)
+    monkeypatch.setattr(trackers, "prepare", names.extend)
     accelerator = Accelerator(cpu=True)
     accelerator.log_with = [LoggerType.WANDB, Rows()]
     Script(accelerator)

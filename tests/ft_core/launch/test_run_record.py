@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_core.launch.run_record import Life, Run, gap_around
-from ft_core.launch.timeline import draw
+from ft_core.launch.run_record import Life, Run, draw, gap_around
 
 
 def run_with_commits_at(*times: float) -> Run:

@@ -1,4 +1,5 @@
-"""What a tracker has stored of a run, for a process that continues the run of one that died.
+"""Trackers of a process that has just become the leader: they are opened beside the training, and asked
+how far the leader before had come.
 
 MLflow is asked for it, and TensorBoard's files are read. wandb writes a run's records to a local file,
 in blocks: what a process had not written when it was killed is lost. Offline that file is all there
@@ -11,7 +12,9 @@ import contextlib
 import importlib
 import json
 import struct
-from collections.abc import Iterable, Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +110,67 @@ def _records(data: bytes) -> Iterator[bytes]:
         at += size
         if kind in (FULL, LAST):
             yield record
+
+
+class Opening:
+    """Opens something in a thread of its own, which ends when that is open and no call waits.
+
+    It may take seconds until a tracker is there, and all others would wait for that in their next step.
+    Calls to it wait meanwhile, and are done in order.
+
+    `call` and `wait` from one thread.
+
+    Args:
+        name: of the thread.
+        opens: opens it.
+        failed: called in that thread with what `opens`, or a call that has waited, has raised. The
+            calls that wait are dropped then.
+    """
+
+    def __init__(
+        self, name: str, opens: Callable[[], None], failed: Callable[[Exception], None]
+    ) -> None:
+        self._opens, self._failed = opens, failed
+        self._later: deque[Callable[[], object]] = deque()
+        self._lock = threading.Lock()
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        """Whether it is open, or has failed, and no call waits any more."""
+        return self._over
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the thread that opens it."""
+        return threading.current_thread() is self._thread
+
+    def call(self, function: Callable[[], object]) -> bool:
+        """Call `function` in that thread when its turn comes. False: it is `over`, and nothing is called."""
+        with self._lock:
+            if not self._over:
+                self._later.append(function)
+            return not self._over
+
+    def wait(self) -> None:
+        """Until it is `over`. In that thread itself: not at all."""
+        if not self.here:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._opens()
+            while (function := self._next()) is not None:
+                function()
+        except Exception as error:  # a tracker's own errors are of any kind
+            with self._lock:
+                self._later.clear()
+                self._over = True
+            self._failed(error)
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._lock:
+            self._over = not self._later
+            return self._later.popleft() if self._later else None
