@@ -124,8 +124,7 @@ class Replica:
         import torch
 
         from ft_core import Manager, ProcessGroupGloo
-        from ft_core.diloco.diloco import DiLoCo
-        from ft_core.diloco.local_sgd import LocalSGD
+        from ft_core.diloco.diloco import DiLoCo, LocalSGD
 
         model, optimizer = self.build()
         address = Link.addresses[self.rank]

@@ -106,8 +106,7 @@ class Replica:
         import torch
 
         from ft_core import Manager, ProcessGroupGloo
-        from ft_core.diloco.diloco import DiLoCo
-        from ft_core.diloco.local_sgd import LocalSGD
+        from ft_core.diloco.diloco import DiLoCo, LocalSGD
 
         algorithm = self.algorithm
         manager = Manager(

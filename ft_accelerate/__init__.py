@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ft_accelerate.install import FaultToleranceKwargs
     from ft_accelerate.options import FaultTolerancePlugin
-    from ft_accelerate.runtime.epochs import epochs
+    from ft_accelerate.runtime.loaders import epochs
     from ft_accelerate.runtime.periodic import DiLoCo, LocalSGD
 
 _HOMES = {
@@ -26,7 +26,7 @@ _HOMES = {
     "FaultToleranceKwargs": "ft_accelerate.install",
     "FaultTolerancePlugin": "ft_accelerate.options",
     "LocalSGD": "ft_accelerate.runtime.periodic",
-    "epochs": "ft_accelerate.runtime.epochs",
+    "epochs": "ft_accelerate.runtime.loaders",
 }
 
 __all__ = ["DiLoCo", "FaultToleranceKwargs", "FaultTolerancePlugin", "LocalSGD", "epochs"]

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from ft_core.collectives.sharded import replicate
     from ft_core.data import DistributedSampler
     from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
-    from ft_core.diloco.diloco import DiLoCo
-    from ft_core.diloco.local_sgd import LocalSGD
+    from ft_core.diloco.diloco import DiLoCo, LocalSGD
     from ft_core.errors import (
         FaultToleranceError,
         GroupBroken,
@@ -51,7 +50,7 @@ _HOMES = {
     "FaultToleranceError": "ft_core.errors",
     "GroupBroken": "ft_core.errors",
     "GroupLeft": "ft_core.errors",
-    "LocalSGD": "ft_core.diloco.local_sgd",
+    "LocalSGD": "ft_core.diloco.diloco",
     "ManagedProcessGroup": "ft_core.process_group",
     "Manager": "ft_core.manager",
     "Optimizer": "ft_core.optimizer",

@@ -23,9 +23,8 @@ from torch import Tensor
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime.checked_collectives import CheckedCollectives, Kind, present
 from ft_accelerate.runtime.runtime import Runtime
-from ft_core.diloco.diloco import OuterOptimizerStep, nesterov
+from ft_core.diloco.diloco import OuterOptimizerStep, ParameterMean, nesterov
 from ft_core.diloco.fragments import DEFAULT_BUCKET_BYTES, Fragment, FragmentSpec, describe, split
-from ft_core.diloco.local_sgd import ParameterMean
 from ft_core.diloco.outer_step import OuterReduce, OuterStep
 from ft_core.diloco.schedule import Schedule, ScheduleEvent
 

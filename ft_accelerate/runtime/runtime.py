@@ -24,18 +24,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ft_accelerate.options import FaultTolerancePlugin, Supervision
 from ft_accelerate.runtime import peer_state as states
-from ft_accelerate.runtime.catch_up import CatchUp
 from ft_accelerate.runtime.checked_collectives import Attempt, CheckedCollectives, Diverged, Kind
 from ft_accelerate.runtime.divided_data import DRIFTING, LATE_SHARE, DividedData
 from ft_accelerate.runtime.leadership import NO_QUORUM, Leadership, TrackerRuns
 from ft_accelerate.runtime.models import UNUSED_HINT, FaultTolerantModel
 from ft_accelerate.runtime.prepared import Prepared, freeze, thaw
 from ft_accelerate.runtime.saved_position import SavedPosition
-from ft_accelerate.runtime.script_position import EARLY, LATER, Iteration, Phase, ScriptPosition
+from ft_accelerate.runtime.script_position import (
+    EARLY,
+    LATER,
+    CatchUp,
+    Iteration,
+    Phase,
+    ScriptPosition,
+)
 from ft_accelerate.runtime.startup import GroupRanks, StartupCollectives, end_with_group
 from ft_core.collectives.agreement import agree
 from ft_core.collectives.retry import RetryableReducer, RetryHooks
@@ -598,7 +604,9 @@ class Runtime:
         if self.position.target is not None and self._healed is not None:
             return self._healed  # this script is on its way there, and so are parts of its state
         state = states.dump(self.prepared.accelerators, self.position.describe(self._at))
-        return tree_map(_copied, state) if self.serve_copies else state
+        if self.serve_copies:
+            state = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), state)
+        return state
 
     def _load(self, state: dict[str, Any]) -> None:
         """Take a peer's state, and set out for its place. Called inside `start_quorum`."""
@@ -610,10 +618,8 @@ class Runtime:
         self.position.relocate(target)
         if self.position.remembers:
             freeze(self.prepared.registered)
-        log.info(
-            "healed; the others are in pass %s over the loaders, batch %s",
-            *(target.window or (0, 0)),
-        )
+        window = target.window or (0, 0)
+        log.info("healed; the others are in pass %s over the loaders, batch %s", *window)
 
     def _can_be_kept(self) -> bool:
         return self.live and not self.position.pending and not self.serve_copies
@@ -692,7 +698,3 @@ class Runtime:
         self._leave_for_good(finished=finished)
         if self._sink is not None:
             self._sink.close()
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

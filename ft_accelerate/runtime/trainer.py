@@ -3,7 +3,7 @@
 Trainer's loop is a loop over Accelerate's objects, and is protected like any other (`install`). The
 rest is here; `SEAMS` is put in place when a script imports `transformers.trainer`. Trainer's state
 heals, so that logs and decisions are the peers'. A process that comes back enters the loop where they
-are (`trainer_entry`), or runs there fast-forward. On that way it leaves out the callbacks' events on
+are, or runs there fast-forward. On that way it leaves out the callbacks' events on
 results, writes no state of random numbers, and knows from its peers which step was the best.
 
 *Checkpoints are whole or absent.* Trainer writes a checkpoint's files under its final name one after
@@ -18,6 +18,18 @@ checkpoint themselves, find a newer one when they are started again. They would 
 there, while their peers count from the one that *they* started with. So each start is noted in the
 output folder, and a process that finds others in training starts where the note says.
 
+*A process that comes back enters the loop.* Trainer can begin in the middle: when it resumes from a
+checkpoint it starts with the epoch of the checkpoint, and its sampler skips the batches that were read. A
+process that comes back does the same. It joins and heals with the first batch that it asks for. That
+ends the loop over the epoch (`Elsewhere`), epochs that are over are passed over, and in the peers' epoch
+Trainer is told that so many batches were trained. What this costs does not grow with the training, but
+for the indices that the sampler skips within one epoch. Callbacks see what they see in a Trainer that
+resumes: `on_train_begin`, then the peers' epoch.
+
+Some loops can't be entered so, and are run through fast-forward: data that is not read by index, a
+loader with a state of its own (torchdata), `ignore_data_skip`, and trainers that prepare their inputs
+themselves, as those of reinforcement learning do, which count steps on their own.
+
 *FSDP.* The processes of a group share a model, and write and read a checkpoint together, as under
 `save_state`.
 
@@ -30,6 +42,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import logging
 import os
@@ -42,13 +55,15 @@ from typing import Any
 
 from ft_accelerate import seams
 from ft_accelerate.options import is_enabled
-from ft_accelerate.runtime import group_shards, trainer_entry
+from ft_accelerate.runtime import group_shards
 from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
+from ft_accelerate.runtime.divided_data import skips_by_index
 from ft_accelerate.runtime.prepared import FollowsTheScript
 from ft_accelerate.runtime.process import unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
+from ft_accelerate.runtime.script_position import Elsewhere, ScriptPosition
 from ft_accelerate.runtime.succession import owed_hooks
 from ft_accelerate.seams import Seam
 from ft_core.environment import SHARED_JOB
@@ -75,7 +90,7 @@ def watch() -> None:
 def _on_trainer(module: ModuleType) -> None:
     try:
         seams.put(SEAMS, KNOWN)
-        trainer_entry.watch()
+        _watch_entry()
     except RuntimeError as error:
         if processes.active() is not None or is_enabled():
             raise SystemExit(f"ft_accelerate: {error}") from None
@@ -158,7 +173,7 @@ def _call_event(
     runtime: Runtime, original: Any, self: Any, event: str, args: Any, state: Any, control: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    if (event in RESULTS and not runtime.live) or trainer_entry.passes_over(self):
+    if (event in RESULTS and not runtime.live) or self in _passing:
         return control
     state.is_world_process_zero = state.is_local_process_zero = runtime.leader
     return owed_hooks(self).call(runtime, original, self, event, args, state, control, **kwargs)
@@ -453,4 +468,91 @@ SEAMS = (
     Seam("transformers.trainer_callback", "ExportableState.state", ("self",)),
     Seam("transformers.training_args", "TrainingArguments.should_save", (), _is_leader),
     Seam("transformers.training_args", "TrainingArguments.should_log", (), _is_leader),
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- entering the loop
+
+NO_FILES = os.devnull
+"""The checkpoint from which a process that comes back "resumes": all is healed, nothing is read."""
+
+_passing: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Callback handlers of Trainers whose next epoch is over: their callbacks hear nothing."""
+
+
+def _watch_entry() -> None:
+    """Put `ENTRY_SEAMS` in place, where this version of transformers runs an epoch in a method of its own."""
+    if not any(seam.moved() for seam in ENTRY_SEAMS):
+        seams.put(ENTRY_SEAMS, "another transformers")
+
+
+@while_active
+def _run_epoch(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    if not _can_be_entered(self, given["train_dataloader"]):
+        original(**given)
+        return
+    position, epoch = runtime.position, given["epoch"]
+    steps = self.state.global_step
+    if epoch == given["epochs_trained"] and given["resume_from_checkpoint"] is not None:
+        steps -= _updates(self, given["steps_trained_in_current_epoch"])
+    _passing.discard(self.callback_handler)
+    try:
+        while not _done(self, position, given, steps):
+            try:
+                original(**given)
+                return
+            except Elsewhere:
+                continue
+    finally:
+        position.leaves = None
+
+
+def _done(trainer: Any, position: ScriptPosition, given: dict[str, Any], steps: int) -> bool:
+    """Before an epoch: whether the peers are in a later one. If they are in this one, `given` has
+    Trainer enter it where they are.
+
+    `steps`: before the epoch, where this process has trained from the beginning.
+    """
+    epoch, position.leaves = given["epoch"], position.iterations
+    entry = position.entry
+    if entry is not None and entry.number >= epoch:
+        batches = position.enter(entry)
+        (steps,) = entry.counts
+        trainer.state.global_step = steps + _updates(trainer, batches)
+        if entry.number > epoch:
+            if entry.number > epoch + 1:
+                _passing.add(trainer.callback_handler)
+            return True
+        position.leaves = entry.first_pass
+        given["epochs_trained"], given["resume_from_checkpoint"] = epoch, NO_FILES
+        given["steps_trained_in_current_epoch"] = batches
+    position.begin_epoch(epoch, steps)
+    return False
+
+
+def _updates(trainer: Any, batches: int) -> int:
+    return batches // int(trainer.args.gradient_accumulation_steps)
+
+
+def _can_be_entered(trainer: Any, loader: Any) -> bool:
+    from transformers import Trainer
+
+    return (
+        not trainer.args.ignore_data_skip
+        and type(trainer)._prepare_inputs is Trainer._prepare_inputs
+        and skips_by_index(loader)
+    )
+
+
+ENTRY_SEAMS = (
+    Seam(
+        "transformers.trainer", "Trainer._run_epoch",
+        (
+            "self", "epoch", "train_dataloader", "resume_from_checkpoint", "epochs_trained",
+            "steps_trained_in_current_epoch",
+        ),
+        _run_epoch,
+    ),
+    Seam("transformers.trainer", "Trainer._prepare_inputs", ("self",)),
 )  # fmt: skip

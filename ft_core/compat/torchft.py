@@ -34,9 +34,9 @@ from torch.futures import Future
 
 import ft_core
 from ft_core import process_group
+from ft_core.diloco.diloco import extract_local_tensor
 from ft_core.diloco.fragments import DEFAULT_BUCKET_BYTES
 from ft_core.diloco.global_state import drifting, without
-from ft_core.diloco.local_sgd import extract_local_tensor
 from ft_core.environment import torchft_settings
 from ft_core.errors import OutsideStep
 from ft_core.process_group.work import completed

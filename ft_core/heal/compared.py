@@ -3,7 +3,7 @@
 Members at an equal version hold equal parameters. A bit that flips in one member's memory, a loop that
 has changed them, or a heal that has not restored them all breaks this silently, and for ever. So a vote
 carries a digest of a slice of the parameters, which the lighthouse compares
-(`lighthouse.machine.comparison`). Each slice has its turn; together they cover every byte.
+(`lighthouse.machine.ballot`). Each slice has its turn; together they cover every byte.
 
 Compared is what is registered: parameters, as they are after the last update, since the next one waits
 for the vote. Not compared are buffers, which a forward may change at any time. The state of the

@@ -29,8 +29,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ft_core.diloco.diloco import DiLoCo, nesterov
-from ft_core.diloco.local_sgd import LocalSGD
+from ft_core.diloco.diloco import DiLoCo, LocalSGD, nesterov
 from ft_core.manager import Manager
 from ft_lightning.shared.step_collectives import packed_tensor, unpacked_tensor
 

@@ -32,7 +32,7 @@ from ft_lightning.shared import trainings
 from ft_lightning.shared.topology import Scope
 from ft_lightning.trainer.batches import adopt, adopted, release
 from ft_lightning.trainer.loggers import adopt_log_places, log_places
-from ft_lightning.trainer.storage import SmallFile, lasts, local_path
+from ft_lightning.trainer.saves import SmallFile, lasts, local_path
 
 log = logging.getLogger("ft_lightning")
 

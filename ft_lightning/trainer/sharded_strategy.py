@@ -30,7 +30,7 @@ from ft_core.heal import digest
 from ft_lightning.shared.registration import SHARDED
 from ft_lightning.shared.shard_groups import ShardGroupMixin, make_way
 from ft_lightning.trainer import healing
-from ft_lightning.trainer.storage import local_path
+from ft_lightning.trainer.saves import local_path
 from ft_lightning.trainer.strategy import FTDDPMixin
 
 

@@ -46,8 +46,7 @@ from lighthouse.machine.announce import (
     status_of,
     taken_id,
 )
-from lighthouse.machine.ballot import Ballot
-from lighthouse.machine.comparison import compare
+from lighthouse.machine.ballot import Ballot, compare
 from lighthouse.machine.forming import Forming
 from lighthouse.machine.members import (
     History,

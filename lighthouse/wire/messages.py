@@ -294,7 +294,7 @@ class Vote:
     back with the decision; the lowest-ranked yes voter's are taken (see `Decision`). `updates`: how
     often the sender has updated its state since the last committed step. `digest`: of that part of
     its state which members compare at this step; empty: none. Members that say something else than
-    their peers hold another state (`lighthouse.machine.comparison`).
+    their peers hold another state (`lighthouse.machine.ballot`).
     `attempt`: how many attempts at steps a rank has spent, this one included; for the leader of its
     replica group, which keeps the ranks' attempts in step. `admits`: after this step the sender can
     give its state to a newcomer; if it can't, newcomers that must heal wait for a later commit.

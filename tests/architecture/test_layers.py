@@ -69,10 +69,9 @@ PURE = [
     "lighthouse.machine.rules",
     "lighthouse.machine.job",
     "lighthouse.machine.jobs",
-    "lighthouse.machine.comparison",
+    "lighthouse.machine.ballot",
     "lighthouse.routes",
     "lighthouse.machine.announce",
-    "lighthouse.machine.ballot",
     "lighthouse.machine.forming",
     "lighthouse.machine.members",
 ]

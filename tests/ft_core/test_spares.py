@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 
 from ft_core.attempt import Attempts
 from ft_core.config import JobOptions
-from ft_core.diloco.local_sgd import LocalSGD
+from ft_core.diloco.diloco import LocalSGD
 from ft_core.replica.events import Configure
 from ft_core.replica.status import WorldSizeMode
 from ft_core.shell.data_plane import DataPlane

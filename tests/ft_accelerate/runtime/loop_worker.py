@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {
     "norm": True,
     "dropout": 0.0,
     "seed": 7,
-    # catch_up.STAY_S: none leaves the quorum unless a test says so, as on a machine that is not busy.
+    # script_position.STAY_S: none leaves the quorum unless a test says so, as on a machine that is not busy.
     # A peer that is held meanwhile would be none to come back to.
     "stay_s": 60.0,
     "first_seed_only": False,  # the others begin with weights of their own
@@ -207,9 +207,9 @@ def run(options: dict[str, Any]) -> None:
     from accelerate.utils import DataLoaderConfiguration, set_seed
 
     if is_fault_tolerant():
-        from ft_accelerate.runtime import catch_up
+        from ft_accelerate.runtime import script_position
 
-        catch_up.STAY_S = options["stay_s"]
+        script_position.STAY_S = options["stay_s"]
     accelerator = Accelerator(
         gradient_accumulation_steps=options["accumulate"],
         mixed_precision=options["precision"],

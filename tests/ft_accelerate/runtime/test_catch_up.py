@@ -7,11 +7,15 @@ import dataclasses
 import torch
 from torch import nn
 
-from ft_accelerate.runtime.catch_up import BATCHES_A_S, GROWS, STAY_S, TELL_S, CatchUp
 from ft_accelerate.runtime.models import COPIED_BYTES, FaultTolerantModel
 from ft_accelerate.runtime.prepared import freeze, thaw
 from ft_accelerate.runtime.script_position import (
+    BATCHES_A_S,
     COMPUTED_GRADS,
+    GROWS,
+    STAY_S,
+    TELL_S,
+    CatchUp,
     Phase,
     ScriptPosition,
     Target,

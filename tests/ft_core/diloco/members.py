@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ft_core.diloco.diloco import DiLoCo
-from ft_core.diloco.local_sgd import LocalSGD
+from ft_core.diloco.diloco import DiLoCo, LocalSGD
 from tests.ft_core.diloco import reference
 from tests.harness import cluster
 

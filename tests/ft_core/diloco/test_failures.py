@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ft_core.diloco.diloco import DiLoCo
+from ft_core.diloco.diloco import DiLoCo, LocalSGD
 from ft_core.diloco.fragments import split
-from ft_core.diloco.local_sgd import LocalSGD
 from ft_core.diloco.schedule import Schedule, ScheduleEvent
 from ft_core.telemetry import QUORUM, WAITING, Event
 from lighthouse.errors import JoinRefused

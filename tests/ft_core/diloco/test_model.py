@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
-from ft_core.diloco.diloco import DiLoCo
+from ft_core.diloco.diloco import DiLoCo, LocalSGD, extract_local_tensor
 from ft_core.diloco.fragments import Flat, split
-from ft_core.diloco.local_sgd import LocalSGD, extract_local_tensor
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupDummy
 from tests.ft_core.diloco.members import Trainer

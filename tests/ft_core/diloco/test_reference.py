@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.diloco.diloco import DiLoCo
+from ft_core.diloco.diloco import DiLoCo, LocalSGD
 from ft_core.diloco.fragments import split
-from ft_core.diloco.local_sgd import LocalSGD
 from ft_core.diloco.schedule import Schedule, ScheduleEvent
 from tests.ft_core.diloco.members import Trainer
 from tests.ft_core.diloco.reference import Reference, network

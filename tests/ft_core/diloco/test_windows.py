@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ft_core.diloco.local_sgd import LocalSGD
+from ft_core.diloco.diloco import LocalSGD
 from ft_core.diloco.schedule import Windows
 from ft_core.process_group import ProcessGroupError
 from tests.ft_core.diloco.members import Trainer

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ft_core.diloco.diloco import DiLoCo
-from ft_core.diloco.local_sgd import LocalSGD
+from ft_core.diloco.diloco import DiLoCo, LocalSGD
 from ft_core.diloco.outer_step import squared_norm
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
