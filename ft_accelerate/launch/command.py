@@ -19,7 +19,7 @@ from typing import Any
 from ft_accelerate.launch import launch_hooks
 from ft_accelerate.launch.cli_test import main as test
 from ft_accelerate.launch.groups import layout, switch
-from ft_accelerate.launch.questions import ask_after
+from ft_accelerate.launch.launch_hooks import ask_after
 from ft_accelerate.options import (
     SECTION,
     SWITCH,

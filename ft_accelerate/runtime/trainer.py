@@ -60,7 +60,7 @@ from ft_accelerate.runtime import process as processes
 from ft_accelerate.runtime import world_collectives as world
 from ft_accelerate.runtime.checkpoint_folders import FOLDER, publish
 from ft_accelerate.runtime.divided_data import skips_by_index
-from ft_accelerate.runtime.prepared import FollowsTheScript
+from ft_accelerate.runtime.models import FollowsTheScript
 from ft_accelerate.runtime.process import unless_catching_up, while_active
 from ft_accelerate.runtime.runtime import Runtime
 from ft_accelerate.runtime.script_position import Elsewhere, ScriptPosition

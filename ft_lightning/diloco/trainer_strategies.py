@@ -35,9 +35,8 @@ from ft_lightning.diloco import inner_steps
 from ft_lightning.diloco.inner_steps import DiLoCoArguments, InnerSteps, LocalSGDArguments
 from ft_lightning.shared.step_collectives import zero_loss
 from ft_lightning.trainer import healing
-from ft_lightning.trainer.batches import BATCHES, PARTS, Batches, epochs_done
+from ft_lightning.trainer.batches import BATCHES, PARTS, Batches, Origin, epochs_done
 from ft_lightning.trainer.leader import refuse_search
-from ft_lightning.trainer.resumed_epoch import Origin
 from ft_lightning.trainer.saves import copied
 from ft_lightning.trainer.strategy import FTDDPMixin
 

@@ -31,9 +31,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ft_lightning.trainer.batches import adopt
-from ft_lightning.trainer.resumed_epoch import (
+from ft_lightning.trainer.batches import (
     Origin,
+    adopt,
     batches_left,
     goes_on,
     read_so_far,

@@ -26,7 +26,7 @@ import torch
 
 from ft_lightning.trainer import logged_totals
 from ft_lightning.trainer.decisions import Decisions
-from ft_lightning.trainer.skipped_hooks import SkippedHooks
+from ft_lightning.trainer.leader import SkippedHooks
 
 Gathered = tuple[list[Any], int | None]
 """What each participant contributed, in the order of ranks; and the rank of this group (None: it is a

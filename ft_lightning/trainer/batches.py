@@ -23,13 +23,14 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from ft_core.heal import UnsupportedObjectError, pack
-from ft_lightning.trainer.resumed_epoch import Origin, batches_left, goes_on, read_so_far
+from ft_core.manager import Manager
 
 log = logging.getLogger("ft_lightning")
 
@@ -361,3 +362,169 @@ def batches_done(trainer: Any) -> int:
     """Batches of this epoch before the one that is fetched next (at the boundary)."""
     done: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return done
+
+
+# ---------------------------------------------------------------- the rest of a resumed epoch
+#
+# Lightning resumes at a batch's number, and reads the loader from its beginning. Here an epoch goes on with
+# the samples that were not read, also if it has another number of processes now, or other batches.
+#
+# The samples of an epoch have one order, which follows from the sampler's seed and the epoch's number. Of
+# that n processes read each n-th sample. After k batches of b samples the first k * b * n of the order are
+# read. The rest is divided among the processes that there are now, as a sampler divides the whole. This
+# holds for the `DistributedSampler` that Lightning puts into a `DataLoader` over a map-style dataset.
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How the batches of an epoch are numbered: batch number `batch` begins at place `sample` of the
+    epoch's order. Other epochs begin at their first sample."""
+
+    epoch: int = 0
+    batch: int = 0
+    sample: int = 0
+
+    def of(self, epoch: int) -> Origin:
+        """That of `epoch`."""
+        return self if epoch == self.epoch else Origin(epoch)
+
+
+def samples_of_a_batch(loader: Any) -> int:
+    """How many samples all processes read with a batch; 0: that can't be said, or not in which order."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(loader, "sampler", None)
+    kind = getattr(type(batches), "_ft_original", type(batches))
+    if kind is not BatchSampler or type(sampler) is not DistributedSampler:
+        return 0
+    return int(batches.batch_size) * sampler.num_replicas
+
+
+def batches_left(loader: Any, origin: Origin) -> list[list[int]]:
+    """This process's batches from `origin` on, of a loader of which `samples_of_a_batch` is known. The
+    last samples are repeated or left out as the sampler does it."""
+    sampler, batches = loader.sampler, loader.batch_sampler
+    whole: DistributedSampler[Any] = DistributedSampler(
+        sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
+    )
+    whole.set_epoch(origin.epoch)
+    left, processes = list(whole)[origin.sample :], sampler.num_replicas
+    uneven = len(left) % processes
+    if uneven and sampler.drop_last:
+        left = left[:-uneven]
+    elif uneven:
+        missing = processes - uneven
+        left += (left * missing)[:missing]
+    mine, size = left[sampler.rank :: processes], batches.batch_size
+    found = [mine[start : start + size] for start in range(0, len(mine), size)]
+    if found and batches.drop_last and len(found[-1]) < size:
+        found.pop()
+    return found
+
+
+def read_so_far(loader: Any, origin: Origin) -> dict[str, int]:
+    """For a checkpoint: what `goes_on` needs to know of the epoch under way. `loader`: None, if the samples
+    of several make a batch."""
+    return {**asdict(origin), "samples of a batch": samples_of_a_batch(loader)}
+
+
+def goes_on(
+    loader: Any, before: dict[str, int], *, epoch: int, done: int, same_world: bool
+) -> tuple[Origin, int] | None:
+    """How the batches of an epoch are numbered now of which `done` were read, and the number of the next;
+    None: it can't be said which samples are left.
+
+    `before`: what `read_so_far` returned when that checkpoint was saved; or nothing. `same_world`: by as
+    many processes as there are now.
+    """
+    were, each = before.get("samples of a batch", 0), samples_of_a_batch(loader)
+    origin = Origin(epoch)
+    if before.get("epoch", epoch) == epoch:
+        origin = Origin(epoch, before.get("batch", 0), before.get("sample", 0))
+    if same_world and were in (0, each):
+        return origin, done
+    if not were or not each:
+        return None
+    read = origin.sample + (done - origin.batch) * were
+    left = len(batches_left(loader, Origin(epoch, 0, read)))
+    number = max(0, len(loader) - left)
+    return Origin(epoch, number, read), number
+
+
+def what_is_not_known(before: int, now: int, batch: int) -> str:
+    """A sentence for the user: `before` processes have saved this checkpoint, `now` go on."""
+    return (
+        f"this checkpoint was saved within an epoch, by {before} processes; with {now} the epoch "
+        f"goes on at batch {batch:,}, and of its samples some are seen twice or not "
+        "at all: other ones can be told apart only with a DataLoader over a map-style dataset, "
+        "and the sampler that Lightning puts into it. From the next epoch on each is seen once"
+    )
+
+
+# ---------------------------------------------------------------- hot spares
+
+
+class DataShare:
+    """Which share of the training data this replica group reads in one fit: `FTDDPStrategy(spares=k)`.
+
+    N + k groups have N shares (`ft_core.replica.shares`). `trainer.world_size` and the samplers are those
+    of N groups. A spare reads a share, too, whose batches do not count. When it is given the share of one
+    that is gone, that has happened with a commit, or with an attempt that too few were left to commit:
+
+    | when it is known | what the group does |
+    |---|---|
+    | before the first batch of a step is fetched | its samplers go to the other share, and its loaders to the batch at hand |
+    | when a discarded step is tried again | it abandons the step's batches, and fetches those of its share; its peers wait with their kept gradients |
+    | between two steps of a batch (manual optimization) | the rest of the batch is of the share that it has read so far |
+
+    What it has logged for an epoch's mean as a spare is dropped: another group's mean has those batches.
+    The share is `strategy.share`. The loop's thread.
+    """
+
+    def __init__(self, trainer: Any, manager: Manager, batches: Batches) -> None:
+        self._trainer, self._manager, self._batches = trainer, manager, batches
+        self._is_spare = False
+
+    def changes(self) -> bool:
+        """Whether this group contributes to the step under way, and reads another share than its own."""
+        part = self._manager.step.part
+        given = None if part is None else part.share
+        return given is not None and given != self._trainer.strategy.share
+
+    def follow(self) -> None:
+        """The first batch of a step is about to be fetched: let it be of this group's share."""
+        part = self._manager.step.part
+        if part is None:
+            return  # the attempt has failed already: the next one tells
+        was_spare, self._is_spare = self._is_spare, part.share is None
+        if part.share is None:
+            return
+        if was_spare:
+            self._trainer.fit_loop.epoch_loop._results.reset()
+        if self.changes():
+            strategy = self._trainer.strategy
+            strategy.share = part.share
+            place = strategy.distributed_sampler_kwargs
+            for loader in self._trainer.fit_loop._combined_loader.flattened:
+                sampler = sharding_sampler(loader, place["num_replicas"])
+                if sampler is not None:
+                    sampler.rank = place["rank"]
+            self._batches.jump(self._trainer)
+
+
+def sharding_sampler(loader: Any, shards: int) -> DistributedSampler[Any] | None:
+    """What divides the data of `loader` into so many shards; None: nothing that can be told which."""
+    batches = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), getattr(batches, "sampler", None), batches):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas == shards:
+            return sampler
+    return None
+
+
+def check_loader(loader: Any, shards: int) -> None:
+    """Raise ValueError for training data of which a hot spare could not take over a share."""
+    if Batches.index_sampler(loader) is None or sharding_sampler(loader, shards) is None:
+        raise ValueError(
+            "spares needs training data of which a group can take over another one's share: DataLoaders "
+            "over map-style datasets, with the DistributedSampler that Lightning puts into them; "
+            f"{type(loader).__name__} has none, so set spares=0"
+        )

@@ -58,10 +58,8 @@ from ft_lightning.shared.step_collectives import (
     zero_loss,
 )
 from ft_lightning.trainer import healing
-from ft_lightning.trainer.batches import Batches, epochs_done, rewind_counters
-from ft_lightning.trainer.data_share import DataShare
+from ft_lightning.trainer.batches import Batches, DataShare, Origin, epochs_done, rewind_counters
 from ft_lightning.trainer.decisions import Decisions
-from ft_lightning.trainer.resumed_epoch import Origin
 
 log = logging.getLogger("ft_lightning")
 

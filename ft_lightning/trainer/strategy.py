@@ -10,7 +10,7 @@ died. The quorum carries gradients, what is reduced or gathered inside `training
 
 `trainer.world_size` counts the processes of all configured groups, and `trainer.global_rank` is
 this one's number among them; `trainer.strategy.num_participants` is how many contribute right now.
-Training data is sharded over all configured processes, less those of hot spares (`data_share.py`). Validation, test and prediction data is not
+Training data is sharded over all configured processes, less those of hot spares (`batches.DataShare`). Validation, test and prediction data is not
 sharded: each group computes the same metrics, so that early stopping and plateau schedulers decide
 alike everywhere.
 """
@@ -35,15 +35,20 @@ from ft_lightning.shared.step_collectives import CopyRanks, operation, refuse_gr
 from ft_lightning.shared.strategy_base import StrategyBase, refuse_lbfgs
 from ft_lightning.trainer import healing, leader
 from ft_lightning.trainer.agreements import Rounds, make_callbacks
-from ft_lightning.trainer.batches import Batches, batches_done, check_counters
-from ft_lightning.trainer.data_share import DataShare, check_loader
+from ft_lightning.trainer.batches import (
+    Batches,
+    DataShare,
+    batches_done,
+    check_counters,
+    check_loader,
+    what_is_not_known,
+)
 from ft_lightning.trainer.decisions import Decisions
 from ft_lightning.trainer.driver import StepDriver
+from ft_lightning.trainer.leader import SkippedHooks
 from ft_lightning.trainer.loggers import Loggers
 from ft_lightning.trainer.reporting import Counts, count, hide_from_bar, show_in_bar
-from ft_lightning.trainer.resumed_epoch import what_is_not_known
 from ft_lightning.trainer.resumption import Resumption
-from ft_lightning.trainer.skipped_hooks import SkippedHooks
 from ft_lightning.trainer.validation import Validation
 from lighthouse.files import machine_lock
 

@@ -283,7 +283,7 @@ def test_every_option_is_explained() -> None:
 def test_neither_torch_nor_accelerate_is_loaded() -> None:
     code = (
         "import sys, ft_accelerate.autoload, ft_accelerate.launch.command, ft_accelerate.launch.groups, "
-        "ft_core.launch.rank_group, ft_accelerate.run, ft_accelerate.launch.questions\n"
+        "ft_core.launch.rank_group, ft_accelerate.run, ft_accelerate.launch.launch_hooks\n"
         "assert not {'torch', 'accelerate', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

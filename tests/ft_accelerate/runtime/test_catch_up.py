@@ -7,8 +7,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from ft_accelerate.runtime.models import COPIED_BYTES, FaultTolerantModel
-from ft_accelerate.runtime.prepared import freeze, thaw
+from ft_accelerate.runtime.models import COPIED_BYTES, FaultTolerantModel, freeze, thaw
 from ft_accelerate.runtime.script_position import (
     BATCHES_A_S,
     COMPUTED_GRADS,

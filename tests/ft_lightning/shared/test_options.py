@@ -17,7 +17,7 @@ from ft_lightning import fabric_lf, fabric_lightning, pl, pytorch
 from ft_lightning.pytorch import FTDDPStrategy
 from ft_lightning.shared.strategy_base import Options, job_of, refuse_ddp_options
 from ft_lightning.shared.topology import Role, Scope
-from ft_lightning.trainer.data_share import check_loader
+from ft_lightning.trainer.batches import check_loader
 from ft_lightning.trainer.decisions import Hyperparameters
 
 FINE: dict[str, Any] = {

@@ -20,8 +20,8 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from ft_lightning.trainer.leader import SkippedHooks, is_guarded
 from ft_lightning.trainer.loggers import Loggers, Relay, log_places
-from ft_lightning.trainer.skipped_hooks import SkippedHooks, is_guarded
 
 ROLE: Any = rank_zero_only
 
