@@ -1,4 +1,4 @@
-"""The tables in docs that are made from the code are fresh, links lead somewhere."""
+"""What docs say is so: tables are fresh, links lead somewhere, tests and rules that are named are there."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import get_args
 
 import pytest
 
+from lighthouse.config import Timeouts
+from lighthouse.machine import pairs, rules
+from lighthouse.wire.messages import Message
 from tests.harness.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+MATRIX = (ROOT / "docs" / "failure_matrix.md").read_text("utf-8")
+PROTOCOL = (ROOT / "docs" / "protocol.md").read_text("utf-8")
 PACKAGES = "lighthouse|ft_core|ft_lightning|ft_accelerate|tests|docs|examples|benchmarks"
 
 
@@ -83,3 +90,58 @@ def test_what_has_run_on_a_gpu_has_its_result() -> None:
     known = results.read_text("utf-8") if results.exists() else ""
     assert len(said) > 10
     assert not [check for check in said if check != "no" and f"| {check} |" not in known]
+
+
+# ---------------------------------------------------------------- docs/failure_matrix.md
+
+
+def _rows() -> list[list[str]]:
+    lines = [line for line in MATRIX.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_fault_is_whole_and_names_a_test_that_exists() -> None:
+    found = [row for row in _rows() if "::" in row[-1]]
+    assert len(found) > 20
+    for row in found:
+        assert all(row), row
+        path, _, name = row[-1].partition("::")
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^def {name}\(", text, re.MULTILINE), row[-1]
+    assert len(_rows()) == len(found) + len([row for row in _rows() if row[-1] == "test"])
+
+
+def test_every_process_test_that_injects_a_fault_is_in_the_matrix() -> None:
+    for path in sorted((ROOT / "tests" / "process").glob("test_*_fails.py")):
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE):
+            assert f"tests/process/{path.name}::{name} |" in MATRIX, f"{path.name}::{name}"
+
+
+# ---------------------------------------------------------------- docs/protocol.md, docs/timeouts.md
+
+
+@pytest.mark.parametrize("kind", get_args(Message))
+def test_the_protocol_says_when_the_message_is_sent(kind: type) -> None:
+    assert re.search(rf"^\| {kind.__name__} \| [^|]+ \|$", PROTOCOL, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("letter", "module"), [("R", rules), ("D", pairs)])
+def test_every_rule_is_documented(letter: str, module: ModuleType) -> None:
+    stated = set(re.findall(rf"^({letter}\d+)  ", module.__doc__ or "", re.MULTILINE))
+    assert stated
+    assert set(re.findall(rf"^\| ({letter}\d+) \|", PROTOCOL, re.MULTILINE)) == stated
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"heartbeat_s": 2.0, "heartbeat_timeout_s": 1.0},
+        {"heartbeat_timeout_s": 3.0, "revoke_timeout_s": 2.0},
+        {"heartbeat_timeout_s": 3.0, "step_timeout_s": 2.0},
+        {"resend_s": 3.0, "step_timeout_s": 2.0},
+    ],
+)
+def test_contradictory_timeouts_are_refused_with_both_names(given: dict[str, float]) -> None:
+    small, large = given
+    with pytest.raises(ValueError, match=f"{small}.*{large}"):
+        Timeouts.derive(60.0, **given)

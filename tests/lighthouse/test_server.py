@@ -9,6 +9,7 @@ import sys
 import termios
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lighthouse.config import LighthouseConfig, Timeouts
 from lighthouse.endpoint import Endpoint
 from lighthouse.errors import ProtocolError, VersionMismatch
 from lighthouse.machine.job import Note
+from lighthouse.machine.jobs import Lighthouse
 from lighthouse.server import LighthouseServer
 from lighthouse.wire import codec
 from lighthouse.wire.messages import (
@@ -38,11 +40,10 @@ from lighthouse.wire.messages import (
     StatusRequest,
     Waiting,
 )
-from tests.harness.waiting import until
+from tests.harness.waiting import PATIENCE_S, until
 from tests.lighthouse.conftest import PlayerFactory
 from tests.lighthouse.support import (
     FAST,
-    PATIENCE_S,
     Player,
     await_frame,
     commit_together,
@@ -491,3 +492,23 @@ def _kill_a_process(player: PlayerFactory, server: LighthouseServer, how: str) -
             process.kill()
     # Far below the heartbeat timeout: not silence, but the end itself was seen.
     return a.await_message(Revoke, timeout_s=FAST.heartbeat_timeout_s / 2)
+
+
+def test_a_status_that_is_asked_for_while_the_machine_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(machine: Lighthouse) -> Any:
+        raise KeyError("a fault of the machine")
+
+    monkeypatch.setattr(Lighthouse, "statuses", fail)
+    server = LighthouseServer()
+    pool = ThreadPoolExecutor(1)
+    answer = pool.submit(server.status)
+    with pytest.raises(RuntimeError, match="shut down"):
+        answer.result(PATIENCE_S)
+    pool.shutdown()
+    with pytest.raises(RuntimeError, match="stopped on an internal error"):
+        server.join(PATIENCE_S)
+    with pytest.raises(RuntimeError, match="shut down"):
+        server.status()
+    server.shutdown()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ft_core.diloco.schedule import Schedule, ScheduleEvent
 from tests.ft_accelerate.runtime.loop_worker import OPTIONS, Net, loaders
-from tests.ft_core.diloco.schedule_trace import trace
+from tests.ft_core.diloco.reference import trace
 
 Lines = list[dict[str, Any]]
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from ft_core.diloco.schedule import Schedule, ScheduleEvent
 
 _seeding = threading.Lock()  # torch's generator is the process's
 
@@ -146,3 +148,24 @@ class Reference:
             for name in self.parts[part]:
                 local[name].copy_(shared[name])
             self.members[n].counts[part] = 0
+
+
+def trace(
+    schedule: Schedule,
+    inner_steps: int,
+    *,
+    start: int = 0,
+    commits: Callable[[int], bool] = lambda attempt: True,
+) -> Iterator[tuple[int, ScheduleEvent, int]]:
+    """(inner step from 1, event, fragment) for a member that starts a slot at outer step `start`.
+
+    `commits(n)`: whether attempt n (0, 1, ...) at an outer step is committed.
+    """
+    step, local_step, attempt = start, 0, 0
+    for inner in range(1, inner_steps + 1):
+        local_step += 1
+        for event in schedule.due(step, local_step):
+            yield inner, event, schedule.fragment_of(step)
+            if event is ScheduleEvent.APPLY:
+                step, local_step = step + commits(attempt), 0
+                attempt += 1

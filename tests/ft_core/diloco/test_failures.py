@@ -18,8 +18,7 @@ from ft_core.diloco.schedule import Schedule, ScheduleEvent
 from ft_core.telemetry import QUORUM, WAITING, Event
 from lighthouse.errors import JoinRefused
 from tests.ft_core.diloco import reference
-from tests.ft_core.diloco.faults import failing
-from tests.ft_core.diloco.members import Trainer, check_states
+from tests.ft_core.diloco.members import Trainer, check_states, failing
 from tests.ft_core.diloco.reference import Reference, network
 from tests.harness.cluster import lighthouse, replicas
 from tests.harness.waiting import PATIENCE_S

@@ -11,8 +11,7 @@ from ft_core.diloco.diloco import DiLoCo, LocalSGD
 from ft_core.diloco.fragments import split
 from ft_core.diloco.schedule import Schedule, ScheduleEvent
 from tests.ft_core.diloco.members import Trainer
-from tests.ft_core.diloco.reference import Reference, network
-from tests.ft_core.diloco.schedule_trace import trace
+from tests.ft_core.diloco.reference import Reference, network, trace
 from tests.harness.cluster import lighthouse, replicas
 
 INNER = 240

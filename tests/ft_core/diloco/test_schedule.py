@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_core.diloco.schedule import Schedule, ScheduleEvent
-from tests.ft_core.diloco.schedule_trace import trace
+from tests.ft_core.diloco.reference import trace
 
 LAUNCH, APPLY = ScheduleEvent.LAUNCH, ScheduleEvent.APPLY
 
