@@ -454,8 +454,11 @@ class Attempts:
 
     def update_failed(self, error: BaseException) -> None:
         """See `Manager.update_failed`."""
-        status = self.session.control.status
-        alone = status.view is not None and len(status.view.members) == 1
+        session = self.session
+        status = session.control.status
+        # Members that are about to heal from this one hold nothing yet.
+        holders = () if status.view is None else (m for m in status.view.members if not m.healing)
+        alone = [m.replica_id for m in holders] == [session.replica_id]
         if alone and self._options.group_world_size == 1:
             return
         reason = f"the update of step {status.step - 1} raised {type(error).__name__}: {error}"

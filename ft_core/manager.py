@@ -594,7 +594,7 @@ class Manager:
 
     def update_failed(self, e: BaseException) -> None:
         """The update of a committed step raised `e`, and may be half done: `rejoin` without a state. A
-        member that is alone in its quorum keeps its state."""
+        member keeps its state where no other one holds any."""
         self._attempts.update_failed(e)
 
     def leave_after_step(self) -> None:

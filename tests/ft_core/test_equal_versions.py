@@ -298,6 +298,31 @@ def test_a_member_that_is_alone_keeps_its_state() -> None:
         a.close()
 
 
+def test_a_member_with_a_newcomer_keeps_the_only_state() -> None:
+    """The newcomer is in the quorum already, and holds nothing: the job began anew with its state."""
+    with lighthouse() as server:
+        old, new = Replica(server, "r0"), Replica(server, "r1", 9.0)
+
+        def trains() -> None:
+            old.run_to(2)
+            reduced = old.begin()
+            until(lambda: server.status()["jobs"][0]["waiting"], "the newcomer")
+            assert old.manager.should_commit()
+            old.weights[:4] -= reduced[:4]
+            old.manager.update_failed(RuntimeError("injected"))
+            old.run_to(6)
+            old.close()
+
+        def comes() -> None:
+            until(lambda: old.manager.current_step() == 2, "two steps")
+            new.run_to(6)
+            new.close()
+
+        both(trains, comes)
+        check_equal(old, new)
+        assert torch.equal(old.weights, torch.tensor([-6.0] * 4 + [-5.0] * 4))
+
+
 def test_a_load_that_raises_half_way() -> None:
     with lighthouse() as server:
         a = Replica(server, "r0")
