@@ -168,9 +168,10 @@ class JobState:
 
     def _speaks_for(self, peer: Peer, replica_id: str) -> bool:
         """Whether `peer` may say something about `replica_id`: only its own process, and that
-        process' watcher, present the identity under which it has joined."""
-        known = self._members.by_id.get(replica_id) or self._conflicts.get(replica_id)
-        spoke = known.peer if known is not None else self._offered.get(replica_id)
+        process' watcher, present the identity under which it has joined. A member that is lost may live."""
+        held_back = self._conflicts.get(replica_id)
+        newcomer = self._offered.get(replica_id) if held_back is None else held_back.peer
+        spoke = self._members.speaker(replica_id) or newcomer
         return spoke is None or spoke == peer or same_process(spoke, peer)
 
     def _forget(self, replica_id: str, now: float, ended: tuple[Term, int] | None = None) -> None:

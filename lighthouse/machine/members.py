@@ -119,6 +119,7 @@ class Members:
         self._rules: Counter[JobRules] = Counter()
         self._by_name: dict[str, str] = {}
         self._by_peer: dict[Peer, set[str]] = {}
+        self._lost: OrderedDict[str, Peer] = OrderedDict()
         self._arrivals = 0
 
     def put(self, join: Join, peer: Peer) -> MemberState:
@@ -152,7 +153,15 @@ class Members:
             self._forget_peer(member)
             self._count_rules(member, -1)
             self.were_members -= member.was_member
+            self._lost[replica_id] = member.peer
+            if len(self._lost) > REMEMBERED_DEAD:
+                self._lost.popitem(last=False)
         return member
+
+    def speaker(self, replica_id: str) -> Peer | None:
+        """The connection that reaches, or has reached last, a member that is here or was; None: not known."""
+        member = self.by_id.get(replica_id)
+        return self._lost.get(replica_id) if member is None else member.peer
 
     def _count_rules(self, member: MemberState, by: int) -> None:
         """One more, or one less, asks for what `member` does. Not each step: see `rules`."""
