@@ -43,8 +43,8 @@ from lighthouse.wire.messages import Peer
 log = logging.getLogger("lighthouse")
 
 COST_A_SECOND = 20_000
-"""What one connection may cost in a second: one for each frame and each KiB. A member costs two for
-each step."""
+"""What one connection may cost in a second: one for each frame and each 256 bytes. A member costs two for
+each step; the largest request, which takes a tenth of a second to decode if it is made for that, costs 8,192."""
 MALFORMED_COST = 1_000
 """Of a frame that no process of this suite sends."""
 SHARE_FROM_BYTES = 4_096
@@ -310,7 +310,7 @@ class Endpoint:
             if peer is None or route in self._cut or (size == 1 and data == HELLO):
                 continue
             self.received += 1
-            spent = self._spent[route] = self._spent.get(route, 0) + 1 + (size >> 10)
+            spent = self._spent[route] = self._spent.get(route, 0) + 1 + (size >> 8)
             if spent > COST_A_SECOND and self._overspent(route, peer):
                 continue
             return peer, data

@@ -165,16 +165,17 @@ def _decoder_of(kind: type) -> Decoder:
     build = lru_cache(4_096)(kind) if kind is messages.JobKey else kind
 
     def decode_fields(raw: Any) -> Any:
-        if type(raw) is not list or len(raw) != count:
+        if type(raw) is not tuple or len(raw) != count:
             raise ProtocolError(f"{kind.__name__}: expected {count} fields")
         for i, wanted in scalars:
             # type(), not isinstance: bool is an int, and True must not pass for 1.
             if type(raw[i]) is not wanted:
                 raise _wrong_type(f"{kind.__name__}.{names[i]}", wanted, raw[i])
+        values = list(raw)
         for i, read in nested:
-            raw[i] = read(raw[i])
+            values[i] = read(raw[i])
         try:
-            return build(*raw)
+            return build(*values)
         except ValueError as error:
             raise ProtocolError(f"{kind.__name__}: {error}") from error
 
@@ -189,8 +190,8 @@ def _decoder(hint: Any, where: str) -> Decoder:
         item = _decoder(typing.get_args(hint)[0], where)
 
         def read_tuple(raw: Any) -> Any:
-            if type(raw) is not list:
-                raise _wrong_type(where, list, raw)
+            if type(raw) is not tuple:
+                raise _wrong_type(where, tuple, raw)
             return tuple([item(entry) for entry in raw])
 
         return read_tuple
@@ -252,10 +253,11 @@ class MessageCodec:
         if len(frame) > MAX_SMALL_BYTES and self._large is not None:
             self._check_size(frame, self._large)
         try:
-            raw = msgpack.unpackb(frame, raw=False, use_list=True, strict_map_key=True)
+            # Tuples: a frame of a million small lists keeps the collector of cycles busy for a second.
+            raw = msgpack.unpackb(frame, raw=False, use_list=False, strict_map_key=True)
         except Exception as error:  # msgpack raises many kinds; all mean "no msgpack here"
             raise ProtocolError(f"not msgpack: {error}") from error
-        if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[0], int):
+        if not isinstance(raw, tuple) or len(raw) < 2 or not isinstance(raw[0], int):
             raise ProtocolError("not a message: expected [version, tag, ...]")
         if raw[0] != self._version:
             raise VersionMismatch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 import typing
 from typing import Any
 
@@ -209,6 +210,20 @@ def test_deep_nesting_is_refused(deep: int) -> None:
 def test_a_list_that_promises_too_much_is_refused() -> None:
     with pytest.raises(ProtocolError):
         codec.decode(b"\xdd\xff\xff\xff\xff")
+
+
+@pytest.mark.parametrize("entry", [[], [1]], ids=["empty", "of one"])
+def test_small_lists_cost_no_more_memory_than_members(entry: list[int]) -> None:
+    """Lists that may be changed take 66 bytes for each, and the collector of cycles looks
+    at all of them again and again: one frame kept the lighthouse busy for a second."""
+    frame = msgpack.packb([codec.VERSION, "join", [entry] * (codec.MAX_SMALL_BYTES // 2)])
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="fields"):
+            codec.decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 48 * len(frame)
+    finally:
+        tracemalloc.stop()
 
 
 def test_steady_messages_are_small() -> None:
