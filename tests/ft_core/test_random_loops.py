@@ -25,17 +25,20 @@ Weights = dict[tuple[int, str], list[float]]
 
 class Loop:
     """The training loop of one replica group. It makes a mistake in every other step or so; `careful`:
-    none that costs it its state, so that the job never loses all of its states."""
+    none that costs it its state, or after which it heals from one that may be wrong, so that the job never
+    loses all of its states. `options`: the manager's."""
 
-    def __init__(self, server: Any, name: str, seed: str, *, careful: bool, seen: Weights) -> None:
-        self._server, self._name = server, name
+    def __init__(
+        self, server: Any, name: str, seed: str, *, careful: bool, seen: Weights, **options: Any
+    ) -> None:
+        self._server, self._name, self._options = server, name, options
         self._rng, self._seen = random.Random(seed), seen
         self._mistakes = [
-            self.abandon, self.report, self.be_hasty, self.begin_twice, self.insist, self.move,
+            self.abandon, self.report, self.be_hasty, self.begin_twice, self.insist,
         ]  # fmt: skip
         if not careful:
             self._mistakes += [
-                self.give_up, self.fail_to_update, self.leave_out_an_update, self.load_badly, self.restart,
+                self.move, self.give_up, self.fail_to_update, self.leave_out_an_update, self.load_badly, self.restart,
                 self.spoil, self.leave,
             ]  # fmt: skip
         self._loads_badly = False
@@ -81,7 +84,7 @@ class Loop:
         assert self._seen.setdefault(version, held) == held, f"{self._name} differs at {version}"
 
     def _start(self) -> Replica:
-        options = {"min_replica_size": 3, "expected_replicas": 3}
+        options = {"min_replica_size": 3, "expected_replicas": 3, **self._options}
         replica = Replica(self._server, self._name, self._rng.random(), **options)
 
         def load(state: Any) -> None:
@@ -178,11 +181,16 @@ class Loop:
         self.replica = self._start()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(2), ids=["synchronous", "asynchronous"])
 def test_equal_versions_are_equal_weights(seed: int) -> None:
     seen: Weights = {}
     with lighthouse() as server:
-        loops = [Loop(server, f"r{i}", f"{seed} {i}", careful=i == 0, seen=seen) for i in range(3)]
+        loops = [
+            Loop(
+                server, f"r{i}", f"{seed} {i}", careful=i == 0, seen=seen, use_async_quorum=seed % 2 == 1
+            )
+            for i in range(3)
+        ]  # fmt: skip
         replicas(*[loop.run for loop in loops])
         held = [loop.replica.weights.tolist() for loop in loops]
     assert held[0] == held[1] == held[2]

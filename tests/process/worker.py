@@ -220,6 +220,7 @@ class Worker:
             expected_replicas=options.expected_replicas,
             commit=options.commit,
         )
+        manager.register_compared("model", lambda: [model.weights, model.momentum])
         manager.telemetry.add_sink(
             lambda event: self._report("event", event=event.kind, t=event.wall_s, **event.data)
         )
@@ -266,6 +267,7 @@ class Worker:
         committed = manager.should_commit()
         if committed:
             model.update(gradient)
+            manager.updated()
             self._save()
         outcome = manager.last_outcome()
         state = manager.state_dict()

@@ -8,6 +8,7 @@ and while strangers talk to their ports. A seed repeats the schedule, not its ti
 Prints a table, writes a JSON file, and exits with 1 unless
 
 - equal versions always had equal bits, and each step one history;
+- no member was told that its loop or its memory is at fault, which they are not;
 - no process ended without a fault;
 - the longest time without a commit was at most `--longest-gap`;
 - at the end all groups came to the same version.

@@ -8,10 +8,14 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
+from ft_core.state import CHANGED_WHILE_SERVED
+
 AFTERMATH_S = 3.0
 """How long after its end a fault may still cost commits."""
 REMEMBERED = 200_000
 """Versions whose digests are kept: no rank is so far behind the others."""
+ACCUSATIONS = (CHANGED_WHILE_SERVED, "not those of its peers", "not that of its peers", "and its peers ")
+"""In the reason of a discard: a member is told that its loop or its memory is at fault."""
 
 Report = dict[str, Any]
 
@@ -31,6 +35,7 @@ class Checker:
     - S3: equal (step, lineage) means equal bits, over all ranks of one number.
     - S2: a step has one lineage, until all that hold it, or a step that was made from it, are dead
       (`gone`). Not where each replica group commits on its own.
+    - No member is accused: loops and memory are without fault.
     - The longest times without a commit of any replica group, and which faults they followed.
     """
 
@@ -79,6 +84,8 @@ class Checker:
         self.state_of[group, rank] = (step, lineage, digest)
         if not report["committed"]:
             self.counts["discards"] += 1
+            if any(each in report.get("reason", "") for each in ACCUSATIONS):
+                self.violations.append(f"group {group} rank {rank} is told: {report['reason']}")
             return
         self.counts["commits"] += 1
         self.highest_step = max(self.highest_step, step)

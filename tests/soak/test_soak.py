@@ -48,6 +48,9 @@ def test_what_the_checker_notices() -> None:
     assert "S2: step 1 has two lineages: a, held by group 0 rank 0 at step 2" in (
         checker.violations[-1]
     )
+    reason = "r1: its parameters at step 1 are not those of its peers"
+    checker.step(0, 0, {**_step(2, "b", committed=False), "reason": reason}, 10.4)
+    assert "is told: r1: its parameters" in checker.violations[-1]
     found = len(checker.violations)
     checker.step(1, 0, _step(1, "c2"), 10.4, unheard={0, 1})
     assert len(checker.violations) == found, "the only holders could not be heard"
