@@ -20,12 +20,8 @@ leader says with the commit of a step, once in each quorum; and it is part of th
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import logging
-import os
 import re
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -35,6 +31,14 @@ from typing import Any
 from ft_core.launch import trackers
 from ft_core.launch.trackers import Opening
 from ft_lightning.trainer.batches import adopt, adopted, release
+from ft_lightning.trainer.csv_rows import (
+    add_columns,
+    keep_metrics,
+    metrics_path,
+    read_columns,
+    size_of,
+    steps_in,
+)
 
 log = logging.getLogger("ft_lightning")
 
@@ -147,6 +151,7 @@ class Relay:
         path = metrics_path(self.logger)
         if size_of(path) != self._written:  # another leader may have added columns
             read_columns(self.logger, path)
+        add_columns(self.logger, path)
         try:
             return getattr(self._cls, name)(self.logger, *args, **kwargs)
         finally:
@@ -325,44 +330,6 @@ def _has_version(logger: Any) -> bool:
     return all(name in vars(logger) for name in names) and hasattr(logger, "log_dir")
 
 
-def keep_metrics(logger: Any) -> None:
-    """Let a CSV logger append to the metrics that it finds, which it would delete.
-
-    Does nothing for loggers of other kinds, or for one that has begun to write already.
-    """
-    path = metrics_path(logger)
-    if getattr(logger, "_experiment", 0) is not None or not os.path.isfile(path):
-        return
-    aside = f"{path}.kept"
-    os.replace(path, aside)
-    # For good, since another thread may change the filters meanwhile. It would be wrong in all cases.
-    warnings.filterwarnings("ignore", "Experiment logs directory .* Previous log files")
-    try:
-        _ = logger.experiment
-    finally:
-        os.replace(aside, path)
-    read_columns(logger, path)
-    log.info("%s: appending to what was logged before", path)
-
-
-def metrics_path(logger: Any) -> str:
-    """Of a CSV logger's file; "": it has none."""
-    directory = getattr(logger, "log_dir", None)
-    return os.path.join(directory, "metrics.csv") if isinstance(directory, str) else ""
-
-
-def size_of(path: str) -> int:
-    """In bytes; -1: there is no such file."""
-    return os.path.getsize(path) if os.path.isfile(path) else -1
-
-
-def read_columns(logger: Any, path: str) -> None:
-    """Let a CSV logger write its rows under the columns that its file has, if there is one."""
-    if os.path.isfile(path):
-        with open(path, newline="") as file:
-            logger.experiment.metrics_keys = list(csv.DictReader(file).fieldnames or ())
-
-
 def released(trainer: Any) -> None:
     """Give all loggers their own classes back, whatever has changed them."""
     for logger in trainer.loggers:
@@ -389,7 +356,7 @@ def _last_steps(logger: Any) -> dict[str, int] | None:
     """
     kind = _kind_of(logger)
     if kind == "CSVLogger":
-        return _in_csv(os.path.join(logger.log_dir, "metrics.csv"))
+        return steps_in(metrics_path(logger))
     if kind == "TensorBoardLogger":
         return trackers.tensorboard_steps(logger.log_dir)
     if kind == "WandbLogger":
@@ -405,13 +372,3 @@ def _stored_name(logger: Any, name: str) -> str:
     if prefix:
         name = f"{prefix}{logger.LOGGER_JOIN_CHAR}{name}"
     return re.sub("[^a-zA-Z0-9_/. -]+", "", name) if _kind_of(logger) == "MLFlowLogger" else name
-
-
-def _in_csv(path: str) -> dict[str, int]:
-    last: dict[str, int] = {}
-    with contextlib.suppress(FileNotFoundError), open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if value:
-                    last[name] = int(row["step"])
-    return last

@@ -6,9 +6,12 @@ Which process is the leader is scripted; loggers are Lightning's own, and their 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 import logging
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +21,11 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from ft_lightning.trainer import loggers
+from ft_lightning.trainer.csv_rows import keep_metrics
 from ft_lightning.trainer.leader import SkippedHooks, is_guarded
 from ft_lightning.trainer.loggers import Loggers, Relay, log_places
 
@@ -161,6 +167,41 @@ def test_a_leader_that_was_stopped_meanwhile_writes_nothing_until_it_leads_again
     for process in processes:
         process.loggers.end()
         process.trainer.loggers[0].finalize("success")  # ends TensorBoard's threads
+
+
+@pytest.mark.parametrize("dies", ["row", "columns", "opening"])
+def test_a_leader_that_is_killed_while_it_writes_costs_no_row_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: str
+) -> None:
+    """A file is written in pieces. The next leader has kept the last rows only."""
+    monkeypatch.setattr(loggers, "KEPT_ROWS", 2)
+    leader, other = (Process(CSVLogger(tmp_path, "csv")) for _ in range(2))
+    leader.meet(True)
+    other.meet(False)
+    for step in range(6):
+        leader.log(True, {"loss": 1.0}, step)
+        other.log(False, {"loss": 1.0}, step)
+    other.loggers.hear(leader.loggers.news() or [])
+    (path,) = tmp_path.glob("csv/*/metrics.csv")
+    if dies == "row":
+        path.write_bytes(path.read_bytes()[:-3])
+    elif (child := os.fork()) == 0:
+        ROLE.rank = 0
+        die = {"columns": (csv.DictWriter, "writerows"), "opening": (ExperimentWriter, "__init__")}
+        with contextlib.suppress(BaseException), monkeypatch.context() as patch:
+            patch.setattr(*die[dies], lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+            if dies == "columns":
+                leader.log(True, {"accuracy": 1.0}, 6)
+            else:
+                keep_metrics(CSVLogger(tmp_path, "csv", version=0))
+        os._exit(0)
+    else:
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    other.meet(True, takes_over=True)
+    other.open()
+    other.log(True, {"loss": 1.0}, 6)
+    assert steps_in_csv(path) == list(range(7))
+    assert [each.name for each in path.parent.iterdir()] == ["metrics.csv"]
 
 
 def test_a_file_to_which_two_write_for_a_moment_keeps_its_rows_and_columns(tmp_path: Path) -> None:
