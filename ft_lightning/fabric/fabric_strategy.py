@@ -26,6 +26,7 @@ from ft_core.collectives.retry import RetryableReducer
 from ft_core.ddp import RetryableDistributedDataParallel
 from ft_core.environment import SHARED_JOB
 from ft_core.heal import digest
+from ft_core.launch import board
 from ft_core.launch.supervisor import say
 from ft_core.manager import Manager
 from ft_lightning.fabric.fabric_step import FabricStepMixin
@@ -215,7 +216,8 @@ class FTFabricMixin(FabricSavesMixin):
         self._thread = threading.get_ident()
         self._schedulers: list[Any] = []
         self._registered: dict[str, Any] = {}
-        self._finished = self._asks_where = False
+        self._finished = self._asks_where = self._unkept = False
+        self._began: tuple[int, list[int]] = (0, [])
 
     # ------------------------------------------------------------------ what users call
 
@@ -360,7 +362,8 @@ class FTFabricMixin(FabricSavesMixin):
         self._started = True
         if self._votes_each_step:
             self._manager.preallocate_state(*self._optimizers)
-            self._manager.state.whole = lambda: self._where is Where.BOUNDARY
+            self._began = self.progress.step, self._passes()
+            self._manager.state.whole = self._can_be_kept
             self._manager.state.takes_kept = self._takes_kept
         start = self._agree_on_start()
         self._manager.load_state_dict(
@@ -452,11 +455,32 @@ class FTFabricMixin(FabricSavesMixin):
             else:
                 thing.load_state_dict(state["registered"][name])
 
-    def _lost_place(self, state: dict[str, Any]) -> str:
-        """A sentence, if the loop would go on at another place than the loop that had this state; else ""."""
+    def _passes(self) -> list[int]:
+        return [place.epoch for place in self.progress.places]
+
+    def _can_be_kept(self) -> bool:
+        """Whether a process that begins as this one did could go on from here. If not, nothing older is kept
+        either: all would be made again."""
+        if self._where is not Where.BOUNDARY:
+            return False
+        if not self._unkept and self._lost_place(self._state(), self._began):
+            self._unkept = True
+            board.slot().forget_kept(self.scope.group_size)
+            if self._leader and board.slot().there:
+                log.warning(
+                    "the state is kept no longer in case that all replica groups die: a process that "
+                    "begins could not go on from it. Write `for epoch in fabric.strategy.epochs(total)`, "
+                    "and give schedulers to fabric.setup"
+                )
+        return not self._unkept
+
+    def _lost_place(self, state: dict[str, Any], began: tuple[int, list[int]] | None = None) -> str:
+        """A sentence, if the loop would go on at another place than the loop that had this state; else "".
+        `began`: the step and passes of another process than this one."""
+        step, passes = began or (self.progress.step, self._passes())
         places, lead = state["progress"]["places"], state["lead"]
         if lead >= 0 and not self._asks_where:
-            mine, its = self.progress.places[lead].epoch, places[lead][0]
+            mine, its = passes[lead], places[lead][0]
             if mine != its:
                 return (
                     f"this process came back in pass {mine} over its data, and its peers are in pass "
@@ -464,7 +488,7 @@ class FTFabricMixin(FabricSavesMixin):
                     "finished. Write `for epoch in fabric.strategy.epochs(total)` in place of "
                     "`for epoch in range(total)`"
                 )
-        if state["progress"]["step"] == self.progress.step:
+        if state["progress"]["step"] == step:
             return ""
         known = [*self._schedulers, *self._registered.values()]
         healed = {

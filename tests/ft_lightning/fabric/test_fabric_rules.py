@@ -14,6 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from ft_core.launch.board import slot
+from ft_core.launch.kept import Card
+from tests.harness.cluster import as_child, board_of
 from tests.harness.lighthouses import patient_lighthouse
 
 pytestmark = pytest.mark.process
@@ -263,6 +266,34 @@ def test_a_loop_goes_on_from_what_is_kept_unless_it_is_past_that_or_cannot_go_th
     optimizer.step()
     assert goes_on(step=1)
     assert not goes_on(step=0), "as with a newer checkpoint"
+
+
+@pytest.mark.parametrize("lost", ["", "pass", "scheduler"])
+def test_nothing_is_kept_from_which_a_loop_could_not_go_on(
+    fabric: Any, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what the loop shows, nor what the keeper has from before."""
+    model, optimizer, loader = ready(fabric, data(2))
+    if lost == "scheduler":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    kept, manager = [], fabric.strategy.manager
+    start = manager.start_quorum
+
+    def start_quorum(*given: Any, **options: Any) -> Any:
+        kept.append((manager.state.whole(), slot().keepers_card() is not None))
+        return start(*given, **options)
+
+    monkeypatch.setattr(manager, "start_quorum", start_quorum)
+    with board_of(1) as board:
+        with as_child(board, board.keeper):
+            slot().tell(Card("", ()).row())
+        with as_child(board, 0):
+            for _ in range(2) if lost == "pass" else fabric.strategy.epochs(2):
+                for (batch,) in loader:
+                    fabric.backward(model(batch).square().mean())
+                    optimizer.step()
+    good = {"": 4, "pass": 2, "scheduler": 1}[lost]
+    assert kept == [(True, True)] * good + [(False, False)] * (4 - good)
 
 
 def test_a_discarded_step_is_tried_again_before_the_scheduler_steps(fabric: Any) -> None:
