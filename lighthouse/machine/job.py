@@ -241,6 +241,9 @@ class JobState:
     # ------------------------------------------------------------------ requests
 
     def _on_join(self, peer: Peer, join: Join, now: float) -> None:
+        member = self._members.by_id.get(join.replica_id)
+        if member is not None and member.outdates(join):
+            return
         if join.lineage.startswith(TORN):
             self._history.different.pop(join.replica_id, None)
         elif join.replica_id in self._history.different:  # it has not heard that it must heal
@@ -253,7 +256,7 @@ class JobState:
             self._offer(peer, join, now)
             return
         self._offered.pop(join.replica_id, None)
-        live, member = self._live, self._members.by_id.get(join.replica_id)
+        live = self._live
         if member is not None and live is not None and join.replica_id in live.living:
             if join.quorum_id != live.quorum_id and join.left == member.join.left:
                 # Its request crossed our answer, or our answer was lost: repeat it.

@@ -91,6 +91,10 @@ class MemberState:
     def name(self) -> str:
         return self.join.name
 
+    def outdates(self, join: Join) -> bool:
+        """Whether its process has said that it has been in a newer quorum than `join` knows, which came late."""
+        return join.quorum_id < max(self.base_id, self.join.quorum_id)
+
     def entry(self, *, healing: bool) -> Member:
         """As it is listed in a quorum."""
         addresses = self.join.addresses

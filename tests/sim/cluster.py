@@ -199,15 +199,17 @@ class Cluster:
 
     def _unreachable(self, job: JobKey) -> frozenset[str]:
         """Those that the lighthouse need not wait for: they may be back later than the join timeout. So may
-        one that has not joined the term since messages between the two were lost."""
+        one that has not joined the term since messages between the two were lost, or whose join a lighthouse
+        that was stopped has yet to read."""
         since = self.clock.now - self.profile.timeouts.join_timeout_s
         joins_s = self.profile.timeouts.resend_s  # it takes to follow a lighthouse and to join
+        unread = {m.replica_id for place in self.lighthouses for _, _, m in place.missed if isinstance(m, Join)}
         return frozenset(
             r for r, p in self.running.items()
             if p.job == job
             and (p.paused or p.habits.hung or p.link.blocked or p.left
                  or p.link.state != UP or p.link.since > self.clock.now - joins_s
-                 or self._cut_until.get(r, 0.0) > since
+                 or self._cut_until.get(r, 0.0) > since or r in unread
                  or (p.link.lost_at > since and self._joined.get(r) != self._term))
         )  # fmt: skip
 
