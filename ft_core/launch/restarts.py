@@ -6,6 +6,7 @@
 | the pause | 0.5 s; it doubles with each death of this group, up to 30 s, and is halved by each 30 s that a life has trained. While few are alive (half of the groups of this machine, or one) it is 0.5 s, and what is left of another one no longer. Where it would be 0.5 s it is left out, if the life that ended has trained for 5 s. One that was killed from outside, and had trained for 2 s, is started again at once, and its pause does not grow |
 | all have ended with the same error, or crashed by the same signal, at the same step | an error of the script: the job ends, whatever the order of exits. If other machines train too, or all were killed from outside (SIGKILL, SIGTERM ...): the second time in a row |
 | an error, and no other group is alive that has not failed itself | an error of the script, too |
+| the same two, and the keeper holds a state | it may have been the machine (a driver's reset, no memory): they go on from that state. Once for each state: it must be newer than at the group's last error. The same end at the same step the second time in a row is an error of the script |
 | no lighthouse answers any of them (exit code 69) | the job ends with that code |
 | `max_restarts` deaths of a group within an hour | it is given up; None: no limit |
 | ten deaths of a group in a row without one committed step of the job in between | it is given up |
@@ -40,6 +41,7 @@ class Death:
         trained_s: for how long it had taken part in the training.
         commits: how many steps the groups of this machine had committed until then, in all lives.
         level: how often the pause that followed was doubled; -1: it was not grown at all.
+        kept: the step of the state that the keeper held, with which the training can go on; -1: none.
     """
 
     at: float
@@ -48,6 +50,7 @@ class Death:
     trained_s: float = 0.0
     commits: int = 0
     level: int = -1
+    kept: int = -1
 
     @property
     def external(self) -> bool:
@@ -144,7 +147,8 @@ class RestartPolicy:
         self, histories: Sequence[History], index: int, lives: Sequence[int | None]
     ) -> str:
         death = histories[index][-1]
-        untold = self.elsewhere and death.step >= 0  # the cause may be on another machine
+        # The cause may be on another machine, or this machine itself.
+        untold = death.step >= 0 and (self.elsewhere or self._is_kept(histories[index]))
         crashed = death.exit_code < 0
         rounds = 2 if untold or death.external or (crashed and len(histories) == 1) else 1
         alike = all(self._ended_like(each, death, rounds) for each in histories)
@@ -159,6 +163,12 @@ class RestartPolicy:
         if death.exit_code > 0 and not running and failed and not untold:
             return "no other is alive: an error of the script"
         return ""
+
+    @staticmethod
+    def _is_kept(mine: History) -> bool:
+        """Whether the keeper held a newer state than at any error of this group before."""
+        kept = mine[-1].kept
+        return kept >= 0 and all(each.external or each.kept < kept for each in mine[:-1])
 
     @staticmethod
     def _ended_like(history: History, death: Death, rounds: int) -> bool:

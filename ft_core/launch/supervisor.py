@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 from ft_core.launch import kept_files
 from ft_core.launch.board import DUMP_SIGNAL, Board
 from ft_core.launch.keeping import Keeping
+from ft_core.launch.kept import Card
 from ft_core.launch.restarts import (
     OVER_EXIT_CODE,
     REMEMBERED,
@@ -141,10 +142,10 @@ class Roster:
     fault: Child | None = None
     unwritten: tuple[int, int] | None = None
 
-    def ended(self, child: Child, exit_code: int, now: float) -> str:
+    def ended(self, child: Child, exit_code: int, now: float, kept: int = -1) -> str:
         """Record the end of a child's process; returns a sentence: what happened, what follows.
 
-        The child's `step` and `commits` are those of the process that has ended.
+        The child's `step` and `commits` are those of the process that has ended. `kept`: see `Death`.
         """
         hung, child.kill_at = child.kill_at is not None, None
         child.process, child.exit_code, child.hung_until = None, exit_code, 0.0
@@ -155,7 +156,8 @@ class Roster:
             return f"replica group {child.number} came too late: the training is over"
         self.commits += child.commits
         trained_s = 0.0 if child.joined_at is None else now - child.joined_at
-        death = Death(now, exit_code, child.step, trained_s, self._all_commits())
+        kept = -1 if child.over else kept
+        death = Death(now, exit_code, child.step, trained_s, self._all_commits(), kept=kept)
         child.commits = 0
         others = [c for c in self.children if c is not child]
         if exit_code and child.leads and any(c.over for c in others) and not self.policy.elsewhere:
@@ -448,7 +450,10 @@ class _Run:
         roster = self.roster
         if exit_code:
             self.board.died(child.index)
-        self.say(roster.ended(child, exit_code, time.monotonic()))
+        held = self.board.card(self.board.keeper)
+        version = None if held is None else Card.of(held).version
+        kept = -1 if version is None else version.step
+        self.say(roster.ended(child, exit_code, time.monotonic(), kept))
         for lost in roster.given_up():
             self.given_up(lost.number)
         if roster.fault is not None:

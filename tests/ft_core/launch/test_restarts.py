@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -28,6 +29,7 @@ class Job:
         self.now = self.commits = 0.0
         self.histories: list[History] = [()] * count
         self.lives: list[int | None] = [0] * count
+        self.kept = -1
 
     def train(self, seconds: float, *, steps: int = 1) -> None:
         self.now += seconds
@@ -36,11 +38,11 @@ class Job:
 
     def dies(self, index: int, code: int, *, step: int = -1, trained_s: float = 0.0) -> Verdict:
         self.lives[index] = None
-        death = Death(self.now, code, step, trained_s, int(self.commits))
+        death = Death(self.now, code, step, trained_s, int(self.commits), kept=self.kept)
         self.histories[index] = (*self.histories[index], death)
         verdict = self.policy.after(self.histories, index, self.lives)
         if isinstance(verdict, Again):
-            remembered = Death(self.now, code, step, trained_s, int(self.commits), verdict.level)
+            remembered = replace(death, level=verdict.level)
             self.histories[index] = (*self.histories[index][:-1], remembered)
         return verdict
 
@@ -264,6 +266,47 @@ def test_where_others_train_elsewhere_an_error_is_the_scripts_the_second_time() 
     )
     job = Job(1, RestartPolicy(elsewhere=True))
     assert isinstance(job.dies(0, ERROR), EndJob), "before it met any other"
+
+
+def fails(job: Job, code: int, *steps: int) -> list[Verdict]:
+    """All groups end with an error, one after the other, and are started again."""
+    verdicts = [job.dies(index, code, step=step) for index, step in enumerate(steps)]
+    for index in range(len(steps)):
+        job.returns(index)
+    return verdicts
+
+
+@pytest.mark.parametrize("code", [ERROR, -6])
+def test_all_fail_and_go_on_from_what_is_kept(code: int) -> None:
+    """A driver's reset, no memory. What fails at the same step again is the script."""
+    job = Job(2)
+    job.train(100, steps=57)
+    job.kept = 50
+    assert all(isinstance(each, Again) for each in fails(job, code, 57, 57))
+    job.train(100, steps=7)
+    job.kept = 56
+    assert fails(job, code, 57, 57)[1] == EndJob("so have all at step 57 again: an error of the script")
+
+
+def test_all_fail_again_and_again_and_nothing_newer_is_kept() -> None:
+    """At steps that differ. Each state that is kept is good for one more try."""
+    job = Job(2)
+    job.kept = 50
+    job.train(100, steps=57)
+    assert all(isinstance(each, Again) for each in fails(job, ERROR, 57, 58))
+    job.train(100, steps=7)
+    job.kept = 60
+    assert isinstance(job.dies(1, KILLED, step=62), Again), "that was no error"
+    job.returns(1)
+    assert all(isinstance(each, Again) for each in fails(job, ERROR, 63, 64))
+    job.train(100, steps=7)
+    assert fails(job, ERROR, 65, 66)[1] == EndJob("no other is alive: an error of the script")
+
+
+def test_all_fail_before_they_have_trained_though_something_is_kept() -> None:
+    job = Job(2)
+    job.kept = 50
+    assert isinstance(fails(job, ERROR, -1, -1)[1], EndJob)
 
 
 def test_the_only_group_may_crash_once() -> None:
