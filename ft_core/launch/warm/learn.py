@@ -44,11 +44,10 @@ def report() -> None:
     name = os.environ.get(ENV_REPORT, "")
     if not name:
         return
+    data = json.dumps({"modules": loaded(), "environment": changed_environment()}).encode()
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(REPORT_TIMEOUT_S)
-        sock.connect("\0" + name)
-        told = {"modules": loaded(), "environment": changed_environment()}
-        data = json.dumps(told).encode()
+        sock.connect("\0" + name)  # from now on it is waited for
         sock.sendall(struct.pack("!I", len(data)) + data)
 
 

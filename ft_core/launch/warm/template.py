@@ -198,9 +198,9 @@ def _stranger(reference: Mapping[str, str], libraries: learn.Libraries) -> str:
     for name, origin in learn.loaded():
         if name in reference and origin != reference[name]:
             return f"{name} is found at {origin}, not at {reference[name]}"
-        if name not in reference and not libraries.has(name, origin):
-            if name not in learn.NEVER:  # those that the interpreter loads itself
-                return f"an import has loaded {name}, which is no library"
+        # Not those that the interpreter loads itself.
+        if name not in learn.NEVER and not libraries.has(name, origin):
+            return f"an import has loaded {name}, which is no library"
     return ""
 
 
