@@ -1,5 +1,5 @@
 """python benchmarks/goodput.py [--json FILE] [--kill-every S --step S --groups N --seconds S]
-                               [--kills N]
+                               [--kills N [--gib G]]
 
 What is left of a training while its processes are killed at regular intervals: steps that were
 committed, and samples that counted in them, against what the same job makes without a fault, and the
@@ -14,7 +14,8 @@ vote, and an update; one sample a group and step.
 
 `--kills N`: what each of N kills costs the survivors instead: the longer of the first two intervals
 between commits that end after it, beyond a step. The group that has trained longest is killed once it
-has for 6 s (before, its pause would grow) and all groups contribute.
+has for 6 s (before, its pause would grow) and all groups contribute. `--gib G`: group 0 has so much memory
+resident, and is killed each time.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def work(kind: str, group: str, lighthouse: str, step_s: float, spares: int) -> 
     import torch
 
     torch.set_num_threads(1)
+    gib = int(os.environ.get("GOODPUT_GIB", "0")) if group == "0" else 0
+    resident = torch.ones(gib << 28)  # noqa: F841 - memory that its end has to free
     weights = torch.zeros(NUMEL)
     about = {"group": int(group), "pid": os.getpid()}
     say("start", **about)
@@ -174,15 +177,15 @@ class Watched:
             calm = [b - a for a, b in itertools.pairwise(before)]
         return statistics.fmean(calm)
 
-    def await_victim(self) -> int:
-        """The group that has trained longest, when it may be killed."""
+    def await_victim(self, among: range) -> int:
+        """The one of these groups that has trained longest, when it may be killed."""
 
         def found() -> int | None:
             newest = max(self.commits, default=None)
             full = newest is not None and self.commits[newest][1] == self.groups
             if not full or len(self.pids) < self.groups or len(self.trains_since) < self.groups:
                 return None
-            oldest = min(self.trains_since, key=lambda group: self.trains_since[group])
+            oldest = min(among, key=lambda group: self.trains_since[group])
             long = time.monotonic() - self.trains_since[oldest] > LIFE_S
             return oldest if long else None
 
@@ -306,15 +309,17 @@ def experiment(load: Load) -> dict[str, Any]:
     }
 
 
-def each_kill(load: Load, kills: int) -> dict[str, Any]:
-    """What each of `kills` deaths costs the survivors, in ms beyond a step."""
+def each_kill(load: Load, kills: int, gib: int) -> dict[str, Any]:
+    """What each of `kills` deaths costs the survivors, in ms beyond a step. `gib`: resident in group 0, the
+    victim; 0: all are, in turn."""
+    os.environ["GOODPUT_GIB"] = str(gib)
     stop_server, lighthouse = coordinator(load)
     chance, killed = random.Random(0), []
     try:
         with running(load, lighthouse) as watched:
             watched.await_start()
             for _ in range(kills):
-                victim = watched.await_victim()
+                victim = watched.await_victim(range(1 if gib else load.groups))
                 time.sleep(chance.random() * load.step_s)  # any phase of a step
                 killed.append(watched.kill(victim))
             time.sleep(10 * load.step_s)
@@ -345,11 +350,13 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--spares", type=int, default=0, help="hot ones of ours, beside the groups")
     parser.add_argument("--kills", type=int, default=None, help="what each of so many costs")
+    parser.add_argument("--gib", type=int, default=0, help="resident in those that are killed")
     options = parser.parse_args()
     if options.kills:
         load = Load("ours", options.groups, 0.0, options.step or 0.05, 0.0)
-        found = each_kill(load, options.kills)
+        found = each_kill(load, options.kills, options.gib)
         title = f"{options.kills} kills, {load.groups} groups, steps of {load.step_s:g} s: beyond a step"
+        title += f", {options.gib} GiB resident" if options.gib else ""
         report(title, list(found), [list(found.values())], {title: found}, options.json)
         return
     cases = CASES

@@ -1,4 +1,4 @@
-"""python benchmarks/return_time.py [--only trainer epochs loop] [--high 20000] [--epoch 1000] [--json FILE]
+"""python benchmarks/return_time.py [--only trainer epochs loop lightning fabric] [--high 20000] [--epoch 1000] [--json FILE]
 
 How long a replica group takes from joining to the first step that counts, early and late in a training:
 two groups on CPU, a tiny model and map-style data; one group is killed after 100 steps and started
@@ -7,6 +7,8 @@ again, then after `--high` steps. What it must not do is grow with the training.
 trainer: transformers' Trainer, which enters its loop at its peers' place.
 epochs: a raw Accelerate loop over `ft_accelerate.epochs(...)`, which does so, too.
 loop: a raw Accelerate loop as it is, which runs through its past.
+lightning: Lightning's Trainer.
+fabric: a Fabric loop over `strategy.epochs(...)`.
 
 "joining" is the first message to the lighthouse, and "counts" is the first commit of both groups. "peer
 waits" is the longest time between two commits of the other group from the joining on. Limit: a difference
@@ -33,7 +35,7 @@ from common import arguments, report
 from lighthouse import LighthouseServer
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = ("trainer", "epochs", "loop")
+WAYS = ("trainer", "epochs", "loop", "lightning", "fabric")
 LOW, BATCH, LIMIT_S = 100, 2, 1500.0
 FOREVER = 10_000_000
 Event = dict[str, Any]
@@ -46,15 +48,21 @@ def train(way: str, epoch: int, folder: str) -> None:
     """Train until it is killed. `epoch`: steps in an epoch."""
     import torch
 
-    from ft_accelerate.install import install
-
-    install()
     torch.set_num_threads(1)
     torch.manual_seed(1)
     data = [
         {"x": torch.full((8,), 1 / (1 + n)), "labels": torch.zeros(1)}
         for n in range(2 * BATCH * epoch)
     ]
+    if way == "lightning":
+        by_lightning(data, folder)
+        return
+    if way == "fabric":
+        by_fabric(data)
+        return
+    from ft_accelerate.install import install
+
+    install()
     by_trainer(data, folder) if way == "trainer" else by_loop(data, way)
 
 
@@ -104,6 +112,53 @@ def by_loop(data: list[Any], way: str) -> None:
             optimizer.zero_grad()
 
 
+def by_lightning(data: list[Any], folder: str) -> None:
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader
+
+    import ft_lightning  # noqa: F401  (makes the strategy's name known)
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (self.net(batch["x"]) - batch["labels"]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    trainer = Trainer(
+        strategy="ft_ddp", accelerator="cpu", devices=1, max_steps=FOREVER, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(Model(), DataLoader(data, BATCH, shuffle=True))  # type: ignore[arg-type]
+
+
+def by_fabric(data: list[Any]) -> None:
+    import torch
+    from lightning.fabric import Fabric
+    from torch.utils.data import DataLoader
+
+    from ft_lightning.fabric import FTDDPStrategy
+
+    strategy = FTDDPStrategy()
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    fabric.launch()
+    net = torch.nn.Linear(8, 1)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 1e-3))
+    loader = fabric.setup_dataloaders(DataLoader(data, BATCH, shuffle=True))  # type: ignore[arg-type]
+    for _ in strategy.epochs(FOREVER):
+        for batch in loader:
+            loss = (model(batch["x"]) - batch["labels"]).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # ------------------------------------------------------------------ the measurement
 
 
@@ -123,6 +178,11 @@ def one_run(way: str, kill_at: int, epoch: int, folder: Path) -> dict[str, float
                 prefix + "LIGHTHOUSE": server.address(),
                 prefix + "JOB_ID": str(folder),
                 prefix + "RESTARTS": str(life),
+                "REPLICA_GROUP_ID": str(group),
+                "NUM_REPLICA_GROUPS": "2",
+                "TORCHFT_LIGHTHOUSE": server.address(),
+                "FT_JOB_ID": str(folder),
+                "FT_LIGHTNING_RESTARTS": str(life),
                 "FT_EVENT_LOG": str(folder / f"{group}.{life}"),
                 "OMP_NUM_THREADS": "1",
             }
