@@ -448,18 +448,41 @@ def _without_collections() -> Iterator[None]:
         gc.enable()
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tree as its source has it: `layout` and `layout_digest` are those that a `Manifest` has of `manifest`."""
+
+    manifest: bytes
+    tensors: list[torch.Tensor]
+    layout: Layout
+    layout_digest: bytes
+
+
 @_without_collections()
-def pack(tree: Any, allow_objects: bool = False) -> tuple[bytes, list[torch.Tensor]]:
-    """The manifest and the tensors of a tree.
+def packed(tree: Any, allow_objects: bool = False) -> Packed:
+    """A tree as its source has it.
 
     The tensors are the tree's own memory, not copies; they may be non-contiguous or on a device.
     Any thread, while the tree does not change. Raises UnsupportedObjectError.
     """
     collector = _Collector()
     node = TreeEncoder(collector.node, allow_objects=allow_objects).encode(tree)
-    kinds = [[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in collector.kinds]
-    manifest = pack_node([MANIFEST_VERSION, sys.byteorder, kinds, collector.kind_of, node])
-    return manifest, collector.tensors
+    names = [[str(dtype).removeprefix("torch."), list(shape)] for dtype, shape in collector.kinds]
+    sizes = [TensorSpec(dtype, shape).nbytes for dtype, shape in collector.kinds]
+    manifest = pack_node([MANIFEST_VERSION, sys.byteorder, names, collector.kind_of, node])
+    return Packed(manifest, collector.tensors, *_arranged(names, sizes, collector.kind_of))
+
+
+def pack(tree: Any, allow_objects: bool = False) -> tuple[bytes, list[torch.Tensor]]:
+    """The manifest and the tensors of a tree: see `packed`."""
+    found = packed(tree, allow_objects)
+    return found.manifest, found.tensors
+
+
+def _arranged(names: Node, sizes: Sequence[int], kind_of: Sequence[int]) -> tuple[Layout, bytes]:
+    """Where tensors of these kinds lie, and what is equal for all that lie so."""
+    digest = hashlib.blake2b(pack_node([names, kind_of]), digest_size=16).digest()
+    return lay_out([sizes[kind] for kind in kind_of]), digest
 
 
 def unpack(
@@ -517,8 +540,7 @@ class Manifest:
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise HealError(f"A source sent a malformed manifest: {error}.") from error
         sizes = [kind.nbytes for kind in kinds]
-        self.layout: Layout = lay_out([sizes[kind] for kind in kind_of])
-        self.layout_digest = hashlib.blake2b(pack_node([names, kind_of]), digest_size=16).digest()
+        self.layout, self.layout_digest = _arranged(names, sizes, kind_of)
 
     @_without_collections()
     def match(self, into: Any) -> Placement:
@@ -549,8 +571,7 @@ class Manifest:
         contiguous = local.is_contiguous()
         if not contiguous and torch._debug_has_internal_overlap(local) == 1:
             return  # expanded: it cannot be written
-        pointer = local.data_ptr()
-        if pointer and local.numel():
+        if pointer := local.data_ptr():  # else it has no elements
             memory = pointer if local.is_cpu else (local.device, pointer)
             if places.claimed.setdefault(memory, index) != index:
                 return  # shared here but not in the source: the second one gets memory of its own
@@ -569,13 +590,17 @@ class Manifest:
         if len(tensors) != len(self.specs):
             raise ValueError(f"{len(self.specs)} tensors are needed, {len(tensors)} were given.")
 
+        returned, copied = places.returned, places.copied
+
         def leaf(node: Node, _mine: Any) -> Any:
+            known = returned.get(id(node))
+            if known is not None and id(node) not in copied:
+                return known
             tensor = tensors[self._index(node)]
-            if id(node) in places.copied:
+            if known is not None:
                 with torch.no_grad():
-                    places.copied[id(node)].copy_(tensor)
-            if id(node) in places.returned:
-                return places.returned[id(node)]
+                    copied[id(node)].copy_(tensor)
+                return known
             if node[0] == "N":
                 flat = tensor.numpy().view(numpy_dtype(node[2])) if tensor.numel() else None
                 empty = np.empty(0, numpy_dtype(node[2]))
@@ -583,13 +608,13 @@ class Manifest:
             if node[0] == "B":
                 return tensor.numpy().tobytes()
             if node[0] == "DT":
-                known = places.shardings.get(_alike(node))
-                if known is None:
+                sharding = places.shardings.get(_alike(node))
+                if sharding is None:
                     raise HealError(
                         f"The state holds a sharded tensor of global shape {node[2]}; pass into= with "
                         "a state dict of this rank, sharded alike."
                     )
-                return known.make(tensor.data, node[2])
+                return sharding.make(tensor.data, node[2])
             return tensor.data if tensor.requires_grad else tensor  # a second leaf of one of `into`
 
         return TreeDecoder(leaf, allow_objects=allow_objects).decode(self._node, into)

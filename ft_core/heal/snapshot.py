@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ft_core.heal.format import Manifest, byte_view, pack
+from ft_core.heal.format import byte_view, packed
 from ft_core.heal.protocol import MAX_MANIFEST_BYTES, Chunk, HealError, HealKey, align
 from ft_core.process_group.device_memory import CopyDevice, DeviceEvent, DeviceStream, device_of
 
@@ -117,15 +117,14 @@ class Publication:
         self.key = key
         self.lock = threading.Lock()
         self.closed = False  # no longer served
-        self.manifest, tensors = pack(tree, allow_objects)
+        state = packed(tree, allow_objects)
+        self.manifest, tensors = state.manifest, state.tensors
         if len(self.manifest) > MAX_MANIFEST_BYTES:
             raise HealError(
                 f"The state's structure alone takes {len(self.manifest)} bytes (limit "
                 f"{MAX_MANIFEST_BYTES}); keep large data in tensors."
             )
-        parsed = Manifest(self.manifest)
-        self.layout = parsed.layout
-        self.layout_digest = parsed.layout_digest
+        self.layout, self.layout_digest = state.layout, state.layout_digest
         self.live: set[int] = set()
         self._moved: set[int] = set()  # were live: their former addresses may hold other values
         self._arena = arena
