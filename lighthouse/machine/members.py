@@ -92,8 +92,8 @@ class MemberState:
         return self.join.name
 
     def outdates(self, join: Join) -> bool:
-        """Whether its process has said that it has been in a newer quorum than `join` knows, which came late."""
-        return join.quorum_id < max(self.base_id, self.join.quorum_id)
+        """Whether its process has voted in a newer quorum than `join` knows, which came late."""
+        return join.quorum_id < self.base_id
 
     def entry(self, *, healing: bool) -> Member:
         """As it is listed in a quorum."""

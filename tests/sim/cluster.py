@@ -38,9 +38,9 @@ from tests.sim.profile import Profile
 Start = tuple[Position, int, tuple[int, int]]
 START: Start = ((0, "root"), 0, (0, 0))
 Journal = dict[JobKey, tuple[int, tuple[str, ...]]]
-TOGETHER_S = 4.0
-"""Where a training may be complete the processes of the next one are started together, at multiples of this and
-`restart_s`: longer than it takes to be refused and started again, or they would never meet."""
+TOGETHER_S = 1.0
+"""Where a training may be complete the processes of the next one are started together, at multiples of a time
+that is so much longer than it takes to be refused and started again: or they would never meet."""
 CLOCK_ERROR_S = 1e-6
 """What a float loses when a lighthouse's clock is far ahead."""
 
@@ -179,7 +179,7 @@ class Cluster:
             self.network.break_link(process.link, lighthouse_s=0.002, process_s=0.0)
             back_at = self.clock.now + self.profile.restart_s + process.stays_away_s
             if any(fault.kind == "finish" for fault in self.profile.faults):
-                together_s = TOGETHER_S + self.profile.restart_s
+                together_s = TOGETHER_S + self.profile.restart_s + self.profile.timeouts.connect_timeout_s
                 back_at = math.ceil(back_at / together_s) * together_s
             self.clock.at(back_at, self.spawn, process.slot)  # by its supervisor
 

@@ -107,7 +107,7 @@ def test_it_outlives_the_process_that_started_it(port: int) -> None:
 
 @pytest.mark.process
 def test_it_ends_when_no_process_uses_it(port: int) -> None:
-    address = ensure_local_lighthouse(port, exit_when_idle_s=1.0)
+    address = ensure_local_lighthouse(port, exit_when_idle_s=3.0)  # until the client has connected
     with LighthouseClient(address) as client:
         client.status()  # while it is used it does not end
         descriptor = os.pidfd_open(process_at(port))

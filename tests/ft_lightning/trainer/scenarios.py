@@ -509,20 +509,20 @@ def leftovers(place: Place) -> Result:
         assert trainer.strategy.model is module
         new = set(threading.enumerate()) - threads
         found[kind.__name__] = [
-            sorted(t.name for t in new if t.is_alive()), _sockets() - sockets,
+            sorted(t.name for t in new if t.is_alive()), len(_sockets() - sockets),
             sorted(set(os.environ) ^ set(environment)),
         ]  # fmt: skip
     return found
 
 
-def _sockets() -> int:
-    links = []
+def _sockets() -> set[str]:
+    links = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+            links.add(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:
             continue  # the folder's own
-    return sum(link.startswith("socket:") for link in links)
+    return {link for link in links if link.startswith("socket:")}
 
 
 def refusals(place: Place) -> Result:
