@@ -17,7 +17,9 @@ class Row:
     group: int
     committed: int
     discarded: int
-    lost_ms: float | None
+    step_ms: float | None  # a usual one
+    lost_ms: float | None  # to the kill
+    lost_to_return_ms: float | None
     process_start_ms: float | None
     back_ms: float | None
     heal_ms: float | None
@@ -30,8 +32,11 @@ class Row:
 def summarize(run: Run) -> list[Row]:
     """A row for each replica group."""
     rows = []
+    again = run.lives_of(run.victim)[1:] if run.victim is not None else []
+    healed = next((e["t"] for life in again for e in life.of_kind("heal_done")), None)
     for group in run.groups():
         lives = run.lives_of(group)
+        return_gap = gap_around(run, group, healed) if healed is not None else None
         heals = [e for life in lives[1:] for e in life.of_kind("heal_done")]
         gap = gap_around(run, group, run.kill_s) if run.kill_s is not None else None
         rows.append(
@@ -39,7 +44,9 @@ def summarize(run: Run) -> list[Row]:
                 group=group,
                 committed=len(run.commit_times(group)),
                 discarded=sum(len(life.of_kind("discard")) for life in lives),
+                step_ms=gap.typical_s * 1000 if gap else None,
                 lost_ms=gap.lost_s * 1000 if gap else None,
+                lost_to_return_ms=return_gap.lost_s * 1000 if return_gap else None,
                 process_start_ms=_start_ms(lives),
                 back_ms=_back_ms(run, lives),
                 heal_ms=heals[-1]["seconds"] * 1000 if heals else None,
