@@ -271,7 +271,7 @@ class MessageCodec:
 
     def _check_size(self, frame: bytes | memoryview, large: dict[str, int]) -> None:
         """Raise ProtocolError if `frame` is too large for its kind, which its first bytes tell."""
-        reader = msgpack.Unpacker(raw=False)
+        reader = msgpack.Unpacker(raw=False, max_buffer_size=_HEAD_BYTES)  # else it takes a megabyte
         reader.feed(frame[:_HEAD_BYTES])
         try:
             reader.read_array_header()
