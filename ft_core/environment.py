@@ -83,19 +83,18 @@ class ReplicaEnv:
         )
 
 
-def torchft_settings(env: Mapping[str, str] | None = None) -> dict[str, int]:
+def torchft_settings() -> dict[str, int]:
     """What torchft's variables say: seconds for arguments of its Manager that are durations, and "port".
 
     Raises ValueError for one that is no number.
     """
-    env = os.environ if env is None else env
     names = {**ENV_TORCHFT_SECONDS, "port": ENV_TORCHFT_PORT}
-    return {key: _int(env, name, 0) for key, name in names.items() if env.get(name)}
+    return {key: _int(os.environ, name, 0) for key, name in names.items() if os.environ.get(name)}
 
 
-def warm_starts_allowed(env: Mapping[str, str] | None = None) -> bool:
+def warm_starts_allowed() -> bool:
     """Whether a supervisor may fork a process that it starts again from a template; "0" forbids it."""
-    said = (os.environ if env is None else env).get(ENV_WARM, "").strip().lower()
+    said = os.environ.get(ENV_WARM, "").strip().lower()
     return said not in ("0", "false", "no", "off")
 
 

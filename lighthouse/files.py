@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def replace_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     FileNotFoundError if the block has written none.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{_host()}.{os.getpid()}.part")
+    draft = draft_of(path)
     try:
         yield draft
         _flush(draft)
@@ -39,13 +40,37 @@ def replace_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         _flush(path.parent)
 
 
+def draft_of(path: Path) -> Path:
+    """What this process writes before it takes the name `path`. No other process has one of that name."""
+    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}.part")
+
+
+def put_whole(draft: Path, path: Path) -> None:
+    """Give a file or folder the name `path`, whatever has that. What has the name is whole at any moment;
+    where a folder is replaced, there is none for the time between two system calls."""
+    old = draft_of(path.with_name(f"{path.name}.old"))
+    if draft.is_dir() or path.is_dir():
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(old)
+    draft.replace(path)
+    remove_whole(old)
+
+
+def remove_whole(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove_drafts(folder: str | os.PathLike[str]) -> None:
     """Remove the drafts that processes of this machine have left which are dead. Any thread."""
     end = re.compile(rf"\..*\.{re.escape(_host())}\.(\d+)\.part")
     with contextlib.suppress(OSError):
         for path in Path(folder).iterdir():
             if (left := end.fullmatch(path.name)) and not _lives(int(left[1])):
-                path.unlink(missing_ok=True)
+                remove_whole(path)
 
 
 def _host() -> str:

@@ -289,9 +289,9 @@ def refuse(args: argparse.Namespace) -> None:
         raise ValueError("fault tolerance trains Python scripts: leave out --no_python")
 
 
-def hints(args: argparse.Namespace, env: Mapping[str, str] | None = None) -> list[str]:
+def hints(args: argparse.Namespace) -> list[str]:
     """Sentences on what looks like a wish for fault tolerance, where it is not switched on."""
-    if wanted(args, env) or switched_off(env):
+    if wanted(args) or switched_off():
         return []
     ours = {f"--{name}" for name in ("use_fault_tolerance", *map(argument_name, field_names()))}
     behind = [text for text in getattr(args, "training_script_args", ()) if text in ours]
@@ -300,8 +300,8 @@ def hints(args: argparse.Namespace, env: Mapping[str, str] | None = None) -> lis
         "is switched on by flags before the script's name"
         for flag in behind
     ]
-    names = [env_name(name) for name in given_in(os.environ if env is None else env)]
-    set_ = [name for name in names if name in (os.environ if env is None else env)]
+    names = [env_name(name) for name in given_in(os.environ)]
+    set_ = [name for name in names if name in os.environ]
     if set_:
         found.append(
             f"{set_[0]} is set, but fault tolerance is off: ACCELERATE_USE_FAULT_TOLERANCE=true "

@@ -126,10 +126,6 @@ class TransferPlan:
         rest_s = self._left * took_s / chunks
         return rest_s if rest_s > PACE_MARGIN * (deadline - now) else 0.0
 
-    def is_done(self, chunk: int) -> bool:
-        """Whether this chunk was received and checked."""
-        return bool(self._done[chunk])
-
     def add_source(self, name: str, now: float, *, of: str = "") -> None:
         """A source is ready to serve chunks. `of`: the process that it is a connection to, if there may be
         several; else its name."""

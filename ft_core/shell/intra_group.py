@@ -67,6 +67,7 @@ class IntraGroup:
         self._peers: list[socket.socket] = []
         self._store: Any = None
         self._local = 0
+        self._broken = ""
 
     @contextlib.contextmanager
     def local_only(self) -> Iterator[None]:
@@ -170,7 +171,7 @@ class IntraGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (of a Trainer, say) has no connections."""
-        return {**vars(self), "_peers": [], "_store": None}
+        return {**vars(self), "_peers": [], "_store": None, "_broken": ""}
 
     # ------------------------------------------------------------------ one call
 
@@ -181,6 +182,8 @@ class IntraGroup:
     def _all(
         self, name: str, mine: Any, combine: Callable[[list[Any]], Any], *, limited: bool = True
     ) -> Any:
+        if self._broken:  # a caller has caught the error: none would come to the next meeting
+            raise GroupBroken(self._broken)
         if not self._peers:
             self._open()
         try:
@@ -192,11 +195,12 @@ class IntraGroup:
             failure, result = _receive(self._peers[0])
         except (OSError, EOFError) as error:
             self.close()
-            raise GroupBroken(
+            self._broken = (
                 f"{name}: another rank of this replica group is gone or did not come within "
                 f"{self._timeout_s:g} s ({error or type(error).__name__}); all ranks of a group "
                 "must make the same calls"
-            ) from error
+            )
+            raise GroupBroken(self._broken) from error
         if failure:
             raise RuntimeError(failure)
         return result

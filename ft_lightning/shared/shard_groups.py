@@ -7,7 +7,6 @@ group is the group, and so is the device mesh. The replicate dimension is the qu
 from __future__ import annotations
 
 import atexit
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from ft_core.shell.group_server import group_store
 from ft_lightning.shared.launch_env import LaunchEnv
 from ft_lightning.shared.step_collectives import ShardRanks
 from ft_lightning.shared.strategy_base import NoLongerLeads, StrategyBase
+from lighthouse.files import draft_of, put_whole, remove_drafts, remove_whole
 
 FEWEST_GROUPS = 2
 """One can go on when another dies, and the shards are as small as that allows."""
-DRAFT = ".draft"
-"""What a checkpoint's name ends with while its ranks write it."""
 
 
 class ShardGroupMixin(StrategyBase):
@@ -135,30 +133,24 @@ class ShardGroupMixin(StrategyBase):
         Called on all of them. Raises what any of them raises; on all of them NoLongerLeads, if another group
         has become the leading one meanwhile."""
         path = Path(self._in_group.broadcast(str(path)))
-        first, draft = self.scope.group_rank == 0, path.with_name(path.name + DRAFT)
-        if first:
-            make_way(draft)
+        draft = Path(self._in_group.broadcast(str(draft_of(path))))  # one that was stopped has another
+        if self.scope.group_rank == 0:
+            remove_whole(draft)
             draft.parent.mkdir(parents=True, exist_ok=True)
         self._in_group.barrier()
         write(draft)
 
         def name() -> bool:
             leads = self._still_leads()
-            make_way(path if leads else draft)
             if leads:
-                draft.rename(path)
+                put_whole(draft, path)
+                remove_drafts(path.parent)
+            else:
+                remove_whole(draft)
             return leads
 
         if not self._in_group.from_rank_0(name):
             raise NoLongerLeads
-
-
-def make_way(path: Any) -> None:
-    """Remove a checkpoint that another one replaces."""
-    if Path(path).is_dir():
-        shutil.rmtree(path)
-    else:
-        Path(path).unlink(missing_ok=True)
 
 
 def _leave_group() -> None:

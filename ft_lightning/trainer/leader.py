@@ -25,6 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ft_core.errors import GroupBroken
 from ft_core.manager import Manager
 from ft_lightning.shared.strategy_base import NoLongerLeads, act_as_leader
 from ft_lightning.shared.topology import Scope
@@ -165,10 +166,10 @@ class Checkpoints(HeldSaves):
 
     def save(self, path: Any, write: Callable[[], None]) -> bool:
         """Have `write()` write `path` (see `write_whole`); whether it worked. Raises what it raises where no
-        callback saves, but the user's own call of `save_checkpoint`; and NoLongerLeads."""
+        callback saves, but the user's own call of `save_checkpoint`; and NoLongerLeads, GroupBroken."""
         try:
             write()
-        except NoLongerLeads:
+        except (NoLongerLeads, GroupBroken):
             raise
         except Exception as error:  # a storage's own errors are of any kind
             if not self.makes_up and not _in_callback():

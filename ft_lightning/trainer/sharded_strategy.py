@@ -28,10 +28,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from ft_core.collectives.sharded import RetryableShards
 from ft_core.heal import digest
 from ft_lightning.shared.registration import SHARDED
-from ft_lightning.shared.shard_groups import ShardGroupMixin, make_way
+from ft_lightning.shared.shard_groups import ShardGroupMixin
 from ft_lightning.trainer import healing
 from ft_lightning.trainer.saves import local_path
 from ft_lightning.trainer.strategy import FTDDPMixin
+from lighthouse.files import remove_whole
 
 
 class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
@@ -177,7 +178,7 @@ class FTFSDPMixin(ShardGroupMixin, FTDDPMixin):
 
     def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if not self._save_distributed_checkpoint and Path(filepath).is_dir():
-            make_way(filepath)
+            remove_whole(Path(filepath))
         super()._write(checkpoint, filepath, storage_options)
 
     def _checkpoint_writer(self) -> tuple[Any, bool]:

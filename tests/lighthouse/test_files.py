@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lighthouse.files import remove_drafts, replace_whole
+from lighthouse.files import draft_of, put_whole, remove_drafts, replace_whole
 from tests.harness.waiting import PATIENCE_S
 
 
@@ -100,3 +100,30 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
         mine.touch()
         remove_drafts(tmp_path)
         assert mine.exists() and not draft.exists() and all(p.exists() for p in others)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_folder_takes_the_place_of_what_has_its_name(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "state"
+    if kind == "file":
+        path.write_text("old")
+    else:
+        path.mkdir()
+        (path / "old").touch()
+    draft = draft_of(path)
+    draft.mkdir()
+    (draft / "new").touch()
+    remove_drafts(tmp_path)  # this process lives
+    put_whole(draft, path)
+    assert [each.name for each in tmp_path.iterdir()] == ["state"]
+    assert [each.name for each in path.iterdir()] == ["new"]
+
+
+def test_a_folder_of_a_dead_process_goes(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(PATIENCE_S)
+    draft = draft_of(tmp_path / "state")
+    left = draft.with_name(draft.name.replace(str(os.getpid()), str(dead.pid)))
+    (left / "shards").mkdir(parents=True)
+    remove_drafts(tmp_path)
+    assert not list(tmp_path.iterdir())

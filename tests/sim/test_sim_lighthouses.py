@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from ft_core.replica.machine import Replica
 from lighthouse.machine import fence
 from lighthouse.machine.job import JobState
 from lighthouse.machine.members import History, Members
-from lighthouse.wire.messages import Quorum, Term
+from lighthouse.wire.messages import Term
 from tests.sim.cluster import Cluster
 from tests.sim.profile import Profile, profile_of
 from tests.sim.run import Result, run
@@ -85,17 +84,6 @@ def test_two_lighthouses_never_share_an_id_or_a_lineage() -> None:
         commits, forks = commits + result.commits, forks + result.forks
     assert commits > 5_000
     assert forks > 20, "both lighthouses have to be in use"
-
-
-def listens_to_all(patch: Patch) -> None:
-    """A process that has left a lighthouse still takes its quorums."""
-    original = Replica._on_quorum
-
-    def on_quorum(self: Replica, message: Quorum, now: float) -> object:
-        self.promised = message.term
-        return original(self, message, now)
-
-    patch.setattr(Replica, "_on_quorum", on_quorum)
 
 
 def shares_the_nonce(patch: Patch) -> None:

@@ -421,7 +421,9 @@ def test_plain_accelerate_launch_starts_the_groups(tmp_path: Path) -> None:
 def test_the_first_machines_lighthouse_stays_until_the_others_are_done(
     stock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher of another machine is connected to it, also while none of its groups runs."""
+    """The launcher of another machine is connected to it, also while none of its groups runs. And it has a
+    keeper and warm starts where nothing else is said."""
+    monkeypatch.setenv("FT_WARM_START", "1")
     script = tmp_path / "train.py"
     script.touch()
     seen: list[int] = []
@@ -431,6 +433,8 @@ def test_the_first_machines_lighthouse_stays_until_the_others_are_done(
         def supervise(*args: Any, **options: Any) -> int:
             until(lambda: server.status()["server"]["connections"] == 1, "the launcher")
             seen.append(options["first"])
+            assert options["keep_state_s"] == 30
+            assert options["warm"] is not None
             return 0
 
         monkeypatch.setattr(groups, "supervise", supervise)

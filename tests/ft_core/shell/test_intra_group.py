@@ -85,8 +85,9 @@ def test_different_calls_and_a_rank_that_is_gone_are_said() -> None:
         errors = together(zero.barrier, lambda: one.decide(True, all_of_them=True))
         assert all("call different things (barrier, decision)" in str(error) for error in errors)
         one.close()
-        with pytest.raises(GroupBroken, match="another rank of this replica group is gone"):
-            zero.barrier()
+        for _ in range(2):  # also where the first error was caught: nobody would come
+            with pytest.raises(GroupBroken, match="another rank of this replica group is gone"):
+                zero.barrier()
 
 
 def test_ranks_begin_with_the_state_of_the_first() -> None:

@@ -116,6 +116,45 @@ def test_started_by_a_scheduler(tmp_path: Path, how: str) -> None:
                 assert len(run.lines(1)) == steps
 
 
+class Supervised(Exception):
+    """Instead of a supervisor: with its options."""
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_the_keeper_and_warm_starts_are_on_where_nothing_else_is_said(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.fabric import Fabric
+    from lightning.pytorch import Trainer
+
+    from ft_lightning.fabric import FTDDPStrategy as FabricStrategy
+    from ft_lightning.pytorch import FTDDPStrategy
+    from ft_lightning.shared import launcher
+
+    def supervise(*args: Any, **options: Any) -> int:
+        raise Supervised(options)
+
+    monkeypatch.setenv("FT_WARM_START", "1")
+    # Lightning sets it when it looks for devices, for good.
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    monkeypatch.setattr(launcher, "supervise", supervise)
+    monkeypatch.setattr(launcher, "script_command", lambda processes: ["train.py"])
+    lighthouse = "tcp://127.0.0.1:1"  # nobody asks it
+    made: Any
+    if kind == "trainer":
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        strategy: Any = FTDDPStrategy(lighthouse=lighthouse)
+        made = Trainer(strategy=strategy, accelerator="cpu", devices=2, **quiet)
+    else:
+        strategy = FabricStrategy(lighthouse=lighthouse)
+        made = Fabric(strategy=strategy, accelerator="cpu", devices=2)
+    with pytest.raises(Supervised) as told:
+        made.strategy.launcher.launch(lambda: None)
+    (options,) = told.value.args
+    assert options["keep_state_s"] == 30
+    assert options["warm"] is not None
+
+
 def test_a_notebook_is_told_what_to_do() -> None:
     """No script to run again, as in a notebook: said in a sentence, before anything is started."""
     script = """

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import model_parallel
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -38,6 +39,7 @@ OPTIONS: dict[str, Any] = {
     "cases": ["plain"],
     "inject": {},  # {"<global step>": number}: this one of all processes reports an error once
     "dies": {},  # {"<global step>": number}: it is killed in that step's backward, in its first life
+    "dies_in_save": False,  # the second rank of the first group that saves: all ranks have written by then
     "options": {},  # of the strategy
     "own_start": False,  # each replica group begins with other parameters
     "holds": [],  # "step:<global step>"
@@ -190,20 +192,36 @@ def train(case: str, options: dict[str, Any], files: Log) -> Trainer:
     # A checkpoint of the first epoch, from which another Trainer goes on.
     folder = files.folder / case / "saved"
     saving = ModelCheckpoint(str(folder), filename="first", enable_version_counter=False)
-    fit(case, options, files, callbacks=[Steps(), saving], enable_checkpointing=True)
+    first = fit(case, options, files, callbacks=[Steps(), saving], enable_checkpointing=True)
     saved = folder / "first.ckpt"
     while not saved.exists():  # written by the leading group
         time.sleep(0.02)
     assert saved.is_dir() == (case == "folder")
     assert {path.name for path in folder.iterdir()} == {"first.ckpt"}
+    if options["dies_in_save"]:
+        return first
     dist.barrier()
     return fit(case, options, files, callbacks=[Steps()], max_epochs=2, ckpt_path=str(saved))
+
+
+def die_in_save(files: Log) -> None:
+    write = model_parallel._distributed_checkpoint_save
+
+    def dying(state: Any, path: Path) -> None:
+        write(state, path)
+        if dist.get_rank() == 1 and not list(files.folder.glob("*.died")):
+            (files.folder / f"{files.name}.died").touch()
+            files.die_once(True)
+
+    model_parallel._distributed_checkpoint_save = dying
 
 
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     files = Log(options["log"], process_name(), options["holds"])
     files.begin_life()
+    if options["dies_in_save"]:
+        die_in_save(files)
     for case in options["cases"]:
         trainer = train(case, options, files)
         module = trainer.lightning_module

@@ -72,6 +72,24 @@ def test_a_killed_rank_takes_its_group_alone_and_its_shards_heal(
         run.lose_a_rank_and_heal(coordinator, STEPS)
 
 
+def test_a_rank_of_the_leading_group_dies_in_the_save_of_a_folder(
+    tmp_path: Path, coordinator: LighthouseServer
+) -> None:
+    """Its other rank ends, too, though a save that fails ends no fit. The next leading group writes it."""
+    with sharded(tmp_path, coordinator.address(), cases=["folder"], dies_in_save=True) as run:
+        started = [*run.start_ranks(0, size=2, groups=2), *run.start_ranks(1, size=2, groups=2)]
+        run.until(lambda: any(tmp_path.glob("*.died")), "the save")
+        (path,) = tmp_path.glob("*.died")
+        number = int(path.stem)
+        run.wait(started[number], code=-signal.SIGKILL)
+        run.wait(started[number - 1], code=None)
+        others = [rank for rank in range(4) if rank // 2 != number // 2]
+        run.wait(*[started[rank] for rank in others])
+    assert [result(run, rank, "folder")["leader"] for rank in others] == [True, False]
+    (folder,) = (tmp_path / "folder" / "saved").iterdir()
+    assert (folder.name, len(list(folder.glob("*.distcp")))) == ("first.ckpt", 2)
+
+
 def test_a_hot_spare_of_two_ranks_takes_over_within_a_step(
     tmp_path: Path, coordinator: LighthouseServer
 ) -> None:
