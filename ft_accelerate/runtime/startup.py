@@ -31,9 +31,8 @@ from ft_core.environment import ReplicaEnv
 from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.heal import digest
 from ft_core.launch.board import slot
-from ft_core.launch.ending import SIGTERM_EXIT_CODE
 from ft_core.launch.narrator import Narrator
-from ft_core.launch.restarts import BROKEN_EXIT_CODE
+from ft_core.launch.restarts import BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE
 from ft_core.manager import Manager
 from ft_core.process_group import process_group_for
 from ft_core.replica.status import Participation, RanksHold

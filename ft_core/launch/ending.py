@@ -25,7 +25,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ft_core.errors import GroupBroken, StepInDoubt
-from ft_core.launch.restarts import AWAY_EXIT_CODE, BROKEN_EXIT_CODE, OVER_EXIT_CODE
+from ft_core.launch.restarts import (
+    AWAY_EXIT_CODE,
+    BROKEN_EXIT_CODE,
+    OVER_EXIT_CODE,
+    SIGTERM_EXIT_CODE,
+)
 from lighthouse.errors import LighthouseUnavailable, TrainingOver
 
 CODES: dict[type[BaseException], int] = {
@@ -62,9 +67,6 @@ def _ending(whose: str, otherwise: _Hook) -> _Hook:
 
     hook.ft_core = True  # type: ignore[attr-defined]
     return hook
-
-
-SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Sigterm:

@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from ft_core.launch.board import DUMP_SIGNAL, inherited
-from ft_core.launch.ending import SIGTERM_EXIT_CODE
-from ft_core.launch.restarts import BROKEN_EXIT_CODE
+from ft_core.launch.restarts import BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE
 from ft_core.launch.supervisor import die_with, take
 from ft_core.launch.warm.replacement import spawn
 

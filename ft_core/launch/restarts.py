@@ -24,6 +24,8 @@ AWAY_EXIT_CODE = 69
 """Of a process for which no lighthouse answers."""
 BROKEN_EXIT_CODE = 75
 """Of a rank whose replica group has lost another rank (EX_TEMPFAIL: try again)."""
+SIGTERM_EXIT_CODE = 128 + 15
+"""Of a process that has ended as SIGTERM asks, by itself."""
 OVER_EXIT_CODE = 79
 """Of a process that comes back after the training has ended: nothing is left to do."""
 REMEMBERED = 256
