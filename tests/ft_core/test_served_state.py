@@ -80,6 +80,7 @@ def test_a_member_whose_state_differs_serves_it_no_more() -> None:
         for each in (*members, late):
             each.manager.register_compared("weights", partial(list, [each.weights]))
         running, reads, told = threading.Event(), threading.Event(), threading.Event()
+        last = list[int]()
 
         def hold(_: HealProgress) -> None:
             reads.set()
@@ -113,11 +114,15 @@ def test_a_member_whose_state_differs_serves_it_no_more() -> None:
                     found.result(PATIENCE_S)
 
         def finish(member: LargeReplica) -> None:
-            member.run_to(8)
+            while not last:  # the newcomer's source has lost its state: it may have to heal again, after a pause
+                member.step()
+            member.run_to(last[0])
             member.close()
 
         def come_late() -> None:
             assert running.wait(PATIENCE_S)
+            late.run_to(5)
+            last.append(late.manager.current_step() + 3)
             finish(late)
 
         replicas(*(partial(train, each) for each in members), come_late)
