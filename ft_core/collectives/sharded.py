@@ -80,15 +80,9 @@ def replicate(
 
     for module in sharded:
         module.set_all_reduce_hook(hook)
-    key = new_part(manager, "sharded")
+    key, shards = new_part(manager, "sharded"), Shards(model)
     manager.register_schema(key, describe_shards(model))
-    me = weakref.ref(model)
-
-    def compared() -> list[Tensor]:
-        model = me()
-        return [] if model is None else shards_of(model)
-
-    manager.register_compared(key, compared)
+    manager.register_compared(key, shards)
     return model
 
 
@@ -130,12 +124,35 @@ def describe_shards(model: nn.Module) -> str:
     return f"{len(parameters)} tensors sharded over {sizes} ranks ({digest})"
 
 
-def shards_of(model: nn.Module) -> list[Tensor]:
-    """The parameters as they are between steps, wherever FSDP has gathered them meanwhile."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    return list(model.parameters())
+class Shards:
+    """The parameters of a model as they are between steps, also while FSDP has gathered them. Created
+    between steps.
+
+    To ask changes nothing: what FSDP has gathered in a forward it does not gather again in the backward.
+    If one rank of a group would give that up, the ranks' next collectives would be different ones, and
+    Gloo ends a process that receives more than it waits for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        # Kept as long as the model: a weak reference to a parameter would prevent `model.to(...)`.
+        self._known = weakref.WeakKeyDictionary({model: dict(model.named_parameters())})
+
+    def __call__(self) -> list[Tensor]:
+        """All of them, in the model's order; none, if the model is gone. Any thread but in backward."""
+        for model, known in self._known.items():
+            for name, parameter in model.named_parameters():
+                if name not in known or _placed(parameter) == _placed(known[name]):
+                    known[name] = parameter  # another one, if the model was moved to a device
+            return [known[name] for name, _ in model.named_parameters()]
+        return []
+
+
+def _placed(parameter: Tensor) -> object:
+    """How it is spread over ranks: a gathered parameter is on fewer dimensions of the mesh, or on none."""
+    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
 
 
 # ---------------------------------------------------------------- kept until the step is committed
@@ -210,20 +227,15 @@ class RetryableShards:
         self._reducer = reducer
         if data_parallel > 1:
             check_covered(model, [m for m in model.modules() if isinstance(m, FSDPModule)])
-        parameters = [p for p in shards_of(model) if p.requires_grad]
+        shards = Shards(model)
+        parameters = [p for p in shards() if p.requires_grad]
         self._buckets = [_Bucket.of(each) for each in _planned(parameters)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next, self._began = 0, False
         self._late: list[_Bucket] = []
         reducer.register_schema("sharded", describe_shards(model))
-        its = weakref.ref(model)
-
-        def compared() -> list[Tensor]:
-            known = its()
-            return [] if known is None else shards_of(known)
-
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
-        reducer.register_compared("sharded", compared)
+        reducer.register_compared("sharded", shards)
         reducer.add_model(self)  # without buffers: those are each rank's own, and no attempt changes them
         reducer.copies_gradients(self)
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ft_core.collectives import sharded
 from ft_core.collectives.retry import RetryableReducer
-from ft_core.collectives.sharded import RetryableShards
+from ft_core.collectives.sharded import RetryableShards, Shards
 from ft_core.step import StartedReduce
 from tests.ft_core.collectives.test_retry import (
     DATA,
@@ -119,3 +122,31 @@ def test_parameters_that_are_not_used() -> None:
 def test_a_plain_parameter_of_data_parallel_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="fully_shard"):
         RetryableShards(RetryableReducer.__new__(RetryableReducer), layers(), data_parallel=2)
+
+
+@pytest.fixture(scope="module")
+def asked() -> tuple[nn.Module, Shards]:
+    """A sharded model between forward and backward, and what compares it. For the module: torch keeps the group
+    of a mesh, and its socket."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = layers()
+    fully_shard(model[0])
+    fully_shard(model)
+    shards = Shards(model)
+    model(DATA[0, 0])
+    dist.destroy_process_group()
+    return model, shards
+
+
+def test_to_compare_gives_up_nothing_that_a_forward_has_gathered(
+    asked: tuple[nn.Module, Shards]
+) -> None:
+    """Else the ranks of a group would run unlike collectives: a rank whose step has failed compares nothing."""
+    model, shards = asked
+    gathered = [isinstance(p, DTensor) for p in model.parameters()]
+    assert not all(gathered)
+    found = shards()
+    assert [isinstance(p, DTensor) for p in model.parameters()] == gathered
+    assert all(isinstance(p, DTensor) for p in found)
+    model.to(torch.float64)
+    assert [p.dtype for p in shards()] == [torch.float64] * len(found)
