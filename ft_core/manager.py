@@ -614,7 +614,7 @@ class Manager:
     def others_finished(self) -> bool:
         """Whether other members have not made the open step: they left with `shutdown(finished=True)`."""
         view = None if self._session is None else self._session.control.status.view
-        part = self.step.part
+        part = self.step.part or self.in_quorum()
         known = view if part and view and view.quorum_id == part.quorum_id else None
         return known is not None and known.reason.endswith(OTHERS_FINISHED)
 

@@ -67,6 +67,13 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     _round_of: Call | None = None
     _visit: Call | None = None
     _warned = False
+    _votes = 0
+    """Committed since the batch began."""
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._before_rounds: set[int] = set()
+        """After so many votes of a batch a round followed, when it was so far last: who joins there can't heal."""
 
     # ------------------------------------------------------------------ ranks
 
@@ -199,7 +206,13 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         if self._open:
             self._where = Where.ROUND
         else:
+            self._before_rounds.add(self._votes)
             self._attempt(Where.ROUND)
+
+    def _may_heal_next(self) -> bool:
+        """Whether the attempt after this vote is one in which a group could heal, as far as the batches
+        before it tell."""
+        return self._votes + 1 not in self._before_rounds
 
     def _vote_on_round(self) -> bool:
         manager = self._manager
@@ -207,7 +220,9 @@ class FabricAgreementsMixin(StrategyBase, _Base):
         patience = timedelta(seconds=_PATIENCE * self._options.timeout_s)
         put_back = None if self._reducer is None else self._reducer.keep_buffers()
         # Between the updates of a batch a group may heal, and in a validation it can't.
-        committed = manager.should_commit(patience, no_update=True, admits=self._in_pass())
+        admits = self._in_pass() and self._may_heal_next()
+        committed = manager.should_commit(patience, no_update=True, admits=admits)
+        self._votes += committed
         self._where, self._open = None, False
         if not committed and put_back is not None:
             put_back()  # the discard has undone the forward's statistics

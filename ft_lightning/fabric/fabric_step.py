@@ -129,6 +129,7 @@ class FabricStepMixin(FabricAgreementsMixin):
             self._before = self._places()
         if not self._open:
             self._attempt(Where.BOUNDARY)
+        self._votes = 0
         self._before = self._places()
         self._lost = self._healed = False
         window.begin()
@@ -173,6 +174,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         assert manager is not None
         self._thread = threading.get_ident()
         self._starting, self._where, self._healed = True, where, False
+        if where is not Where.ROUND:
+            self._before_rounds.discard(self._votes)
         try:
             # Between steps the weights are in use: a validation is computed with one set of them.
             manager.start_quorum(takes_state=where is not Where.ROUND)
@@ -274,7 +277,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         if self._sigterm.noted:
             # The vote announces it: the next quorum is formed without this group at once.
             manager.leave_after_step()
-        committed = manager.should_commit()
+        committed = manager.should_commit(admits=self._may_heal_next())
+        self._votes += committed
         self._open = False
         if committed and self._healed:
             # It was evicted while it computed: its loop is not at its peers' place.

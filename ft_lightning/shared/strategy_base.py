@@ -519,12 +519,14 @@ class StrategyBase(_Base):
             shards = self._ranks_hold == "shards"
             ranks = self.scope.group_size if shards else 1
             self.participants = self._manager.num_participants() * ranks
-            self._group_leads = self._manager.participating_rank() == 0
-            self._leader = self._group_leads and not (shards and self.scope.group_rank)
+            first = self._manager.participating_rank() == 0
         except QuorumUnavailable:
             return False  # the attempt has failed already; the next one tells
         with_peers = self._options.commit == "quorum"
         self._trains_alone = with_peers and self._manager.others_finished()
+        if not self._trains_alone:  # else the leader of the last step that all have made stays it
+            self._group_leads = first
+            self._leader = first and not (shards and self.scope.group_rank)
         self._show_lead()
         return True
 

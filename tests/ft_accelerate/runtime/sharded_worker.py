@@ -8,6 +8,7 @@ its processes have some. The loop itself has no line that knows of fault toleran
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ OPTIONS: dict[str, Any] = {
     "saves": "",  # a folder: it saves the state there when the first epoch is over, in both forms
     "resumes": "",  # a state that was saved so
     "holds": [],  # "step-<step>": it waits there
-    "dies": {},  # {"<process>": step}: it is killed there in its first life
+    "dies": {},  # {"<process>": step}: one of them is killed there in its first life, no hot spare
 }
 
 
@@ -93,6 +94,25 @@ def number_of(accelerator: Any) -> int:
     return int(accelerator.process_index if runtime is None else runtime.group_ranks.number)
 
 
+def is_spare() -> bool:
+    """Whether other groups have all shares of the data: any group may be late at the start."""
+    from ft_accelerate.runtime import process as processes
+
+    runtime = processes.active()
+    manager = None if runtime is None else runtime.manager
+    part = None if manager is None else manager.in_quorum()
+    return manager is not None and manager.spares > 0 and (part is None or part.share is None)
+
+
+def is_first(path: Path) -> bool:
+    """Whether no other process has made this file."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def shards(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.to_local() for name, p in model.state_dict().items()}
 
@@ -135,7 +155,8 @@ def run(options: dict[str, Any]) -> None:
         model.train()
         for inputs, labels in data:
             log.at(f"step-{step}")
-            log.die_once(options["dies"].get(log.name) == step)
+            if options["dies"].get(log.name) == step and not is_spare():
+                log.die_once(is_first(log.folder / "died"))
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(inputs), labels)
                 accelerator.backward(loss)

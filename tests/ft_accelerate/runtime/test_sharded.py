@@ -127,7 +127,8 @@ def test_a_process_is_killed_and_its_group_and_a_spare_come_back_with_their_shar
     folder.mkdir()
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(CONFIG))
-    options = {"log": str(folder), "by_code": False, "dies": {"3": 13}}
+    dies = {"3": 13, "5": 13}  # the one whose group has the second share
+    options = {"log": str(folder), "by_code": False, "dies": dies}
     command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config),
                "--use_fault_tolerance", "--num_processes", "6", "--fault_tolerance_spares", "1",
                str(WORKER), json.dumps(options)]  # fmt: skip
@@ -146,7 +147,7 @@ def test_a_process_is_killed_and_its_group_and_a_spare_come_back_with_their_shar
     ends = {index: json.loads(path.read_text()) for index, path in paths.items() if path.exists()}
     assert {0, 1} <= ends.keys() and ({2, 3} <= ends.keys() or {4, 5} <= ends.keys())
     lives = [len((folder / f"{index}.started").read_text().split()) for index in everybody]
-    assert lives == [1, 1, 2, 2, 2, 2]
+    assert lives == [1, 1, 2, 2, 2, 2], said
     for index in ends:
         for key in ("weights", "moments", "sizes", "step", "lr", "processes"):
             assert ends[index][key] == expected[index % 2][key], (index, key)
