@@ -27,13 +27,19 @@ from tests.harness.waiting import PATIENCE_S
 
 T = TypeVar("T")
 
+_LATE_S = 120.0
+"""How late a member may be that a test does not let wait on purpose."""
+
 
 @contextmanager
 def lighthouse(*, all_join: bool = False, **config: Any) -> Iterator[LighthouseServer]:
     """A lighthouse for one test. `timeout_s` among `config` is its one knob. It has more patience
     with a silence than that says: all members are threads of one busy process. `all_join`: the first
     quorum has all expected members, however slow they are; else some come after the join timeout."""
-    timeout_s, given = config.pop("timeout_s", 20.0), config.pop("timeouts", {})
+    given = config.pop("timeouts", {})
+    if "timeout_s" not in config:  # no test waits for that: only a busy machine comes near them
+        given = {"step_timeout_s": _LATE_S, **given}
+    timeout_s = config.pop("timeout_s", 20.0)
     silence_s = max(0.3, timeout_s / 2 if timeout_s >= 20 else min(2.0, timeout_s / 10))
     if all_join:
         given = {"join_timeout_s": PATIENCE_S, **given}
@@ -89,7 +95,7 @@ def as_child(board: Board, child: int) -> Iterator[None]:
 @contextmanager
 def rendezvous(groups: int) -> Iterator[list[Any]]:
     """A store for each replica group, as its launcher would run."""
-    limit = timedelta(seconds=20)
+    limit = timedelta(seconds=_LATE_S)
     yield [
         dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
         for _ in range(groups)
@@ -102,7 +108,7 @@ def manager(address: str, name: str, pg: ProcessGroup | None = None, **options: 
     defaults: dict[str, Any] = {
         "use_async_quorum": False,
         "timeout": timedelta(seconds=20),
-        "connect_timeout": timedelta(seconds=20),
+        "connect_timeout": timedelta(seconds=_LATE_S),
         "rank": 0,
         "world_size": 1,
         "watch_process": False,
