@@ -11,13 +11,17 @@ PARENT is the name of the environment variable that holds the parent's process i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 from ft_core.launch.board import DUMP_SIGNAL, inherited
@@ -25,6 +29,8 @@ from ft_core.launch.restarts import BROKEN_EXIT_CODE, SIGTERM_EXIT_CODE
 from ft_core.launch.supervisor import die_with, take
 from ft_core.launch.warm.replacement import spawn
 
+_LOWEST_PORT = 10_000
+"""Of those that a group's store may have; services have their fixed ports below, mostly."""
 STOP_TIMEOUT_S = 20.0
 """Less than the supervisor's, after which it kills this process and so the ranks."""
 
@@ -69,13 +75,17 @@ def rank_environment(env: Mapping[str, str], *, rank: int, size: int, port: int)
 
 
 def free_port() -> int:
-    """A TCP port of this machine that is free at the moment."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of this machine that is free, and that the kernel gives to no other process: a rank may
+    import frameworks for seconds before it listens there."""
+    low, given_from = _LOWEST_PORT, _LOWEST_PORT
+    with contextlib.suppress(OSError, ValueError):
+        given_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        wanted = random.SystemRandom().randrange(low, given_from) if given_from > low else 0
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", wanted))
+            port: int = probe.getsockname()[1]
+            return port
 
 
 def run_group(command: Sequence[str], env: Mapping[str, str], *, size: int) -> int:

@@ -51,7 +51,7 @@ IN_GROUP_SILENCE_S = 5.0
 lighthouse a silence costs one step and is noticed much sooner; here a busy machine must not do it."""
 
 HOSTED = timedelta(seconds=20)
-"""For a store that this process runs itself, and which answers however busy it is."""
+"""For a store that is there, and which answers however busy it is."""
 
 _REQUESTS: tuple[type, ...] = get_args(Request)
 _managers: defaultdict[tuple[Any, ...], itertools.count[int]] = defaultdict(itertools.count)
@@ -390,7 +390,7 @@ def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bo
     """The replica group's store. `hosts`: this rank (number 0) runs it, unless the launcher does.
 
     Waits up to `timeout_s` for another process' store, as each `get` does for its key. Raises ValueError
-    for a missing address, or as the store does.
+    for a missing address, RuntimeError if the port is another program's, or as the store does.
     """
     if not store_addr or not store_port:
         raise ValueError(
@@ -409,6 +409,12 @@ def group_store(store_addr: str, store_port: int, timeout_s: float, *, hosts: bo
             )  # fmt: skip
             store.set_timeout(timeout)
             return store
-        except dist.DistNetworkError:
-            pass  # another process runs it
+        except dist.DistNetworkError as error:  # another process listens there: the store's, or a stranger
+            try:
+                dist.TCPStore(store_addr, store_port, None, False, min(timeout, HOSTED))
+            except dist.DistError:
+                raise RuntimeError(
+                    f"rank 0 can't run its replica group's store at {store_addr}:{store_port}, and what "
+                    f"listens there is no store: start the group again with another MASTER_PORT ({error})"
+                ) from error
     return dist.TCPStore(store_addr, store_port, None, False, timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import resource
@@ -10,7 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ import torch
 from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken
 from ft_core.launch.rank_group import free_port
+from ft_core.shell import group_server
 from ft_core.shell.intra_group import Door, IntraGroup
 
 
@@ -157,3 +161,26 @@ def test_a_rank_gets_in_where_strangers_take_all_descriptors(
         assert silent[0].recv(1) == b""
     [line] = caplog.messages
     assert "Too many open files" in line
+
+
+def test_a_store_s_port_that_a_stranger_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks would wait at it for days."""
+    monkeypatch.setattr(group_server, "HOSTED", timedelta(seconds=1))
+    with socket.create_server(("", 0)) as stranger, ThreadPoolExecutor(1) as pool:
+
+        def turn_away() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    stranger.accept()[0].close()
+
+        pool.submit(turn_away)
+        port = stranger.getsockname()[1]
+        with pytest.raises(RuntimeError, match="what listens there is no store"):
+            group_server.group_store("127.0.0.1", port, 60.0, hosts=True)
+        stranger.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_store_s_port_is_none_that_the_kernel_gives_to_others() -> None:
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert len({free_port() for _ in range(20)}) > 10
+    assert max(free_port() for _ in range(20)) < low
