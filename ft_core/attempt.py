@@ -57,8 +57,8 @@ class Attempts:
     Attributes:
         step: the one under way.
         last_outcome: of the last attempt that has ended.
-        behind: it was to take a state, and its loop uses its own.
-        compared: what votes tell of the own state.
+        behind: it should have taken a state, and its loop uses its own.
+        compared: what votes say about this rank's state.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Attempts:
         except QuorumUnavailable as error:
             step.fail(error)
             return
-        before = step.part  # by which the loop has computed, whatever quorums come meanwhile
+        before = step.part  # the loop computes by it, whichever quorums come meanwhile
         while True:
             status = session.control.submit(events.Bind())
             if status.attempt is Attempt.BOUND:
@@ -405,7 +405,7 @@ class Attempts:
 
     def _move_shares(self, shares: Shares, part: Participation) -> None:
         """A step is committed: each share of the data that has lost its holder gets another one, unless
-        they rest."""
+        shares rest."""
         assert self._bound is not None and self.last_outcome is not None
         self.last_outcome = replace(self.last_outcome, participants=part.groups)
         if self._state.shares_rest:

@@ -33,7 +33,7 @@ class JobOptions:
         min_replicas: no quorum forms with fewer replica groups, and no step is committed with fewer
             participants.
         expected_replicas: the first quorum waits for this many replica groups; 0: not known.
-        spares: so many of the expected replica groups are hot spares (`ft_core.replica.shares`).
+        spares: how many of the expected replica groups are hot spares (`ft_core.replica.shares`).
         commit: "quorum": all members commit a step or none does. "group": each replica group acts
             on its own vote.
         async_quorum: `start_quorum` returns at once, and a heal runs beside the step.
@@ -55,7 +55,7 @@ class JobOptions:
             to the lighthouse.
         watch_process: start the watcher, which reports this process's death (Linux).
         heal_port: where this rank's heal server listens; 0: any free port. The bytes of a state go over
-            another one, a free one, as those of the process group do.
+            another, free port, as those of the process group do.
         token: shared secret; a heal server refuses members that present another one.
         heal_allow_objects: let states hold arbitrary Python objects, which travel by pickle: only on
             a network that you trust. All members choose alike.
@@ -195,7 +195,8 @@ class JobOptions:
 
     @property
     def parts(self) -> int:
-        """Into how many parts the state of a replica group is divided: a part a rank, or rank 0 has all."""
+        """Into how many parts the state of a replica group is divided: one per rank, or one
+        that rank 0 holds."""
         return self.group_world_size if self.ranks_hold is RanksHold.SHARDS else 1
 
     @property

@@ -6,7 +6,7 @@ its first step while the others are not; so the layout is fixed at construction:
 reverse order of registration, which is about the order in which gradients arrive, the first
 bucket small. That is the layout which torch ends up with for models that use their layers in
 order, and unlike `find_unused_parameters=True` (which also stops the regrouping) it costs nothing
-a step.
+per step.
 
 Communication. The reducer is given a process group of ours (`_Reduction`), not a communication hook.
 With a hook it copies gradients into their bucket and leaves the division to the hook, which costs
@@ -53,8 +53,8 @@ _REFUSED = {
 
 
 def refuse_arguments(given: Mapping[str, Any], *also: str) -> None:
-    """Raise ValueError, in one sentence, for arguments of DistributedDataParallel that there are not, or
-    that cannot work. Before there is a module to wrap. `also`: names that are no mistake."""
+    """Raise ValueError, in one sentence, for arguments of DistributedDataParallel that do not exist or
+    cannot work, before there is a module to wrap. `also`: further names to accept."""
     for name, why in _REFUSED.items():
         if given.get(name) not in (None, False):
             raise ValueError(f"{name} is not available with fault tolerance: {why}")

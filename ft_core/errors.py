@@ -42,7 +42,7 @@ class GroupLeft(GroupBroken):
 
 
 class OutsideStep(FaultToleranceError, RuntimeError):
-    """A collective of the manager was called between two steps, where no vote tells of its errors."""
+    """A collective of the manager was called between two steps, where no vote covers its errors."""
 
 
 class UnderCapture(FaultToleranceError, RuntimeError):
@@ -66,7 +66,7 @@ class TooManyDiscards(FaultToleranceError, RuntimeError):
 class ProcessGroupError(FaultToleranceError, RuntimeError):
     """A process group could not be configured, was revoked, or lost a member in a collective.
 
-    `missed`: numbers of the members that `configure` could not connect to; the own number, if no
+    `missed`: numbers of the members that `configure` could not connect to; this member's own, if no
     group can be made here whatever the others do.
     """
 
@@ -76,4 +76,4 @@ class ProcessGroupError(FaultToleranceError, RuntimeError):
 
 
 class AddressError(ProcessGroupError, ValueError):
-    """What members advertise are no addresses of process groups: `missed` has their numbers."""
+    """Members advertise something other than addresses of process groups: `missed` has their numbers."""

@@ -59,7 +59,7 @@ class Manager:
         timeout: the one knob; see docs/timeouts.md.
         quorum_timeout: how long `start_quorum` waits for a quorum; None: as long as the
             lighthouse can be reached.
-        connect_timeout: how long the lighthouse may be away.
+        connect_timeout: how long the lighthouse may be unreachable.
         rank, world_size: of this process in its replica group; default RANK and WORLD_SIZE.
         ranks_hold: of groups of several ranks: "shards" (of one copy of the model, as with FSDP):
             a rank's collectives reach the ranks of its own number in the other groups. "copies"
@@ -82,11 +82,11 @@ class Manager:
             else 1024. All members must agree on this.
         job_id: keeps two jobs on one lighthouse apart; default FT_JOB_ID.
         expected_replicas: the first quorum waits for this many; default NUM_REPLICA_GROUPS.
-        spares: so many of the `expected_replicas` groups are hot spares, which take part with weight 0
+        spares: how many of the `expected_replicas` groups are hot spares, which take part with weight 0
             and replace a dead group from its next step on: see `data_share` and docs/own_loop.md.
         commit: "quorum": all members commit a step or none does. "group": each replica group
             acts on its own vote and does not wait for the others' (docs/protocol.md).
-        heal_allow_objects: let states travel that hold arbitrary Python objects (pickle: only on
+        heal_allow_objects: allow states that hold arbitrary Python objects (pickle: only on
             a network that you trust).
         weighted: means are weighted by the samples of each participant's batch: call
             `set_samples` in every step. All members must agree on this.
@@ -237,7 +237,7 @@ class Manager:
         Where no state has such a majority, the run ends with `JoinRefused`. `tensors` is called
         once, in the loop's thread; it returns the same sizes in the same order in all members.
         `within`: compare at least once in so many committed steps, where these are long.
-        `after_heals`: compare these with the rest after each heal, and never else: the state of an
+        `after_heals`: compare these with the rest after each heal, and at no other time: the state of an
         optimizer, say. `tensors` is called each time then.
         """
         if after_heals:
@@ -247,7 +247,7 @@ class Manager:
 
     def compare_states(self, equal: bool) -> None:
         """Whether this member's state is to be equal to its peers' now, as it is by default. Between
-        the averages of LocalSGD, say, it is not: then votes tell nothing of it."""
+        the averages of LocalSGD, say, it is not: then votes say nothing about it."""
         self._attempts.compared.equal = equal
 
     def register_step_end(self, hook: Callable[[bool], None]) -> None:
@@ -307,7 +307,7 @@ class Manager:
 
         `room_id`: several quorums in one job; the first call chooses it ("default": what the options
         say). `allow_heal` False: a replica group that is behind is not admitted. `shrink_only` is
-        taken and has no effect: no member is admitted within a step. `timeout`: for this quorum
+        accepted and has no effect: no member is admitted within a step. `timeout`: for this quorum
         only. `takes_state` False: the state is in use (in a validation, say), so nothing is received into
         it. If this member is behind, `is_healing` says so and the step fails: `rejoin`, then heal.
 
@@ -328,10 +328,10 @@ class Manager:
         self._attempts.begin(timeout, takes_state=takes_state)
 
     def try_start_quorum(self) -> bool:
-        """`start_quorum`, but only if this rank is a member of a quorum and stays one; whether it is.
+        """`start_quorum`, but only if this rank is a member of a quorum and stays one; returns whether.
 
         At the end of a training members leave one after the other: a quorum may not come any more,
-        and a member that waited for one after its last step would wait for ever.
+        and a member that waited for one after its last step would wait forever.
         """
         session = self._session
         if session is None or self.left():
@@ -477,7 +477,7 @@ class Manager:
         return self._position()[0]
 
     def batches_committed(self) -> int:
-        """Batches in all committed steps: one a participant and step."""
+        """Batches in all committed steps: one per participant and step."""
         return self.state.batches_committed
 
     def num_participants(self) -> int:
@@ -594,7 +594,7 @@ class Manager:
 
     def update_failed(self, e: BaseException) -> None:
         """The update of a committed step raised `e`, and may be half done: `rejoin` without a state. A
-        member keeps its state where no other one holds any."""
+        member keeps its state where no other member holds one."""
         self._attempts.update_failed(e)
 
     def leave_after_step(self) -> None:
@@ -608,7 +608,7 @@ class Manager:
         return self._attempts.standing()
 
     def evicted(self) -> bool:
-        """Whether the lighthouse has told that this group is out of its quorum (see `Session`)."""
+        """Whether the lighthouse has said that this group is out of its quorum (see `Session`)."""
         return self._session is not None and self._session.evicted()
 
     def others_finished(self) -> bool:

@@ -6,7 +6,7 @@ change them, and the receiver writes into its own.
 
 Memory for an optimizer's state that does not exist yet is *preallocated* before the process joins.
 If a fresh process allocated it while its peers' state arrives, the peers would wait for the kernel
-to find that memory: measured, 0.4 s a GiB, and up to 3 s on a virtual machine whose host must find
+to find that memory: measured, 0.4 s per GiB, and up to 3 s on a virtual machine whose host must find
 it, too, against 0.2 s for the transfer.
 """
 
@@ -79,9 +79,9 @@ Save = Callable[[], Any]
 class State:
     """A manager's named parts of state, each with its load and save function.
 
-    `batches_committed`: in all committed steps, one a participant and step; heals with the parts.
+    `batches_committed`: in all committed steps, one per participant and step; heals with the parts.
     `updates`: how often the loop has changed it since the last commit.
-    `shares`: who holds which share of the data, in a job with spares; heals, too.
+    `shares`: the holders of the data's shares, in a job with spares; heals, too.
 
     Thread: the training loop's, but for `room_to_receive`.
     """
@@ -90,7 +90,7 @@ class State:
         self.batches_committed, self.updates = 0, NOT_COUNTED
         self.shares: Shares | None = None
         self.shares_rest = False
-        """The step under way is no step of the training: if it is committed, shares do not move."""
+        """The step under way is not a step of the training: if it is committed, shares do not move."""
         self._parts: dict[str, tuple[Load, Save]] = {}
         self._read_in_step: set[str] = set()
         self._preallocated: list[PreallocatedState] = []
@@ -161,7 +161,7 @@ class State:
 
     def serve(self, session: Session) -> None:
         """At a step's boundary: serve the state to members that heal from it, large tensors in place
-        (`unchanged`); stop serving what none reads any more."""
+        (`unchanged`); stop serving what is no longer read."""
         status = session.control.status
         position = status.step, status.lineage
         if status.published is not None and not status.still_read:
@@ -330,9 +330,9 @@ class State:
     def room_to_receive(self, session: Session, *, in_step: bool) -> Any:
         """Heal thread: the tree into which a fetched state may be received; None: into new memory.
 
-        All of the own state while the loop waits at its step's boundary; `in_step`: what was
-        offered for a step that goes on meanwhile. From here on the own state is torn until the heal
-        has ended.
+        All of this rank's state while the loop waits at its step's boundary; `in_step`: what was
+        offered for a step that goes on meanwhile. From here on this rank's state is torn until
+        the heal has ended.
         """
         self._received, self._shown = [], None  # what is shown may change from now on
         offered = self._offered
@@ -355,7 +355,7 @@ class State:
 
 
 def _holds(session: Session, position: tuple[int, str]) -> bool:
-    """Whether the own state is at `position`, and is the quorum's, as far as is known now."""
+    """Whether this rank's state is at `position`, and is the quorum's, as far as is known now."""
     status = session.control.status
     return (status.step, status.lineage) == position and not status.healing
 

@@ -1,7 +1,7 @@
 """What happened when: events of one rank, for logs, pictures and callbacks.
 
 An event is a kind and plain values. Sinks are called in the thread in which the event happened,
-must be quick and must not raise. `JsonlSink` writes one JSON object a line.
+must be quick and must not raise. `JsonlSink` writes one JSON object per line.
 """
 
 from __future__ import annotations

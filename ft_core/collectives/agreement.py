@@ -1,7 +1,7 @@
 """Agreements: steps without an update, repeated until they are committed.
 
-Between updates members exchange what they must all know: a metric, a gathered batch, that all have
-come to a barrier. Such an exchange is a step of the manager's that changes no state, so fewer than
+Between updates members exchange what they must all know: a metric, a gathered batch, their arrival
+at a barrier. Such an exchange is a step of the manager's that changes no state, so fewer than
 `min_replica_size` participants may commit it (`should_commit(no_update=True)`). If a member dies
 in it, the step is discarded and those that are left exchange again: all have the result of the same
 attempt, or none has one.
@@ -51,7 +51,7 @@ def agree(
         vote: ends it, as `Manager.should_commit(no_update=True)` does. May load a peer's state.
         is_behind: whether this member has lost its place among the others, as it has when it was
             evicted and has loaded their state. Asked before and after each `begin`, and after each
-            vote: the agreement is none of this member's, and the loop stops.
+            vote: the agreement is not this member's, and the loop stops.
 
     Returns the result, or None if this member is behind. A step that `begin` has opened may be open
     still; the caller uses it, or leaves the quorum (`Manager.rejoin`). What a callable raises
@@ -84,10 +84,10 @@ def exchange_headers(
     says why. It also fails when the others have not come within `patience_s` seconds.
 
     Headers lie in host memory, also where the model is on a GPU: what the host reads at once must come
-    with its error, which a device tells later only.
+    with its error, which a device reports only later.
 
-    An all-gather on purpose: Gloo keeps it apart from all-reduces. Members that call different ones
-    of these two wait for each other; two all-reduces of different sizes would end the process.
+    An all-gather on purpose: Gloo keeps it apart from all-reduces. Members that call one of
+    each wait for each other; two all-reduces of different sizes would end the process.
 
     Thread: the loop's or autograd's. Not while a quantized reduction is in flight.
     """

@@ -179,8 +179,8 @@ def find_weight(step: Step) -> None:
 
 
 def check_devices(tensors: Iterable[Tensor]) -> None:
-    """Raise ValueError for a tensor on a device that has no way to the other members. meta: it has no
-    memory yet."""
+    """Raise ValueError for a tensor on a device that has no way to the other members. One
+    on `meta` passes: it has no memory yet."""
     for device in {tensor.device for tensor in tensors}:
         if device.type not in REDUCED_ON:
             raise ValueError(

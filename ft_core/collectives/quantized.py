@@ -14,7 +14,7 @@ Largest error of a value, relative to the largest of its block: 1/254 (int8), 1/
 the largest; small values keep 4 bits of precision), 1/14 (int4, and 1/512 more by the scale's
 rounding). A block that holds an infinity or a NaN decodes to values that are not finite.
 
-The all-reduce: every member cuts its values into one shard a member and sends each, encoded, to its
+The all-reduce: every member cuts its values into one shard per member and sends each, encoded, to its
 owner (all-to-all). The owner decodes them, adds them up in rank order in fp32, encodes the sum and
 sends it to all (all-gather). Every member, the owner too, decodes the same bytes: whatever the codec
 loses, all end with the same values (S3). A member of n sends 2 (n - 1) / n of the encoded size, as a

@@ -62,8 +62,8 @@ class RetryHooks:
             step is committed.
         again: the step was discarded: open the next attempt, as with `Manager.start_quorum` (and,
             with weighted means, `set_samples`), and repeat what was reduced in it before backward.
-            False: the kept gradients are of no use any more, since this member has loaded another
-            state than the one on which it computed them. They are dropped, and nothing is reduced
+            False: the kept gradients are of no use any more, since this member has loaded
+            a state other than the one on which it computed them. They are dropped, and nothing is reduced
             or voted on: if `again` has left a step open, the integration computes its batch anew
             in it. (While a state is still on its way, to be loaded at the vote, return True: the
             manager lets the member contribute zeros, and it is given the mean.)
@@ -181,6 +181,7 @@ class KeptGradients:
             parameter.grad.copy_(gradient)
 
     def clear(self) -> None:
+        """Forget all of them."""
         self._kept.clear()
 
 
@@ -207,8 +208,8 @@ class RetryableReducer:
         manager: reduces gradients. None: it comes later (`attach`), as where models are prepared
             before there is a manager; until then gradients stay local.
 
-    Another sum than the mean over the participants (one with a constant divisor, say) is a subclass
-    with another `divisor` and another `reduce_bucket`; what is kept, and when, does not change.
+    For a sum other than the mean over the participants (one with a constant divisor, say), a subclass has
+    another `divisor` and another `reduce_bucket`; what is kept, and when, does not change.
 
     Thread: `attach`, `detach`, `register_...` and `before_forward` the loop's; all else the one that
     runs backward. What torch's reducer calls never raises, since that would end the process:
@@ -254,7 +255,7 @@ class RetryableReducer:
         self._models.append(weakref.ref(model))
 
     def copies_gradients(self, model: CopyingModel) -> None:
-        """Tell `model` when a backward pass, and when a step has ended. Held weakly."""
+        """Tell `model` when a backward pass or a step has ended. Held weakly."""
         self._copying.append(weakref.ref(model))
 
     def has_buffers(self, keep: Callable[[], Callable[[], None]]) -> None:
@@ -276,6 +277,7 @@ class RetryableReducer:
     # ------------------------------------------------------------------ what ft_core.ddp calls
 
     def register_schema(self, key: str, text: str) -> None:
+        """As `Manager.register_schema`, also before there is a manager."""
         self._schemas[key] = text
         if self._manager is not None:
             self._manager.register_schema(key, text)
@@ -283,6 +285,7 @@ class RetryableReducer:
     def register_state_dict_fn(
         self, key: str, load: Callable[[Any], None], save: Callable[[], Any]
     ) -> None:
+        """As `Manager.register_state_dict_fn`, also before there is a manager."""
         self._state_fns[key] = (load, save)
         if self._manager is not None:
             self._manager.register_state_dict_fn(key, load, save)
@@ -292,19 +295,22 @@ class RetryableReducer:
         return self._state_fns[key][1] if key in self._state_fns else None
 
     def register_vote_check(self, check: Callable[[], None]) -> None:
-        """Ignored: a backward pass that left out parameters is an error here, no discard."""
+        """Ignored: a backward pass that left out parameters is an error here, not a discard."""
 
     def register_step_end(self, hook: Callable[[bool], None]) -> None:
+        """As `Manager.register_step_end`, also before there is a manager."""
         self._step_end_hooks.append(hook)
         if self._manager is not None:
             self._manager.register_step_end(hook)
 
     def register_compared(self, key: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """As `Manager.register_compared`, also before there is a manager."""
         self._compared[key] = tensors
         if self._manager is not None:
             self._manager.register_compared(key, tensors)
 
     def errored(self) -> Exception | None:
+        """As `Manager.errored`; None without a manager."""
         return None if self._manager is None else self._manager.errored()
 
     def report_error(self, error: Exception) -> None:
@@ -327,7 +333,7 @@ class RetryableReducer:
     def allreduce(
         self, tensor: Tensor, *, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
     ) -> Future[Tensor]:
-        """Reduce what is no gradient, in place, and keep a copy of what it held."""
+        """Reduce a tensor that is not a gradient, in place, and keep a copy of what it held."""
         if not self._reduces() or self._manager is None:
             return completed(tensor)
         if tensor.data_ptr() not in self._refilled:
@@ -423,7 +429,7 @@ class RetryableReducer:
         return completed(counts)
 
     def is_refilled(self, tensor: Tensor) -> None:
-        """`tensor` is filled anew by its owner for each attempt: it needs no copy."""
+        """Its owner fills `tensor` anew for each attempt, so it needs no copy."""
         self._refilled.add(tensor.data_ptr())
 
     def sends_buffers(self, send: Callable[[], None]) -> bool:

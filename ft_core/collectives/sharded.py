@@ -128,8 +128,8 @@ class Shards:
     """The parameters of a model as they are between steps, also while FSDP has gathered them. Created
     between steps.
 
-    To ask changes nothing: what FSDP has gathered in a forward it does not gather again in the backward.
-    If one rank of a group would give that up, the ranks' next collectives would be different ones, and
+    Asking changes nothing: what FSDP has gathered in forward, it does not gather again in backward.
+    If one rank of a group gave that up, the ranks' next collectives would differ, and
     Gloo ends a process that receives more than it waits for.
     """
 

@@ -1,4 +1,4 @@
-"""The codecs as Triton kernels, for tensors on a CUDA device: three launches a bucket.
+"""The codecs as Triton kernels, for tensors on a CUDA device: three launches per bucket.
 
 `quantized.Codec` says what the bytes are, and these are the same: divisions are rounded as IEEE says, no
 product is fused with a sum, and conversions are made of integers. Only the bytes of a block with a NaN may
@@ -32,7 +32,8 @@ class Coded(Protocol):
     block: int
     largest: float
 
-    def row_bytes(self, values: int, /) -> int: ...
+    def row_bytes(self, values: int, /) -> int:
+        """As `quantized.Codec.row_bytes`."""
 
 
 def quantize(

@@ -49,12 +49,13 @@ T = TypeVar("T")
 
 
 class CheckpointTransport(Generic[T]):
-    """Names how a state would travel. Here it travels by the heal, whichever is named."""
+    """Names a transport for states. Here they travel by the heal, whichever is named."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass
 
     def send_checkpoint(self, *args: Any, **options: Any) -> NoReturn:
+        """Raises NotImplementedError."""
         raise NotImplementedError(
             "a transport sends nothing by itself here: give the state to Manager.register_state_dict_fn"
         )
@@ -77,10 +78,11 @@ class ReducedTensor(Future[Tensor]):
     """What `Manager.allreduce` returns: a future, with what torchft's callers use of a `Work`."""
 
     def wait(self, timeout: timedelta | None = None) -> Tensor:  # type: ignore[override]
-        """`timeout` is ignored: the manager's own one bounds each collective."""
+        """`timeout` is ignored: the manager's own timeout bounds each collective."""
         return super().wait()
 
     def get_future(self) -> ReducedTensor:
+        """This future itself, under torchft's name for it."""
         return self
 
 
@@ -133,7 +135,7 @@ class TorchftManager(ft_core.Manager):
         super().register_state_dict_fn(key, load, save)
 
     def leave_out(self, model: nn.Module, inner: torch.optim.Optimizer) -> None:
-        """The model and its optimizer differ among members: no part of the state has them."""
+        """The model and its optimizer differ among members: no part of the state holds them."""
         self._drifting = lambda: drifting(model, inner)
 
     def start_quorum(  # type: ignore[override]
@@ -309,7 +311,7 @@ class TorchftLighthouseServer(Server):
 
 
 class _NotServed:
-    """A name of torchft's that is not here; `instead` says what is."""
+    """A torchft name that is not here; `instead` says what is."""
 
     instead = ""
 

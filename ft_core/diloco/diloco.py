@@ -56,7 +56,7 @@ class OuterOptimizerStep(OuterStep):
     """The mean pseudo-gradient is the gradient of a step of `optimizer` on the global parameters.
 
     Args:
-        optimizer: over all trainable parameters of the model; or several, with a part of them each.
+        optimizer: over all trainable parameters of the model; or several, each over a part of them.
         fragment_update_alpha, codec, error_feedback: as `DiLoCo`'s.
         backup_device, pin_memory: as `GlobalState`'s.
 
@@ -257,7 +257,7 @@ class DiLoCo(OuterLoop):
             window (integers: the first participant's).
         inner_optimizer: its `step` is an inner step.
         outer_optimizer: over all trainable parameters of the model; steps one fragment at a time. Or
-            several with a part of the parameters each, such as one for each fragment.
+            several, each over a part of the parameters, for example one per fragment.
         sync_every: inner steps in a window (the paper's H).
         backup_device: where the global parameters are kept; None: in CPU memory.
         pin_memory: page-locked, if that is CPU memory and there is a CUDA device.

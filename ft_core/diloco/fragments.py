@@ -4,7 +4,7 @@ A *fragment* is a part of the model's trainable parameters with outer steps of i
 parameter is in exactly one; tied parameters count once; frozen ones are in none, since they never
 change. Persistent buffers (running statistics) travel with the last fragment: once a window.
 
-A fragment's tensors are laid out in one flat tensor a dtype, in order; *buckets* are consecutive
+A fragment's tensors are laid out in one flat tensor per dtype, in order; *buckets* are consecutive
 pieces of it. So whatever the sizes, every element is in exactly one bucket: a bucket may hold many
 tensors, and a tensor may span many buckets.
 """
@@ -209,7 +209,7 @@ Key = tuple[torch.dtype, bool, torch.device]  # bool: pairs of reals
 
 
 class Flat:
-    """Tensors laid out in one flat tensor a dtype, with views of their shapes, and buckets.
+    """Tensors laid out in one flat tensor per dtype, with views of their shapes, and buckets.
 
     `device`: where it lives; None: where each tensor is. Complex tensors are laid out as pairs of
     reals.
@@ -247,4 +247,5 @@ class Flat:
 
     @property
     def nbytes(self) -> int:
+        """Of all parts."""
         return sum(part.nbytes for part in self.parts.values())

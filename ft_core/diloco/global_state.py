@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class OuterOptimizer(Protocol):
-    """What is needed of the outer optimizer: one of torch's, or `SeveralOptimizers`."""
+    """What is needed of the outer optimizer: one of torch's, or `SeveralOptimizers`. Members: see
+    `torch.optim.Optimizer`."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -36,14 +37,14 @@ class OuterOptimizer(Protocol):
 
 
 class SeveralOptimizers:
-    """Optimizers that have a part of the parameters each, as one. Thread: the training loop's."""
+    """Several optimizers, each with a part of the parameters, as one. Thread: the training loop's."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Theirs, in order."""
+        """Those of all optimizers, in order."""
         return [group for each in self._optimizers for group in each.param_groups]
 
     def step(self) -> None:
@@ -53,9 +54,11 @@ class SeveralOptimizers:
                 each.step()
 
     def state_dict(self) -> dict[str, Any]:
+        """Each one's state, in order."""
         return {"optimizers": [each.state_dict() for each in self._optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Load what `state_dict` returned. Raises ValueError for another number of optimizers."""
         for each, its in zip(self._optimizers, state_dict["optimizers"], strict=True):
             each.load_state_dict(its)
 
@@ -219,14 +222,14 @@ def refuse_drifting(manager: Manager, key: str, model: nn.Module, inner: Optimiz
 def drifting(model: nn.Module, inner: Optimizer) -> set[int]:
     """The memory (as data pointers) of what differs among members between two outer steps: the model
     and the state of its optimizer."""
-    # An optimizer that is made of several has its state in its state dict only.
+    # An optimizer made of several has its state in its state dict only.
     own = {_storage(p) for p in model.parameters()} | _storages([dict(inner.state), inner.state_dict()])
     own.discard(0)
     return own
 
 
 def without(state: Any, memory: Set[int]) -> Any:
-    """`state` less those of its entries that have a tensor in `memory`, if it is a dict."""
+    """`state` without the entries that hold a tensor in `memory`, if it is a dict."""
     if not isinstance(state, dict):
         return state
     return {key: each for key, each in state.items() if memory.isdisjoint(_storages(each))}

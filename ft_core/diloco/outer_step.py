@@ -58,11 +58,11 @@ class OuterReduce:
     Attributes:
         values: this member's weighted values; once the collectives are over, the participants' sum.
         meta: fp64: the sum of weights, and of weighted squared norms of the pseudo-gradients.
-        measured: whether the squared norm was given, so that the divergence can be told.
+        measured: whether the squared norm was given, so that the divergence is known.
         means: floating buffers, weighted like `values`.
         others: the bytes of all other buffers.
         futures: of all collectives. None ever fails: `Manager.errored` has the error.
-        quantized: one `Reduction` a bucket, where values travel by a codec.
+        quantized: one `Reduction` per bucket, where values travel by a codec.
     """
 
     fragment: Fragment
@@ -91,8 +91,8 @@ class OuterReduce:
         stats: OuterStats,
         encodes: bool,
     ) -> OuterReduce:
-        """Lay out `contribution` times `weight`. With weight 0 its values do not matter. Values that are
-        encoded stay on their device until they are."""
+        """Lay out `contribution` times `weight`. With weight 0 its values do not matter. Values to be
+        encoded stay on their device until then."""
         wire = _wire_device(manager)
         values = Flat(contribution, bucket_bytes, None if encodes else wire)
         _fill(values, contribution, weight)

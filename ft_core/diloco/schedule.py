@@ -97,7 +97,7 @@ class Schedule:
 
 
 class Windows:
-    """One window a fragment: its inner steps (or samples), and whether they may count.
+    """One window per fragment: its inner steps (or samples), and whether they may count.
 
     `unit`: what means are weighted by: "" (every window counts one), "steps" (inner steps, in
     windows of `sync_every`) or "samples".

@@ -51,9 +51,9 @@ HELLO_S = 5.0
 CONNECT_S = 2.0
 """How long a target waits for a connection, and then for its admission."""
 PROGRESS_S = 0.25
-"""A target looks at least this often what has come of a chunk: a slow link is no silent one."""
+"""A target checks a chunk's progress at least this often: a slow link is not a silent one."""
 _UNCONFIRMED_MS = 30_000
-"""A connection ends if the other machine confirms nothing of what is sent to it for that long."""
+"""A connection ends if the other machine acknowledges nothing of what is sent to it for this long."""
 _OUT_OF_DESCRIPTORS_S = 0.1
 _WORD_BYTES = 16
 _MAGIC = struct.pack("<6sH", b"FTHEAL", VERSION)
@@ -87,7 +87,7 @@ def _limit_reads(connection: socket.socket, seconds: float) -> None:
 
 
 def _prepare(connection: socket.socket, reads_s: float) -> None:
-    """Blocking calls, that end where the other machine is gone."""
+    """Blocking calls, which end if the other machine is gone."""
     connection.setblocking(True)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNCONFIRMED_MS)
@@ -206,7 +206,7 @@ class BulkServer:
                     pass
         except OSError:
             pass  # the target has gone, or this connection was ended here
-        except Exception:  # the thread's outer edge: one connection's trouble is no other's
+        except Exception:  # the thread's outer edge: one connection's failure affects no other
             _log.exception("A bulk connection failed; its target will use other sources.")
         finally:
             with self._lock:
@@ -421,7 +421,7 @@ class BulkStream:
             raise ConnectionError("it is no bulk port of this version")
 
     def _fill(self, parts: list[memoryview], *, give_up: float | None = None) -> None:
-        """Receive into all of `parts`. How long a silence may be is the plan's to say: see `end`."""
+        """Receive into all of `parts`. The plan limits a silence: see `end`."""
         while parts:
             try:
                 count = self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]

@@ -1,7 +1,7 @@
 """The part of the state that members compare, and its digests: one slice of it at a time.
 
 Members at an equal version hold equal parameters. A bit that flips in one member's memory, a loop that
-has changed them, or a heal that has not restored them all breaks this silently, and for ever. So a vote
+has changed them, or a heal that has not restored them all breaks this silently, and forever. So a vote
 carries a digest of a slice of the parameters, which the lighthouse compares
 (`lighthouse.machine.ballot`). Each slice has its turn; together they cover every byte.
 
@@ -57,7 +57,7 @@ class ComparedState:
 
     Attributes:
         equal: False while this member's parameters may differ from its peers', as they do between the
-            averages of LocalSGD. Then it says nothing of them.
+            averages of LocalSGD. Then it says nothing about them.
     """
 
     def __init__(self, steps: int) -> None:
@@ -79,7 +79,7 @@ class ComparedState:
         self._spans = None
 
     def register_after_heals(self, key: str, tensors: Tensors) -> None:
-        """Add (or replace) a part that is compared with all others after a heal, and never else.
+        """Add (or replace) a part that is compared with all others after a heal, and at no other time.
         `tensors` is called each time: an optimizer makes its state late, and may replace it."""
         self._after_heals[key] = tensors
 

@@ -51,7 +51,7 @@ _TRAVEL = frozenset(DTYPES.values())
 
 
 class _Attribute(str):
-    """A step of a path that is no key."""
+    """A step of a path that is not a key."""
 
 
 def pack_node(node: Node) -> bytes:

@@ -110,7 +110,7 @@ def _kind(cls: type) -> str:
 
 
 def _by_attributes(cls: type) -> str:
-    """A class whose objects are their attributes, and nothing beside: no dict, list, exception ..."""
+    """A class whose objects are their attributes, and nothing else: no dict, list, exception ..."""
     namespace = issubclass(cls, _NAMESPACES)
     if not namespace and getattr(cls, "__new__", None) is not object.__new__:
         return ""

@@ -46,7 +46,7 @@ class HealError(Exception):
 
 
 class HealDenied(HealError):
-    """Every source refuses this target, or it refuses what they send, which no other try changes."""
+    """Every source refuses this target, or it refuses what they send; trying again changes nothing."""
 
 
 class UnsupportedObjectError(HealError, TypeError):
@@ -234,7 +234,7 @@ def _check_ints(values: tuple[int, ...], limit: int, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A target asks for a version; the source answers when it is published. An observer, which is no
+    """A target asks for a version; the source answers when it is published. An observer, which is not a
     member, asks for `NEXT`."""
 
     token: str

@@ -1,4 +1,4 @@
-"""Plain Python and numpy values that are no containers, as nodes of a manifest (`ft_core.heal.format`)."""
+"""Plain Python and numpy values, no containers, as nodes of a manifest (`ft_core.heal.format`)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def encode_scalar(value: Any, kind: type) -> list[Any] | None:
 
 def _encode_config(value: Any) -> list[Any] | None:
     """A configuration of OmegaConf's, as its YAML, with what interpolates left as it is written. None: that
-    would make another one (it is typed by a class, or refers to what is above it)."""
+    would make a different one (it is typed by a class, or refers to what is above it)."""
     OmegaConf = sys.modules["omegaconf"].OmegaConf
     if OmegaConf.get_type(value) not in (dict, list):
         return None

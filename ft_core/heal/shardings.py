@@ -31,10 +31,12 @@ class Sharding:
 
     @classmethod
     def of(cls, tensor: Any) -> Sharding:
+        """The sharding of a DTensor."""
         return cls(tensor.device_mesh, tensor.placements)
 
     @property
     def alike(self) -> Alike:
+        """What ranks of one number have in common."""
         names = self.mesh.mesh_dim_names or ()
         return tuple(self.mesh.shape), tuple(names), tuple(map(repr, self.placements))
 

@@ -1,8 +1,8 @@
 """A published version of a state on its source: bytes, memory, checksums.
 
 Memory comes from an `Arena`, which keeps one mapping between heals: the second snapshot costs a
-memcpy and no page faults. Huge pages are not used: their first touch was measured at 0.3 to 1.2 s a GiB,
-against 0.22 s with small ones.
+memcpy and no page faults. Huge pages are not used: their first touch was measured at 0.3 to 1.2 s
+per GiB, against 0.22 s with small ones.
 
 Readers lock and copy nothing: memory that the training thread changes meanwhile, or that holds the next
 snapshot by then, is sent, too. What counts is `seal` afterwards, which tells whether every byte was still

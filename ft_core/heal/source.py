@@ -266,7 +266,7 @@ class HealServer:
         self._notify()
 
     def disown(self, reason: str) -> None:
-        """What is published is not to be had any more: tell its readers `reason`. What they have half
+        """What is published is withdrawn: tell its readers `reason`. What they have half
         read does not count. Any thread; never waits."""
         with self._lock:
             publication = self._take(reason)
@@ -372,7 +372,7 @@ class HealServer:
             self._notify()
 
     def count_sent(self, nbytes: int) -> None:
-        """So many bytes have been sent, and are valid."""
+        """This many bytes have been sent, and are valid."""
         with self._lock:
             self._count(bytes_sent=nbytes)
 
@@ -583,5 +583,5 @@ class HealServer:
 
 
 def _same(key: HealKey, withheld: HealKey) -> bool:
-    """Whether who asks for `key` is to hear of what is withheld."""
+    """Whether a reader that asks for `key` is to hear of what is withheld."""
     return key == withheld or key.lineage == withheld.lineage == ANY

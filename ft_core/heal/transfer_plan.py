@@ -202,7 +202,7 @@ class TransferPlan:
         return names
 
     def _ends(self) -> list[tuple[str, float]]:
-        """(source, when it is late if nothing more comes of it)."""
+        """(source, when it is late if nothing more comes from it)."""
         idle = [s.latency_s for s in self._sources.values() if not s.outstanding and not s.ending]
         quickest_s = min((each for each in idle if each is not None), default=None)
         ends = []

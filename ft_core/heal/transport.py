@@ -36,7 +36,7 @@ _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 30_000  # a manifest must fit in: 64 MiB at 2 MB/s
 _SHORTEST_SILENCE_S = 3.0
 _UNCONFIRMED_MS = 3_000
-"""A link ends if the other machine confirms nothing of what is sent to it for that long."""
+"""A link ends if the other machine acknowledges nothing of what is sent to it for this long."""
 _RECONNECT_MS = 100
 
 
@@ -77,7 +77,7 @@ def serving_endpoint(
     context: zmq.Context[Any], host: str, port: int, word: str, readers: int
 ) -> tuple[Endpoint, str]:
     """(a bound endpoint that admits those that present `word`, tcp://host:port). Port 0: a free one.
-    `readers`: so many may come at once.
+    `readers`: how many may come at once.
 
     Raises ValueError if it cannot be bound.
     """

@@ -1,4 +1,4 @@
-"""What the processes of a supervisor tell it, in memory that they share with it: no message a step.
+"""What the processes of a supervisor tell it, in memory that they share with it: no message per step.
 
 Each child has a slot: whether it trains, its step, how many steps it has committed, and for each
 rank until when its loop must be back, if it hangs. A byte in a pipe wakes the supervisor where it has
@@ -8,7 +8,7 @@ Behind the slots each rank has room for the stacks that it prints when the super
 of several ranks on one stderr would be mixed.
 
 The last slot is the keeper's (`state_keeper.py`). It and the children tell each other on *cards* which
-states they serve: a card a rank, where each rank has a part of the state.
+states they serve: a card per rank, where each rank has a part of the state.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Seen:
 
 
 class Board:
-    """The supervisor's end. `whole`: its children are all of the job. `told`: what else they find in
+    """The supervisor's end. `whole`: its children are the whole job. `told`: what else they find in
     their environment."""
 
     def __init__(

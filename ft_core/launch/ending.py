@@ -43,7 +43,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 
 def end_with_a_line(whose: str) -> None:
-    """From now on an error of `CODES` that nothing catches ends this process so; idempotent.
+    """From now on an error of `CODES` that nothing catches ends this process in this way; idempotent.
 
     At once, without what waits for the interpreter's end: it could need the lighthouse. `whose`: the
     package that speaks.

@@ -48,7 +48,7 @@ class Card:
 
     Attributes:
         address: of the heal server that serves it.
-        place: of whom it is: job, room, and what all members must have alike.
+        place: whose it is: job, room, and what all members must have alike.
         version: a member: the newest one that an observer may have fetched, and that did not change
             before its step was committed. The keeper: what it holds. None: none.
         token: which the heal server asks for. The keeper tells none: its readers know it.

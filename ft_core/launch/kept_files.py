@@ -1,6 +1,6 @@
-"""What the keeper of states writes to disk, in case that it dies, too, or its whole machine.
+"""What the keeper of states writes to disk, in case it dies, too, or its whole machine.
 
-One file a job, `keeper/JOB.state` in a folder that the user names, which is replaced whole after each
+One file per job, `keeper/JOB.state` in a folder that the user names, which is replaced whole after each
 fetch. No process that trains waits for it. It is read where the keeper tells nothing on the board, and
 counts by the same rules (`kept.py`): so it is of use to a job with an id of its own, which is the same
 one when its launcher is started again. A job that ends well leaves no file.

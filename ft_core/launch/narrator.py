@@ -11,7 +11,7 @@ from ft_core.telemetry import COMMIT, DISCARD, HEAL_DONE, KEPT, QUORUM, REVOKED,
 from lighthouse.wire.messages import FINISHED, name_of
 
 TOLD_DISCARDS = (3, 10, 30, 100, 300, 1000)
-"""So many discards in a row are worth a line."""
+"""This many discards in a row are worth a line."""
 
 
 class Narrator:

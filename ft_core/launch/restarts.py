@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 EXTERNAL_SIGNALS = frozenset({1, 2, 3, 9, 14, 15})
-"""HUP, INT, QUIT, KILL, ALRM, TERM: sent by another process, so that they say nothing of the script."""
+"""HUP, INT, QUIT, KILL, ALRM, TERM: sent by another process, so they say nothing about the script."""
 AWAY_EXIT_CODE = 69
 """Of a process for which no lighthouse answers."""
 BROKEN_EXIT_CODE = 75
@@ -101,11 +101,11 @@ class RestartPolicy:
     Attributes:
         max_restarts: of one group within `window_s`; None: no limit.
         elsewhere: other supervisors have replica groups of this job.
-        fruitless: so many deaths of a group without a step in between are too many.
-        healthy_s: training for so long halves the next pause.
-        settled_s: after a life that has trained for so long, the first pause is left out.
-        repaid_s: after a life that has trained for so long and was killed from outside, each pause is left
-            out. It has not failed, and has given the others more than its return costs them.
+        fruitless: this many deaths of a group without a step in between are too many.
+        healthy_s: training for this long halves the next pause.
+        settled_s: after a life that has trained for this long, the first pause is left out.
+        repaid_s: after a life that has trained for this long and was killed from outside, each pause
+            is left out. It has not failed, and has given the others more than its return costs them.
     """
 
     max_restarts: int | None = None

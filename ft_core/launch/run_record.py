@@ -169,7 +169,7 @@ LONGEST_SHOWN_S = 3.0  # a longer gap shows in the first panel
 
 def draw(run: Run, path: Path) -> None:
     """Write the timeline of `run` to `path` as PNG: the whole run, and below it the kill and heals:
-    a lane a replica group. Needs no display.
+    a lane per replica group. Needs no display.
 
     Raises RuntimeError if matplotlib is missing, ValueError if the run has no events.
     """

@@ -1,4 +1,4 @@
-"""The keeper's process: holds the state of the training in case that all processes die at once.
+"""The keeper's process: holds the state of the training in case all processes die at once.
 
     python -m ft_core.launch.state_keeper INTERVAL SPEAKER SUPERVISOR
 
@@ -37,7 +37,7 @@ log = logging.getLogger("ft_core")
 
 HOST = "127.0.0.1"
 PATIENCE_S = 30.0
-"""A member that shows nothing for so long is busy with something else: another one is asked."""
+"""A member that shows nothing for this long is busy with something else: another one is asked."""
 SHARE = 0.05
 """Of the time, at most, fetches go on."""
 CONFIRMED_EVERY_S = 0.02
@@ -84,7 +84,7 @@ class StateKeeper:
         """What it holds. Read only."""
 
     def run(self) -> None:
-        """For ever. Raises TooLarge."""
+        """Forever. Raises TooLarge."""
         while True:
             began = time.monotonic()
             self.renew()
@@ -186,7 +186,7 @@ class StateKeeper:
         return True
 
     def _write(self) -> None:
-        """A disk that takes nothing is told of once: what is in memory is served all the same."""
+        """A disk that takes nothing is reported once: what is in memory is served all the same."""
         if not self._folder or self.card is None:
             return
         try:

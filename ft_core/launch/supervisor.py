@@ -44,7 +44,7 @@ from ft_core.launch.warm.starter import WarmStarter
 
 STOP_TIMEOUT_S = 30.0
 DUMP_S = 1.0
-"""A process that hangs has so long to print its stacks."""
+"""How long a process that hangs has to print its stacks."""
 SIGNAL_LOOK_S = 1.0
 """No wait lasts longer, as in `lighthouse.keeper`, which is not imported here: this is imported with torch."""
 TELL_AGAIN_S, TELL_TIMEOUT_S = 0.5, 5.0
@@ -256,7 +256,7 @@ class Roster:
         return 0 < alive < self.min_alive and not finished
 
     def missing(self) -> str:
-        """A sentence, if what one process had to write for all may not be written; else ""."""
+        """A sentence, if what one process had to write for all may be missing; else ""."""
         if self.unwritten is None or any(c.leads for c in self.children):
             return ""
         number, code = self.unwritten

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = 32 * 1024
-"""Records are framed as those of LevelDB's log, in blocks of so many bytes."""
+"""Records are framed as those of LevelDB's log, in blocks of this many bytes."""
 HEADER = struct.Struct("<IHB")
 FULL, FIRST, LAST = 1, 2, 4
 _EVENT_FILES = "tensorboard.backend.event_processing.event_file_loader"

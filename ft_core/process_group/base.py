@@ -96,7 +96,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def when_silent(self, listener: Callable[[Sequence[int]], object]) -> None:
         """Have `listener` called again and again while a `configure` takes longer than a connection
-        may, with the members that can be connected to and of which nothing was heard. In the thread of
+        may, with the members that can be connected to and have not been heard from. In the thread of
         `configure`."""
         self.silent_listener = listener
 
@@ -137,9 +137,9 @@ class ProcessGroup(dist.ProcessGroup):
         return -1
 
     def unanswered(self) -> set[int]:
-        """Members for which a collective waits in vain: their machines confirm nothing of what is sent
-        to them, so there is no way to them any more. This one itself stands for a machine that can't
-        be told. The default does not know, and returns none. Any thread; quick."""
+        """Members that a collective waits for in vain: their machines acknowledge nothing of what is sent
+        to them, so they can no longer be reached. This member itself stands for a machine that can't be
+        identified. The default does not know, and returns none. Any thread; quick."""
         return set()
 
     @property
@@ -161,7 +161,7 @@ class ProcessGroup(dist.ProcessGroup):
         error of one that has failed there.
 
         Where works end by stream order, this is what tells whether they have reduced anything. The
-        default, for groups whose works end with their collectives: nothing. Any thread.
+        default does nothing: there, works end with their collectives. Any thread.
         """
         return None
 
@@ -205,9 +205,11 @@ class ProcessGroup(dist.ProcessGroup):
         """The backend's name, as torch.distributed prints it."""
 
     def getSize(self) -> int:
+        """As `size`."""
         return self.size()
 
     def getRank(self) -> int:
+        """As `rank`."""
         return self.rank()
 
     def _get_backend_name(self) -> str:
@@ -222,6 +224,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._group_name = name
 
     def getGroupName(self) -> str:
+        """As `group_name`."""
         return self._group_name
 
     @property
@@ -232,6 +235,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._group_desc = desc
 
     def getGroupDesc(self) -> str:
+        """As `group_desc`."""
         return self._group_desc
 
     @property

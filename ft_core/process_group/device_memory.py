@@ -46,8 +46,8 @@ class DeviceStream(Protocol):
         ...
 
     def complete(self, future: Future[Any], value: Any) -> None:
-        """Complete a future of the device: who uses the tensors in `value` by it does so after the end of what
-        was queued."""
+        """Complete a future of the device: what uses the tensors in `value` through it runs after
+        what was queued."""
         ...
 
 
@@ -86,7 +86,7 @@ class _CudaStream:
         with torch.cuda.stream(self._stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
         for each in (target, source):
-            if each.is_cuda:  # its memory has no other use before the copy's end, whoever drops it
+            if each.is_cuda:  # its memory has no other use before the copy's end
                 each.record_stream(self._stream)
 
     def mark(self) -> DeviceEvent:
@@ -130,7 +130,7 @@ def _cuda_of(tensor: Tensor) -> CopyDevice | None:
 
 
 finders: list[Callable[[Tensor], CopyDevice | None]] = [_cuda_of]
-"""Each knows the device of a tensor, or does not."""
+"""Each returns the device of a tensor, or None if it does not know it."""
 
 
 def device_of(tensor: Tensor) -> CopyDevice | None:

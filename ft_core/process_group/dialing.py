@@ -1,7 +1,7 @@
 """Opening connections to members, within a limit that does not depend on their processes.
 
 The kernels make a connection; the other process may be busy or stopped meanwhile. So one that is
-not there within the limit means that packets do not arrive, or that the address leads to no machine:
+not made within the limit means that packets do not arrive, or that the address leads to no machine:
 the member can't be reached from here. A member that is slow is another matter: it answers late.
 
 A packet that is lost is sent again by the kernel after a second at the earliest. Hence every attempt
@@ -34,10 +34,12 @@ class Reachable(Protocol):
     """Where a member listens."""
 
     @property
-    def host(self) -> str: ...
+    def host(self) -> str:
+        """Name or IP address."""
 
     @property
-    def port(self) -> int: ...
+    def port(self) -> int:
+        """TCP port."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +53,7 @@ class Dial:
     sockets: list[socket.socket] = field(default_factory=list)
 
     def close(self) -> None:
+        """Close the sockets of all attempts."""
         for each in self.sockets:
             each.close()
         self.sockets.clear()
@@ -154,9 +157,9 @@ class Dialer:
 
 
 def give_up_unacknowledged(connection: socket.socket, limit_s: float) -> None:
-    """End `connection` with ETIMEDOUT if the other machine does not confirm bytes for that long.
+    """End `connection` with ETIMEDOUT if the other machine does not acknowledge bytes for this long.
 
-    Kernels confirm, so that a process which is stopped or busy does no harm.
+    Kernels acknowledge, so a process that is stopped or busy does no harm.
     """
     with contextlib.suppress(OSError, AttributeError):  # not on this system
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))

@@ -30,8 +30,8 @@ _CONNECT_MARGIN_S = 30.0
 class ProcessGroupGloo(ReconfigurableProcessGroup):
     """A Gloo group, whose members can change. Methods, errors and threads: see `ProcessGroup`.
 
-    Tensors on CUDA travel through host memory (`staged`): all members of a collective have theirs there,
-    or none has. Its works and futures order CUDA streams, once Gloo is done.
+    Tensors on CUDA travel through host memory (`staged`): in a collective all
+    members have theirs there, or none has. Its works and futures order CUDA streams, once Gloo is done.
 
     Args:
         timeout: seconds or timedelta; bounds a collective that is not revoked.
@@ -111,7 +111,7 @@ class GlooCommunicator(Communicator):
     def handle(self) -> bytes:
         with self._lock:
             if self._sockets is not None:
-                self._sockets.open_door()  # who has the handle may connect
+                self._sockets.open_door()  # whoever has the handle may connect
         return self._handle
 
     def connect(self, rendezvous: Rendezvous, timeout_s: float) -> None:

@@ -6,7 +6,7 @@ the end of stream, fails the operations of that pair and closes it. A socket is 
 connection (`connect` to an unspecified address: the peer gets a reset, and bytes that still lie in
 the kernel can't reach a tensor any more) and shutting its receiving side, which wakes Gloo.
 
-Orphaned operations. Not all operations end by that. A message that is half received, or half sent,
+Orphaned operations. This does not end all operations. A message that is half received, or half sent,
 when its connection ends is in none of the lists that Gloo goes through (2.13 to 2.15,
 transport/tcp/pair.cc). A thread that waits for it waits until the operation's timeout, whatever ended
 the connection. That thread can't be released from outside. But it will not touch the tensors again:
@@ -122,7 +122,7 @@ class DeviceSockets:
         return len(copies)
 
     def close_door(self) -> None:
-        """All members are connected: nobody else can connect to the device. Those that are stay."""
+        """All members are connected: refuse all others, and keep the connections that exist."""
         program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))
         self._set_on_listener(_ATTACH_FILTER, program)
 
@@ -138,9 +138,9 @@ class DeviceSockets:
                     listener.setsockopt(socket.SOL_SOCKET, option, value)
 
     def unanswered(self) -> set[str]:
-        """Hosts that confirm nothing of what was sent to them, for more than a second.
+        """Hosts that acknowledge nothing of what was sent to them, for more than a second.
 
-        A peer that is slow or stopped is none: its kernel confirms. Any thread.
+        A slow or stopped peer is not one: its kernel acknowledges. Any thread.
         """
         targets = list(_targets(self._epoll))
         if all(inode != self._listener_inode for _, inode in targets):

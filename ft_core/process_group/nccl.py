@@ -65,7 +65,7 @@ class NcclDevice(Protocol):
         ...
 
     def aside(self) -> AbstractContextManager[Any]:
-        """A context in which the thread's stream is another one than the model's."""
+        """A context in which the thread's stream is not the model's."""
         ...
 
     def end_of(self, work: Work) -> DeviceEvent:
@@ -74,7 +74,7 @@ class NcclDevice(Protocol):
 
 
 class CudaDevice:
-    """A CUDA device with torch's `nccl2` backend, which is "nccl" from torch 2.14 on.
+    """A CUDA device with torch's `nccl2` backend ("nccl" from torch 2.14 on). Methods: see `NcclDevice`.
 
     `enable_reconfigure` makes an abort and torch's watchdog revoke the communicator, whatever
     TORCH_NCCL_ASYNC_ERROR_HANDLING says; without it they end the process. A backend is used for one
@@ -131,7 +131,7 @@ class ClassicCudaDevice(CudaDevice):
         options._timeout = timedelta(seconds=timeout_s)
         options.config.blocking = 0  # so that an abort can end a blocked initialization
         # The backend reads it now. Another mode ends the process on an error, which is right for
-        # groups inside of a replica group: those keep what the user has set.
+        # groups inside a replica group: those keep what the user has set.
         with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
             return dist.ProcessGroupNCCL(store, rank, size, options)
 

@@ -94,7 +94,7 @@ class Communicator(ABC):
         return None
 
     def unanswered(self) -> set[str]:
-        """Hosts that confirm nothing of what was sent to them. Any thread."""
+        """Hosts that acknowledge nothing of what was sent to them. Any thread."""
         return set()
 
     def operation_orphaned(self, until: float) -> None:

@@ -304,7 +304,7 @@ class Rendezvous:
     def missed(self, timeout_s: float) -> set[int]:
         """After a failure: the members that could not be connected to, as far as is known.
 
-        One that has not said hello is none of them: it may be late, or have left the quorum, and its
+        One that has not said hello is not one: it may be late, or have left the quorum, and its
         kernel accepts connections meanwhile. Once all have met, the backends take milliseconds to
         connect: after half of `timeout_s` the members that have not done so count.
         """
@@ -472,7 +472,7 @@ class Rendezvous:
         return [peer for peer in unheard if peer < self.rank or peer in asked]
 
     def _miss(self, peer: int, what: str) -> None:
-        """There is no way to this member; `what` says why."""
+        """This member can't be reached; `what` says why."""
         self._missed.add(peer)
         self._fail(f"{self._name(peer)} {what}")
 
@@ -503,7 +503,7 @@ class Rendezvous:
             self._make_room(MOST_STRANGERS + len(self._peers))
 
     def _make_room(self, most: int) -> None:
-        """Of more connections than these without a hello the oldest make way."""
+        """With more connections than these without a hello, the oldest make way."""
         strangers = [each for each in self._unidentified if each.hello is None]
         for each in strangers[: max(0, len(strangers) - most)]:
             self._drop(each)

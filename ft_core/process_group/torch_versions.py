@@ -1,7 +1,7 @@
 """What differs between the torch versions that this package runs on.
 
 The one place that knows. Each function looks for the thing itself in this torch and compares no numbers:
-a build may lack what its number promises. Arguments that ask for what is not there are refused in a
+a build may lack what its number promises. Arguments that ask for what is missing are refused in a
 sentence.
 
 | | 2.11, 2.12 | 2.13 | 2.14 and later |

@@ -142,16 +142,20 @@ class WorksOwner(Protocol):
     """What a work needs of its process group."""
 
     @property
-    def timeout_s(self) -> float: ...
+    def timeout_s(self) -> float:
+        """Bounds a collective."""
 
     @property
-    def in_flight(self) -> dict[Any, None]: ...
+    def in_flight(self) -> dict[Any, None]:
+        """The works under way, in the order of their issue."""
 
-    def stream_failed(self, quorum_id: int, error: Exception, /) -> None: ...
+    def stream_failed(self, quorum_id: int, error: Exception, /) -> None:
+        """A work of a stream has ended with `error`. Any thread."""
 
     def collective_failed(
         self, operation: str, quorum_id: int, error: Exception
-    ) -> ProcessGroupError: ...
+    ) -> ProcessGroupError:
+        """Break the group; returns the error that the work raises. Any thread; never blocks."""
 
 
 class DeviceEnd(Protocol):
@@ -170,7 +174,7 @@ class DeviceEnd(Protocol):
         ...
 
     def aside(self) -> AbstractContextManager[Any]:
-        """A context in which the thread's stream is another one than the model's."""
+        """A context in which the thread's stream is not the model's."""
         ...
 
 

@@ -442,7 +442,7 @@ class _FailingWork(_WorkAround):
 
 
 class ProcessGroupDummy(ProcessGroup):
-    """A group of which this member is the only one that does anything. Every work has ended when it is
+    """A group in which only this member does anything. Every work has ended when it is
     returned: tensors that are reduced in place stay as they are, and outputs of their own take this
     member's input, in every member's place that has room for it.
 

@@ -144,7 +144,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Overwrite:
-    """The first bytes of the state that is being fetched are about to overwrite the own one.
+    """The first bytes of the state that is being fetched are about to overwrite this rank's own.
 
     `ReplicaStatus.overwriting` says whether it may be. Then it is no state until it has been
     loaded, and must never be a source for others.
@@ -169,7 +169,7 @@ class Loaded:
 @dataclass(frozen=True, slots=True)
 class Published:
     """The state at `position` (step, lineage) is served to healing peers; None: nothing is. Status'
-    `published` says whether it may be: a state that is not the own one any more is not."""
+    `published` says whether it may be: a state that is no longer this rank's is not."""
 
     position: tuple[int, str] | None
 
@@ -224,7 +224,7 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Withdraw:
     """Effect: serve no state any more, at once, whatever the loop is doing. `diverged`: its peers have found
-    that the own state is another one, so what it has shown before is not to be kept either."""
+    that its state is a different one, so what it has shown before is not to be kept either."""
 
     reason: str
     diverged: bool = False

@@ -61,7 +61,7 @@ from lighthouse.wire.messages import (
 )
 
 BROKEN = "replica group broken: "
-"""A `Refused` whose reason starts so comes from the own group, not from the lighthouse."""
+"""A `Refused` whose reason starts so comes from the rank's own group, not from the lighthouse."""
 LEFT = "replica group left: "
 """The same, where a rank was told to end and has left with the group's vote."""
 
@@ -250,6 +250,7 @@ class GroupLeader:
         return []
 
     def deadline(self) -> float | None:
+        """None: there are no timers."""
         return None
 
     def check(self) -> None:
@@ -335,7 +336,7 @@ class GroupLeader:
         vote is not: each answer goes to all ranks.
 
         A no of a group that heals says whether all of its ranks have healed by now, or the
-        lighthouse would take it for behind for ever: it waits for the others' votes, which are
+        lighthouse would take it for behind forever: it waits for the others' votes, which are
         asked for at once.
         """
         key = (vote.quorum_id, vote.step)

@@ -15,7 +15,7 @@ answered with a discard at once. A voted attempt whose answer is lost is *in dou
 again, says so, and is told commit or discard (`Quorum.settle`).
 
 An outcome is *taken* by the loop, or the position does not move: a commit without its update would
-leave this rank with other weights than its peers at an equal position. While the loop does not wait
+leave this rank with different weights from its peers at the same position. While the loop does not wait
 for the answer to its vote, what the lighthouse says is not read, as if the network was slow.
 
 The ranks of a replica group run one loop: they must make the same attempts, each under the same
@@ -236,7 +236,7 @@ class Replica:
         return effects
 
     def _serve_nothing(self, reason: str, diverged: bool = False) -> list[Effect]:
-        """The own state is none that others may have, or will not be soon."""
+        """Others may not have this state, or soon may not."""
         self.published = None
         return [Withdraw(reason, diverged)]
 
@@ -523,7 +523,7 @@ class Replica:
         return self.view is None or message.quorum_id in (self.view.quorum_id, NO_QUORUM)
 
     def _discard_state(self, reason: str, now: float) -> list[Effect]:
-        """The own state is not the peers', or a rank of this group has discarded its own."""
+        """This state is not the peers', or a rank of this group has discarded its own."""
         attempt, waits = self.attempt, self._loop_waits
         effects = self._rejoin(reason, None, diverged=GAVE_UP not in reason)
         if attempt is Attempt.OPEN and waits:  # for a state to begin with: it may be another one

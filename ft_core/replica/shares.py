@@ -12,9 +12,9 @@ the others after each commit.
 | fewer holders are left than `min_replicas` | no step could be committed before the shares move: they move at once |
 | no group has held a share yet | a group takes the share of its own number; what is left goes by rank |
 
-Who holds what is part of the state: it moves with each commit, is a function of the state before and of
-the members of the quorum, and travels with each heal and checkpoint. So members at one position agree
-on it without a message, and the lighthouse knows nothing of it.
+The holders are part of the state: they move with each commit, are a function of the state before and of
+the members of the quorum, and travel with each heal and checkpoint. So members at one position agree
+on them without a message, and the lighthouse knows nothing of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Holders = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Who holds which share, after the last committed step.
+    """The holder of each share after the last committed step.
 
     Attributes:
         holders: see `Holders`.
@@ -48,7 +48,7 @@ class Shares:
         return cls((VACANT,) * count, least)
 
     def within(self, view: View) -> Holders:
-        """Who holds which share in the step of `view`: members that heal hold none."""
+        """The holder of each share in the step of `view`: members that heal hold none."""
         able = [name_of(m.replica_id) for m in view.members if not m.healing]
         left = tuple(name if name in able else VACANT for name in self.holders)
         enough = len(self.holders) - left.count(VACANT) >= self.least

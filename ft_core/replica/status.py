@@ -112,6 +112,7 @@ class View:
         )  # fmt: skip
 
     def rank_of(self, replica_id: str) -> int:
+        """Replica rank of a member."""
         return next(i for i, m in enumerate(self.members) if m.replica_id == replica_id)
 
     @property
@@ -153,7 +154,7 @@ class Participation:
         participants: how many contribute: groups, or ranks that each hold a copy.
         rank: among the participants; None if this member contributes nothing.
         groups: how many replica groups contribute.
-        share: of the data, that this group holds (`ft_core.replica.shares`); None: none.
+        share: of the data, which this group holds (`ft_core.replica.shares`); None: none.
         reads: the share whose batch it computes now: its own, or the one that it holds next; None: any.
         heir: it was given its share within this step, since too few hold one; others that hold theirs wait.
     """
@@ -175,7 +176,7 @@ class ReplicaStatus(NamedTuple):
 
     Attributes:
         stage, attempt: with the lighthouse; in the loop's step.
-        step, lineage: position of the own state.
+        step, lineage: position of this rank's state.
         view: the quorum; None: there was none yet.
         part: this rank's participation in the quorum's step; None where `view` is.
         entered: the loop is in the step, not at its boundary, where the state and the process group
@@ -183,7 +184,7 @@ class ReplicaStatus(NamedTuple):
         ready: collectives of this attempt may start.
         healing: a member whose state is not the quorum's yet.
         state_fetched: the state that this rank must load has arrived.
-        overwriting: the own state may be overwritten by the one that is being fetched.
+        overwriting: this rank's state may be overwritten by the one that is being fetched.
         targets: members that heal from this rank's state; empty if this one was behind itself when
             the quorum formed.
         published: position of the state that is served to them; None: nothing is served.
@@ -192,7 +193,7 @@ class ReplicaStatus(NamedTuple):
         failure: why the attempt has failed.
         wants_group: quorum_id for which the process group is (to be) configured; 0: for none now.
         deadline: when `Replica.expire` wants to be called, or None.
-        origin: (genesis, held) of the own state; see `Join`.
+        origin: (genesis, held) of this rank's state; see `Join`.
     """
 
     stage: Stage

@@ -6,10 +6,10 @@ machine's frozen status, which any thread may read without a lock.
 Threads. The *control thread* ("ft-control") sleeps until its socket, a wake-up or the machine's
 deadline needs it. The *plane thread* ("ft-plane") configures the process group, which may block,
 and starts to fetch states. The training loop's thread submits events. While it waits for the answer
-to its vote it drives the socket itself (`vote`), which saves two thread switches a step: the thread
+to its vote it drives the socket itself (`vote`), which saves two thread switches per step: the thread
 that holds `_io` owns the socket (a lock is a full fence, as ZeroMQ asks for). It polls for the
 answer for a moment before it sleeps: a processor that has gone to sleep takes longer to come back
-than the lighthouse to answer (0.3 ms less a step, benchmarks/RESULTS.md). Where answers take longer
+than the lighthouse to answer (0.3 ms less per step, benchmarks/RESULTS.md). Where answers take longer
 than that, since another member is slower, it sleeps at once.
 
 Locks. `_io` before `_lock`, never the other way round; effects that touch the socket are queued
@@ -64,7 +64,8 @@ SPIN_S = 0.0005
 
 
 class Link(Protocol):
-    """One end of the connection to the lighthouse or to the group's leader. One thread at a time."""
+    """One end of the connection to the lighthouse or to the group's leader. Methods: see
+    `lighthouse.client.Connection`. One thread at a time."""
 
     def send(self, message: Request, /) -> bool: ...
 
@@ -79,7 +80,8 @@ class Link(Protocol):
 
 
 class Plane(Protocol):
-    """What the machine's effects act on. `configure` and `fetch` run on the plane thread;
+    """What the machine's effects act on; each method carries out its effect (`ft_core.replica.events`).
+    `configure` and `fetch` run on the plane thread;
     `configure` may block there. The others run anywhere and must not block."""
 
     def configure(self, effect: Configure) -> None: ...

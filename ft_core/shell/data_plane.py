@@ -76,7 +76,7 @@ class DataPlane:
         self.heal_stats: HealStats | None = None
         self.report: Callable[[Configured | Fetched | Tried], object] = lambda event: None
         self.when_diverged: Callable[[], object] = lambda: None
-        """Called when this member's state has turned out to be another one than its peers'. Any thread."""
+        """Called when this member's state has turned out to differ from its peers'. Any thread."""
         self._heal: tuple[threading.Thread, Interrupt] | None = None  # the newest one
         self._reach_lock = threading.Lock()
         self._reaching: list[threading.Thread] = []  # guarded by `_reach_lock`
@@ -153,8 +153,8 @@ class DataPlane:
         self.report(Configured(effect.quorum_id, error, _named(missed)))
 
     def unanswered(self) -> tuple[str, ...] | None:
-        """Members for which a collective waits in vain, as far as they can be told: their machines
-        confirm nothing of what is sent to them. None: there are none. Any thread."""
+        """Members that a collective waits for in vain, as far as they can be identified: their
+        machines acknowledge nothing of what is sent to them. None: there are none. Any thread."""
         ranks, owners = self.process_group.unanswered(), self._owners
         missed = [owners[each] for each in sorted(ranks) if owners[each] != self._own]
         return _named(missed) if ranks else None

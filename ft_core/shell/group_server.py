@@ -47,7 +47,7 @@ from lighthouse.wire.messages import JobKey, Join, Message, Peer, Refused, Reque
 log = logging.getLogger("ft_core")
 
 IN_GROUP_SILENCE_S = 5.0
-"""A rank that is silent for so long ends its whole group, which must then be restarted. Towards the
+"""A rank that is silent for this long ends its whole group, which must then be restarted. Towards the
 lighthouse a silence costs one step and is noticed much sooner; here a busy machine must not do it."""
 
 HOSTED = timedelta(seconds=20)
@@ -252,6 +252,7 @@ class GroupLink:
         self._over = False  # the group has left: its leader may end
 
     def send(self, message: Request, /) -> bool:
+        """As `Connection.send`."""
         return self._connection.send(message)
 
     def receive(self) -> list[Message]:
@@ -266,11 +267,13 @@ class GroupLink:
         return messages
 
     def events(self) -> Sequence[str]:
+        """As `Connection.events`."""
         events = self._connection.events()
         self._lost = self._lost or "disconnected" in events
         return events
 
     def close(self, *, linger_s: float = 0.0) -> None:
+        """As `Connection.close`."""
         self._connection.close(linger_s=linger_s)
 
 
@@ -303,7 +306,7 @@ class GroupRendezvous:
         self.leader: Leader | None = None
 
     def meet(self, mine: str, limit_s: float) -> str:
-        """Wait until the ranks are here of which this one has to know something. Returns the lineage
+        """Wait until the ranks that this one must know about are here. Returns the lineage
         of the state with which this rank begins; `mine`: of what it holds itself.
 
         Where ranks hold shards and all of them begin, that of all shards in the order of the ranks.

@@ -124,9 +124,9 @@ class IntraGroup:
         """Have all ranks begin with the state of rank 0; returns that state's name.
 
         A replica group joins as one member, so its ranks must begin with equal states. Other groups
-        need not: they heal. `name()`: of the own state, equal for equal states. `give()`: the
+        need not: they heal. `name()`: of this rank's state, equal for equal states. `give()`: the
         state, which is sent as in a heal and received into the tensors of `into()`. `take(state)`
-        loads it where the own one differs. Raises HealError too.
+        loads it where this rank's differs. Raises HealError too.
         """
         with naming_option(self._options):
             mine = name()
@@ -263,7 +263,7 @@ class IntraGroup:
 
 
 class Door:
-    """Lets in those that present the cookie. Who is silent, slow or a stranger keeps none of them waiting:
+    """Lets in those that present the cookie. One that is silent, slow or a stranger keeps none waiting:
     all that have connected are heard at once, and the oldest of too many makes way."""
 
     def __init__(self, server: socket.socket, cookie: bytes, ranks: int) -> None:

@@ -40,7 +40,7 @@ REACH_AGAIN_S = 0.2
 LOOK_EVERY_S = 0.25
 """How often a collective that takes longer than this is looked at."""
 HANG_TIMEOUTS = 10
-"""A loop that was evicted has so many times the timeout to come back. Then a supervisor ends it."""
+"""A loop that was evicted has this many timeouts to come back. Then a supervisor ends it."""
 LOCAL_PATIENCE_S = 3.0
 """For a lighthouse on this machine that was there a moment ago, before another is started."""
 
@@ -205,7 +205,7 @@ class Session:
                 )
 
     def evicted(self) -> bool:
-        """Whether the lighthouse has told that this rank is out of its quorum. If this process was
+        """Whether the lighthouse has said that this rank is out of its quorum. If this process was
         stopped just now: once its threads have had time to read that. Any thread."""
 
         def out(status: ReplicaStatus) -> bool:
@@ -243,8 +243,8 @@ class Session:
     def _check_stall(
         self, status: ReplicaStatus, now: float
     ) -> tuple[list[ReplicaEvent], float | None]:
-        """Control thread: a collective that takes too long waits for a member that hangs, or to which
-        there is no way any more. (What follows from it, when to look again)."""
+        """Control thread: a collective that takes too long waits for a member that hangs, or that
+        can no longer be reached. (What follows from it, when to look again)."""
         if status.attempt is not Attempt.BOUND:
             return [], None
         view, limits = status.view, self._options.timeouts

@@ -22,7 +22,7 @@ ENV_REPORT = "FT_WARM_REPORT"
 """The name of the socket (abstract, Unix) to which the first process that commits tells its modules."""
 REPORT_TIMEOUT_S = 2.0
 TITLE = "template of warm starts"
-"""As which it is listed by `ps`."""
+"""Its name in `ps`."""
 SITES = ("site-packages", "dist-packages")
 OUR_ROOT = Path(__file__).resolve().parents[3]
 OURS = ("lighthouse", "ft_core", "ft_lightning", "ft_accelerate", "ft_lightning_autoload")

@@ -31,7 +31,7 @@ MAX_DESCRIPTORS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A process that is to be, as `subprocess.Popen` would make it.
+    """A process to start, as `subprocess.Popen` would start it.
 
     Attributes:
         words: what follows the interpreter on the command line: a script, or "-m" and a module, and

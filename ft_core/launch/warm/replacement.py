@@ -59,7 +59,7 @@ _order: Order | None = None
 
 
 def live(order: Order, descriptors: Sequence[int], imported: Imported) -> None:
-    """Become what `order` says, and run it to its end. Once a process, in the main thread.
+    """Become what `order` says, and run it to its end. Once per process, in the main thread.
 
     Leaves as the script does: by returning, SystemExit, or an exception that has been printed.
     """

@@ -4,7 +4,7 @@ process that is started again.
 1. The first processes are started cold. The first of them that commits a step tells its modules.
 2. A template imports the libraries among them.
 3. From then on processes are forked from the template, while nothing says that a cold start would give
-   another process. In doubt a process is started cold, and a debug line of the logger `ft_core` says why.
+   a different process. In doubt it is started cold, and a debug line of the logger `ft_core` says why.
 
 A template that has died, or whose files were changed, is replaced.
 """
@@ -31,7 +31,7 @@ from ft_core.launch.warm.orders import PLACES, Channel, Started, place_order
 log = logging.getLogger("ft_core")
 
 ANSWER_S = 5.0
-"""A template that does not answer an order for so long is killed."""
+"""A template that does not answer an order for this long is killed."""
 REFUSALS = 3
 """Templates that were made and then found unsafe to fork; after that there are no more."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
