@@ -186,7 +186,7 @@ def _serve(
 
 
 class _Lines:
-    """What is printed: the address first, then one line a quorum change. Any thread."""
+    """What is printed: the address first, then one line per quorum change. Any thread."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet

@@ -72,7 +72,7 @@ class Connection:
         ):
             raise ValueError("identity must have 1 to 255 printable ASCII characters")
         self.malformed = 0
-        """Frames that were dropped because they were no message of this protocol."""
+        """Frames that were dropped because they were not messages of this protocol."""
         self.connected = False
         self._queued: set[bytes] = set()  # since the connection was lost
         self._encoder = codec.Encoder()
@@ -103,7 +103,7 @@ class Connection:
         """All messages that have arrived, oldest first. Never blocks.
 
         Raises VersionMismatch if the lighthouse speaks another protocol version. Frames that are
-        no message are dropped and counted in `malformed`.
+        not messages are dropped and counted in `malformed`.
         """
         messages: list[Message] = []
         receive, option = self._socket.recv, self._socket.getsockopt

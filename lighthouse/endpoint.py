@@ -1,8 +1,8 @@
 """A bound ROUTER socket that no peer can end, block or fill, and that knows which process speaks.
 
-Theory. A port is found by processes that do not mean it (probes, scrapes, scans, browsers), and a
+Theory. A port is found by processes that seek something else (probes, scrapes, scans, browsers), and a
 peer may be broken or hostile. ZeroMQ 4.3.5 aborts the process (`!_io_error` in
-stream_engine_base.cpp) if a connection that it has stopped to read is reset. It stops to read one
+stream_engine_base.cpp) if a connection that it has stopped reading is reset. It stops reading one
 whose queue is full, and one whose identity another connection has taken over. So:
 
 - Connections authenticate (PLAIN): a peer must speak ZMTP 3, name the service, and present an
@@ -52,7 +52,7 @@ SHARE_FROM_BYTES = 4_096
 DESCRIPTORS_KEPT = 64
 """For files and for the connections of this process itself."""
 UNHEARD_BYTES = 2 * codec.MAX_REQUEST_BYTES
-"""What a connection may send of which ZeroMQ hands over nothing: more than the first part of the
+"""What a connection may send while ZeroMQ hands over nothing of it: more than the first part of the
 largest request. Heartbeats alone take hours."""
 LOOK_S = 0.5
 """Between two looks at such connections, while there are any."""
@@ -90,7 +90,7 @@ class Endpoint:
     """See the module's docstring. One thread, but for the attributes.
 
     Args:
-        context: ZeroMQ context of the caller; one endpoint a context.
+        context: ZeroMQ context of the caller; one endpoint per context.
         address: "tcp://host:port" to bind.
         timeouts: its heartbeats are used.
         service: what connections must ask for.
@@ -141,7 +141,7 @@ class Endpoint:
 
     @property
     def connections(self) -> int:
-        """How many connections are open, those of strangers too."""
+        """How many connections are open, strangers' too."""
         return self._routes.connections
 
     def sleep_ms(self, until: float | None) -> int | None:
@@ -344,7 +344,7 @@ class Endpoint:
         self.charge(peer, MALFORMED_COST)
 
     def charge(self, peer: Peer, cost: int) -> None:
-        """`peer` has cost so much more than what it has sent."""
+        """`peer` has cost this much beyond what it has sent."""
         route = self._route_of.get(peer)
         if route is None:
             return

@@ -18,7 +18,7 @@ class LighthouseError(Exception):
 
 
 class ProtocolError(LighthouseError):
-    """Bytes that are no message of this protocol."""
+    """Bytes that are not a message of this protocol."""
 
 
 class VersionMismatch(ProtocolError):

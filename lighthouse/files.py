@@ -46,8 +46,8 @@ def draft_of(path: Path) -> Path:
 
 
 def put_whole(draft: Path, path: Path) -> None:
-    """Give a file or folder the name `path`, whatever has that. What has the name is whole at any moment;
-    where a folder is replaced, there is none for the time between two system calls."""
+    """Give a file or folder the name `path`, whatever has it now. What has the name is whole at any
+    moment; where a folder is replaced, nothing has it between two system calls."""
     old = draft_of(path.with_name(f"{path.name}.old"))
     if draft.is_dir() or path.is_dir():
         with contextlib.suppress(FileNotFoundError):
@@ -65,7 +65,7 @@ def remove_whole(path: Path) -> None:
 
 
 def remove_drafts(folder: str | os.PathLike[str]) -> None:
-    """Remove the drafts that processes of this machine have left which are dead. Any thread."""
+    """Remove the drafts that dead processes of this machine have left. Any thread."""
     end = re.compile(rf"\..*\.{re.escape(_host())}\.(\d+)\.part")
     with contextlib.suppress(OSError):
         for path in Path(folder).iterdir():
@@ -105,7 +105,7 @@ def machine_file(purpose: str, subject: str, kind: str) -> Path:
 def machine_lock(purpose: str, subject: str) -> int:
     """Wait for a lock that one process of this user on this machine holds at a time.
 
-    `purpose` is part of the lock file's name; of `subject` (any text) a hash is. Returns a
+    `purpose` is part of the lock file's name, as is a hash of `subject` (any text). Returns a
     descriptor: the lock is released when it is closed, or when this process ends. Any thread.
     """
     path = machine_file(purpose, subject, "lock")

@@ -21,7 +21,7 @@ from typing import TypeVar
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 STEADY_S = 10.0
-"""A child that has lived for so long is started again without a pause."""
+"""A child that has lived for this long is started again without a pause."""
 BIND_PATIENCE_S = 2.0
 """How long an address may be in use: the kernel may still be taking down the process before."""
 BIND_AGAIN_S = 0.02

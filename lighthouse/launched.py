@@ -1,7 +1,7 @@
 """A lighthouse that ends with the process that has launched it, for launchers of whole jobs.
 
-It runs in processes of its own (see `keeper.py`): a library that aborts the process that serves, or
-the kernel that kills it, ends no launcher, and another one serves at the same address.
+It runs in processes of its own (see `keeper.py`): if a library aborts the serving process, or
+the kernel kills it, the launcher lives on, and another one serves at the same address.
 
 The launcher keeps the writing end of a pipe, which the lighthouse reads as its standard input. When
 that is closed, by `shutdown` or by the launcher's end however it comes, the lighthouse ends.
@@ -36,7 +36,7 @@ class LaunchedLighthouse:
     Args:
         bind: "tcp://host:port"; port 0 means any free one.
         config: all other options.
-        linger_s: when it is to end, it stays until it was unused for so many seconds.
+        linger_s: when it is to end, it stays until it was unused for this many seconds.
 
     Blocks until it listens, about 0.3 s. Raises OSError, with a sentence, if it can't. Any thread.
     """

@@ -35,6 +35,7 @@ class Routes:
 
     @property
     def connections(self) -> int:
+        """How many are open."""
         return len(self._open)
 
     @property

@@ -6,7 +6,7 @@ that does not read its answers is disconnected. The death of a process shows wit
 a closed connection; `routes.py` finds out whose it was. `status_desk.py` answers those that ask for
 the status.
 
-Nothing that a peer sends ends the thread. `endpoint.py` keeps strangers out; what is no message is
+Nothing that a peer sends ends the thread. `endpoint.py` keeps strangers out; what is not a message is
 counted and dropped; and a job whose rules fail on a message starts over, as after a restart of the
 lighthouse. An error of the thread itself ends it: a fresh process costs the replica groups no more
 than a reconnect.
@@ -57,11 +57,11 @@ BATCH_MESSAGES = 4_096
 """Frames handled before connection events and deadlines get their turn."""
 PUT_OFF_S = 1.0
 """How long frames that have arrived may put off what is due. They are read in turn, one of each
-connection, so that no flood keeps those of a member unread for so long."""
+connection, so that no flood keeps those of a member unread for longer."""
 ABSENT_S, LOOK_S = 0.1, 0.02
 """A thread that wakes so late was away itself. It then waits for what ZeroMQ's thread has to hand over."""
 SPIN_S = 0.0003
-"""How long votes are looked for before the thread sleeps: 0.1 ms less a step, benchmarks/RESULTS.md."""
+"""How long votes are looked for before the thread sleeps: 0.1 ms less per step, benchmarks/RESULTS.md."""
 SHUTDOWN_LINGER_MS = 200
 
 STATUS_COST = 50
@@ -77,7 +77,7 @@ class Stats:
     received: int = 0
     sent: int = 0
     malformed: int = 0
-    """Frames that were no request of this protocol; dropped."""
+    """Frames that were not requests of this protocol; dropped."""
     other_versions: int = 0
     """Frames of another protocol version; answered so that the sender can say so."""
     slow_peers: int = 0
@@ -95,6 +95,7 @@ class Stats:
     connections: int = 0
 
     def as_dict(self) -> dict[str, int]:
+        """All counters, by name."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -108,8 +109,8 @@ class LighthouseServer:
         config: all other options.
         min_replicas, join_timeout_ms: instead of `config`, as in torchft.
         state_file: see `lighthouse.journal`; None: nothing is kept over a restart.
-        on_note: called in the server's thread with each line for the log (one a quorum change,
-            none a step), and must return at once; None: the logger "lighthouse" gets it.
+        on_note: called in the server's thread with each line for the log (one per quorum change,
+            none per step), and must return at once; None: the logger "lighthouse" gets it.
 
     Raises ValueError for a malformed address, for `config` together with torchft's options, and
     for a state file that can't be used; OSError if the address can't be bound.
@@ -294,7 +295,7 @@ class LighthouseServer:
         return ready
 
     def _sleep_ms(self, dry: bool, deadline: float | None) -> int | None:
-        """How long to wait for events; None: for ever. `dry`: no frame is left to be handled."""
+        """How long to wait for events; None: forever. `dry`: no frame is left to be handled."""
         if not dry or self._endpoint.losing:
             return 0
         asked = self._desk.wake_at

@@ -107,7 +107,7 @@ def _bindable(endpoint: str) -> str:
 def open_dealer(
     context: zmq.Context[Any], endpoint: str, service: str, identity: bytes, timeouts: Timeouts
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """(a DEALER that connects to `endpoint`, and reconnects for ever; its monitor).
+    """(a DEALER that connects to `endpoint`, and reconnects forever; its monitor).
 
     `identity`: which process this is, 1 to 255 printable ASCII characters. A process that connects
     again presents the same one.
@@ -159,7 +159,7 @@ class Handshake:
 
 
 def open_authenticator(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
-    """The socket that all handshakes of this context's servers are asked at. One a context."""
+    """The socket that all handshakes of this context's servers are asked at. One per context."""
     authenticator: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     authenticator.setsockopt(zmq.LINGER, 0)
     authenticator.setsockopt(zmq.SNDHWM, 0)
@@ -210,7 +210,7 @@ Watched = zmq.Socket[bytes] | socket.socket
 
 class Waiter:
     """Waits for sockets, ZeroMQ's and others, as `zmq.Poller` does, with one system call where
-    that makes three and builds lists: 0.05 ms less a step. One thread. A context manager.
+    that makes three and builds lists: 0.05 ms less per step. One thread. A context manager.
     """
 
     def __init__(self, *watched: Watched) -> None:
@@ -265,7 +265,7 @@ def _descriptor(watched: Watched) -> int:
 
 
 def _set_common(watched: zmq.Socket[bytes], endpoint: str, timeouts: Timeouts) -> None:
-    # With a limit, ZeroMQ would stop to read, and abort the process if that connection is reset.
+    # With a limit, ZeroMQ would stop reading, and abort the process if that connection is reset.
     watched.setsockopt(zmq.RCVHWM, 0)
     watched.setsockopt(zmq.LINGER, 0)
     watched.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -284,7 +284,7 @@ def _open_monitor(
     name = f"inproc://monitor-{os.urandom(8).hex()}"
     watched.monitor(name, events)
     monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    # No limit: at a limit, ZeroMQ's own thread would block. There are two events a connection.
+    # No limit: at a limit, ZeroMQ's own thread would block. There are two events per connection.
     monitor.setsockopt(zmq.RCVHWM, 0)
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.connect(name)

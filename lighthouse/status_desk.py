@@ -1,7 +1,7 @@
 """Answers questions for the status, without a vote waiting for that.
 
 Theory. The server's thread alone may read the machine. It collects what a status says for a short
-time a turn, and handles messages in between. The text is made by a thread of the desk, in pieces,
+time per turn, and handles messages in between. The text is made by a thread of the desk, in pieces,
 between which it lets go of the interpreter. All that ask meanwhile are answered together by the
 next one; it is begun after a pause, which is longer the more the last one has cost. Those that ask
 wait: each answer says what was the case after the question.
@@ -71,7 +71,7 @@ class StatusDesk:
         self._thread.start()
 
     def ask(self, asker: Asker) -> None:
-        """A peer, or a thread that waits for a future, asks. A peer that asks again asks once."""
+        """A peer, or a thread that waits for a future, asks. A peer that asks again counts once."""
         self._asked[asker] = None
         if not self._busy and self._parts is None:
             self.wake_at = self._next_at

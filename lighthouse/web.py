@@ -70,7 +70,7 @@ refresh(); setInterval(refresh, 1000);
 MOST_CONNECTIONS = 16
 """At a time; more are closed at once. They take descriptors that the members' connections need."""
 SILENCE_S = 10.0
-"""So long a visitor that says nothing may hold a thread."""
+"""How long a visitor that says nothing may hold a thread."""
 
 
 class StatusPage:

@@ -1,7 +1,7 @@
 """What a job says: its effects, its messages about a quorum, its status for people. PURE.
 
 A quorum is told as a difference to members that hold the last list, and in full to all others. N
-members get few distinct messages, each built once: O(N) work a quorum change, not O(N^2).
+members get few distinct messages, each built once: O(N) work per quorum change, not O(N^2).
 """
 
 from __future__ import annotations

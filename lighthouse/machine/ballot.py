@@ -5,12 +5,12 @@ one counts. The ballot is decided once no living member is silent. It commits if
 and a living member holds the result; under per-group commit, if a living member voted yes. Else
 the step is discarded. After a committed, undisturbed ballot the same quorum_id goes on with the
 next step; any other result ends the quorum.
-All costs are O(1) a vote and O(members) a decision.
+All costs are O(1) per vote and O(members) per decision.
 
 Members at an equal (step, lineage) hold equal states, if each of them has applied what was
 committed, and no memory has failed. A yes tells two things about the state that its sender holds: how
-often it was updated since the last commit, and a digest of a part of it. Members that say something
-else than more than half of the others hold another state. Where counts have no majority, the largest
+often it was updated since the last commit, and a digest of a part of it. Members that differ
+from what more than half of the others say hold another state. Where counts have no majority, the largest
 one counts: a loop that has caught an exception has left out an update, and has not made one more.
 Members that have healed since the last commit do not decide what is right. Where digests have no
 majority no member can tell which state is the right one.
@@ -102,7 +102,7 @@ class Ballot:
     # ------------------------------------------------------------------ changes
 
     def cast(self, vote: Vote) -> bool:
-        """Count `vote`; False if its sender has voted already, or is no living member."""
+        """Count `vote`; False if its sender has voted already, or is not a living member."""
         if vote.replica_id not in self.silent:
             return False
         self.votes[vote.replica_id] = vote
@@ -161,7 +161,7 @@ class Ballot:
         return True, self.votes[first].control
 
     def commits(self, yes: Set[str], group_commit: bool) -> bool:
-        """Whether the votes, of which `yes` are such, commit the step."""
+        """Whether the votes commit the step; `yes`: those that say yes."""
         # If no living member held the result, committing it would lose the state itself.
         held = not yes.isdisjoint(self.living)
         return held and (group_commit or len(yes) == len(self.votes))

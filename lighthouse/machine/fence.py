@@ -1,6 +1,6 @@
 """Which members suffice for a commit, and for going on at another lighthouse. PURE.
 
-Theory. Several lighthouses may decide for one job, none of them knows of the others, and a member that
+Theory. Several lighthouses may decide for one job without knowing of each other, and a member that
 can't be reached may still train. The members are the memory. Each has promised itself to one term
 (F1), and its vote counts for that term alone. A quorum rests on lists of members, its *bases*:
 
@@ -92,7 +92,7 @@ def enough(
 
 
 def may_have_committed(lists: Iterable[Members], here: Collection[str], yes: Collection[str]) -> bool:
-    """Whether a step can be committed of which all that are away, and `yes` of those here, said yes."""
+    """Whether a step can be committed if all that are away, and `yes` of those here, said yes to it."""
     for members in lists:
         voted = {m for m in members if m not in here or m in yes}
         if 2 * len(voted) < len(members) and not voted >= members.intersection(here):
@@ -146,7 +146,7 @@ def takeover(
 
 
 def _bases(reports: Mapping[str, Promise], record: Record, top: int) -> tuple[Members, ...]:
-    """On which lists a quorum rests of which no commit is known: on its own, too, if there may be one."""
+    """The lists on which a quorum rests without a known commit: its own, too, if there may be one."""
     said_yes = {
         name
         for name, report in reports.items()

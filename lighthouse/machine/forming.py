@@ -79,7 +79,7 @@ class Forming:
         self.since = 0.0
         self.pairs, self._silences = Pairs(members.by_id), Silences()
         self.left_out: dict[str, str] = {}
-        self._apart: dict[str, list[str]] = {}  # those left out, and whom each can't reach
+        self._apart: dict[str, list[str]] = {}  # those left out, and which each can't reach
         self._members, self._history = members, history
         self._offered = offered  # processes that are about to join
         self._join_timeout_s = limits.join_timeout_s
@@ -166,7 +166,7 @@ class Forming:
         return f"it can connect to {', '.join(names)}, but nothing gets through" if unheard else ""
 
     def ask_pairs(self, now: float) -> list[tuple[MemberState, MemberState]]:
-        """(asked, to reach): who is to connect to which other member now, and say whether it can."""
+        """(asked, to reach): which member is to connect to which others now, and say whether it can."""
         here = self._members.by_id
         questions = [(here[one], here[other]) for one, other in self.pairs.expire(now)]
         self._explain_left_out(now)
@@ -183,7 +183,7 @@ class Forming:
     # ------------------------------------------------------------------ questions
 
     def admits(self, live: Ballot, now: float) -> bool:
-        """Whether a member waits that the next quorum could take: then a commit ends this one."""
+        """Whether the next quorum could take a member that waits: then a commit ends this one."""
         all_members = self._members.by_id
         if len(all_members) == len(live.members):
             return False
@@ -241,7 +241,7 @@ class Forming:
         return max(self._members.rules.expected_replicas, self._config.expected_replicas) > 0
 
     def suffice(self, here: Collection[str]) -> bool:
-        """Whether a step is committed to which those of `here` say yes (F2)."""
+        """Whether a step to which those of `here` say yes is committed (F2)."""
         return not self._numbered or self._history.suffice(here)
 
     @property

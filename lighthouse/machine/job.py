@@ -546,7 +546,7 @@ class JobState:
             self._end(live, voters, decision, now)
 
     def _part_with_different(self, live: Ballot, now: float) -> bool:
-        """Members whose state is not their peers' are members no more, and the step is revoked.
+        """Members whose state is not their peers' are no longer members, and the step is revoked.
 
         False: no member can tell which state is right; all are refused.
         """

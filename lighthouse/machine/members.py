@@ -85,10 +85,12 @@ class MemberState:
 
     @property
     def replica_id(self) -> str:
+        """`name:incarnation`, new at every start."""
         return self.join.replica_id
 
     @property
     def name(self) -> str:
+        """Of the replica group; the same after a restart."""
         return self.join.name
 
     def outdates(self, join: Join) -> bool:
@@ -194,7 +196,7 @@ class Members:
         return sorted(self._by_peer.get(peer, ()))
 
     def other_holder(self, name: str, replica_id: str) -> bool:
-        """Whether another member than `replica_id` has `name`."""
+        """Whether a member other than `replica_id` has `name`."""
         return self._by_name.get(name, replica_id) != replica_id
 
     def _forget_peer(self, member: MemberState) -> None:
@@ -325,7 +327,7 @@ class History:
             self._commit(lineage, decision.control)
             self.commits += 1
             self.committed = True
-            self.unproven.clear()  # who did not say yes is behind now, and heals again
+            self.unproven.clear()  # those that did not say yes are behind now, and heal again
             self.head = Position(before.step + 1, lineage)
             if not live.is_base:
                 live.is_base = True
@@ -444,7 +446,7 @@ class History:
         return {r for members in lists for r in members if r not in here and not self.is_dead(r)}
 
     def reported(self, join: Join, here: Collection[str]) -> None:
-        """Before the first quorum of the term: `join` says on whom its last quorum rests."""
+        """Before the first quorum of the term: `join` says on which members its last quorum rests."""
         basis = join.basis
         lists = [join.last_members]
         if basis is not None and not basis.committed:

@@ -13,7 +13,7 @@ D1  A member whose process group can't be made names the members that it could n
     nothing, again and again. Silence has two ends: the pair is bad when each has named the other and
     has spoken after the other did, so that none is just slow or stopped; or when one has named an
     end for three seconds that spoke after these, and hears of it. One end's silence says nothing.
-    A quorum ends of the first such pair. All others whose ends name each other, or that have been
+    The first such pair ends the quorum. All others whose ends name each other, or that have been
     silent in one direction for two seconds, go with it: found one by one, each would cost a quorum.
 D2  No quorum holds a bad pair. Left out is the member with the most bad pairs; of several with
     equally many one that is behind; then the last in rank order; and so on until no bad pair is

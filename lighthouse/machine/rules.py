@@ -282,5 +282,6 @@ _TORN = (
 
 
 def missing(missed: Collection[str]) -> str:
+    """Why a job waits: members of its last quorum are not back."""
     named = f" ({', '.join(sorted(missed))})" if len(missed) <= MOST_NAMED else ""
     return f"waiting for {len(missed)} members of the last quorum to come back{named}"

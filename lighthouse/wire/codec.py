@@ -116,7 +116,7 @@ def encode(message: messages.Message) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> messages.Message:
-    """The message in `frame`. Raises `ProtocolError` (`VersionMismatch` is one) only."""
+    """The message in `frame`. Raises only `ProtocolError` (`VersionMismatch` is one)."""
     message: messages.Message = _LIGHTHOUSE.decode(frame)
     return message
 
@@ -245,7 +245,7 @@ class MessageCodec:
         return frame
 
     def decode(self, frame: bytes | memoryview) -> Any:
-        """The message in `frame`. Raises `ProtocolError` (`VersionMismatch` is one) only."""
+        """The message in `frame`. Raises only `ProtocolError` (`VersionMismatch` is one)."""
         if len(frame) > MAX_FRAME_BYTES:
             raise ProtocolError(
                 f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}"

@@ -293,7 +293,7 @@ class Vote:
     counts, and the next quorum forms without the sender. `control`: bytes that all members get
     back with the decision; the lowest-ranked yes voter's are taken (see `Decision`). `updates`: how
     often the sender has updated its state since the last committed step. `digest`: of that part of
-    its state which members compare at this step; empty: none. Members that say something else than
+    its state which members compare at this step; empty: none. Members that disagree with
     their peers hold another state (`lighthouse.machine.ballot`).
     `attempt`: how many attempts at steps a rank has spent, this one included; for the leader of its
     replica group, which keeps the ranks' attempts in step. `admits`: after this step the sender can
@@ -345,7 +345,7 @@ class Heartbeat:
 FINISHED = "finished"
 """Reason of a `Leave` that says that the training is complete."""
 OVER = "the training has finished"
-"""So begins what is said to one that comes back after that."""
+"""How the message to one that comes back after that begins."""
 OTHERS_FINISHED = "others have finished the training"
 """The end of the reason of a quorum after such a `Leave`: its members do more than the others did."""
 GAVE_UP = "gave up its state: "
@@ -502,6 +502,7 @@ class Quorum:
 
     @property
     def term(self) -> Term:
+        """In which it was formed."""
         return Term(epoch_of(self.quorum_id), self.nonce)
 
     def __post_init__(self) -> None:
@@ -576,7 +577,7 @@ class ReachQuery:
 
 
 NONE_IS_RIGHT = "no state is held by more than half"
-"""In the reason of a `Refused` after which nobody's state is to be trusted."""
+"""In the reason of a `Refused` after which no state is to be trusted."""
 
 
 @dataclass(frozen=True, slots=True)
