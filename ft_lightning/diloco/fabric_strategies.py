@@ -185,7 +185,7 @@ class FabricPeriodicMixin(FTFabricMixin):
             self._steps.done()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Called by `optimizer.step()`: an inner step, once a batch however many optimizers."""
+        """Called by `optimizer.step()`: an inner step, once per batch, however many optimizers."""
         if self._trains_alone:
             self._refuse_to_train_alone()
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
@@ -216,7 +216,7 @@ class FabricPeriodicMixin(FTFabricMixin):
     def _load(self, packed: dict[str, Any]) -> None:
         state = inner_steps.unpack(packed)
         groups = zip(state["optimizers"], self._optimizers, strict=True)
-        # A peer's learning rates, but the own moments; the models are the algorithm's.
+        # A peer's learning rates, but this group's own moments; the models are the algorithm's.
         state["optimizers"] = [
             {"state": mine.state_dict()["state"], "param_groups": theirs} for theirs, mine in groups
         ]

@@ -171,18 +171,22 @@ class InnerSteps(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of all optimizers, in order."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
+        """The states of all optimizers, by parameter."""
         states = [optimizer.state for optimizer in self._optimizers]
         return states[0] if len(states) == 1 else _Together(*states)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Empty: each optimizer has its own."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Each optimizer's state by its number."""
         states = [optimizer.state_dict() for optimizer in self._optimizers]
         return {str(number): state for number, state in enumerate(states)}
 
@@ -192,6 +196,7 @@ class InnerSteps(Optimizer):
         return handle
 
     def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
+        """Raises RuntimeError."""
         raise RuntimeError("the Trainer steps its own optimizers; this one is for hooks only")
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -112,6 +112,7 @@ class InnerDriver:
             self._place = None
 
     def training_step(self, args: tuple[Any, ...], compute: Callable[..., Any]) -> Any:
+        """The output of `compute`; nothing is computed while a peer's state waits to be loaded."""
         module = self._trainer.lightning_module
         output = None if self._pending is not None else compute(*args)
         if output is None and module.automatic_optimization and self._trainer.world_size > 1:

@@ -73,7 +73,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
     def _prepare(self) -> None:
         super()._prepare()
         self._before_rounds: set[int] = set()
-        """After so many votes of a batch a round followed, when it was so far last: who joins there can't heal."""
+        """After this many votes of a batch a round last followed: a group that joins there can't heal."""
 
     # ------------------------------------------------------------------ ranks
 
@@ -84,6 +84,7 @@ class FabricAgreementsMixin(StrategyBase, _Base):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Data are divided over `world_size` processes."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _set_world_ranks(self) -> None:

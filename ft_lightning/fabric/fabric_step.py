@@ -45,8 +45,8 @@ class FabricStepMixin(FabricAgreementsMixin):
         """Wrap the stock `backward`, which `fabric.backward` calls, so that a further step begins
         before it.
 
-        It is no override, since Lightning refuses `loss.backward()` where a strategy has one. With
-        one step a batch `loss.backward()` works here.
+        It is not an override, since Lightning refuses `loss.backward()` where a strategy has one. With
+        one step per batch `loss.backward()` works here.
         """
         super().__init_subclass__(**kwargs)
         inherited: Any = getattr(super(), "backward", None)

@@ -36,7 +36,7 @@ class SupervisorLauncher:
     """
 
     is_interactive_compatible = True
-    """So that it is `launch` which says why there is nothing to start in a notebook."""
+    """So `launch` says why there is nothing to start in a notebook."""
 
     def __init__(
         self,

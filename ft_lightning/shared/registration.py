@@ -1,6 +1,6 @@
 """Registers "ft_ddp" with Lightning's strategy registries, whenever those are imported.
 
-Lightning has one registry a namespace (four with Fabric's) and no entry point for strategies. A
+Lightning has one registry per namespace (four with Fabric's) and no entry point for strategies. A
 registry that is imported already gets the name at once, any other right after its module has run.
 What is registered is a factory: the strategy itself (and ft_core, ZeroMQ) is imported when a
 Trainer or a Fabric asks for it. Nothing here imports Lightning.

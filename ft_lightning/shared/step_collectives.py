@@ -50,7 +50,7 @@ class CopyRanks:
         """Reduce over the group's ranks, in place."""
 
     def reduced(self, tensor: Tensor, reduce_op: Any) -> Tensor:
-        """As `reduce`, by Lightning's name of the operation: another tensor if there is something to do.
+        """As `reduce`, by Lightning's name for the operation: another tensor if there is something to do.
         Raises ValueError if there is no such operation."""
         return tensor
 
@@ -102,7 +102,7 @@ class ShardRanks(CopyRanks):
 
 
 def operation(reduce_op: Any) -> Any:
-    """torch's operation for Lightning's name of it. Raises ValueError if there is none."""
+    """torch's operation for Lightning's name. Raises ValueError if there is none."""
     op: Any = reduce_op
     if reduce_op is None:
         op = ReduceOp.AVG
@@ -213,7 +213,7 @@ def unpacked_tensor(packed: list[Any]) -> Tensor:
 
 
 def end_step_as_stranger(manager: Manager) -> None:
-    """Vote at the end of a step to which this member has contributed nothing, and whose state is none
+    """Vote at the end of a step to which this member has contributed nothing, and whose state is not one
     that its loop could go on from: peers are not to compare it with theirs. Raises as `should_commit`."""
     manager.compare_states(False)
     manager.telemetry.emit(VISIT)

@@ -244,7 +244,7 @@ class StrategyBase(_Base):
             heal_allow_objects: let states hold any Python object (pickle); for trusted networks only.
             token: shared secret that a replica group must show before a peer gives it its state.
             job_id: keeps two jobs on one lighthouse apart. Default: FT_JOB_ID.
-            group_size: processes a replica group, which live and die together. Default: 1; all
+            group_size: processes per replica group, which live and die together. Default: 1; all
                 devices of a machine with ``num_nodes`` > 1; WORLD_SIZE under torchrun.
             validation: "replicated": each group validates on all of the data. "sharded" (Trainer
                 only): the groups divide it; metrics are those of all of it, also if a group dies.
@@ -253,11 +253,12 @@ class StrategyBase(_Base):
             warm_start: a replica group that died is started again within a fraction of a second, from
                 a process that has imported the libraries (if ``devices=N`` starts the groups).
                 FT_WARM_START=0 switches it off, too.
-            keep_state_s: a process of its own takes a copy of the state at this interval, in seconds. When
+            keep_state_s: a separate process takes a copy of the state at this interval, in seconds. When
                 all replica groups have died they go on from it (with ``devices=N`` and ``resume``). Off where
                 two copies exceed half of the free memory, and at 0.
-            keep_state_dir: where it also writes that, for a job with an id of its own that is started again.
-            spares: so many of the replica groups are hot spares, which take part with weight 0: the data
+            keep_state_dir: where it also writes the copy, for a job with an id of its own that is
+                started again.
+            spares: how many of the replica groups are hot spares, which take part with weight 0: the data
                 is divided among the others, and a spare takes over the share of one that is gone.
             **kwargs: options of Lightning's strategy (:class:`DDPStrategy` takes those of torch's
                 DistributedDataParallel).
@@ -307,6 +308,7 @@ class StrategyBase(_Base):
 
     @property
     def root_device(self) -> torch.device:
+        """This process's device; on CPU the same for all processes."""
         assert self.parallel_devices is not None
         number = self._scope.device if self._scope else 0
         # All CPUs are one: `devices` need not say how many processes torchrun has started.

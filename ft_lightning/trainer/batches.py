@@ -46,10 +46,12 @@ def adopt(instance: Any, methods: Callable[[type], dict[str, Any]]) -> None:
 
 
 def adopted(instance: Any) -> bool:
+    """Whether `adopt` has changed the class of `instance`."""
     return "_ft_original" in vars(type(instance))
 
 
 def release(instance: Any, *attributes: str) -> None:
+    """Undo `adopt` and remove `attributes`. Does nothing if it was not adopted."""
     if adopted(instance):
         instance.__class__ = type(instance)._ft_original
         for name in attributes:
@@ -512,7 +514,7 @@ class DataShare:
 
 
 def sharding_sampler(loader: Any, shards: int) -> DistributedSampler[Any] | None:
-    """What divides the data of `loader` into so many shards; None: nothing that can be told which."""
+    """What divides the data of `loader` into this many shards; None: it can't be told."""
     batches = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), getattr(batches, "sampler", None), batches):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas == shards:

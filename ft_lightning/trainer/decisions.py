@@ -128,7 +128,7 @@ class Decisions:
     def differs(self, control: bytes) -> str:
         """Follow the first member's decisions, which came with a commit that is not applied yet.
 
-        Returns in what this member's step differs from the first one's; "": in nothing. Raises
+        Returns how this member's step differs from the first one's; "": not at all. Raises
         RuntimeError if it differs again and again.
         """
         if not control:

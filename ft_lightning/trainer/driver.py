@@ -7,7 +7,7 @@
     optimizer.step                         local: its gradients are committed
 
 Every backward pass that synchronizes is a step (`ft_core.collectives.retry`). Without gradient
-accumulation and with one optimizer this is one step a batch. A window of accumulated batches votes
+accumulation and with one optimizer this is one step per batch. A window of accumulated batches votes
 at its last backward. With manual optimization a batch may hold several steps; a later one begins
 with its first gradient, or with the first collective of its forward. User code runs once: neither
 `training_step` nor a hook is repeated when a step is discarded.
@@ -216,7 +216,7 @@ class StepDriver:
             self._check_place()
 
     def _follow_quorum(self) -> None:
-        """Tell `on_quorum` if this process's part in the quorum is another one than before."""
+        """Tell `on_quorum` if this process's part in the quorum has changed."""
         part = self._manager.step.part
         if part is not None and part != self._part:
             self._part = part
@@ -440,7 +440,7 @@ class StepDriver:
             self._manager.rejoin("fell behind between batches")
             return None
         rank = self._manager.participating_rank()
-        columns = self._ranks.merge(agreed.result)  # of each rank of this group, a row a group
+        columns = self._ranks.merge(agreed.result)  # of each rank of this group, a row per group
         rows = [contribution for row in zip(*columns, strict=True) for contribution in row]
         return rows, None if rank is None else rank * self._ranks.size + self._ranks.number
 

@@ -299,6 +299,7 @@ class CheckpointMixin(_Base):
         return io, isinstance(io, self._from("plugins.io").TorchCheckpointIO)
 
     def remove_checkpoint(self, filepath: Any) -> None:
+        """The leader removes it; a follower keeps the call in case it becomes the leader."""
         if not self._still_leads():
             if self._follows():
                 self._checkpoints.hold(lambda: self._remove(filepath))

@@ -7,7 +7,7 @@
 | leads, and the logger is being opened | wait | wait | waits |
 | leads | the logger's own | the logger's own | the logger's own |
 | led, and was stopped meanwhile | as one that follows | as one that follows | as one that follows |
-| has left the others, who go on | nothing | nothing | a dummy |
+| has left the others, which go on | nothing | nothing | a dummy |
 
 The first leader opens its loggers as under stock `ddp`: in the loop's thread, where an error ends the
 fit. When leadership moves, all others would wait for that. So the next leader opens them in a thread
@@ -158,7 +158,7 @@ class Relay:
             self._written = size_of(path)
 
     def _missing(self, metrics: Mapping[str, Any], step: Any) -> dict[str, Any]:
-        """What the store has not of a row."""
+        """What the store lacks of a row."""
         assert self._last is not None
         known = self._last
         names = {name: _stored_name(self.logger, name) for name in metrics}
@@ -343,7 +343,7 @@ _TRACKERS = {
 
 
 def _kind_of(logger: Any) -> str:
-    """The class of Lightning's that this logger is one of; "": another one, of which nothing is known."""
+    """The Lightning class of this logger; "": another one, about which nothing is known."""
     known = ("CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger")
     return next((cls.__name__ for cls in type(logger).__mro__ if cls.__name__ in known), "")
 

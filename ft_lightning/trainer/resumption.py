@@ -1,7 +1,8 @@
 """A job of which all processes have died goes on from its newest whole checkpoint.
 
 Each job has a record of its checkpoint files: `.ft_lightning/JOB.json` in the Trainer's
-`default_root_dir`, which may be a URL. The leader writes it after each save. Which record is of this job its id says:
+`default_root_dir`, which may be a URL. The leader writes it after each save. The job's id says which
+record is its own:
 
 | job id | started again by its launcher | started anew |
 |---|---|---|

@@ -88,7 +88,7 @@ class HeldSaves:
     def __init__(self) -> None:
         self._held: list[Callable[[], object]] = []
         self._older = 0
-        """So many of those were held already when `round_ended` was called last."""
+        """How many of those were held already when `round_ended` was called last."""
         self.makes_up = False
         """Whether it does that now."""
 

@@ -121,6 +121,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Training data are divided over `world_size` processes; other data are not divided."""
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         if trainer is not None and trainer.training:
             return {"num_replicas": self.world_size, "rank": self.global_rank}
@@ -130,8 +131,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         """Over the participants of the step, inside `training_step`; else over what ranks of this group
         have of one copy: one rank, with copies. In place.
 
-        Raises ValueError for an operation that there is not. What peers cost (a death, say) is no
-        error here: it is tried again before this returns. The loop's thread."""
+        Raises ValueError for an unknown operation. A peer's death is not an error here: the
+        reduction is tried again before this returns. The loop's thread."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         driver = self._driver_of_step()
@@ -270,7 +271,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         self._callbacks, trainer.callbacks[:] = (first, last), [first, *trainer.callbacks, last]
 
     def _setup_evaluation(self, trainer: Any) -> None:
-        """Stock set-up of a run that is no fit, without DDP's: each process has the whole model."""
+        """Stock set-up of a run that is not a fit, without DDP's: each process has the whole model."""
         super(self._stock_class, self).setup(trainer)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -284,7 +285,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         return super().test_step(*args, **kwargs)
 
     def _see_who_leads(self) -> None:
-        """After the training loggers ask nobody, and the process that writes may have died."""
+        """After the training, loggers ask no one else, and the process that writes may have died."""
         _ = self.is_global_zero
 
     def _on_takeover(self) -> None:

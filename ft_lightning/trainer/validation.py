@@ -77,7 +77,7 @@ def share(missing: Sequence[int], rank: int | None, members: int) -> list[int]:
 
 
 def batches_missing(batches: int, done: Sequence[Iterable[int]]) -> list[int]:
-    """Batches out of `batches` that no set in `done` (one a member) holds, in order.
+    """Batches out of `batches` that no set in `done` (one per member) holds, in order.
 
     The sets must not overlap, and hold nothing else: AssertionError.
     """
