@@ -585,7 +585,7 @@ def read(kind: type, value: Any, what: str) -> Any:
 
 
 def number(value: Any, what: str) -> int:
-    """A whole number; 1.5 and True are none."""
+    """A whole number; 1.5 and True are not."""
     try:
         if isinstance(value, bool | float):
             raise ValueError

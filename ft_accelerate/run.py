@@ -2,7 +2,7 @@
 
 One process of one replica group. The same as running the script itself in an environment that
 says ACCELERATE_USE_FAULT_TOLERANCE=true, without leaning on anything that happens by the package
-being installed. The launchers start their processes so.
+being installed. The launchers start their processes this way.
 """
 
 from __future__ import annotations

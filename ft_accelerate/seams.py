@@ -3,7 +3,8 @@
 They have no seam of their own for what we do, scripts and libraries have imported their classes before
 us, and Trainer makes its own `Accelerator`: so names are replaced in place. All are checked first.
 One that has moved is refused in a sentence, rather than trained with unprotected; a version that is
-newer than those that were tested is taken if none has. Standard library only: launchers are here before torch is.
+newer than those that were tested is taken if none has moved.
+Standard library only: launchers are here before torch is.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ JOIN_TIMEOUT_S = 60.0
 LINGER_S = 3.0
 """How long the lighthouse of several machines must be unused before it ends."""
 NEWS_S = 5.0
-"""A lighthouse that has not answered for so long is waited for in words."""
+"""After this long without an answer from the lighthouse, a line says that it is waited for."""
 
 
 # ---------------------------------------------------------------------- which groups, from numbers

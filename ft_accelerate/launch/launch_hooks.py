@@ -123,7 +123,7 @@ def _launch_command_parser(original: Callable[..., Any], subparsers: Any = None)
 
 @around
 def _launch_command(original: Callable[..., Any], args: Any) -> Any:
-    """A mistake of the user is no error of the program: it ends in a sentence, without a stack."""
+    """A user's mistake is not an error of the program: it ends in a sentence, without a stack."""
     _refuse_first(args)
     try:
         return original(args)

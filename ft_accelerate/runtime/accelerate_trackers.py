@@ -181,6 +181,7 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @while_active
 def init_trackers(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Start the trackers in the main process; the others keep the arguments."""
     _next.pop(self, None)
     main = bool(self.is_main_process)
     if main:
@@ -195,6 +196,7 @@ def log_row(
     runtime: Runtime, original: Any, self: Any, values: Any, step: int | None = None,
     *args: Any, **kwargs: Any,
 ) -> None:  # fmt: skip
+    """Write a row in the main process; the others keep it (see the module's docstring)."""
     def write() -> None:
         original(self, values, step, *args, **kwargs)
 
@@ -215,6 +217,7 @@ def log_row(
 
 @while_active
 def get_tracker(runtime: Runtime, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The tracker, or a `StandIn` where this is not the main process."""
     found = _next.get(self)
     if found is None:
         return original(self, *args, **kwargs)

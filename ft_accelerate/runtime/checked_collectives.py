@@ -1,4 +1,4 @@
-"""Operations over the quorum, each checked before data moves. One attempt a call.
+"""Operations over the quorum, each checked before data moves. One attempt per call.
 
 First every process sends a header of fixed size: what it is about to do, at which event of its
 script, with how many bytes. Collectives of other sizes start only if all headers agree, since Gloo

@@ -121,6 +121,7 @@ class OfGroup:
         return getattr(self._accelerator, name)
 
     def wait_for_everyone(self) -> None:
+        """Wait for the ranks of the replica group."""
         self._ranks.from_rank_0(lambda: None)
 
 

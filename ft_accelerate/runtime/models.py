@@ -46,6 +46,7 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         self._memory = Memory(position)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Compute, or return the remembered output."""
         reduces = super().forward
 
         def compute(answers: bool) -> Any:
@@ -262,7 +263,7 @@ class FollowsTheScript:
     """Base of registered objects of our own, which change in the script's past, too."""
 
     def is_past(self, state: Any, *, told: bool) -> bool:
-        """Whether this script has begun behind the place at which one like it had this `state`. `told`: the
+        """Whether this script has begun past the place at which one like it had this `state`. `told`: the
         script there has told where its epochs begin."""
         raise NotImplementedError
 
@@ -271,7 +272,7 @@ def freeze(objects: Iterable[Any]) -> None:
     """Let registered objects keep their peers' values while the script runs through its past.
 
     What a script gives to `register_for_checkpointing` (early stopping's patience, the best metric) heals.
-    But on its way to its peers the script goes on using it, with results that are none: models answer
+    But on its way to its peers the script goes on using it, with results that are not real: models answer
     from memory. So its attributes are those of the peers meanwhile, and what is assigned to them is
     dropped: a check that has not ended the peers' loops does not end this one.
 

@@ -159,6 +159,7 @@ class DiLoCo(LocalSGD):
         runtime.reducer.register_state_dict_fn("diloco", self._load, self._save)
 
     def step(self) -> None:
+        """Count an inner step, and launch or apply the outer step that is due."""
         self.num_steps += 1
         if not self.enabled:
             return

@@ -58,7 +58,7 @@ class GroupRanks:
         self._job = options.job(place)
         self.num_processes = self._job.data_shares * place.group_world_size
         self.number = options.replica_group_id * place.group_world_size + place.group_rank
-        """Among the processes of all groups. A hot spare's is none of a process that the script knows."""
+        """Among the processes of all groups. A hot spare's is not one that the script knows."""
         self.share = options.replica_group_id % self._job.data_shares
         """Of the training data: which one this group reads (`ft_accelerate.runtime.divided_data`)."""
         self._in_group = IntraGroup(self._job, life=restarts)

@@ -396,7 +396,7 @@ def _mlflow_start_run(
 
 
 def go_on_here(runtime: Runtime) -> None:
-    """A thread has opened trackers for this one. MLflow's run is one of a thread: continue it here."""
+    """A thread has opened trackers for this one. An MLflow run belongs to a thread: continue it here."""
     mlflow, run = sys.modules.get("mlflow"), runtime.runs.mine.get("mlflow")
     if mlflow is not None and run is not None and mlflow.active_run() is None:
         mlflow.start_run(run_id=run)

@@ -369,6 +369,7 @@ class SharedTrainerState(FollowsTheScript):
         )
 
     def state_dict(self) -> dict[str, Any]:
+        """Plain data; empty once the Trainer is gone."""
         trainer = self._trainer()
         if trainer is None:  # it was collected, its accelerator was not
             return {}
@@ -385,11 +386,12 @@ class SharedTrainerState(FollowsTheScript):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep a peer's state until this process has arrived at its position."""
         self._peers_state = state
 
     def is_past(self, state: dict[str, Any], *, told: bool) -> bool:
-        """From the checkpoint with which it begins, epochs are counted anew: one of which nothing is told can't
-        be found."""
+        """Epochs are counted anew from the checkpoint with which it begins: one that
+        nothing is told about can't be found."""
         trainer = self._trainer()
         step = 0 if trainer is None else int(trainer.state.global_step)
         return step > json.loads(state["state"])["global_step"] if told else step > 0

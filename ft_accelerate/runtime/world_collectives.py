@@ -42,10 +42,12 @@ _DTYPES = [
 
 
 def get_world_size(group: Any = None) -> int:
+    """The number of configured processes, alive or not."""
     return dist.get_world_size(group) if group is not None else current().num_processes
 
 
 def get_rank(group: Any = None) -> int:
+    """Among the configured processes."""
     return dist.get_rank(group) if group is not None else current().process_index
 
 
@@ -59,6 +61,7 @@ def init_process_group(backend: Any = None, **kwargs: Any) -> None:
 def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
+    """A tensor of each configured process."""
     if group is not None:
         return dist.all_gather(tensor_list, tensor, group, async_op)
     for place, row in zip(tensor_list, _rows(tensor), strict=True):
@@ -69,6 +72,7 @@ def all_gather(
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
+    """A row of each configured process, in `output_tensor`."""
     if group is not None:
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     rows = torch.cat([row.reshape(-1) for row in _rows(input_tensor)])
@@ -107,6 +111,8 @@ def _rows(tensor: Tensor) -> list[Tensor]:
 def all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
+    """In place; a sum is scaled up for processes that are away. Raises ValueError for operations other
+    than SUM and MAX."""
     if group is not None:
         return dist.all_reduce(tensor, op, group, async_op)
     if op not in (ReduceOp.SUM, ReduceOp.MAX):
@@ -137,6 +143,7 @@ def all_reduce(
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = False) -> Any:
+    """From process `src`; if it is away, from the first that is there."""
     if group is not None:
         return dist.broadcast(tensor, src, group, async_op)
     payload = _bytes(tensor)
@@ -198,6 +205,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
 def broadcast_object_list(
     object_list: list[Any], src: int = 0, group: Any = None, device: Any = None
 ) -> None:
+    """From process `src`; if it is away, from the first that is there."""
     if group is not None:
         dist.broadcast_object_list(object_list, src, group, device)
         return
@@ -233,6 +241,7 @@ def _objects(mine: bytes) -> list[bytes]:
 
 
 def barrier(group: Any = None, **kwargs: Any) -> None:
+    """Wait until all processes that are not away have arrived."""
     if group is not None:
         dist.barrier(group, **kwargs)
         return
