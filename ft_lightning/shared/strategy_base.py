@@ -256,8 +256,7 @@ class StrategyBase(_Base):
             keep_state_s: a separate process takes a copy of the state at this interval, in seconds. When
                 all replica groups have died they go on from it (with ``devices=N`` and ``resume``). Off where
                 two copies exceed half of the free memory, and at 0.
-            keep_state_dir: where it also writes the copy, for a job with an id of its own that is
-                started again.
+            keep_state_dir: where it also writes the copy, for a job with its own id that is started again.
             spares: how many of the replica groups are hot spares, which take part with weight 0: the data
                 is divided among the others, and a spare takes over the share of one that is gone.
             **kwargs: options of Lightning's strategy (:class:`DDPStrategy` takes those of torch's
