@@ -102,8 +102,8 @@ class Attempts:
         self._session = session
 
     def be_observed(self, place: tuple[str, ...]) -> None:
-        """Tell an observer where the states of this process are, which is about to join. `place`: see
-        `Card`."""
+        """Tell an observer where the states of this process, which is about to join, are served.
+        `place`: see `Card`."""
         options = self._options
         if options.group_rank < options.parts:
             source = self.session.plane.source
@@ -112,7 +112,7 @@ class Attempts:
         self.session.plane.when_diverged = self._disown_kept
 
     def _disown_kept(self) -> None:
-        """K4. Any thread."""
+        """K4 of `ft_core.launch.kept`. Any thread."""
         self._slot.forget_kept(self._options.parts)
         kept_files.forget(self._options.job_id)
 
@@ -145,7 +145,7 @@ class Attempts:
         return away_s if limit_s is None else min(limit_s, away_s)
 
     def _patience_s(self, timeout: timedelta | None) -> float | None:
-        """How long a `Manager.start_quorum` waits that was called with `timeout`."""
+        """How long a `Manager.start_quorum` called with `timeout` waits."""
         return self._options.quorum_timeout_s if timeout is None else timeout.total_seconds()
 
     def begin(self, timeout: timedelta | None, *, takes_state: bool = True) -> None:
@@ -329,7 +329,7 @@ class Attempts:
         )
 
     def _digest(self, status: ReplicaStatus) -> Digest | None:
-        """Of what members compare at this step; of all of it if a member has healed."""
+        """The digest of what members compare at this step, or of all of it if a member has healed."""
         view = status.view
         if view is None or len(view.members) == 1:
             return None

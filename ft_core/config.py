@@ -36,7 +36,7 @@ class JobOptions:
         spares: how many of the expected replica groups are hot spares (`ft_core.replica.shares`).
         commit: "quorum": all members commit a step or none does. "group": each replica group acts
             on its own vote.
-        async_quorum: `start_quorum` returns at once, and a heal runs beside the step.
+        async_quorum: `start_quorum` returns at once, and a heal runs alongside the step.
         init_sync: members that start with different states take the first one's. False: their
             states are equal already, and nothing is compared.
         weighted: means are weighted by the samples of each participant's batch.

@@ -29,7 +29,7 @@ class DistributedSampler(TorchDistributedSampler[Any]):
 
     Raises ValueError for numbers that contradict each other.
 
-    Thread: one; as torch's samplers, it has no lock.
+    Thread: one; like torch's samplers, it has no lock.
     """
 
     def __init__(

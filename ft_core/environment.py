@@ -86,7 +86,7 @@ class ReplicaEnv:
 def torchft_settings() -> dict[str, int]:
     """What torchft's variables say: seconds for arguments of its Manager that are durations, and "port".
 
-    Raises ValueError for one that is no number.
+    Raises ValueError for one that is not a number.
     """
     names = {**ENV_TORCHFT_SECONDS, "port": ENV_TORCHFT_PORT}
     return {key: _int(os.environ, name, 0) for key, name in names.items() if os.environ.get(name)}

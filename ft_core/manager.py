@@ -71,7 +71,7 @@ class Manager:
         lighthouse_addr: "tcp://host:port"; default TORCHFT_LIGHTHOUSE; else one is started here.
         replica_id: what the replica group is called (stable over restarts, unique in the job);
             default REPLICA_GROUP_ID. A fresh suffix is added at every start.
-        port: of this rank's heal server; 0: any. If another rank of the group has it, any, too.
+        port: of this rank's heal server; 0: any. Any, too, if another rank of the group has it.
         hostname: address or interface to advertise; default: the one that routes to the lighthouse.
         heartbeat_interval: how often a connected host proves that it lives.
         init_sync: True: members that start with different states all take the first one's.
@@ -204,7 +204,7 @@ class Manager:
     def set_state_dict_fns(
         self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        """The main part of the state; as the constructor's arguments."""
+        """The main part of the state, as the constructor takes it."""
         self.register_state_dict_fn("default", load_state_dict, state_dict)
 
     def register_schema(self, key: str, text: str) -> None:
@@ -330,7 +330,7 @@ class Manager:
     def try_start_quorum(self) -> bool:
         """`start_quorum`, but only if this rank is a member of a quorum and stays one; returns whether.
 
-        At the end of a training members leave one after the other: a quorum may not come any more,
+        At the end of a training members leave one after the other: another quorum may never come,
         and a member that waited for one after its last step would wait forever.
         """
         session = self._session
@@ -515,12 +515,12 @@ class Manager:
         return session is not None and (self._attempts.behind or session.control.status.healing)
 
     def step_failed(self) -> bool:
-        """Whether this step can't be committed any more, whichever member failed. Any thread."""
+        """Whether this step can no longer be committed, whichever member failed. Any thread."""
         session = self._session
         return session is not None and session.control.status.attempt is Attempt.FAILED
 
     def step_is_untouched(self) -> bool:
-        """Whether a step was begun that is not over and has had no collective yet."""
+        """Whether a step is open that has had no collective yet."""
         return self.step.underway and self.step.bound_at is None
 
     def replica_rank(self) -> int:

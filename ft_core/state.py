@@ -67,7 +67,7 @@ CHANGED_WHILE_RECEIVED = (
 )
 
 KEPT_TRIES = 3
-"""The keeper may put a newer version in the place of the one that is asked for."""
+"""The keeper may put a newer version in place of the one that is asked for."""
 
 Versions = list[tuple[Tensor, int]]
 

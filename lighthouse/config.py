@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 
 MOST_STRANGERS = 64
-"""How many connections to a training's port may say nothing, beside one for each process that it is for.
-With more, the oldest makes way."""
+"""How many connections to a training's port may say nothing, besides one for each process that it is
+for. With more, the oldest makes way."""
 _ADDRESS = re.compile(
     r"(?:(?:tcp|https?)://)?(?P<host>\[[\w:.%]+\]|[\w.\-*]+):(?P<port>\d{1,5})/?", re.ASCII
 )

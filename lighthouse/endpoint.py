@@ -242,7 +242,7 @@ class Endpoint:
         return bool(self._routes.lost)
 
     def disconnect(self, peer: Peer) -> None:
-        """End the connection of `peer`; nothing that it has sent is handled any more."""
+        """End the connection of `peer`; nothing more that it has sent is handled."""
         route = self._route_of.get(peer)
         if route is None or route in self._cut:
             return

@@ -131,7 +131,7 @@ def open_dealer(
 
 
 def _connect_ms(timeouts: Timeouts) -> int:
-    """How long the kernels may take to make a connection, before it is begun anew: longer than a link may be
+    """How long the kernels may take to make a connection, before it is begun again: longer than a link may be
     silent, and else less than the second after which a kernel repeats a packet that is lost. It would repeat
     that after 1 s, 2 s and 4 s, and links that lose packets lose several in a row."""
     return min(max(FIRST_REPEAT_MS - 100, round(1500 * timeouts.heartbeat_timeout_s)), HANDSHAKE_MS)
@@ -225,7 +225,7 @@ class Waiter:
 
         `spin_s`: see `await_ready`.
         """
-        # A ZeroMQ descriptor tells of changes only, and any call on the socket may take notice of one.
+        # A ZeroMQ descriptor reports changes only, and any call on the socket may take notice of one.
         ready: set[Watched] = {
             each for each in self._sockets if int(each.getsockopt(EVENTS)) & POLLIN
         }

@@ -140,7 +140,7 @@ class StatusDesk:
 
 
 def refuse(*askers: Asker) -> None:
-    """Tell threads that still wait for a status that there is no lighthouse any more."""
+    """Tell threads that still wait for a status that the lighthouse has ended."""
     _fail(askers, RuntimeError("this lighthouse has been shut down"))
 
 

@@ -101,7 +101,7 @@ class CheckedCollectives:
     def check(self, nbytes: int = 0, shape: Sequence[int] = ()) -> list[Header | None] | None:
         """Exchange headers; the first collective of an attempt.
 
-        Returns each process's header; None in the place of one that is away. Returns None if the
+        Returns each process's header; None in place of one that is away. Returns None if the
         attempt has failed. Raises Diverged if it is this process that has diverged.
         """
         mine = Header(self.kind.value, self.event, nbytes, hash(tuple(shape)) % (1 << 31))

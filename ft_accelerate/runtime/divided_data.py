@@ -8,7 +8,7 @@ spare reads a share, too, whose batches do not count. It takes over the share of
 | with a gradient step that was committed without the dead group | before the first batch of the next window it has that group's `process_index`, and its passes over prepared loaders go on with that group's batches |
 | within a window, since too few hold a share to commit its first gradient step | a raw script can't go back to the window's first batch, whose share it has not read: it ends, and is started again, as one that comes back to that window |
 | the same, and it has read that very share, or no holder is left; between two gradient steps of a window | it goes on with the batch that it has |
-| within an operation | it acts in the place of the dead group, and no share moves |
+| within an operation | it acts in place of the dead group, and no share moves |
 """
 
 from __future__ import annotations

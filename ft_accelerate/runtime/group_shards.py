@@ -156,7 +156,7 @@ def load_shards(
 
 def _raw(args: Iterable[Any]) -> list[Any]:
     """Without Accelerate's wrapper of an optimizer: torch has a fresh one step with zeros, to find what its
-    state consists of, and that is no step of the script."""
+    state consists of, and that is not a step of the script."""
     return [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in args]
 
 

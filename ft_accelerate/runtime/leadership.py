@@ -80,7 +80,7 @@ class Leadership:
         return self.mine
 
     def open(self, opens: Callable[[], None], failed: Callable[[Exception], None]) -> Opening:
-        """Open something that only the main process has, beside the training. Its thread acts for the
+        """Open something that only the main process has, alongside the training. Its thread acts for the
         main process, until all that has waited is done."""
         opening = Opening("ft_accelerate trackers", opens, failed)
         self._openings = [*(each for each in self._openings if not each.over), opening]

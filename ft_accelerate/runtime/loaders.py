@@ -244,8 +244,8 @@ class Epochs:
     first batch and the end of the epoch in which it learns where its peers are, and its next epoch is
     theirs, at the batch where they are.
 
-    The numbers from `start` to `total`, as `range` has them, but that a process which comes back
-    goes on with its peers' epoch. The loop's thread only.
+    The numbers from `start` to `total`, as `range` has them, except that a process which comes
+    back goes on with its peers' epoch. The loop's thread only.
 
     What the script keeps in variables of its own is what it was at the start, and not what it would
     be after the epochs that are left out: register it for checkpointing

@@ -50,7 +50,7 @@ class FaultTolerantModel(RetryableDistributedDataParallel):
         reduces = super().forward
 
         def compute(answers: bool) -> Any:
-            # The gradients of the script's past are of no use.
+            # The gradients of the script's past are not needed.
             return (self.module if answers else reduces)(*inputs, **kwargs)
 
         return self._memory.forward(

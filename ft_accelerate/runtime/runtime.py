@@ -672,7 +672,7 @@ class Runtime:
         os._exit(EARLY_EXIT_CODE)  # nothing else changes the exit code at exit
 
     def ends_early(self) -> bool:
-        """Whether the script, which is at its end, has not come to where its peers are."""
+        """Whether the script, which is at its end, has not reached its peers' place."""
         if self._closed or self.manager is None:
             return False
         self._go_live_if_there()

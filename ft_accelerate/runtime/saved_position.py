@@ -50,7 +50,7 @@ class SavedPosition:
     def on_load(self, models: Any, folder: str) -> None:
         """Accelerate's hook: `folder` is read."""
         self._loaded = True
-        with contextlib.suppress(OSError, ValueError, KeyError):  # it is none of ours
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it is not one of ours
             self._position.resume_at(int(json.loads((Path(folder) / FILE).read_text())["pass"]))
 
     def goes_on_from(self, kept: Target, *, past: bool | None, has_trained: bool) -> bool:

@@ -174,7 +174,7 @@ class ScriptPosition:
 
     @property
     def resumes_at(self) -> int:
-        """The pass with which a script begins that resumes from what is saved here."""
+        """The first pass of a script that resumes from what is saved here."""
         return self.active[0].seq if self.active else self.iterations
 
     def resume_at(self, seq: int) -> None:

@@ -164,7 +164,7 @@ class GroupRanks:
         into: Callable[[], Any],
     ) -> str:
         """As `IntraGroup.sync_initial_state`. Where each process has its own shards, `give` and `take` leave
-        them out, and the state's name tells of all of them."""
+        them out, and the state's name covers all of them."""
         if self.shards:
             take(self.from_rank_0(give))
             return f"start-{digest(self.gather(name()))}"

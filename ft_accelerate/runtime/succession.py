@@ -87,7 +87,7 @@ class OwedHooks:
         self._owed: list[_Owed] = []
         self._opening: Opening | None = None
         self._late: list[Any] = []
-        """Callbacks that are being set up beside the training."""
+        """Callbacks that are being set up alongside the training."""
         self._failed: list[Any] = []
 
     def call(

@@ -382,7 +382,7 @@ class SharedTrainerState(FollowsTheScript):
             "loss": float(getattr(trainer, "_tr_loss", 0.0)),
             "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
             "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
-            "flos": trainer.current_flos,  # an int at 0, which travels as another tensor than 0.0
+            "flos": trainer.current_flos,  # an int at 0, which travels as a different tensor from 0.0
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -390,8 +390,8 @@ class SharedTrainerState(FollowsTheScript):
         self._peers_state = state
 
     def is_past(self, state: dict[str, Any], *, told: bool) -> bool:
-        """Epochs are counted anew from the checkpoint with which it begins: one that
-        nothing is told about can't be found."""
+        """Epochs are counted anew from the checkpoint with which it begins: one about which
+        nothing is told can't be found."""
         trainer = self._trainer()
         step = 0 if trainer is None else int(trainer.state.global_step)
         return step > json.loads(state["state"])["global_step"] if told else step > 0

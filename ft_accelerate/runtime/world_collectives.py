@@ -270,7 +270,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _typed(data: Tensor, like: Tensor, nbytes: int = 0) -> Tensor:
     """Bytes (made `nbytes` long, if given) as a tensor like `like`.
 
-    The others' tensors may be of another length than that of a process that is only coming back:
+    The others' tensors may differ in length from that of a process that is only coming back:
     theirs counts.
     """
     if nbytes:
@@ -306,7 +306,7 @@ def _scaled(total: Tensor, num_processes: int, here: int) -> Tensor:
 
 
 class TorchProxy:
-    """`module`, with `names` in the place of its own while fault tolerance is on."""
+    """`module`, with `names` in place of its own while fault tolerance is on."""
 
     def __init__(self, module: Any, **names: Any) -> None:
         self.__dict__.update(_module=module, _names=names)

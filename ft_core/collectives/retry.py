@@ -62,7 +62,7 @@ class RetryHooks:
             step is committed.
         again: the step was discarded: open the next attempt, as with `Manager.start_quorum` (and,
             with weighted means, `set_samples`), and repeat what was reduced in it before backward.
-            False: the kept gradients are of no use any more, since this member has loaded
+            False: the kept gradients are no longer of use, since this member has loaded
             a state other than the one on which it computed them. They are dropped, and nothing is reduced
             or voted on: if `again` has left a step open, the integration computes its batch anew
             in it. (While a state is still on its way, to be loaded at the vote, return True: the
@@ -520,7 +520,7 @@ class RetryableReducer:
             self._over(committed=committed)
 
     def _commit(self) -> bool:
-        """Vote until the step is committed; False: the kept gradients are of no use any more."""
+        """Vote until the step is committed; False: the kept gradients are no longer of use."""
         put_back = self.keep_buffers()
         while not self._hooks.vote():
             if not self._hooks.again():
@@ -552,7 +552,7 @@ class RetryableReducer:
         return any(model.unfinished() for model in _living(self._models))
 
     def _over(self, *, committed: bool = False) -> None:
-        """The step is committed, or given up: the kept gradients are not needed any more."""
+        """The step is committed, or given up: the kept gradients are no longer needed."""
         self._reduced.clear()
         self._gradients.clear()
         if not committed:  # else the models know

@@ -187,7 +187,7 @@ class OuterLoop:
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: the global parameters and buffers, and the outer optimizer's state.
 
-        Goes with `manager.state_dict()`. The unfinished window is no part of it.
+        Goes with `manager.state_dict()`. The unfinished window is not part of it.
         """
         return self._state.state_dict(copy=True)
 

@@ -5,7 +5,7 @@ outer step: the window is cut into P *slots*, and slot i is fragment i's. In a s
 the fragment is *launched* (its pseudo-gradient is computed and sent) after inner step L - tau, and
 *applied* (waited for, voted on, stepped) after inner step L, so that its communication has tau inner
 steps to hide behind (Streaming DiLoCo, arXiv 2501.18512, algorithm 2). P = 1 and tau = 0 is DiLoCo
-(arXiv 2311.08105, algorithm 1), with parameters in the place of pseudo-gradients LocalSGD (arXiv
+(arXiv 2311.08105, algorithm 1), with parameters in place of pseudo-gradients LocalSGD (arXiv
 1805.09767, algorithm 1, synchronization indices H, 2H, ...).
 
 One outer step is one step of the manager, so the fragment follows from the number of committed steps

@@ -374,7 +374,7 @@ class BulkStream:
         self._asked.put(None)
 
     def join(self) -> None:
-        """Wait until nothing is written any more. After `end`, and with `memory` set or cancelled."""
+        """Wait until nothing more is written. After `end`, and with `memory` set or cancelled."""
         self._thread.join()
 
     def _tell(self, news: News, chunk: int = -1, reason: str = "") -> None:

@@ -135,7 +135,7 @@ class HealServer:
         max_clients: how many readers are admitted at a time.
         same_host: let readers on this machine read this process's memory.
 
-    Raises ValueError if `host` is no address that peers can reach or cannot be bound.
+    Raises ValueError if `host` is not an address that peers can reach, or cannot be bound.
     """
 
     def __init__(

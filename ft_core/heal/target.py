@@ -134,7 +134,7 @@ class _Link:
     received_bytes: int = 0
 
     def status(self) -> str:
-        """What the error message says of this source."""
+        """What the error message says about this source."""
         if self.failure:
             return self.failure
         if not self.up:

@@ -112,7 +112,7 @@ class Board:
         return Seen(joined, step, commits, leads, over, hung, error)
 
     def card(self, child: int) -> dict[str, Any] | None:
-        """What a child has told of its state; None: nothing, or it is just being written."""
+        """What a child has said about its state; None: nothing, or it is just being written."""
         return _card_in(self._memory, child * _SLOT_BYTES)
 
     def stacks(self, child: int) -> dict[int, str]:
@@ -229,13 +229,13 @@ class Slot:
         return step
 
     def keepers_card(self, rank: int = 0) -> dict[str, Any] | None:
-        """What the keeper has told of a rank's part; None: nothing, or it is just being written."""
+        """What the keeper has said about a rank's part; None: nothing, or it is just being written."""
         if self._memory is None:
             return None
         return _card_in(self._memory, len(self._memory) - _SLOT_BYTES, rank)
 
     def forget_kept(self, parts: int) -> None:
-        """K4: no process begins with what the keeper holds, until it has told of another version. Any
+        """K4: no process begins with what the keeper holds, until it has shown another version. Any
         process; `disowned` has changed before what it holds is gone."""
         if self._memory is None:
             return

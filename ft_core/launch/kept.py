@@ -1,7 +1,7 @@
 """Which state the keeper of states takes, and which process begins with it. PURE.
 
 The keeper (`state_keeper.py`) is a checkpoint in memory: an observer that fetches the state of a
-member at intervals. It is no member, so it has no vote, and no quorum waits for it. What it holds has
+member at intervals. It is not a member, so it has no vote, and no quorum waits for it. What it holds has
 a version like any state, and a process that starts compares that with its own:
 
 | rule | |
@@ -44,7 +44,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a process tells of a state on the supervisor's board.
+    """What a process says about a state on the supervisor's board.
 
     Attributes:
         address: of the heal server that serves it.

@@ -72,7 +72,7 @@ def read(job_id: str) -> tuple[Card, list[dict[str, Any]]] | None:
             for each in whole["parts"]
         ]
         return Card.of(json.loads(whole["card"])), parts
-    except Exception as error:  # of any kind, if it is none of ours
+    except Exception as error:  # of any kind, if it is not one of ours
         log.warning("%s can't be read (%s): the job begins without it", file, error)
         return None
 

@@ -28,9 +28,9 @@ class Narrator:
         speaker: the package that speaks.
         name, groups: of this replica group; how many there are meant to be.
         place: where the training is ("step 1,204"); "" at its beginning.
-        deaths: whether to tell of deaths.
-        returns: whether to tell that this group is back.
-        start: whether to tell of the first quorum.
+        deaths: whether to report deaths.
+        returns: whether to report that this group is back.
+        start: whether to report the first quorum.
 
     Thread: any, one at a time.
     """

@@ -1,5 +1,5 @@
-"""Trackers of a process that has just become the leader: they are opened beside the training, and asked
-how far the leader before had come.
+"""Trackers of a process that has just become the leader: they are opened alongside the training, and
+asked how far the leader before had come.
 
 MLflow is asked for it, and TensorBoard's files are read. wandb writes a run's records to a local file,
 in blocks: what a process had not written when it was killed is lost. Offline that file is all there
@@ -31,7 +31,7 @@ _IMPORTED_LATE = {
 
 
 def prepare(trackers: Iterable[str]) -> None:
-    """Import what the next leader needs to open these: beside the training, an import makes the loop
+    """Import what the next leader needs to open these: alongside the training, an import makes the loop
     wait for up to a second or more. So before the first quorum."""
     for tracker in trackers:
         for name in _IMPORTED_LATE.get(tracker, ()):

@@ -4,7 +4,7 @@ Gloo has no working abort: `ProcessGroupGloo.abort()` leaves a thread that waits
 neighbours are alive. What ends such a wait is to cut the device's sockets: Gloo's loop thread reads
 the end of stream, fails the operations of that pair and closes it. A socket is cut by dissolving its
 connection (`connect` to an unspecified address: the peer gets a reset, and bytes that still lie in
-the kernel can't reach a tensor any more) and shutting its receiving side, which wakes Gloo.
+the kernel can no longer reach a tensor) and shutting its receiving side, which wakes Gloo.
 
 Orphaned operations. This does not end all operations. A message that is half received, or half sent,
 when its connection ends is in none of the lists that Gloo goes through (2.13 to 2.15,
@@ -24,8 +24,8 @@ between the listing and the `shutdown`; so it is duplicated first, the duplicate
 with the listed one, and only the duplicate is shut.
 
 The listener itself must never be shut: Gloo would abort the process on the failing accept. It keeps
-the descriptor of each connection that is no member's (a probe, a scan) for good, and aborts when none are
-left. So outside of a configure the kernel drops all packets to the listener: `close_door`.
+the descriptor of each connection that is not a member's (a probe, a scan) for good, and aborts when
+none are left. So outside of a configure the kernel drops all packets to the listener: `close_door`.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _listener_in(descriptor: int, blob: bytes) -> tuple[int, tuple[str, int]] | 
     copy = os.dup(descriptor)
     try:
         candidate = socket.socket(fileno=copy)
-    except OSError:  # the number was reused meanwhile, and is no socket any more
+    except OSError:  # the number was reused meanwhile, and is no longer a socket
         os.close(copy)
         return None
     with candidate:

@@ -273,7 +273,7 @@ class Rendezvous:
         self._listener.early.clear()
         for peer in range(self.rank + 1, len(self._peers)):
             self._dialer.dial(peer, self._peers[peer])
-        self._look(time.monotonic())  # some may have failed already: no event tells of these
+        self._look(time.monotonic())  # some may have failed already: no event reports these
         self.pump(lambda: all(handle is not None for handle in self.handles), deadline)
         self._met_at = time.monotonic()
         self._test_at = self._met_at + self._limit_s

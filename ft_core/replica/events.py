@@ -146,7 +146,7 @@ class Fetched:
 class Overwrite:
     """The first bytes of the state that is being fetched are about to overwrite this rank's own.
 
-    `ReplicaStatus.overwriting` says whether it may be. Then it is no state until it has been
+    `ReplicaStatus.overwriting` says whether it may be. Then it is not a state until it has been
     loaded, and must never be a source for others.
 
     Attributes:
@@ -223,8 +223,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Effect: serve no state any more, at once, whatever the loop is doing. `diverged`: its peers have found
-    that its state is a different one, so what it has shown before is not to be kept either."""
+    """Effect: stop serving the state, at once, whatever the loop is doing. `diverged`: its peers have
+    found that its state is a different one, so what it has shown before is not to be kept either."""
 
     reason: str
     diverged: bool = False

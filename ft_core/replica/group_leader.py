@@ -61,7 +61,7 @@ from lighthouse.wire.messages import (
 )
 
 BROKEN = "replica group broken: "
-"""A `Refused` whose reason starts so comes from the rank's own group, not from the lighthouse."""
+"""A `Refused` whose reason starts with this comes from the rank's own group, not from the lighthouse."""
 LEFT = "replica group left: "
 """The same, where a rank was told to end and has left with the group's vote."""
 
@@ -82,7 +82,7 @@ def peer_of(rank: int) -> Peer:
 
 
 def rank_of(peer: Peer) -> int | None:
-    """The rank behind `peer`, None if it is no rank's."""
+    """The rank behind `peer`, None if it is not a rank's."""
     text = peer.removeprefix(b"rank-")
     return int(text) if peer.startswith(b"rank-") and text.isdigit() else None
 
@@ -390,7 +390,7 @@ class GroupLeader:
         self._effects.append(SendUp(replace(leave, left=self._group_left)))
 
     def _start_over(self) -> None:
-        """The group is no member any more: its ranks must join again."""
+        """The group is no longer a member: its ranks must join again."""
         self._joins.clear()
         self._late.clear()
         self._held.clear()

@@ -30,7 +30,7 @@ from lighthouse.wire.messages import (
 )
 
 INITIAL = "init-"
-"""So begins the lineage of a state without history; its digest follows."""
+"""Start of the lineage of a state without history; its digest follows."""
 
 
 class Stage(Enum):
@@ -55,7 +55,7 @@ class Attempt(Enum):
 
 
 def phase_of(attempt: Attempt, *, healing: bool, waits: bool) -> str:
-    """What a rank says that it was doing when it votes no. `waits`: its loop is at its step's boundary."""
+    """What a rank says it was doing when it votes no. `waits`: its loop is at its step's boundary."""
     if attempt is Attempt.BOUND or attempt is Attempt.VOTED:
         return PHASE_REDUCING
     if healing:

@@ -288,7 +288,7 @@ class Control:
     def _turn(self) -> None:
         """Everything that is due now: outbox, events, messages, timers. Holds `_io`.
 
-        A ZeroMQ descriptor tells of changes only, and sending may swallow one, so nothing may be
+        A ZeroMQ descriptor reports changes only, and sending may swallow one, so nothing may be
         left unread after the last send.
         """
         while True:

@@ -232,7 +232,7 @@ class DataPlane:
         """Plane thread. Start to fetch a state, in a thread of its own, so that the process group
         can be configured meanwhile.
 
-        A fetch under way is stopped, and reports nothing any more: both may be received into the
+        A fetch under way is stopped, and reports nothing more: both may be received into the
         same memory.
         """
         before = self._stop_heal()

@@ -28,7 +28,7 @@ from ft_lightning.fabric.fabric_strategy import FTFabricMixin
 
 
 class Outer:  # no dataclass: Fabric takes those for collections, and copies them
-    """What a checkpoint needs beside the global parameters; give it to `fabric.save` and `load`. The
+    """What a checkpoint needs besides the global parameters; give it to `fabric.save` and `load`. The
     loop's thread."""
 
     def __init__(self, strategy: Any) -> None:

@@ -240,7 +240,7 @@ def global_values(module: nn.Module, algorithm: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def show_global(module: nn.Module, algorithm: Any) -> dict[str, Tensor]:
-    """Put the global values into the module; returns its own ones, for `put_back`."""
+    """Put the global values into the module; returns its own values, for `put_back`."""
     values = global_values(module, algorithm)
     own = {name: tensor for name, tensor in _tensors(module).items() if name in values}
     before = {name: tensor.detach().clone() for name, tensor in own.items()}

@@ -97,7 +97,7 @@ class FTFabricFSDPMixin(ShardGroupMixin, FTFabricMixin):
         return super().setup_optimizer(optimizer)
 
     def _agree_on_start(self) -> str:
-        """Each rank has its own shards: the name tells of all of them, in their order."""
+        """Each rank has its own shards: the name covers all of them, in their order."""
         return digest(self._in_group.gather(self._name_of_start()))
 
     # ------------------------------------------------------------------ checkpoints
@@ -125,7 +125,7 @@ class FTFabricFSDPMixin(ShardGroupMixin, FTFabricMixin):
         return True
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Called by `fabric.load`, on all. Of a folder, stock leaves plain values in the place of objects
+        """Called by `fabric.load`, on all. Of a folder, stock leaves plain values in place of objects
         that load their own state (schedulers, the progress): they load them here."""
         given = dict(state) if isinstance(state, dict) else {}
         rest = super().load_checkpoint(path, state, *args, **kwargs)

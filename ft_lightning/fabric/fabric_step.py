@@ -262,7 +262,7 @@ class FabricStepMixin(FabricAgreementsMixin):
         return True
 
     def _open_in_batch(self) -> bool:
-        """Be in a quorum. False: this group has healed, to another place than the batch at hand, or was
+        """Be in a quorum. False: this group has healed, to a place other than the batch at hand, or was
         given another share of the data."""
         self._took_over = False
         self._attempt(Where.BATCH)

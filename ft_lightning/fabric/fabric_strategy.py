@@ -130,7 +130,7 @@ class FabricSavesMixin(FabricStepMixin):
         return output
 
     def _goes_on(self) -> str:
-        """This process was started again, and found none to heal from: from where the job goes on."""
+        """This process was started again, and found no peer to heal from: where the job goes on from."""
         assert self._manager is not None
         if self._manager.state.kept is not None:
             return ""  # the narrator tells
@@ -475,8 +475,8 @@ class FTFabricMixin(FabricSavesMixin):
         return not self._unkept
 
     def _lost_place(self, state: dict[str, Any], began: tuple[int, list[int]] | None = None) -> str:
-        """A sentence, if the loop would go on at another place than the loop that had this state; else "".
-        `began`: the step and passes of another process than this one."""
+        """A sentence, if the loop would go on at a different place from the loop that had this state;
+        else "". `began`: the step and passes of another process."""
         step, passes = began or (self.progress.step, self._passes())
         places, lead = state["progress"]["places"], state["lead"]
         if lead >= 0 and not self._asks_where:

@@ -127,7 +127,7 @@ class Progress:  # no dataclass: Fabric takes those for collections, and copies 
         self._passed = -1 if self.lead is None else self.lead.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values. An epoch is completed when the pass over its data is: scripts save behind that,
+        """Plain values. An epoch is completed when the pass over its data is: scripts save after that,
         within the epoch's turn of their loop."""
         lead = self.lead
         completed = lead is not None and lead.epoch > self._passed and not lead.active
@@ -184,7 +184,7 @@ class _PlacedSampler:
 
 
 def is_placeable(loader: Any) -> bool:
-    """Whether the loader can begin with another batch than its first."""
+    """Whether the loader can begin with a batch other than its first."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 

@@ -492,7 +492,7 @@ class StrategyBase(_Base):
                     scope.num_groups,
                     self._training.lighthouse,
                     lambda: f"step {step():,}" if step() else "",
-                    deaths=not board.slot().whole,  # else the supervisor of all groups tells of them
+                    deaths=not board.slot().whole,  # else the supervisor of all groups reports them
                 )
             )
 

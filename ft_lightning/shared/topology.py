@@ -271,7 +271,7 @@ def _index(text: str, groups: int) -> int:
 #
 # With groups of `size` tasks in a row, task p is rank p % size of group p // size. Where a job step
 # has a group's number, its tasks are that group's ranks. The ranks meet at a port of the machine of
-# their first task. That machine is known if tasks fill machine after machine, equally many on each
+# their first task. That machine is known if tasks fill machine after machine, the same number on each
 # (`srun --distribution=block`, SLURM's default for tasks).
 
 _FIRST_PORT = 15000

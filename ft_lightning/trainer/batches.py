@@ -100,7 +100,7 @@ class Batches:
         self._marked: list[Any] = []
         self._warned = False
         self.origin = Origin()
-        """Of the epoch in the midst of which this fit was resumed with other batches."""
+        """Of the epoch in the middle of which this fit was resumed with other batches."""
         self._resumes = False
         self.has_streams = False
         """Whether a training loader has no sampler: then `mark` has something to note."""
@@ -392,7 +392,7 @@ class Origin:
 
 
 def samples_of_a_batch(loader: Any) -> int:
-    """How many samples all processes read with a batch; 0: that can't be said, or not in which order."""
+    """How many samples all processes read with a batch; 0: that, or their order, can't be said."""
     batches: Any = getattr(loader, "batch_sampler", None)
     sampler: Any = getattr(loader, "sampler", None)
     kind = getattr(type(batches), "_ft_original", type(batches))
@@ -432,8 +432,8 @@ def read_so_far(loader: Any, origin: Origin) -> dict[str, int]:
 def goes_on(
     loader: Any, before: dict[str, int], *, epoch: int, done: int, same_world: bool
 ) -> tuple[Origin, int] | None:
-    """How the batches of an epoch are numbered now of which `done` were read, and the number of the next;
-    None: it can't be said which samples are left.
+    """How the batches of an epoch, of which `done` were read, are numbered now, and the number of
+    the next; None: it can't be said which samples are left.
 
     `before`: what `read_so_far` returned when that checkpoint was saved; or nothing. `same_world`: by as
     many processes as there are now.
@@ -487,7 +487,7 @@ class DataShare:
         self._is_spare = False
 
     def changes(self) -> bool:
-        """Whether this group contributes to the step under way, and reads another share than its own."""
+        """Whether this group contributes to the step under way, and reads a share other than its own."""
         part = self._manager.step.part
         given = None if part is None else part.share
         return given is not None and given != self._trainer.strategy.share

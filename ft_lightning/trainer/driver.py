@@ -13,7 +13,7 @@ with its first gradient, or with the first collective of its forward. User code 
 `training_step` nor a hook is repeated when a step is discarded.
 
 A group takes its peers' state only at the boundary. In the middle of a batch it may find that it is
-behind, or that it would apply another step than its peers. Then it abandons the batch:
+behind, or that it would apply a different step from its peers. Then it abandons the batch:
 `BatchAbandoned` unwinds to the loop, which fetches the next batch at the peers' place.
 
 A group gives its state at the boundary, or while it tries again a step that began there: nothing
@@ -86,7 +86,7 @@ class StepDriver:
     autograd's thread of the device, while the loop's waits.
 
     Args:
-        share: of the training data, that this replica group reads.
+        share: of the training data, which this replica group reads.
         on_quorum: called when this process's part in the quorum has changed.
         hooks: `hooks(name)` calls the callbacks' and the module's hook of that name.
         leave: raises what ends a fit on SIGTERM.
@@ -223,7 +223,7 @@ class StepDriver:
             self._on_quorum()
 
     def _check_place(self) -> None:
-        """In the middle of a batch: raise BatchAbandoned if this attempt is of no use, RuntimeError
+        """In the middle of a batch: raise BatchAbandoned if this attempt is useless, RuntimeError
         if no further attempt could be, either."""
         if self._peer is not None:
             raise BatchAbandoned

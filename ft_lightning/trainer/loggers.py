@@ -71,7 +71,7 @@ class Relay:
         self.logger, self._cls, self._dummy = logger, type(logger), dummy
         self._still_leads = still_leads
         self.part = Part.WAITS
-        self._written = -1  # so large is a CSV file since this process has written to it
+        self._written = -1  # size of a CSV file when this process last wrote to it
         self._rows: deque[tuple[dict[str, Any], Any]] = deque(maxlen=KEPT_ROWS)
         self._opening: Opening | None = None
         self._last: dict[str, int] | None = None  # while it is opened: of each name that is stored

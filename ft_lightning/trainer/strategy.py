@@ -128,8 +128,8 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         return {"num_replicas": 1, "rank": 0}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the participants of the step, inside `training_step`; else over what ranks of this group
-        have of one copy: one rank, with copies. In place.
+        """Over the participants of the step, inside `training_step`; else over the ranks of
+        this group that share one copy (with copies: this rank alone). In place.
 
         Raises ValueError for an unknown operation. A peer's death is not an error here: the
         reduction is tried again before this returns. The loop's thread."""
@@ -154,7 +154,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
         return driver.gather(tensor)
 
     def _driver_of_step(self) -> StepDriver | None:
-        """If this call belongs to an open step, which all try again if it fails: what reduces in it."""
+        """What reduces in the open step, which all try again if it fails; None: no step is open."""
         return self._driver if getattr(self._driver, "computing", False) else None
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

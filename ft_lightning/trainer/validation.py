@@ -21,7 +21,7 @@ has been counted.
 
 A group that joins meanwhile contributes nothing to agreements (no rank, nothing done), nor does a hot
 spare: it takes the results of the others. One that
-fell behind (evicted, and back) is in no agreement any more: it computes what it has not done,
+fell behind (evicted, and back) is no longer in any agreement: it computes what it has not done,
 alone, so that what it holds is the whole set, and heals at the next batch.
 
 It ends: each tally that finds batches missing has lost a member since the agreement before it.

@@ -372,7 +372,7 @@ class Forming:
         """All members except those that would only cost the holders of the head a step.
 
         These are members that must heal where no source could serve them: right after a discard, when
-        sources are in the midst of their step, and before an exchange between two updates
+        sources are in the middle of their step, and before an exchange between two updates
         (`Vote.admits`). So are members that keep hanging or failing to heal. They wait for a later
         commit if the job can go on without them.
         """

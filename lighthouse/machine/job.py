@@ -448,7 +448,7 @@ class JobState:
         self._send(peer, Expelled(self.key, quorum_id, why, hung))
 
     def _expel_unknown(self, peer: Peer, replica_id: str, quorum_id: int, why: str) -> None:
-        """`replica_id` is no member; it may have missed that its state is not its peers'."""
+        """`replica_id` is not a member; it may have missed that its state is not its peers'."""
         different = self._history.different.get(replica_id, "")
         self._send(peer, Expelled(self.key, quorum_id, different or why, differs=bool(different)))
 

@@ -143,7 +143,7 @@ class Lighthouse:
         return []
 
     def _has_capacity(self) -> bool:
-        """Whether one more job fits, if need be in the place of one that all members have left."""
+        """Whether one more job fits, if need be in place of one that all members have left."""
         if len(self._jobs) < self.config.max_jobs:
             return True
         left = next((key for key, job in self._jobs.items() if job.empty), None)

@@ -16,7 +16,7 @@ D1  A member whose process group can't be made names the members that it could n
     The first such pair ends the quorum. All others whose ends name each other, or that have been
     silent in one direction for two seconds, go with it: found one by one, each would cost a quorum.
 D2  No quorum holds a bad pair. Left out is the member with the most bad pairs; of several with
-    equally many one that is behind; then the last in rank order; and so on until no bad pair is
+    equally many, one that is behind; then the last in rank order; and so on until no bad pair is
     left. Where fewer members suffice, as few as possible are left out (within
     `MOST_WEIGHED`). The last member that holds the newest state stays.
 D3  A bad pair rests for 1 s, then both ends are asked to connect to each other. If both can, they
@@ -303,7 +303,7 @@ class Pairs:
         )
 
     def sentence(self, left: str, others: Sequence[str], now: float) -> str:
-        """For people: why `left` is left out, and until when. Empty: it need not be any more.
+        """For people: why `left` is left out, and until when. Empty: it no longer need be.
 
         `others`: those that it can't reach.
         """

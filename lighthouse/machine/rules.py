@@ -11,7 +11,7 @@ R2  They go on from the job's own head as long as one of them holds it: however 
     whatever its step. Where two branches meet (jobs of different genesis), the one whose last
     quorum had most members wins. At equal rank it is the one that most candidates hold, else
     that of the first by order. All others are
-    behind and heal (R3). A torn state (partly overwritten) is no position: its holder heals. If
+    behind and heal (R3). A torn state (partly overwritten) is not a position: its holder heals. If
     all candidates are torn they wait up to `torn_timeout_s` for one that is whole; then they are
     refused and must start again.
 R3  A candidate that is behind and may not heal (`can_heal` False) is left out.
@@ -189,7 +189,7 @@ def too_early(
 
 
 def waiting(reason: str, until: float, now: float) -> Verdict | None:
-    """None: there is no reason to wait, or not any more."""
+    """None: there is no reason to wait, or no longer one."""
     if not reason or now >= until:
         return None
     return Verdict(None, reason, until if until < math.inf else None)

@@ -345,11 +345,11 @@ class Heartbeat:
 FINISHED = "finished"
 """Reason of a `Leave` that says that the training is complete."""
 OVER = "the training has finished"
-"""How the message to one that comes back after that begins."""
+"""Start of what is said to one that comes back after that."""
 OTHERS_FINISHED = "others have finished the training"
 """The end of the reason of a quorum after such a `Leave`: its members do more than the others did."""
 GAVE_UP = "gave up its state: "
-"""A `Leave` whose reason starts so is followed by a `Join`: its sender leaves in order to heal."""
+"""A `Leave` whose reason starts with this is followed by a `Join`: its sender leaves in order to heal."""
 GAVE_UP_PLACE = "gave up its place: "
 """The same of a sender that holds the state with which it leaves."""
 
@@ -611,7 +611,7 @@ Message = Request | Reply
 
 
 def healed(members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """`members` after a committed step: none heals any more. Both ends conclude it alike."""
+    """`members` after a committed step: none is still healing. Both ends conclude it alike."""
     if not any(member.healing for member in members):
         return members
     return tuple(replace(m, healing=False) if m.healing else m for m in members)
