@@ -20,7 +20,7 @@ import torch
 from common import arguments, report
 from torch import nn
 
-from ft_core.config import COMPARE_STEPS
+from ft_core.environment import COMPARE_STEPS
 from ft_core.heal.compared import ComparedState
 
 CASES = {

@@ -239,6 +239,7 @@ class FaultTolerancePlugin:
             store_addr=place.master_addr,
             store_port=place.master_port,
             interface=place.interface,
+            compare_steps=place.compare_steps,
         )
 
     def to_env(self) -> dict[str, str]:

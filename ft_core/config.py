@@ -13,12 +13,9 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
-from ft_core.environment import SHARED_JOB, ReplicaEnv
+from ft_core.environment import COMPARE_STEPS, SHARED_JOB, ReplicaEnv
 from ft_core.replica.status import CopyIndex, RanksHold, WorldSizeMode
 from lighthouse.config import Timeouts, normalize_address
-
-COMPARE_STEPS = 1_024
-"""Less than a thousandth of a step (benchmarks/compare_states.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +163,7 @@ class JobOptions:
             "job_id": env.job_id,
             "lighthouse": env.lighthouse,
             "expected_replicas": env.num_groups,
-            "compare_steps": COMPARE_STEPS if env.compare_steps is None else env.compare_steps,
+            "compare_steps": env.compare_steps,
             "group_rank": env.group_rank,
             "group_world_size": env.group_world_size,
             "store_addr": env.master_addr,

@@ -29,6 +29,8 @@ ENV_TORCHFT_PORT = "TORCHFT_MANAGER_PORT"
 
 SHARED_JOB = "default"
 """The job id of all replica groups of a lighthouse that were given none."""
+COMPARE_STEPS = 1_024
+"""Less than a thousandth of a step (benchmarks/compare_states.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,7 @@ class ReplicaEnv:
         interface: network interface or IP address to advertise; "": the one that routes to the
             lighthouse.
         event_log: file for telemetry events (JSON lines); "": none.
-        compare_steps: members compare their parameters once in so many steps (0: never); None: not
-            said.
+        compare_steps: members compare their parameters once in so many steps; 0: never.
     """
 
     lighthouse: str = ""
@@ -61,7 +62,7 @@ class ReplicaEnv:
     master_port: int = 0
     interface: str = ""
     event_log: str = ""
-    compare_steps: int | None = None
+    compare_steps: int = COMPARE_STEPS
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> ReplicaEnv:
@@ -79,7 +80,7 @@ class ReplicaEnv:
             master_port=_int(env, "MASTER_PORT", 0),
             interface=env.get(ENV_INTERFACE, ""),
             event_log=env.get(ENV_EVENTS, ""),
-            compare_steps=_int(env, ENV_COMPARE, 0) if env.get(ENV_COMPARE) else None,
+            compare_steps=_int(env, ENV_COMPARE, COMPARE_STEPS),
         )
 
 

@@ -123,6 +123,13 @@ def test_a_process_finds_its_place_among_all() -> None:
     assert (alone.num_processes, alone.process_index, alone.place.local_rank) == (3, 1, 0)
 
 
+@pytest.mark.parametrize(("said", "steps"), [({}, 1024), ({"FT_COMPARE_STEPS": "0"}, 0)])
+def test_the_cores_variable_says_how_often_states_are_compared(
+    said: dict[str, str], steps: int
+) -> None:
+    assert FaultTolerancePlugin().job(ReplicaEnv.read(said)).compare_steps == steps
+
+
 def test_a_hot_spare_reads_a_share_and_has_a_number_of_its_own() -> None:
     env = rank_environment({}, rank=1, size=2, port=29500)
     found = [
