@@ -462,5 +462,5 @@ class Attempts:
         if alone and self._options.group_world_size == 1:
             return
         reason = f"the update of step {status.step - 1} raised {type(error).__name__}: {error}"
-        log.warning("%s: this replica group discards its state, and heals", reason)
+        log.warning("%s: %s", reason, events.DISCARDS_STATE)
         self.rejoin(events.Rejoin(reason))

@@ -240,6 +240,10 @@ class FetchState:
     sources: tuple[Member, ...]
 
 
+DISCARDS_STATE = "this replica group discards its state, and heals"
+"""In the text of a remark: the state is not that of the peers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Remark:
     """Effect: something worth a log line. `hangs`: the loop is not back since it was evicted."""

@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import get_args
 
 from ft_core.replica import events
-from ft_core.replica.events import Abort, Effect, Remark, Transmit, Withdraw
+from ft_core.replica.events import DISCARDS_STATE, Abort, Effect, Remark, Transmit, Withdraw
 from ft_core.replica.status import (
     Attempt,
     Outcome,
@@ -531,7 +531,7 @@ class Replica:
             effects += self._join(now)
         elif attempt not in (Attempt.CLOSED, Attempt.VOTED):  # the loop does not know yet
             self.attempt, self.failure, self.outcome = Attempt.FAILED, reason, None
-        return [Remark(f"{reason}: this replica group discards its state, and heals"), *effects]
+        return [Remark(f"{reason}: {DISCARDS_STATE}"), *effects]
 
     # ------------------------------------------------------------------ what the status tells
 

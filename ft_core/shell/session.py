@@ -14,7 +14,7 @@ from ft_core.config import JobOptions
 from ft_core.errors import GroupBroken, GroupLeft
 from ft_core.launch.board import slot
 from ft_core.process_group import ProcessGroup
-from ft_core.replica.events import Depart, Fail, Remark, ReplicaEvent, Tried
+from ft_core.replica.events import DISCARDS_STATE, Depart, Fail, Remark, ReplicaEvent, Tried
 from ft_core.replica.group_leader import BROKEN, LEFT
 from ft_core.replica.machine import Replica
 from ft_core.replica.status import (
@@ -300,11 +300,12 @@ class Session:
             self.hangs = True
             patience_s = HANG_TIMEOUTS * self._options.timeouts.timeout_s
             slot().hangs(self._options.group_rank, time.monotonic() + patience_s)
+        own = f"{self._options.name}: "
+        line = own + text.removeprefix(own)
         if DECLARE_DEAD in text:  # a person has to do something
-            where = (self.lighthouse, self._options.job_id)
-            log.warning("%s: %s (lighthouse %s, job id %s)", self._options.name, text, *where)
-        else:
-            log.info("%s: %s", self._options.name, text)
+            log.warning("%s (lighthouse %s, job id %s)", line, self.lighthouse, self._options.job_id)
+        else:  # a state that differs may be the first that is seen of memory that is defective
+            log.log(logging.WARNING if DISCARDS_STATE in text else logging.INFO, "%s", line)
         self._telemetry.emit(WAITING, reason=text)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ft_core.launch.rank_group import free_port, rank_environment
 from lighthouse import LighthouseServer
 from tests.harness import runs
+from tests.harness.lighthouses import has_joined
 from tests.harness.runs import Line, Process, compare_steps, ended
 
 WORKER = Path(__file__).parent / "trainer" / "worker.py"
@@ -104,14 +105,13 @@ class Run(runs.Run):
     def _until_asks(self, group: int, asked: int) -> None:
         self.until(lambda: self.events(group, *ASKS) > asked, f"group {group} to ask for a quorum")
 
-    def until_waiting(self, server: LighthouseServer, name: str) -> None:
-        """Until `name` waits at the lighthouse to be let in."""
-
-        def waits() -> bool:
-            jobs = [job for job in server.status()["jobs"] if job["job_id"] == str(self.log)]
-            return any(name in job["waiting"] for job in jobs)
-
-        self.until(waits, f"{name} to join")
+    def until_waiting(
+        self, server: LighthouseServer, name: str, *, or_member: bool = False
+    ) -> None:
+        """Until `name` waits at the lighthouse to be let in. `or_member`: or has been."""
+        self.until(
+            lambda: has_joined(server, str(self.log), name, or_member=or_member), f"{name} to join"
+        )
 
     def validations(self, name: int) -> dict[int, Line]:
         """What replica `name` logged of each epoch's validation; its metric is that of the set."""

@@ -27,3 +27,12 @@ def patient_lighthouse(
     )
     config = LighthouseConfig(timeouts=timeouts, min_replicas=min_replicas)
     return LighthouseServer(config=config)
+
+
+def has_joined(
+    server: LighthouseServer, job_id: str, name: str, *, or_member: bool = False
+) -> bool:
+    """Whether a replica group waits at the lighthouse to be let in. `or_member`: or has been."""
+    jobs = [job for job in server.status()["jobs"] if job["job_id"] == job_id]
+    inside = any(m["name"] == name and not m["gone"] for job in jobs for m in job["members"])
+    return (or_member and inside) or any(name in job["waiting"] for job in jobs)

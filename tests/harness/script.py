@@ -62,6 +62,13 @@ def fail_once(optimizer: Any, here: Callable[[], bool], *, half: bool) -> None:
     handle = optimizer.register_step_pre_hook(before_update)
 
 
+def flip_bit(parameter: Any) -> None:
+    """Of its first number, one that no rounding of the next updates hides."""
+    import torch
+
+    parameter.detach().view(torch.int32).flatten()[0] ^= 1 << 20
+
+
 class Log:
     """This process's files.
 

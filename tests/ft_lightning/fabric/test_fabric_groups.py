@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 import threading
 import uuid
@@ -15,10 +16,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from ft_core.telemetry import HEAL_DONE
 from lighthouse import LighthouseServer
 from lighthouse.wire.messages import Expelled
-from tests.harness.lighthouses import patient_lighthouse
-from tests.harness.script import fail_once
+from tests.harness.lighthouses import has_joined, patient_lighthouse
+from tests.harness.script import digest, fail_once, flip_bit
 from tests.harness.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
@@ -67,17 +69,7 @@ class Groups:
     ) -> None:
         """Until the lighthouse has it in its anteroom. `or_member`: it may have been let in already."""
         job = self.options["job_id"]
-
-        def waits() -> bool:
-            jobs = [each for each in server.status()["jobs"] if each["job_id"] == job]
-            inside = any(
-                member["name"] == name and not member["gone"]
-                for each in jobs
-                for member in each["members"]
-            )
-            return (or_member and inside) or any(name in each["waiting"] for each in jobs)
-
-        until(waits, f"{name} to join")
+        until(lambda: has_joined(server, job, name, or_member=or_member), f"{name} to join")
 
     def until_gone(self, index: int, server: LighthouseServer) -> None:
         """Until this group has ended, and the quorum is without it."""
@@ -290,6 +282,41 @@ def test_an_optimizer_that_raises_and_a_loop_that_goes_on(two: Groups, half: boo
     assert first == second
     assert first[0] == steps
     assert len(raised) == 1
+
+
+def test_a_flipped_bit_is_named_and_healed(
+    two: Groups,
+    server: LighthouseServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("FT_COMPARE_STEPS", "8")
+    two.count, healed = 3, list[int]()
+
+    def body(fabric: Any, index: int) -> Any:
+        model, optimizer = linear(fabric)
+        nn.init.zeros_(model.bias)  # no member heals at first
+        data = TensorDataset(torch.arange(72.0).reshape(-1, 1) / 72)
+        for number, (batch,) in enumerate(fabric.setup_dataloaders(DataLoader(data, 1))):
+            if number == 16 and index != 1:
+                two.wait_for_joiner(server, "1", or_member=True)
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            manager = fabric.strategy.manager
+            if number == 0:
+                manager.telemetry.add_sink(
+                    lambda event: event.kind == HEAL_DONE and healed.append(index)
+                )
+            if number == 4 and index == 1:
+                flip_bit(model.weight)
+        return manager.current_step(), digest(model.state_dict())
+
+    first, *others = two.run(body)
+    assert others == [first, first]
+    named = {*re.findall(r"1: its parameters at step (\d+) are not", caplog.text)}
+    assert [5 <= int(step) < 5 + 8 for step in named] == [True]
+    assert {*healed} == {1}
 
 
 @pytest.mark.parametrize("lost", ["pass", "scheduler"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from lighthouse import LighthouseServer
 from tests.ft_lightning.harness import Line, compare, running
 from tests.ft_lightning.trainer.worker import OPTIONS, Model, loaders
 from tests.harness.trackers import (
@@ -250,4 +252,20 @@ def test_an_optimizer_that_raises_in_a_training_step_that_goes_on(
     assert run.end(0)["digest"] == run.end(1)["digest"]
     assert run.end(0)["step"] == run.end(1)["step"] == 2 * BATCHES
     assert run.end(0)["runs"] == [[e, b] for e in range(2) for b in range(BATCHES)]
+    assert len(run.lives(1)) == 1
+
+
+def test_a_flipped_bit_is_named_and_healed(tmp_path: Path, coordinator: LighthouseServer) -> None:
+    options = {"flips": {"5": 1}, "holds": ["step:16"]}
+    with running(tmp_path, coordinator.address(), **options) as run:
+        groups = [run.start(index, 3, FT_COMPARE_STEPS="8") for index in range(3)]
+        for index in (0, 2):
+            run.until_held(index, "step:16")
+        run.until_waiting(coordinator, "1", or_member=True)
+        run.go("step:16")
+        run.wait(*groups)
+    named = {*re.findall(r"1: its parameters at step (\d+) are not", run.output())}
+    assert [5 <= int(step) < 5 + 8 for step in named] == [True], run.output()
+    assert [bool(run.events(index, "heal_done")) for index in range(3)] == [False, True, False]
+    assert len({run.end(index)["digest"] for index in range(3)}) == 1
     assert len(run.lives(1)) == 1

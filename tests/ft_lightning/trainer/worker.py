@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ft_lightning
-from tests.harness.script import Log, digest, fail_once, options_of, process_name
+from tests.harness.script import Log, digest, fail_once, flip_bit, options_of, process_name
 from tests.harness.stock import leave_stock
 
 OPTIONS: dict[str, Any] = {
@@ -40,6 +40,7 @@ OPTIONS: dict[str, Any] = {
     "own_start": False,  # each process begins with other parameters
     "inject": {},  # {"<global step>": replica index}: this replica reports an error once
     "raises": {},  # {"<global step>": replica index}: its optimizer raises once (manual)
+    "flips": {},  # {"<global step>": replica index}: a bit of its parameters flips after that step, once
     "dies": {},  # {"<global step>": replica index}: it is killed in that step's backward, once
     "manual": False,
     "gan": False,  # two optimizers, by hand; in every other batch on one loss
@@ -237,6 +238,10 @@ class Recorder(Callback):
             if strategy.manager.spares:
                 line["share"] = strategy.manager.data_share()
         self.files.step(**line)
+        flips = module.options["flips"]
+        if flips.get(str(trainer.global_step)) == trainer.global_rank:
+            flips.clear()
+            flip_bit(module.net[0].weight)
 
 
 class Clock(Callback):
