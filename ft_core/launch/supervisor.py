@@ -132,7 +132,8 @@ class Roster:
         min_alive: with fewer children that run or will run, the rest cannot go on.
         commits: of all processes that have ended.
         fault: the child whose end was an error of the script.
-        unwritten: (number, exit code) of the child that died when it wrote for all, after the training.
+        unwritten: (number, exit code) of the child that wrote for all and died last.
+        witnesses: children that trained with it then, and have not died in their training since.
     """
 
     policy: RestartPolicy
@@ -141,6 +142,7 @@ class Roster:
     commits: int = 0
     fault: Child | None = None
     unwritten: tuple[int, int] | None = None
+    witnesses: list[Child] = field(default_factory=list)
 
     def ended(self, child: Child, exit_code: int, now: float, kept: int = -1) -> str:
         """Record the end of a child's process; returns a sentence: what happened, what follows.
@@ -160,8 +162,13 @@ class Roster:
         death = Death(now, exit_code, child.step, trained_s, self._all_commits(), kept=kept)
         child.commits = 0
         others = [c for c in self.children if c is not child]
-        if exit_code and child.leads and any(c.over for c in others) and not self.policy.elsewhere:
+        if exit_code and not child.over and child in self.witnesses:
+            self.witnesses.remove(child)
+        if exit_code and child.leads and not self.policy.elsewhere:
             self.unwritten = child.number, exit_code
+            self.witnesses = [
+                c for c in others if c.over or (c.joined and (c.running or c.exit_code == 0))
+            ]
         child.leads = child.leads and exit_code == 0
         if exit_code == 0:
             return f"replica group {child.number} has finished"
@@ -256,13 +263,16 @@ class Roster:
         return 0 < alive < self.min_alive and not finished
 
     def missing(self) -> str:
-        """A sentence, if what one process had to write for all may be missing; else ""."""
-        if self.unwritten is None or any(c.leads for c in self.children):
+        """A sentence, if what one process had to write for all may be missing; else "": others have trained
+        to the end after its death, and none of them wrote for all since, so they made no step without it."""
+        if self.unwritten is None or not self.witnesses or self.fault is not None:
+            return ""
+        if any(c.leads for c in self.children):
             return ""
         number, code = self.unwritten
         return (
-            f"replica group {number} {_how(code, False)} when it wrote for all, after the training, and "
-            "no other has taken over: what it had not written is missing"
+            f"replica group {number} {_how(code, False)} when it wrote for all, at the end of the "
+            "training, and no other has taken over: what it had not written is missing"
         )
 
     def exit_code(self) -> int:

@@ -33,7 +33,7 @@ from ft_lightning.trainer.batches import Batches
 from ft_lightning.trainer.csv_rows import keep_metrics
 from ft_lightning.trainer.loggers import Loggers, released
 from ft_lightning.trainer.resumption import Resumption
-from ft_lightning.trainer.saves import HeldSaves, with_copied_buffers, write_whole
+from ft_lightning.trainer.saves import HeldSaves, versions, with_copied_buffers, write_whole
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -277,7 +277,19 @@ class CheckpointMixin(_Base):
 
     def _hold(self, checkpoint: dict[str, Any], *where: Any) -> None:
         kept = self._unchanged(checkpoint)
-        self._checkpoints.hold(lambda: self._write(kept, *where))
+        before = versions(kept)
+
+        def write() -> None:
+            if versions(kept) == before:
+                self._write(kept, *where)
+            else:  # by the script, after the fit
+                log.warning(
+                    "checkpoint %s may be missing: the process that wrote it has died, and the weights "
+                    "have been changed here since",
+                    where[0],
+                )
+
+        self._checkpoints.hold(write)
 
     def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """This process leads, and saves."""

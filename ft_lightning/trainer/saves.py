@@ -7,7 +7,7 @@
 | is evicted, and leads again | it writes it then |
 
 A process holds a save until it knows that the leader has made it: until the leader has voted for a later
-step.
+step. After a Trainer's fit nobody votes, and it holds until the next one what the script saves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from fsspec.core import strip_protocol, url_to_fs
 from fsspec.utils import get_protocol
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ft_lightning.shared.strategy_base import NoLongerLeads
 from lighthouse.files import remove_drafts, replace_whole
@@ -148,6 +148,12 @@ def with_copied_buffers(checkpoint: dict[str, Any], module: nn.Module) -> dict[s
     buffers = {name for name, _ in module.named_buffers()}
     model |= {name: model[name].clone() for name in buffers & model.keys()}
     return {**checkpoint, "state_dict": model}
+
+
+def versions(checkpoint: Any) -> list[int]:
+    """Differ if one of its tensors was changed in place."""
+    tensors = [leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor)]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def copied(checkpoint: Any) -> Any:

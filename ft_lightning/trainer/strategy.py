@@ -290,6 +290,7 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     def _on_takeover(self) -> None:
         leader.keep_logs(self._trainer)
+        self._checkpoints.make_up()
 
     def _adopt_model(self) -> None:
         """The model is set up: have its gradients averaged, if that is not done by its wrapper."""
@@ -301,9 +302,10 @@ class FTDDPMixin(leader.CheckpointMixin, StrategyBase):
 
     def _follows(self) -> bool:
         """Whether another process writes, whose files this one could write as well: it is at the same
-        place of the training."""
-        trains = self._met and self._manager is not None and not self._over
-        return trains and self._saves_here
+        place of the training, or may take over after it."""
+        if self._over:
+            return board.slot().whole and self._ranks_hold == "copies" and self._saves_here
+        return self._met and self._manager is not None and self._saves_here
 
     @property
     def _agrees(self) -> bool:

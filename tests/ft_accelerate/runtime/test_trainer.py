@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,16 @@ def reports(out: Path, processes: int = 2, *, spares: bool = False) -> list[Repo
     return [{name: value for name, value in end.items() if name != "pid"} for end in ends]
 
 
-def run(command: list[str], env: dict[str, str], out: Path) -> str:
-    """Run Python with `command` to the end; returns what the launcher said."""
+def run(command: list[str], env: dict[str, str], out: Path, code: int = 0) -> str:
+    """Run Python with `command` to the end, with this exit code; returns what the launcher said."""
     with (out / "output").open("wb") as output:
         launcher = start("transformers", command, env=env, stdout=output, stderr=output)
     try:
-        code = launcher.wait(PATIENCE_S)
+        ended = launcher.wait(PATIENCE_S)
     finally:
         launcher.end()
     said = (out / "output").read_text()
-    assert code == 0, said[-8000:]
+    assert ended == code, said[-8000:]
     return said
 
 
@@ -73,6 +74,20 @@ def plain(script: Path, out: Path, *argv: str) -> list[Report]:
     env = installed(out / "site", ACCELERATE_USE_CPU="1", FT_ACCELERATE_AUTOLOAD="0")
     run(command, env, out)
     return reports(out)
+
+
+def launched(
+    script: Path, out: Path, processes: int, section: dict[str, int], *argv: str
+) -> list[str]:
+    """Python's arguments to launch the script, with its config file in `out`."""
+    ours = {"timeout_s": 30, "keep_state_s": 0, **section}
+    given = {**CONFIG, "num_processes": processes, "fault_tolerance_config": ours}
+    config = out / "ft.yaml"
+    config.write_text(yaml.safe_dump(given))
+    return [
+        "-m", "ft_accelerate.launch.command", "launch", "--config_file", str(config),
+        str(script), "--out", str(out), *argv,
+    ]  # fmt: skip
 
 
 def protected(
@@ -89,17 +104,8 @@ def protected(
     """The same script in two replica groups, and spares."""
     out.mkdir(exist_ok=True)
     processes = (2 + spares) * group_size
-    section = {
-        "min_replicas": min_replicas, "timeout_s": 30, "group_size": group_size, "keep_state_s": 0,
-        "spares": spares,
-    }  # fmt: skip
-    given = {**CONFIG, "num_processes": processes, "fault_tolerance_config": section}
-    config = out / "ft.yaml"
-    config.write_text(yaml.safe_dump(given))
-    command = [
-        "-m", "ft_accelerate.launch.command", "launch", "--config_file", str(config),
-        str(script), "--out", str(out), *argv,
-    ]  # fmt: skip
+    section = {"min_replicas": min_replicas, "group_size": group_size, "spares": spares}
+    command = launched(script, out, processes, section, *argv)
     env = installed(out / "site", TRAINER_KILLS=kills, TRAINER_HOLD=str(hold or ""), **more)
     env["FT_EVENT_LOG"] = str(out / "events")
     said = run(command, env, out)
@@ -226,6 +232,17 @@ def test_all_die_and_the_job_goes_on_from_the_checkpoint_that_it_has_written(
         report.pop("checkpoints")
     same(found[0], found[1])
     same(found[0], expected[0])
+
+
+def test_the_exit_code_says_that_the_main_process_has_died_in_the_scripts_own_save(
+    tmp_path: Path,
+) -> None:
+    """In `save_model` after `train`, which the other has passed. It used to be 0."""
+    command = launched(TRAINER, tmp_path, 2, {}, "--max_steps", "4", "--save_model")
+    env = installed(tmp_path / "site", TRAINER_KILLS="0:0:writing:2")
+    said = run(command, env, tmp_path, 128 + signal.SIGKILL)
+    assert "no other has taken over: what it had not written is missing" in said
+    assert (tmp_path / "1.end").exists()
 
 
 def test_replica_groups_of_two_processes(oracle: list[Report], tmp_path: Path) -> None:

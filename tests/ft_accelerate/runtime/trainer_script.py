@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--patience", type=int, default=0)
     parser.add_argument("--scheduler", default="cosine")
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--save_model", action="store_true")  # and wait until a process is killed
     options = parser.parse_args()
     out = Path(options.out)
     torch.manual_seed(0)
@@ -215,6 +216,9 @@ def main() -> None:
         callbacks=callbacks,
     )
     result = trainer.train(resume_from_checkpoint=options.resume or None)
+    if options.save_model:
+        trainer.save_model(str(out / "final"))
+        await_(lambda: "was killed by SIGKILL" in (out / "output").read_text())
     report(trainer, result.training_loss, watch.torn, out)
 
 

@@ -144,11 +144,16 @@ def test_one_that_comes_after_the_end_is_no_failure() -> None:
     assert rules.exit_code() == 0
 
 
+@pytest.mark.parametrize("over", [False, True])
 @pytest.mark.parametrize("taken_over", [False, True])
-def test_the_job_fails_if_what_its_leader_had_to_write_is_not_written(taken_over: bool) -> None:
+def test_the_job_fails_if_what_its_leader_had_to_write_is_not_written(
+    taken_over: bool, over: bool
+) -> None:
+    """`over`: the others have told already that the training is over. Some tell when their script ends."""
     rules = policy(2)
     leader, other = rules.children
-    leader.joined = other.joined = leader.leads = leader.over = other.over = True
+    leader.joined = other.joined = leader.leads = True
+    leader.over = other.over = over
     rules.ended(leader, -9, 1.0)
     other.leads = taken_over
     assert rules.due(2.0) == [leader]
@@ -158,6 +163,29 @@ def test_the_job_fails_if_what_its_leader_had_to_write_is_not_written(taken_over
     assert rules.over()
     assert ("what it had not written is missing" in rules.missing()) == (not taken_over)
     assert rules.exit_code() == (0 if taken_over else 128 + 9)
+
+
+def test_nothing_is_missing_where_the_training_went_on_after_the_leaders_death() -> None:
+    """All die, and their next lives write all; though none of them need lead before it has finished."""
+    rules = policy(2, max_restarts=None)
+    leader, other = rules.children
+    leader.joined = other.joined = leader.leads = True
+    for child, now in ((leader, 1.0), (other, 1.1)):
+        rules.ended(child, -9, now)
+    assert rules.due(3.0) == [leader, other]
+    for child in rules.children:
+        child.process = object()  # type: ignore[assignment]
+        rules.ended(child, 0, 4.0)
+    assert (rules.missing(), rules.exit_code()) == ("", 0)
+
+
+def test_an_error_of_the_script_is_no_loss_of_what_its_leader_writes() -> None:
+    rules = policy(2)
+    leader, other = rules.children
+    leader.joined = other.joined = leader.leads = True
+    rules.ended(leader, 1, 1.0)
+    rules.ended(other, 1, 1.0)
+    assert (rules.missing(), rules.exit_code()) == ("", 1)
 
 
 def test_one_that_hangs_is_killed_when_it_has_printed_its_stacks() -> None:

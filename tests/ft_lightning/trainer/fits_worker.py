@@ -26,8 +26,10 @@ OPTIONS: dict[str, Any] = {
     "devices": 1,
     "strategy": {"timeout_s": 20},
     "ckpt_path": None,
+    "saves": False,  # after each fit, to <log>/final.ckpt
     "validates": False,  # after each fit
-    "holds": [],  # places to wait at: "step:<fit>:<global step>", "save:<global step>", "after:<fit>"
+    # Places to wait at: "step:<fit>:<global step>", "save:<global step>", "final", "after:<fit>"
+    "holds": [],
 }
 
 
@@ -58,7 +60,7 @@ class HoldingIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, path, storage_options)
-        self.files.at(f"save:{checkpoint['global_step']}")
+        self.files.at("final" if "final" in str(path) else f"save:{checkpoint['global_step']}")
 
 
 def data(fold: int) -> DataLoader[Any]:
@@ -98,6 +100,8 @@ def main(options: dict[str, Any]) -> None:
             val_loss=float(trainer.callback_metrics["val_loss"]),
             best=trainer.checkpoint_callback.best_model_path,
         )
+        if options["saves"]:
+            trainer.save_checkpoint(f"{options['log']}/final.ckpt")
         files.at(f"after:{number}")
         if options["validates"]:
             trainer.validate(model, data(-number), verbose=False)
